@@ -1,0 +1,61 @@
+"""Errors of the callers, worded alike: `<op>: <argument> must <rule>; got <value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .results import STATISTICS
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
+
+
+def require(
+    condition: bool, op: str, argument: str, rule: str, got: object, error: type[Exception] = ValueError
+) -> None:
+    if not condition:
+        raise error(f"{op}: {argument} must {rule}; got {got}")
+
+
+def require_floating(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require(
+                tensor.dtype in FLOATS, op, name, "be float16, bfloat16, float32 or float64", tensor.dtype, TypeError
+            )
+
+
+def require_same_device(op: str, **tensors: Tensor | None) -> None:
+    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    (first, device), *others = given.items()
+    for name, other in others:
+        require(other == device, op, name, f"be on the device of {first} ({device})", other)
+
+
+def require_targets(op: str, targets: Tensor, shape: Sequence[int]) -> None:
+    require(targets.dtype in INTS, op, "targets", "be int32 or int64", targets.dtype, TypeError)
+    require(tuple(targets.shape) == tuple(shape), op, "targets", f"have shape {list(shape)}", list(targets.shape))
+
+
+def require_transform(op: str, softcap: float | None, temperature: float) -> None:
+    require(softcap is None or softcap > 0, op, "softcap", "be positive or None", softcap)
+    require(temperature > 0, op, "temperature", "be positive", temperature)
+
+
+def requested(op: str, outputs: Sequence[str]) -> str:
+    """The statistics among `outputs`, comma-separated in canonical order: the form that the custom ops take."""
+    known = ("logps", *STATISTICS)
+    wrong = [name for name in outputs if name not in known]
+    require(not isinstance(outputs, str) and not wrong, op, "outputs", f"be a sequence of names from {known}", outputs)
+    return ",".join(name for name in STATISTICS if name in outputs)
+
+
+def require_whole(op: str, **tensors: Tensor | None) -> None:
+    """No DTensor: kernels read memory, and a shard's memory is not the tensor."""
+    for name, tensor in tensors.items():
+        sharded = isinstance(tensor, DTensor)
+        require(not sharded, op, name, "be a whole tensor, not a DTensor (FSDP2: pass full_tensor())", type(tensor))

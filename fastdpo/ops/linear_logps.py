@@ -1,0 +1,340 @@
+"""Log-probabilities straight from hidden states and the head's weight: the `[N, V]` logits are never stored whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .logit_rows import (
+    RowSums,
+    Transform,
+    accumulator,
+    fold,
+    gradient_tile,
+    logit_gradient,
+    row_scale,
+    tile_rows,
+    tiles,
+)
+from .results import TokenLogps
+from .token_logps import empty_results, mask_results, named_results, split_targets
+
+OP = "linear_logps"
+MEMORY_BUDGET = 512 << 20  # bytes
+
+
+def tile_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """What gradient tiles are kept and multiplied in. float16 has too small a range for unscaled sums."""
+    return torch.float32 if compute_dtype == torch.float16 else compute_dtype
+
+
+def kept_rows(n: int, vocabulary: int, compute_dtype: torch.dtype, budget: int) -> int:
+    """How many tokens' gradient tiles fit in the budget: all, or whole tiles of the loop over tokens."""
+    fit = budget // (vocabulary * tile_dtype(compute_dtype).itemsize)
+    step = tile_rows(vocabulary, accumulator(compute_dtype))
+    return min(n, n if n <= fit else fit // step * step)
+
+
+class _Head:
+    """One call's operands, in the dtype that it computes in."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dtype: torch.dtype):
+        self.ignored, self.index = split_targets(OP, targets, weight.shape[0])
+        self.hidden, self.dtype = hidden, dtype
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        self.accumulator = accumulator(dtype)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Hidden states [n, D]; zero where the target is ignored, so that nothing of them can spread."""
+        return self.hidden[rows].to(self.dtype).masked_fill(self.ignored[rows, None], 0)
+
+    def logits(self, hidden: Tensor, transform: Transform) -> Tensor:
+        """Transformed logits [n, V] in the accumulator's dtype, of a product rounded to the compute dtype."""
+        product = hidden @ self.weight.t() if self.bias is None else torch.addmm(self.bias, hidden, self.weight.t())
+        return transform.apply_(product.to(self.accumulator))
+
+    def target_logits(self, hidden: Tensor, rows: slice, transform: Transform) -> Tensor:
+        """The targets' transformed logits [n], never rounded below float32."""
+        x = torch.linalg.vecdot(hidden.to(self.accumulator), self.weight[self.index[rows]].to(self.accumulator))
+        return transform.apply_(x if self.bias is None else x + self.bias[self.index[rows]])
+
+
+@torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
+def _fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    statistics: str,
+    compute_dtype: torch.dtype,
+    keep: int,
+    form_jacobian: bool,
+) -> list[Tensor]:
+    """kept gradient tiles [keep, V], jacobian [N or 0, D], then logps, shift, others, total, statistics; each [N]."""
+    transform = Transform(softcap, logit_scale, temperature)
+    kept, jacobian, *results = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = _Head(hidden, weight, bias, targets, compute_dtype)
+        for rows in tiles(len(hidden), len(weight), head.accumulator):
+            h = head.rows(rows)
+            z = head.logits(h, transform)
+            tile = kept[rows] if rows.stop <= keep else None
+            slope = transform.slope(z) if tile is not None or form_jacobian else None
+            in_place = tile if tile is not None and tile.dtype == z.dtype else None
+            own = head.target_logits(h, rows, transform)
+            sums, extra, exponentials = fold(z, head.index[rows], own, statistics, out=in_place)
+            for result, value in zip(results, (*sums, *extra), strict=True):
+                result[rows] = value
+            if tile is None and not form_jacobian:
+                continue
+            gradient = gradient_tile(exponentials, head.index[rows], sums.others, slope)
+            if tile is not None and in_place is None:
+                tile.copy_(gradient)
+            if form_jacobian:
+                torch.mm(gradient.to(jacobian.dtype), head.weight.to(jacobian.dtype), out=jacobian[rows])
+        return [kept, jacobian, *mask_results(results, head.ignored)]
+
+
+def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
+    dtype = tile_dtype(compute_dtype)
+    n, d = hidden.shape
+    kept = torch.empty(keep, weight.shape[0], dtype=dtype, device=hidden.device)
+    jacobian = torch.empty(n if form_jacobian else 0, d, dtype=dtype, device=hidden.device)
+    return [kept, jacobian, *empty_results(hidden, statistics)]
+
+
+@_fwd.register_fake
+def _(
+    hidden,
+    weight,
+    bias,
+    targets,
+    softcap,
+    logit_scale,
+    temperature,
+    statistics,
+    compute_dtype,
+    keep,
+    form_jacobian,
+):
+    return _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
+
+
+@torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=())
+def _bwd(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of hidden, weight and bias; empty where not needed."""
+    transform = Transform(softcap, logit_scale, temperature)
+    needs_hidden, needs_weight, needs_bias = needs
+    grad_hidden, grad_weight, grad_bias = _bwd_results(hidden, weight, bias, needs)
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = _Head(hidden, weight, bias, targets, compute_dtype)
+        dtype, wide = tile_dtype(compute_dtype), head.accumulator
+        scale = torch.zeros_like(sums[-1]) if grad_logps is None else grad_logps.to(wide)
+        scale = (scale * row_scale(sums[-1], transform)).masked_fill_(head.ignored, 0)  # [N]
+        if len(jacobian) and grad_entropy is None:
+            grad_hidden.copy_(jacobian.to(wide) * scale[:, None])
+            return [grad_hidden, grad_weight, grad_bias]
+
+        weight_sum = torch.empty_like(weight, dtype=wide) if needs_weight else None
+        bias_sum = torch.zeros(len(weight) if needs_bias else 0, dtype=wide, device=weight.device)
+        keep = len(kept) if grad_entropy is None else 0
+        # Kept tiles of the accumulator's dtype are multiplied at once; narrower ones are widened a tile at a time.
+        slices = [slice(0, keep)] if keep and dtype == wide else tiles(keep, len(weight), wide)
+        slices += [slice(rows.start + keep, rows.stop + keep) for rows in tiles(len(hidden) - keep, len(weight), wide)]
+        for rows in slices:
+            h, factor = head.rows(rows), scale[rows, None]
+            if rows.stop <= keep:
+                tile = kept[rows]
+            else:
+                z = head.logits(h, transform)
+                own_sums = RowSums(*(x[rows] for x in sums))
+                if grad_entropy is None:
+                    slope = transform.slope(z)
+                    exponentials = z.sub_(own_sums.shift[:, None]).exp_()
+                    tile = gradient_tile(exponentials, head.index[rows], own_sums.others, slope)
+                else:
+                    of_logps = None if grad_logps is None else grad_logps[rows].to(wide)
+                    of_entropy = grad_entropy[rows].to(wide)
+                    tile = logit_gradient(z, head.index[rows], own_sums, of_logps, of_entropy, transform)
+                    factor = (~head.ignored[rows, None]).to(wide)
+                tile = tile.to(dtype)
+            if needs_hidden:
+                grad_hidden[rows] = (tile @ head.weight.to(dtype)).to(wide) * factor
+            if weight_sum is not None:
+                _add_product(weight_sum, tile.t(), (h.to(wide) * factor).to(dtype), first=rows.start == 0)
+            if needs_bias:
+                bias_sum += tile.t().to(wide) @ factor[:, 0]
+        if weight_sum is not None:
+            grad_weight.copy_(weight_sum if len(hidden) else weight_sum.zero_())
+        if needs_bias:
+            grad_bias.copy_(bias_sum)
+        return [grad_hidden, grad_weight, grad_bias]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """`total (+)= a @ b` in the dtype of total, a wide one, whatever that of a and b."""
+    beta = 0 if first else 1  # with 0 what total holds is ignored, so nothing needs filling
+    if a.dtype != total.dtype and a.device.type == "cuda":
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+def _bwd_results(hidden, weight, bias, needs):
+    empty = hidden.new_empty(0)
+    return [
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else empty,
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else empty.clone(),
+        torch.empty_like(bias) if needs[2] else empty.clone(),
+    ]
+
+
+@_bwd.register_fake
+def _(
+    grad_logps,
+    grad_entropy,
+    hidden,
+    weight,
+    bias,
+    targets,
+    kept,
+    jacobian,
+    sums,
+    softcap,
+    logit_scale,
+    temperature,
+    compute_dtype,
+    needs,
+):
+    return _bwd_results(hidden, weight, bias, needs)
+
+
+class _LinearLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, transform, statistics, compute_dtype, keep, form_jacobian):
+        ctx.set_materialize_grads(False)
+        kept, jacobian, *sums_and_extra = _fwd(
+            hidden, weight, bias, targets, *transform, statistics, compute_dtype, keep, form_jacobian
+        )
+        sums, extra = sums_and_extra[:4], sums_and_extra[4:]
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, jacobian, *sums)
+        ctx.transform, ctx.compute_dtype = transform, compute_dtype
+        ctx.entropy = "entropy" in statistics
+        ctx.mark_non_differentiable(*extra[ctx.entropy :])
+        return (sums[0], *extra)
+
+    @staticmethod
+    def backward(ctx, grad_logps, *grad_extra):
+        hidden, weight, bias, targets, kept, jacobian, *sums = ctx.saved_tensors
+        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+        grads = _bwd(
+            grad_logps,
+            grad_extra[0] if ctx.entropy else None,
+            hidden,
+            weight,
+            bias,
+            targets,
+            kept,
+            jacobian,
+            sums,
+            *ctx.transform,
+            ctx.compute_dtype,
+            needs,
+        )
+        return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *[None] * 6
+
+
+def linear_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+    memory_budget: int = MEMORY_BUDGET,
+) -> TokenLogps:
+    """Log-probability of each target under `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
+
+    Logits exist for one tile of tokens at a time. What the backward costs depends on what needs a gradient:
+
+    - nothing: forward only, 1 GEMM over `[N, D] x [D, V]`;
+    - hidden alone (LoRA, a frozen head): the gradient is formed in the forward, 2 GEMMs, `[N, D]` kept;
+    - the head: tiles up to `memory_budget` are kept for the backward, 3 GEMMs; what does not fit is computed again, 4.
+      A gradient that reaches `entropy` computes everything again.
+
+    The product is rounded to the compute dtype (that of hidden, or autocast's), as in plain PyTorch, but the target's
+    logit is taken in float32 and kept out of the sum over the others. Gradients of the weight are summed in float32.
+    Meaning: `fastdpo.ops.reference.linear_logps`.
+
+    Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
+    the head needs a gradient, and while it runs up to three tiles of at most 64 MiB of logits in float32 (one more with
+    `softcap`); with 16-bit inputs on a CPU a float32 copy of one operand of the weight's gradient, a tile at a time;
+    under autocast a copy of the weight in autocast's dtype. The weight's gradient is summed in `[V, D]` float32.
+
+    Args:
+        hidden: [N, D] float16, bfloat16, float32 or float64.
+        weight: [V, D] of the same dtype, or any under autocast. Neither sharded (DTensor) nor a ZeRO-3 placeholder.
+        targets: [N] int32 or int64 ids below V. Where it is -100 every result and every gradient is exactly zero.
+        bias: [V] or None.
+        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
+        logit_scale: multiplies the logits before the cap.
+        temperature: divides them after it.
+        outputs: names of the fields of `TokenLogps` to fill; `logps` always is.
+        memory_budget: bytes of gradient tiles to keep for the backward of a trainable head.
+
+    Returns:
+        `TokenLogps` with fields [N].
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
+    checks.require(hidden.dim() == 2, OP, "hidden", "be [N, D]", list(hidden.shape))
+    checks.require_whole(OP, weight=weight, bias=bias)
+    expected = f"be [V, {hidden.shape[1]}] (FSDP or ZeRO-3 shards? call the op inside the head module's forward)"
+    checks.require(weight.dim() == 2 and weight.shape[1] == hidden.shape[1], OP, "weight", expected, list(weight.shape))
+    if bias is not None:
+        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", f"be [{len(weight)}]", list(bias.shape))
+    checks.require_targets(OP, targets, hidden.shape[:1])
+    checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
+    checks.require_transform(OP, softcap, temperature)
+    checks.require(memory_budget >= 0, OP, "memory_budget", "be a number of bytes, 0 or more", memory_budget)
+    statistics = checks.requested(OP, outputs)
+
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    grad = torch.is_grad_enabled()
+    head_grad = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    keep = kept_rows(hidden.shape[0], weight.shape[0], compute_dtype, memory_budget) if head_grad else 0
+    form_jacobian = grad and hidden.requires_grad and not head_grad
+    transform = Transform(softcap, logit_scale, temperature)
+    logps, *extra = _LinearLogps.apply(
+        hidden, weight, bias, targets, transform, statistics, compute_dtype, keep, form_jacobian
+    )
+    return named_results(logps, extra, statistics, targets.shape)

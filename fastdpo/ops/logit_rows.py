@@ -1,0 +1,161 @@
+"""What one pass over a tile of logits yields, in plain torch: the part that heads and given logits share.
+
+A tile is `z [n, V]`, the transformed logits of n tokens. With y the target, m the largest of the other logits and
+t the target's own logit,
+
+    others = sum_{v != y} exp(z_v - m)        logp = t - logsumexp(z) = logsigmoid(t - m - log(others))
+    total  = others + exp(t - m)              d logp / d z_v = (v == y) - p_v
+                                              p_v = exp(z_v - m) / total,  1 - p_y = others / total
+
+The target stays out of the sum, so that a confident prediction (p_y near 1) loses no digits to cancellation, and t may
+be more precise than the tile that the sum is taken over. Tiles are float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_BYTES = 64 << 20
+NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
+
+
+def tiles(n: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
+    """Rows [0, n) in slices whose tile of logits takes at most TILE_BYTES: the same cuts for every n."""
+    step = tile_rows(vocabulary, dtype)
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+
+
+def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    return max(1, TILE_BYTES // (vocabulary * dtype.itemsize))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums of values of this dtype are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Transform(NamedTuple):
+    """Head outputs to logits: `z = softcap * tanh(scale * x / softcap) / temperature`."""
+
+    softcap: float | None
+    scale: float
+    temperature: float
+
+    def apply_(self, x: Tensor) -> Tensor:
+        """In place, in the dtype of x."""
+        if self.scale != 1.0:
+            x.mul_(self.scale)
+        if self.softcap is not None:
+            x.div_(self.softcap).tanh_().mul_(self.softcap)
+        return x if self.temperature == 1.0 else x.div_(self.temperature)
+
+    def slope(self, z: Tensor) -> Tensor | None:
+        """`d z / d x` less the constant `gain`, from z; None where it is 1."""
+        return None if self.softcap is None else 1 - (z * (self.temperature / self.softcap)).square()
+
+    @property
+    def gain(self) -> float:
+        return self.scale / self.temperature
+
+
+class RowSums(NamedTuple):
+    """Per token, in the tile's dtype: all that the gradient needs beside the logits."""
+
+    logps: Tensor  # [n]
+    shift: Tensor  # [n] m
+    others: Tensor  # [n]
+    total: Tensor  # [n]
+
+
+def fold(
+    z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str, out: Tensor | None = None
+) -> tuple[RowSums, list[Tensor], Tensor]:
+    """The sums of a tile, the statistics that were asked for, and `exp(z - m)` with 0 at the targets.
+
+    Args:
+        z: [n, V] transformed logits. Overwritten.
+        targets: [n] ids in the vocabulary.
+        target_logits: [n] the targets' transformed logits, as precise as they are known.
+        statistics: names out of `results.STATISTICS`, comma-separated.
+        out: [n, V] where to put the exponentials; without it, where z was, if nothing else needs z.
+    """
+    column = targets[:, None]
+    own = z.gather(1, column)[:, 0]  # as the tile has it: statistics are taken over one distribution
+    mean = z.mean(-1) if "mean_logits" in statistics else None
+    z.scatter_(1, column, -torch.inf)
+    peak, first = z.max(-1)
+    shift = torch.where(peak == -torch.inf, target_logits, peak)  # nothing but the target is possible
+
+    z.sub_(shift[:, None])
+    if "entropy" in statistics:
+        z.clamp_(min=NEVER)
+        exponentials = torch.exp(z, out=out)
+        weighted = torch.linalg.vecdot(exponentials, z)  # sum exp(z - m) (z - m), over the others
+    else:
+        exponentials, weighted = torch.exp(z, out=z if out is None else out), None
+    others = exponentials.sum(-1)
+
+    gap = target_logits - shift
+    sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
+
+    # The statistics count the target too: everything relative to the larger of m and its logit.
+    top = torch.maximum(shift, own)
+    own_gap = (own - top).clamp(min=NEVER)
+    ratio, own_exp = (shift - top).exp(), own_gap.exp()
+    everything = others * ratio + own_exp
+    results = []
+    if weighted is not None:
+        inner = (weighted + others * (shift - top)) * ratio + own_exp * own_gap
+        results.append(everything.log() - inner / everything)
+    if mean is not None:
+        results.append(mean)
+    if "is_top1" in statistics:
+        results.append((own > peak) | ((own == peak) & (targets < first)))
+    if "log_sum_sq_probs" in statistics:
+        squares = torch.linalg.vecdot(exponentials, exponentials) * ratio.square() + own_exp.square()
+        results.append(squares.log() - 2 * everything.log())
+    return sums, results, exponentials
+
+
+def gradient_tile(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
+    """`exp(z - m)` turned, in place, into the gradient tile: times `-gain / total` a row it is `d logp / d x`.
+
+    Left unscaled, so that the upstream gradient and the normaliser multiply rows of [n, D], in float32, and not a tile.
+    """
+    exponentials.scatter_(1, targets[:, None], -others[:, None])
+    return exponentials if slope is None else exponentials.mul_(slope)
+
+
+def row_scale(total: Tensor, transform: Transform) -> Tensor:
+    return -transform.gain / total
+
+
+def logit_gradient(
+    z: Tensor,  # [n, V] overwritten
+    targets: Tensor,  # [n]
+    sums: RowSums,
+    grad_logps: Tensor | None,  # [n]
+    grad_entropy: Tensor | None,  # [n]
+    transform: Transform,
+) -> Tensor:
+    """`d loss / d x` [n, V], scaled, from transformed logits and the gradients of their log-probs and entropies."""
+    slope = transform.slope(z)
+    tile = None
+    if grad_entropy is not None:
+        # d entropy / d z_v = -p_v (log p_v + entropy)
+        logp = torch.sub(z, z.logsumexp(-1, keepdim=True)).clamp_(min=NEVER)
+        p = logp.exp()
+        entropy = -torch.linalg.vecdot(p, logp)
+        tile = p.mul_(logp.add_(entropy[:, None])).mul_((-transform.gain * grad_entropy)[:, None])
+        if slope is not None:
+            tile.mul_(slope)
+    if grad_logps is not None:
+        exponentials = z.sub_(sums.shift[:, None]).exp_()
+        scale = grad_logps * row_scale(sums.total, transform)
+        of_logps = gradient_tile(exponentials, targets, sums.others, slope).mul_(scale[:, None])
+        tile = of_logps if tile is None else tile.add_(of_logps)
+    return torch.zeros_like(z) if tile is None else tile

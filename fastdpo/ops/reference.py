@@ -1,0 +1,125 @@
+"""What every op means: eager PyTorch, any dtype, any device, a few lines each.
+
+The tests hold each op against these definitions: in float64 as the truth, and at the op's own dtype as the error that
+plain PyTorch would make. Nothing here is fast or small, and nothing in the library calls it.
+
+Dimensions: N scored tokens, V vocabulary, D hidden size, T packed tokens, H heads, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from .results import SequenceLogps, TokenLogps
+
+
+def token_logps(
+    logits: Tensor,  # [..., V]
+    targets: Tensor,  # [...]
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+) -> TokenLogps:
+    """`log softmax(z)[target]` with `z = softcap * tanh(logit_scale * logits / softcap) / temperature`."""
+    z = (logits if logits.dtype == torch.float64 else logits.float()) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = (z / temperature).log_softmax(-1)  # [..., V]
+    scored = targets != IGNORE_INDEX
+    index = targets.clamp(min=0)[..., None]
+
+    def keep(name: str, value: Tensor) -> Tensor | None:
+        return torch.where(scored, value, torch.zeros_like(value)) if name in outputs else None
+
+    return TokenLogps(
+        logps=torch.where(scored, logp.gather(-1, index)[..., 0], 0.0),
+        entropy=keep("entropy", torch.special.entr(logp.exp()).sum(-1)),
+        mean_logits=keep("mean_logits", (z / temperature).mean(-1).detach()),
+        is_top1=keep("is_top1", z.argmax(-1) == targets),
+        log_sum_sq_probs=keep("log_sum_sq_probs", (2 * logp).logsumexp(-1).detach()),
+    )
+
+
+def linear_logps(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    targets: Tensor,  # [N]
+    *,
+    bias: Tensor | None = None,  # [V]
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+) -> TokenLogps:
+    """`token_logps` of the head's logits `hidden @ weight.T + bias`."""
+    logits = F.linear(hidden, weight, bias)  # [N, V]
+    return token_logps(
+        logits, targets, softcap=softcap, logit_scale=logit_scale, temperature=temperature, outputs=outputs
+    )
+
+
+def sequence_logps(
+    logits: Tensor,  # [T, V], or [B, L, V] without cu_seqlens
+    targets: Tensor,  # [T], or [B, L] without cu_seqlens
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> SequenceLogps:
+    """Sums of `token_logps` over each sequence, and how many of its targets were not ignored."""
+    logps = token_logps(logits, targets, softcap=softcap, logit_scale=logit_scale, temperature=temperature).logps
+    if cu_seqlens is None:
+        return SequenceLogps(logps.sum(-1), (targets != IGNORE_INDEX).sum(-1))
+    bounds = cu_seqlens.tolist()
+    spans = [slice(a, b) for a, b in pairwise(bounds)]
+    return SequenceLogps(
+        torch.stack([logps[span].sum() for span in spans]),
+        torch.stack([(targets[span] != IGNORE_INDEX).sum() for span in spans]),
+    )
+
+
+def linear_sequence_logps(
+    hidden: Tensor,  # [T, D]
+    weight: Tensor,  # [V, D]
+    targets: Tensor,  # [T]
+    cu_seqlens: Tensor,  # [S + 1]
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> SequenceLogps:
+    """`sequence_logps` of the head's logits."""
+    logits = F.linear(hidden, weight, bias)
+    return sequence_logps(
+        logits, targets, cu_seqlens, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+    )
+
+
+def packed_attention(
+    query: Tensor,  # [T, H, D]
+    key: Tensor,  # [T, H_kv, D]
+    value: Tensor,  # [T, H_kv, D_v]
+    rows: Tensor,  # [S, 4]: prefix start, prefix length, own start, own length
+    *,
+    scale: float | None = None,
+) -> Tensor:  # [T, H, D_v]
+    """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves."""
+    visible = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)  # [T, T]
+    for prefix, prefix_length, own, own_length in rows.tolist():
+        end = own + own_length
+        visible[own:end, prefix : prefix + prefix_length] = True
+        visible[own:end, own:end] = visible.new_ones(own_length, own_length).tril()
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)

@@ -1,0 +1,139 @@
+"""Masked sums per sequence of the token log-probabilities: what a preference loss compares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from . import checks
+from .linear_logps import MEMORY_BUDGET, linear_logps
+from .results import SequenceLogps
+from .token_logps import token_logps
+
+
+@torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
+def _fwd(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums [S] of values [N], in float64 and in order: the same bits every time."""
+    sums = torch.segment_reduce(values.double(), "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
+    return sums.to(values.dtype)
+
+
+@_fwd.register_fake
+def _(values, cu_seqlens):
+    return values.new_empty(len(cu_seqlens) - 1)
+
+
+@torch.library.custom_op("fastdpo::segment_sums_bwd", mutates_args=())
+def _bwd(grad: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    return grad.repeat_interleave(cu_seqlens.diff(), output_size=tokens)
+
+
+@_bwd.register_fake
+def _(grad, cu_seqlens, tokens):
+    return grad.new_empty(tokens)
+
+
+class _SegmentSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, cu_seqlens):
+        ctx.save_for_backward(cu_seqlens)
+        ctx.tokens = len(values)
+        return _fwd(values, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (cu_seqlens,) = ctx.saved_tensors
+        return _bwd(grad, cu_seqlens, ctx.tokens), None
+
+
+def sequence_logps(
+    logits: Tensor,
+    targets: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> SequenceLogps:
+    """Summed log-probability of each sequence's targets, from logits. Sums over tokens are taken in float64.
+
+    Meaning: `fastdpo.ops.reference.sequence_logps`. Memory: as `token_logps`.
+
+    Args:
+        logits: [B, L, V] of padded sequences, or [T, V] of packed ones.
+        targets: [B, L] or [T] int ids, -100 where nothing is scored (prompts, padding).
+        cu_seqlens: int [S + 1], for packed sequences: where each begins, and T. None for padded ones.
+        softcap, logit_scale, temperature: as in `token_logps`.
+
+    Returns:
+        `SequenceLogps` with fields [B] or [S].
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    op = "sequence_logps"
+    if cu_seqlens is None:
+        checks.require(logits.dim() == 3, op, "logits", "be [B, L, V] without cu_seqlens", list(logits.shape))
+        cu_seqlens = torch.arange(logits.shape[0] + 1, device=logits.device) * logits.shape[1]
+    else:
+        checks.require(logits.dim() == 2, op, "logits", "be [T, V] with cu_seqlens", list(logits.shape))
+    logps = token_logps(logits, targets, softcap=softcap, logit_scale=logit_scale, temperature=temperature).logps
+    return _sums(op, logps, targets, cu_seqlens)
+
+
+def linear_sequence_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    memory_budget: int = MEMORY_BUDGET,
+) -> SequenceLogps:
+    """Summed log-probability of each sequence's targets, from hidden states and the head's weight.
+
+    Meaning: `fastdpo.ops.reference.linear_sequence_logps`. Work and memory: as `linear_logps`.
+
+    Args:
+        hidden: [T, D] of packed sequences.
+        weight: [V, D].
+        targets: [T] int ids, -100 where nothing is scored.
+        cu_seqlens: int [S + 1], where each sequence begins, and T.
+        bias, softcap, logit_scale, temperature, memory_budget: as in `linear_logps`.
+
+    Returns:
+        `SequenceLogps` with fields [S].
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    logps = linear_logps(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        memory_budget=memory_budget,
+    ).logps
+    return _sums("linear_sequence_logps", logps, targets, cu_seqlens)
+
+
+def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
+    checks.require(cu_seqlens.dtype in checks.INTS, op, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype, TypeError)
+    checks.require(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
+    )
+    checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
+    bounds = cu_seqlens.long()
+    if bounds.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would cost a synchronisation
+        ordered = bounds[0] == 0 and bounds[-1] == targets.numel() and bool((bounds.diff() >= 0).all())
+        checks.require(bool(ordered), op, "cu_seqlens", f"rise from 0 to {targets.numel()}", bounds.tolist())
+    scored = (targets != IGNORE_INDEX).reshape(-1)
+    counts = torch.nn.functional.pad(scored.long().cumsum(0), (1, 0))[bounds].diff()
+    return SequenceLogps(_SegmentSums.apply(logps.reshape(-1), bounds), counts)

@@ -1,0 +1,162 @@
+"""Log-probabilities of given logits at their targets, without the `[N, V]` log-softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from . import checks
+from .logit_rows import RowSums, Transform, accumulator, fold, logit_gradient, tiles
+from .results import TokenLogps
+
+OP = "token_logps"
+
+
+@torch.library.custom_op("fastdpo::token_logps_fwd", mutates_args=())
+def _fwd(
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    statistics: str,
+) -> list[Tensor]:
+    """logps, shift, others, total, then the statistics; each [N]."""
+    transform = Transform(softcap, logit_scale, temperature)
+    dtype = accumulator(logits.dtype)
+    ignored, index = split_targets(OP, targets, logits.shape[1])
+    results = empty_results(logits, statistics)
+    for rows in tiles(len(logits), logits.shape[1], dtype):
+        z = transform.apply_(logits[rows].to(dtype, copy=True))
+        own = z.gather(1, index[rows, None])[:, 0]
+        sums, extra, _ = fold(z, index[rows], own, statistics)
+        for result, value in zip(results, (*sums, *extra), strict=True):
+            result[rows] = value
+    return mask_results(results, ignored)
+
+
+@_fwd.register_fake
+def _(logits, targets, softcap, logit_scale, temperature, statistics):
+    return empty_results(logits, statistics)
+
+
+@torch.library.custom_op("fastdpo::token_logps_bwd", mutates_args=())
+def _bwd(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> Tensor:
+    transform = Transform(softcap, logit_scale, temperature)
+    dtype = accumulator(logits.dtype)
+    ignored, index = split_targets(OP, targets, logits.shape[1])
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for rows in tiles(len(logits), logits.shape[1], dtype):
+        z = transform.apply_(logits[rows].to(dtype, copy=True))
+        of_logps, of_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
+        own_sums = RowSums(*(x[rows] for x in sums))
+        tile = logit_gradient(z, index[rows], own_sums, of_logps, of_entropy, transform)
+        grad[rows] = tile.masked_fill_(ignored[rows, None], 0)
+    return grad
+
+
+@_bwd.register_fake
+def _(grad_logps, grad_entropy, logits, targets, sums, softcap, logit_scale, temperature):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+class _TokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics):
+        ctx.set_materialize_grads(False)
+        logps, shift, others, total, *extra = _fwd(logits, targets, softcap, logit_scale, temperature, statistics)
+        ctx.save_for_backward(logits, targets, logps, shift, others, total)
+        ctx.transform = (softcap, logit_scale, temperature)
+        ctx.entropy = bool(extra) and "entropy" in statistics
+        ctx.mark_non_differentiable(*extra[ctx.entropy :])
+        return (logps, *extra)
+
+    @staticmethod
+    def backward(ctx, grad_logps, *grad_extra):
+        logits, targets, *sums = ctx.saved_tensors
+        grad_entropy = grad_extra[0] if ctx.entropy else None
+        return _bwd(grad_logps, grad_entropy, logits, targets, sums, *ctx.transform), None, None, None, None, None
+
+
+def token_logps(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+) -> TokenLogps:
+    """Log-probability of each target under `softmax(z)`, with `z = cap(logit_scale * logits) / temperature`.
+
+    Sums are float32 (float64 for float64 logits), whatever the dtype of the logits, and leave the target out, so that
+    `1 - p` of a confident prediction keeps its digits. Meaning: `fastdpo.ops.reference.token_logps`.
+
+    Extra memory: two tiles of at most 64 MiB of logits in float32 (one more with `softcap`), and in the backward
+    also the gradient, as large as the logits.
+
+    Args:
+        logits: [..., V] float16, bfloat16, float32 or float64.
+        targets: [...] int32 or int64 ids below V. Where it is -100 every result and the gradient are exactly zero.
+        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
+        logit_scale: multiplies the logits before the cap.
+        temperature: divides them after it.
+        outputs: names of the fields of `TokenLogps` to fill; `logps` always is.
+
+    Returns:
+        `TokenLogps` with fields of the shape of targets.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    checks.require_floating(OP, logits=logits)
+    checks.require(logits.dim() > 0 and logits.shape[-1] > 0, OP, "logits", "be [..., V], V > 0", list(logits.shape))
+    checks.require_targets(OP, targets, logits.shape[:-1])
+    checks.require_same_device(OP, logits=logits, targets=targets)
+    checks.require_transform(OP, softcap, temperature)
+    statistics = checks.requested(OP, outputs)
+    rows = logits.reshape(-1, logits.shape[-1])
+    logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), softcap, logit_scale, temperature, statistics)
+    return named_results(logps, extra, statistics, targets.shape)
+
+
+def split_targets(op: str, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Which targets are ignored, and ids that can be gathered with. On a CPU ids outside the vocabulary are refused."""
+    ignored = targets == IGNORE_INDEX
+    index = targets.long().masked_fill(ignored, 0)
+    if index.device.type == "cpu" and len(index):  # elsewhere the check would cost a synchronisation
+        low, high = (int(bound) for bound in index.aminmax())
+        checks.require(low >= 0, op, "targets", f"be -100 or ids below {vocabulary}", low)
+        checks.require(high < vocabulary, op, "targets", f"be -100 or ids below {vocabulary}", high)
+    return ignored, index
+
+
+def empty_results(rows: Tensor, statistics: str) -> list[Tensor]:
+    """Room for logps, the three sums and the statistics of `rows.shape[0]` tokens."""
+    dtype = accumulator(rows.dtype)
+    names = [name for name in statistics.split(",") if name]
+    dtypes = [dtype] * 4 + [torch.bool if name == "is_top1" else dtype for name in names]
+    return [torch.empty(rows.shape[0], dtype=dtype, device=rows.device) for dtype in dtypes]
+
+
+def mask_results(results: list[Tensor], ignored: Tensor) -> list[Tensor]:
+    logps, shift, others, total, *extra = results
+    return [logps.masked_fill_(ignored, 0), shift, others, total, *(x.masked_fill_(ignored, 0) for x in extra)]
+
+
+def named_results(logps: Tensor, extra: Sequence[Tensor], statistics: str, shape: Sequence[int]) -> TokenLogps:
+    names = [name for name in statistics.split(",") if name]
+    fields = {name: value.reshape(shape) for name, value in zip(names, extra, strict=True)}
+    return TokenLogps(logps=logps.reshape(shape), **fields)

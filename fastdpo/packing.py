@@ -1,0 +1,215 @@
+"""Padded batches packed so that each distinct token is stored once, and the `Layout` that says how they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+class NotPackable(ValueError):
+    """A batch that can only be run as it is padded. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a padded batch `[R, L]` lie in a packed buffer of T tokens.
+
+    The rows of a group are stored as their longest common prefix of token ids, once, followed by what each row has
+    after it: `[P | C | R]` for a pair. Positions of C and of R both go on from P. Only tokens that a scored position
+    depends on are stored. A scored position that several rows share with the same target is scored once.
+
+    Attributes:
+        token_index: int64 [T], where each packed token stands in the flattened padded batch.
+        position_ids: int64 [T].
+        rows: int32 [S, 4] on the CPU, for attention: (prefix start, prefix length, own start, own length). The own
+            tokens of the rows tile [0, T) in order; they see their prefix and, causally, themselves. The first row of
+            a group has the prefix among its own.
+        score_index: int64 [N], the packed tokens whose next token is scored.
+        targets: int64 [N], what they are scored against.
+        output_index: int64 [M], the places of the flattened `[R, W]` output that hold a scored value.
+        output_source: int64 [M], which of the N values each of them holds.
+        output_shape: (R, W), with W = L - 1 (L where the labels came shifted).
+    """
+
+    token_index: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    score_index: Tensor
+    targets: Tensor
+    output_index: Tensor
+    output_source: Tensor
+    output_shape: tuple[int, int]
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """`[R, L]` values of tokens to `[1, T]`."""
+        return padded.reshape(-1)[self.token_index][None]
+
+    def unpack(self, scored: Tensor) -> Tensor:
+        """`[N]` values of scored positions to `[R, W]`, zero elsewhere. Differentiable."""
+        padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
+        return padded.index_copy(0, self.output_index, scored[self.output_source]).view(self.output_shape)
+
+    @property
+    def mask(self) -> Tensor:
+        """int32 [1, 1, S, 4]: the rows in the form in which they reach attention, as a 4-D attention mask."""
+        return self.rows[None, None]
+
+
+def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, share: bool = True) -> Layout:
+    """The layout of a preference batch whose rows i and i + R/2 answer the same prompt. See `pack`."""
+    if len(input_ids) % 2:
+        raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {len(input_ids)}")
+    pairs = torch.arange(len(input_ids)) % (len(input_ids) // 2 or 1)
+    return pack(input_ids, attention_mask, labels, groups=pairs if share else None)
+
+
+def pack(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+    *,
+    groups: Tensor | None = None,
+    shifted: bool = False,
+    store_all: bool = False,
+) -> Layout:
+    """The layout of a padded batch. Works on the host: one copy from the device, one back.
+
+    What rows share is found by comparing token ids, never by trusting a prompt length.
+
+    Args:
+        input_ids: int [R, L], padded on either side.
+        attention_mask: int or bool [R, L], nonzero where a token is real. The real tokens of a row are contiguous.
+        labels: int [R, L], -100 where nothing is scored. Label i is scored by position i - 1.
+        groups: int [R]; rows of the same number may share a prefix. None: no two rows do.
+        shifted: label i is scored by position i, and the output is as wide as the input.
+        store_all: store every real token, even those that no scored position depends on (a router loss counts them).
+
+    Returns:
+        The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
+
+    Raises:
+        ValueError: shapes differ.
+        NotPackable: a mask has holes, a label is scored by a padding position, or no token is real.
+    """
+    for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
+        if tensor.shape != input_ids.shape:
+            raise ValueError(
+                f"pack: {name} must have the shape of input_ids {list(input_ids.shape)}; got {list(tensor.shape)}"
+            )
+    if input_ids.dim() != 2:
+        raise ValueError(f"pack: input_ids must be [R, L]; got {list(input_ids.shape)}")
+    if groups is not None and tuple(groups.shape) != (len(input_ids),):
+        raise ValueError(f"pack: groups must be [{len(input_ids)}]; got {list(groups.shape)}")
+
+    device = input_ids.device
+    ids, real, targets = _to_host(input_ids, attention_mask != 0, labels if shifted else labels[:, 1:])
+    scored = targets != IGNORE_INDEX  # [R, W]
+    offset, need = _extents(real, scored, store_all)
+    n_rows, length = ids.shape
+
+    # Rows in groups, those without a needed token left out. The first of each group leads it.
+    members = (groups.cpu() if groups is not None else torch.arange(n_rows))[need > 0]
+    order = members.argsort(stable=True)
+    row = (need > 0).nonzero()[:, 0][order]  # [S] original row numbers
+    group = torch.unique_consecutive(members[order], return_inverse=True)[1]
+    leads = torch.ones_like(group, dtype=torch.bool)
+    leads[1:] = group[1:] != group[:-1]
+    leader = leads.nonzero()[:, 0][group]  # [S] index among the S rows
+    prefix = _common_prefixes(ids, offset, need, row, leader, group)  # [S]
+
+    own_length = need[row] - prefix * ~leads
+    own_start = own_length.cumsum(0) - own_length
+    skipped = prefix * ~leads  # positions of a row that stand in its prefix
+    owner = torch.repeat_interleave(own_length)  # [T]
+    position_ids = torch.arange(len(owner)) - (own_start - skipped)[owner]
+    token_index = (row * length + offset[row])[owner] + position_ids
+    rows = torch.stack([own_start[leader], skipped, own_start, own_length], 1)[own_length > 0].int()
+
+    # Every scored (row, column) and the packed position that scores it.
+    index_of_row = torch.full((n_rows,), -1).index_copy_(0, row, torch.arange(len(row)))
+    source_row, column = scored.nonzero(as_tuple=True)
+    s = index_of_row[source_row]
+    position = column - offset[source_row]
+    in_prefix = position < prefix[s]
+    packed = torch.where(position < skipped[s], own_start[leader[s]] + position, own_start[s] - skipped[s] + position)
+    target = targets[source_row, column]
+    score_index, score_targets, output_source = _score_once(packed, target, in_prefix)
+
+    output_index = source_row * scored.shape[1] + column
+    on_device = _to_device(device, token_index, position_ids, score_index, score_targets, output_index, output_source)
+    token_index, position_ids, score_index, score_targets, output_index, output_source = on_device
+    return Layout(
+        token_index,
+        position_ids,
+        rows,
+        score_index,
+        score_targets,
+        output_index,
+        output_source,
+        (n_rows, scored.shape[1]),
+    )
+
+
+def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Tensor]:
+    """Where the tokens of each row begin, and how many of them scored positions depend on; both [R]."""
+    lengths = real.sum(1)
+    offset = real.int().argmax(1)
+    end = real.shape[1] - real.flip(1).int().argmax(1)
+    if ((end - offset != lengths) & (lengths > 0)).any():
+        raise NotPackable("an attention mask has holes")
+    if (scored & ~real[:, : scored.shape[1]]).any():
+        raise NotPackable("a label is scored by a padding position")
+    if not lengths.any():
+        raise NotPackable("no token is real")
+    last = scored.shape[1] - scored.flip(1).int().argmax(1) if scored.shape[1] else torch.zeros_like(lengths)
+    need = lengths if store_all else torch.where(scored.any(1), last - offset, 0)
+    if not need.any():  # one token, so that a batch without any label still has a differentiable zero
+        need = need.index_fill(0, lengths.argmax(), 1)
+    return offset, need
+
+
+def _common_prefixes(ids: Tensor, offset: Tensor, need: Tensor, row: Tensor, leader: Tensor, group: Tensor) -> Tensor:
+    """How many tokens all rows of a row's group have in common; 0 for a group of one. [S]"""
+    follows = (leader != torch.arange(len(leader))).nonzero()[:, 0]
+    if not len(follows):
+        return torch.zeros_like(leader)
+    mine, first = row[follows], row[leader[follows]]
+    bound = torch.minimum(need[mine], need[first])
+    columns = torch.arange(int(bound.max()))
+    last = ids.shape[1] - 1
+    same = ids[mine[:, None], (offset[mine, None] + columns).clamp(max=last)]
+    same = (same == ids[first[:, None], (offset[first, None] + columns).clamp(max=last)]) & (columns < bound[:, None])
+    common = torch.where(same.all(1), bound, same.int().argmin(1))
+    shortest = torch.full((len(leader),), ids.shape[1]).scatter_reduce(0, group[follows], common, "amin")  # [groups..]
+    has_followers = torch.zeros(len(leader), dtype=torch.bool).index_fill(0, group[follows], True)
+    return torch.where(has_followers, shortest, 0)[group]
+
+
+def _score_once(packed: Tensor, target: Tensor, in_prefix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merges equal (position, target); only in a prefix can there be any. Returns index, targets [N], source [M]."""
+    base = int(target.max()) + 1 if len(target) else 1
+    key, merged = torch.unique((packed * base + target)[in_prefix], return_inverse=True)
+    alone = ~in_prefix
+    source = alone.cumsum(0) - 1
+    source[in_prefix] = int(alone.sum()) + merged
+    return torch.cat([packed[alone], key // base]), torch.cat([target[alone], key % base]), source
+
+
+def _to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if ids.device.type == "cpu":
+        return ids.long(), real, targets.long()
+    sizes = [ids.numel(), real.numel(), targets.numel()]
+    flat = torch.cat([x.reshape(-1).long() for x in (ids, real, targets)]).cpu().split(sizes)
+    return flat[0].view(ids.shape), flat[1].view(real.shape).bool(), flat[2].view(targets.shape)
+
+
+def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if device.type == "cpu":
+        return tensors
+    flat = torch.cat(tensors)
+    flat = flat.pin_memory() if device.type == "cuda" else flat
+    return flat.to(device, non_blocking=True).split([len(t) for t in tensors])
