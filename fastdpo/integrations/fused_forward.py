@@ -1,0 +1,338 @@
+"""The wrapper of a causal LM's `forward` that every trainer is entered through.
+
+`model(input_ids, attention_mask, labels, fused_lm_head=True)` packs the padded batch, runs the model's own backbone on
+the packed tokens, scores only labelled positions, and answers with per-token results in the padded shape. Any other
+call, and any batch that does not qualify, goes to the forward that the model had before.
+
+It all happens inside `model(...)`, so that the hooks of DDP, FSDP2, ZeRO-3, PEFT and autocast see an ordinary call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import attention, packing
+from ..ops.linear_logps import MEMORY_BUDGET, linear_logps
+from ..ops.results import TokenLogps
+from ..packing import Layout, NotPackable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("fastdpo")
+
+calls: Counter[tuple[str, str, str]] = Counter()
+"""How often each path ran: (integration, "policy" | "reference" | "eval", "fused" | "stock") to calls."""
+
+VERIFIED = ("llama", "qwen2", "qwen3")
+"""Model types whose packed forward is tested equal to their padded one."""
+
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings of a position that do not depend on how long the batch is."""
+
+
+UNDERSTOOD = ("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict")
+"""Arguments of a call that the fused path takes or can do without."""
+
+
+class NotFused(RuntimeError):
+    """`FASTDPO_STRICT=1`: a fused path would have been off. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `patch()` was asked for.
+
+    Attributes:
+        share_prompts: compute tokens that the two answers of a prompt have in common once.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+    """
+
+    share_prompts: bool = True
+    memory_budget: int = MEMORY_BUDGET
+
+
+class Request(NamedTuple):
+    """What a trainer wants of its fused head."""
+
+    outputs: tuple[str, ...]
+    temperature: float
+    float32_head: bool
+
+
+class Scored(NamedTuple):
+    """The answer to one call: per-token results `[R, W]`, and where labels are."""
+
+    logps: TokenLogps
+    label_mask: Tensor
+
+
+@dataclass
+class _Wrapper:
+    """What the wrapped forward of one model needs to know. Lives on the model."""
+
+    integration: str
+    role: str  # "policy" or "reference"
+    request: Request
+    options: Options
+    answer: Callable[[Scored, dict], object]
+    stock: Callable  # the forward before ours
+    off: str | None  # why every call goes to it
+    prior_attention: str | None = None
+    forward: Callable | None = None  # ours
+    met: bool = False  # whether the attention layers have been seen to get the layout
+    said: set[str] = field(default_factory=set)
+
+
+_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kind: ContextVar[str | None] = ContextVar("fastdpo_kind", default=None)
+
+
+@contextmanager
+def kind_of_calls(kind: str) -> Iterator[None]:
+    """Calls made meanwhile are counted as this kind, whatever they look like."""
+    token = _kind.set(kind)
+    try:
+        yield
+    finally:
+        _kind.reset(token)
+
+
+def strict() -> bool:
+    return os.environ.get("FASTDPO_STRICT", "0") not in ("", "0")
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why this model can't be packed and fused; None if it can."""
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type not in VERIFIED:
+        return f"models of type {model_type!r} are not supported yet (supported: {', '.join(VERIFIED)})"
+    if not model._can_set_attn_implementation():
+        return f"{type(model).__name__} does not let its attention be set"
+    prior = attention.implementation(model)
+    if prior not in attention.PRIOR:
+        return f"attention implementation {prior!r} is not supported yet (supported: {', '.join(attention.PRIOR)})"
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if other_layers:
+        return f"layers of type {', '.join(sorted(other_layers))} are not supported yet"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in STATIC_ROPES:
+        return f"rotary embeddings of type {rope!r} depend on the length of the batch"
+    return None
+
+
+def install(
+    model: PreTrainedModel,
+    integration: str,
+    role: str,
+    request: Request,
+    options: Options,
+    answer: Callable[[Scored, dict], object],
+) -> None:
+    """Wraps the forward of a model. If the model does not qualify, says so: its calls are only counted then."""
+    uninstall(model)
+    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off=why_not(model))
+    if wrapper.off is not None:
+        _say(wrapper, wrapper.off)
+    else:
+        wrapper.prior_attention = attention.switch(model)
+
+    def forward(self, *args, fused_lm_head=False, **kwargs):
+        if not fused_lm_head:
+            return wrapper.stock(*args, **kwargs)
+        return _fused_call(self, wrapper, args, kwargs)
+
+    # `generate` and Trainer read the signature. Not functools.wraps: accelerate's unwrapping follows `__wrapped__`.
+    forward.__signature__ = inspect.signature(type(model).forward)
+    wrapper.forward = forward
+    model.forward = MethodType(forward, model)
+    vars(model)["_fastdpo"] = wrapper
+    _models.add(model)
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Gives a model its former forwards and attention back. Nothing to do if it was never wrapped."""
+    wrapper = vars(model).pop("_fastdpo", None)
+    if wrapper is None:
+        return
+    _models.discard(model)
+    if getattr(model.forward, "__func__", None) is wrapper.forward:
+        model.forward = wrapper.stock
+    else:  # somebody wrapped it after us: stay in their chain, and only pass calls on
+        wrapper.off = "fastdpo was unpatched"
+    if wrapper.prior_attention is not None:
+        attention.restore(model, wrapper.prior_attention)
+    head = _head(model)
+    if "_fastdpo" in vars(head):
+        vars(head).pop("_fastdpo")
+        del head.forward
+
+
+def uninstall_all() -> None:
+    for model in list(_models):
+        uninstall(model)
+
+
+def _fused_call(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> object:
+    reason, layout = wrapper.off, None
+    if reason is None:
+        reason = _why_not_this_call(model, args, kwargs)
+    if reason is None:
+        try:
+            layout = _layout(model, wrapper, kwargs)
+        except NotPackable as error:
+            reason = str(error)
+    kind = _kind_of_call(model, wrapper)
+    calls[wrapper.integration, kind, "stock" if layout is None else "fused"] += 1
+    if layout is None:
+        _say(wrapper, reason)
+        return wrapper.stock(*args, fused_lm_head=True, **kwargs)
+    return wrapper.answer(_score(model, wrapper, layout, kwargs), kwargs)
+
+
+def _score(model: PreTrainedModel, wrapper: _Wrapper, layout: Layout, kwargs: dict) -> Scored:
+    """The backbone on the packed tokens, the head on the scored ones, everything put back in its padded place."""
+    before = attention.Handshake.calls
+    packed = model.base_model(
+        input_ids=layout.pack(kwargs["input_ids"]),
+        attention_mask=layout.mask,
+        position_ids=layout.position_ids[None],
+        use_cache=False,
+    )
+    if not wrapper.met:
+        _meet(wrapper, attention.Handshake.calls - before, model.config.num_hidden_layers)
+
+    outputs, temperature, float32_head = wrapper.request
+    head = _head(model)
+    hidden = packed.last_hidden_state[0].index_select(0, layout.score_index).to(head.weight.device)  # [N, D]
+    outside_autocast = nullcontext()
+    if float32_head:
+        hidden, outside_autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+    options = {"temperature": temperature, "outputs": outputs, "memory_budget": wrapper.options.memory_budget}
+    with outside_autocast:
+        scored = head(hidden, fastdpo_targets=layout.targets.to(hidden.device), **options)
+    labels = kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+    logps = TokenLogps(**{name: layout.unpack(x) for name, x in scored._asdict().items() if x is not None})
+    return Scored(logps, labels.to(hidden.device) != packing.IGNORE_INDEX)
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    """Looked up on each call: FSDP and PEFT replace it after a trainer has been built."""
+    return cast(nn.Linear, model.get_output_embeddings())
+
+
+def _install_head(head: nn.Linear) -> None:
+    """Teaches a head to score targets, as a module call: engines' hooks bring its weight and take its gradient."""
+
+    def forward(self, hidden: Tensor, fastdpo_targets: Tensor | None = None, **options) -> Tensor | TokenLogps:
+        if fastdpo_targets is None:
+            return nn.Linear.forward(self, hidden)
+        return linear_logps(hidden, self.weight, fastdpo_targets, bias=self.bias, **options)
+
+    head.forward = MethodType(forward, head)
+    vars(head)["_fastdpo"] = True
+
+
+def _why_not_this_call(model: PreTrainedModel, args: tuple, kwargs: dict) -> str | None:
+    if args:
+        return "it was called with positional arguments"
+    if kwargs.get("input_ids") is None or kwargs.get("attention_mask") is None:
+        return "it was called without input_ids or without attention_mask"
+    if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+        return "it was called without labels"
+    extra = [
+        name for name, value in kwargs.items() if name not in UNDERSTOOD and value is not None and value is not False
+    ]
+    if extra:
+        return f"argument {', '.join(extra)} is not supported yet"
+    if model.training and getattr(model.config, "attention_dropout", 0.0):
+        return "attention dropout is active"
+    head = _head(model)
+    if "_fastdpo" not in vars(head):
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+            return f"the head must be a plain nn.Linear; it is {type(head).__name__}"
+        _install_head(head)
+    return None
+
+
+def _layout(model: PreTrainedModel, wrapper: _Wrapper, kwargs: dict) -> Layout:
+    """The layout of a batch, made once for all the models that are called with the same tensors."""
+    share = wrapper.options.share_prompts
+    if share and model.training and any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)):
+        share = False  # the two copies of a prompt would have dropped different units
+        if "dropout" not in wrapper.said:
+            wrapper.said.add("dropout")
+            logger.info("%s (%s): dropout is active, prompts are not shared", wrapper.integration, wrapper.role)
+    shifted = kwargs.get("shift_labels") is not None
+    inputs = (kwargs["input_ids"], kwargs["attention_mask"], kwargs["shift_labels" if shifted else "labels"])
+    if any(x.is_inference() for x in inputs):
+        return _pack(*inputs, share, shifted)
+    stamp = (share, shifted, *(x._version for x in inputs))
+    remembered = _layouts.get(inputs[-1])
+    if remembered is not None:
+        others, old_stamp, layout = remembered
+        if old_stamp == stamp and all(ref() is x for ref, x in zip(others, inputs[:-1], strict=True)):
+            return layout
+    layout = _pack(*inputs, share, shifted)
+    _layouts[inputs[-1]] = (tuple(weakref.ref(x) for x in inputs[:-1]), stamp, layout)
+    return layout
+
+
+def _pack(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, share: bool, shifted: bool) -> Layout:
+    rows = len(input_ids)
+    groups = torch.arange(rows) % (rows // 2) if share and rows and rows % 2 == 0 else None
+    return packing.pack(input_ids, attention_mask, labels, groups=groups, shifted=shifted)
+
+
+def _kind_of_call(model: PreTrainedModel, wrapper: _Wrapper) -> str:
+    named = _kind.get()
+    if named is not None:
+        return named
+    if wrapper.role == "reference" or _adapter_is_reference(model):
+        return "reference"
+    return "policy" if torch.is_grad_enabled() else "eval"
+
+
+def _adapter_is_reference(model: PreTrainedModel) -> bool:
+    """Whether PEFT's adapters are off, or switched to the copy that TRL names "ref"."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layer = next((m for m in model.modules() if isinstance(m, BaseTunerLayer)), None)
+    return layer is not None and (layer.disable_adapters or "ref" in layer.active_adapters)
+
+
+def _meet(wrapper: _Wrapper, seen: int, layers: int) -> None:
+    if not torch.compiler.is_compiling() and seen != layers:
+        raise RuntimeError(
+            f"{wrapper.integration} ({wrapper.role}): every attention layer must get the packed layout; "
+            f"{seen} of {layers} did. Nothing was computed from it. Please report this model."
+        )
+    wrapper.met = True
+
+
+def _say(wrapper: _Wrapper, reason: str | None) -> None:
+    """Each reason once; under FASTDPO_STRICT=1 it is an error."""
+    if strict():
+        raise NotFused(f"{wrapper.integration} ({wrapper.role}): not fused, {reason} (FASTDPO_STRICT=1)")
+    if reason not in wrapper.said:
+        wrapper.said.add(str(reason))
+        logger.warning("%s (%s): not fused, %s", wrapper.integration, wrapper.role, reason)

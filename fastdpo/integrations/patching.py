@@ -1,0 +1,149 @@
+"""`patch()` and its undoing: which trainers are entered, and a report of what is on, what is off and why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+from packaging.version import Version
+
+from ..ops.linear_logps import MEMORY_BUDGET
+from . import fused_forward
+from .fused_forward import Options
+
+logger = logging.getLogger("fastdpo")
+
+INTEGRATIONS = ("trl_dpo",)
+"""Modules of this package, one a trainer. Each names itself, its package, and the versions that it was tested with."""
+
+
+class PatchError(RuntimeError):
+    """A trainer that was asked for by name can't be patched, or is patched with other options already."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One trainer, and whether it is entered.
+
+    Attributes:
+        name: such as "trl.DPOTrainer".
+        version: of the package that was found, or None.
+        reason: why it is off; None if it is on.
+        stock_trainers: class names of trainers that were built before; they stay as they were.
+    """
+
+    name: str
+    version: str | None
+    reason: str | None
+    stock_trainers: tuple[str, ...] = ()
+
+    @property
+    def on(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.name}{f' ({self.version})' if self.version else ''}: {'on' if self.on else f'off, {self.reason}'}"
+        )
+        if self.stock_trainers:
+            text += f"; built before and left as they were: {', '.join(self.stock_trainers)}"
+        return text
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What `patch()` did."""
+
+    seams: tuple[Seam, ...]
+
+    def __str__(self) -> str:
+        return "fastdpo: " + " | ".join(map(str, self.seams))
+
+
+_patched: dict[str, tuple[Seam, Options]] = {}
+
+
+def patch(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY_BUDGET) -> PatchReport:
+    """Trainers built from now on train packed, with shared prompts and a fused head. Same numbers, less work.
+
+    Calling it again changes nothing. What can't be entered is left exactly as it was, and the report says why.
+
+    Args:
+        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl"). Default: whatever is installed.
+        share_prompts: compute the tokens that the two answers of a prompt have in common once.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward (`ops.linear_logps`).
+
+    Returns:
+        The report; also logged, as one line, by the logger "fastdpo" at INFO.
+
+    Raises:
+        ValueError: a target is not known.
+        PatchError: a target that was named can't be entered, or was entered with other options; with
+            `FASTDPO_STRICT=1`, anything is off. Nothing is changed then.
+    """
+    options = Options(share_prompts, memory_budget)
+    modules = {m.NAME: m for m in (importlib.import_module(f".{name}", __package__) for name in INTEGRATIONS)}
+    unknown = [t for t in targets if not any(t in (m.NAME, m.PACKAGE) for m in modules.values())]
+    if unknown:
+        raise ValueError(
+            f"patch: targets must be among {', '.join(modules)} or their packages; got {', '.join(unknown)}"
+        )
+    chosen = [m for m in modules.values() if not targets or m.NAME in targets or m.PACKAGE in targets]
+
+    seams = []
+    for module in chosen:
+        seam, old_options = _patched.get(module.NAME, (None, options))
+        if old_options != options:
+            raise PatchError(f"patch: {module.NAME} is patched with {old_options}; call fastdpo.unpatch() first")
+        seams.append(seam or _examine(module))
+    report = PatchReport(tuple(seams))
+    if (targets or fused_forward.strict()) and not all(seam.on for seam in seams):
+        raise PatchError(f"patch: {report}")
+
+    for module, seam in zip(chosen, seams, strict=True):
+        if seam.on and module.NAME not in _patched:
+            module.enable(options)
+            _patched[module.NAME] = (seam, options)
+    logger.info("%s", report)
+    return report
+
+
+def unpatch() -> None:
+    """Gives every trainer class and every living model back what it had before `patch()`."""
+    for name in INTEGRATIONS:
+        module = importlib.import_module(f".{name}", __package__)
+        if _patched.pop(module.NAME, None) is not None:
+            module.disable()
+    fused_forward.uninstall_all()
+
+
+@contextmanager
+def patched(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY_BUDGET) -> Iterator[PatchReport]:
+    """`with fastdpo.patched():` patches for the block. Takes the arguments of `patch`; a patch from outside stays."""
+    before = set(_patched)
+    report = patch(*targets, share_prompts=share_prompts, memory_budget=memory_budget)
+    try:
+        yield report
+    finally:
+        if not before:
+            unpatch()
+
+
+def _examine(module: ModuleType) -> Seam:
+    try:
+        version = importlib.metadata.version(module.PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return Seam(module.NAME, None, f"{module.PACKAGE} is not installed")
+    if not module.SUPPORTED.contains(Version(version), prereleases=True):
+        return Seam(module.NAME, version, f"supported versions of {module.PACKAGE}: {module.SUPPORTED}")
+    try:
+        reason = module.why_not()
+    except ImportError as error:
+        reason = f"{module.PACKAGE} can't be imported: {error}"
+    stock = () if reason else tuple(sorted(type(trainer).__name__ for trainer in module.living_trainers()))
+    return Seam(module.NAME, version, reason, stock)

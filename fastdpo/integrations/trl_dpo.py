@@ -1,0 +1,97 @@
+"""TRL's DPOTrainer, from the line that enters its models through `add_fused_lm_head`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+
+from packaging.specifiers import SpecifierSet
+
+from .fused_forward import Options, Request, Scored, install, kind_of_calls
+
+NAME = "trl.DPOTrainer"
+PACKAGE = "trl"
+SUPPORTED = SpecifierSet(">=1.16,<1.17")
+
+_HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
+_REFERENCE_PARAMETERS = ["self", "model", "inputs"]
+_STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+_OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
+
+_undo: list[Callable[[], None]] = []
+
+
+def why_not() -> str | None:
+    """What of the seam is not as this module knows it; None if all is."""
+    from trl.trainer import dpo_trainer, utils
+
+    for function, expected in (
+        (getattr(dpo_trainer, "add_fused_lm_head", None), _HEAD_PARAMETERS),
+        (getattr(dpo_trainer.DPOTrainer, "compute_ref_log_probs", None), _REFERENCE_PARAMETERS),
+    ):
+        found = None if function is None else list(inspect.signature(function).parameters)
+        if found != expected:
+            return f"a function with the parameters {expected} was expected in trl.trainer.dpo_trainer; found {found}"
+    fields = {field.name for field in dataclasses.fields(utils.FusedCausalLMOutput)}
+    if fields != _OUTPUT_FIELDS:
+        return f"FusedCausalLMOutput must have the fields {sorted(_OUTPUT_FIELDS)}; has {sorted(fields)}"
+    return None
+
+
+def enable(options: Options) -> None:
+    from trl.trainer import dpo_trainer
+
+    stock_add = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
+    stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
+
+    @functools.wraps(stock_add)
+    def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
+        stock_add(model, temperature, cast_lm_head_to_fp32, outputs)
+        # The policy's statistics feed the metrics; of a reference only log-probabilities are asked for.
+        role = "policy" if len(outputs) > 1 else "reference"
+        statistics = tuple(name for name in outputs if name in _STATISTICS)
+        install(model, NAME, role, Request(statistics, temperature, cast_lm_head_to_fp32), options, _answer)
+
+    @functools.wraps(stock_reference)
+    def compute_ref_log_probs(self, model, inputs):
+        with kind_of_calls("reference"):
+            return stock_reference(self, model, inputs)
+
+    _replace(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
+    _replace(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
+
+
+def disable() -> None:
+    while _undo:
+        _undo.pop()()
+
+
+def living_trainers() -> list[object]:
+    """Trainers that exist already: their models were given their heads before any patch."""
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+
+
+def _replace(owner: object, name: str, replacement: Callable) -> None:
+    stock = getattr(owner, name)
+    setattr(owner, name, replacement)
+    _undo.append(lambda: setattr(owner, name, stock))
+
+
+def _answer(scored: Scored, kwargs: dict) -> object:
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    logps = scored.logps
+    count = kwargs.get("num_items_in_batch")
+    if count is None:
+        count = scored.label_mask.sum().clamp(min=1)
+    return FusedCausalLMOutput(
+        loss=-logps.logps.sum() / count,
+        log_probs=logps.logps,
+        label_mask=scored.label_mask,
+        **{name: getattr(logps, name) for name in _STATISTICS},
+    )
