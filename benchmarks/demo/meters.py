@@ -1,0 +1,94 @@
+"""What a side measures while it trains: tokens through the backbone, time, and memory above the loaded models."""
+
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+
+def now() -> float:
+    """The clock, after the accelerator (if any) has done what it was given."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+class TokenCounter:
+    """Counts the tokens that enter a backbone, padding included, by a hook in front of its forward."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        self.tokens = 0
+        backbone.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        self.tokens += kwargs["inputs_embeds"][..., 0].numel() if ids is None else ids.numel()
+
+    def take(self) -> int:
+        """The tokens since the last call."""
+        taken, self.tokens = self.tokens, 0
+        return taken
+
+
+class Stopwatch:
+    """Remembers how long the last call of a function took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = now()
+            result = function(*args, **kwargs)
+            self.seconds = now() - start
+            return result
+
+        return timed
+
+
+class PeakMemory:
+    """The highest memory inside a `with peak.watched():`, less what was in use before it.
+
+    On CUDA and ROCm this is what torch's allocator gave out; elsewhere the resident set of the process, read every
+    10 ms.
+    """
+
+    def __init__(self) -> None:
+        self.kind = "accelerator" if torch.cuda.is_available() else "resident set"
+        self.bytes = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        gc.collect()
+        with self._allocator() if torch.cuda.is_available() else self._resident_set():
+            yield
+
+    @contextmanager
+    def _allocator(self) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield
+        self.bytes = torch.cuda.max_memory_allocated() - before
+
+    @contextmanager
+    def _resident_set(self) -> Iterator[None]:
+        process, done = psutil.Process(), threading.Event()
+        before = process.memory_info().rss
+
+        def sample() -> None:
+            while not done.wait(0.01):
+                self.bytes = max(self.bytes, process.memory_info().rss - before)
+
+        sampler = threading.Thread(target=sample, daemon=True)
+        sampler.start()
+        yield
+        done.set()
+        sampler.join()

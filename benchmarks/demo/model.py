@@ -1,0 +1,104 @@
+"""Makes a small language model from the text of the pairs: a byte-level BPE tokenizer and a Llama.
+
+    python -m benchmarks.demo.model --dataset PATH --out DIR
+
+The model reads every prompt with both of its answers once, so that DPO starts from something that knows the text.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from benchmarks.demo.data import load_preferences
+
+PAD, EOS = "<|pad|>", "<|eos|>"
+VOCABULARY = 8192
+BLOCK = 128
+ROWS = 8
+PASSES = 1
+LEARNING_RATE = 2e-3
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; the vocabulary ends where no pair of tokens occurs twice, or at `VOCABULARY`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        min_frequency=2,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def build_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def blocks_of(rows: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """The rows one after the other, each closed by the end token, cut into blocks: [blocks, BLOCK]."""
+    ids = [token for row in tokenizer(rows)["input_ids"] for token in (*row, tokenizer.eos_token_id)]
+    return torch.tensor(ids[: len(ids) // BLOCK * BLOCK]).view(-1, BLOCK)
+
+
+def train(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
+    """Next-token training with AdamW, one cycle of the learning rate."""
+    batches = [batch for _ in range(PASSES) for batch in blocks[torch.randperm(len(blocks))].split(ROWS)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=len(batches))
+    model.train()
+    with tqdm(batches, desc="language model", file=sys.stdout, mininterval=0.5, dynamic_ncols=True) as bar:
+        for batch in bar:
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the demo's tokenizer and model.")
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    set_seed(0)
+    pairs = load_preferences(args.dataset).to_list()
+    if not isinstance(pairs[0]["prompt"], str):
+        raise ValueError(
+            "--dataset must hold plain text for the demo to make a model of it; for conversations give --model"
+        )
+    tokenizer = train_tokenizer([text for pair in pairs for text in (pair["prompt"], pair["chosen"], pair["rejected"])])
+    model = build_llama(tokenizer)
+    rows = [pair["prompt"] + pair[answer] for pair in pairs for answer in ("chosen", "rejected")]
+    train(model, blocks_of(rows, tokenizer))
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()

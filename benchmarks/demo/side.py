@@ -1,0 +1,169 @@
+"""One side of the comparison, in a process of its own: TRL's DPOTrainer as it is, or with `fastdpo.patch()`.
+
+    python -m benchmarks.demo.side {stock,fastdpo} ...
+
+Both sides run the same lines; the patch is the only difference. Results go to a JSON file. The patched side fails with
+exit code 3 unless every call of the policy and of the reference went the fused way.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainerState
+from trl import DPOConfig, DPOTrainer
+
+from benchmarks.demo.data import load_preferences
+from benchmarks.demo.machine import machine, versions
+from benchmarks.demo.meters import PeakMemory, Stopwatch, TokenCounter, now
+
+NOT_FUSED = 3
+LABELS = {"stock": "TRL as it is", "fastdpo": "TRL with fastdpo"}
+
+
+class Recorder(TrainerCallback):
+    """One record a step, and the progress bar."""
+
+    def __init__(self, label: str, policy: TokenCounter, reference: TokenCounter, training_step: Stopwatch) -> None:
+        self.label, self.policy, self.reference, self.training_step = label, policy, reference, training_step
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc=self.label, file=sys.stdout, dynamic_ncols=True)
+        self.since = now()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        end = now()
+        self.steps.append(
+            {
+                "seconds": end - self.since,
+                "training_step_seconds": self.training_step.seconds,
+                "policy_tokens": self.policy.take(),
+                "reference_tokens": self.reference.take(),
+            }
+        )
+        self.since = end
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.steps[-1].update(loss=logs["loss"], margin=logs["rewards/margins"])
+            self.bar.set_postfix(loss=f"{logs['loss']:.4f}", margin=f"{logs['rewards/margins']:.3f}", refresh=False)
+            self.bar.update()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+class Reasons(logging.Handler):
+    """Keeps what fastdpo logged, for the case that its fast path was not taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def build_trainer(args: argparse.Namespace) -> DPOTrainer:
+    """TRL's own trainer; policy and reference are loaded from the same weights, in float32."""
+    pairs = load_preferences(args.dataset)
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    config = DPOConfig(
+        output_dir=str(args.out.parent),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        max_length=1024,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        seed=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = DPOTrainer(
+        model=policy,
+        ref_model=reference,
+        args=config,
+        train_dataset=pairs.take(min(args.pairs, len(pairs))),
+        processing_class=AutoTokenizer.from_pretrained(args.model),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def measure(trainer: DPOTrainer, label: str) -> dict[str, Any]:
+    """Trains, and returns the records of the steps and the peak of memory."""
+    training_step = Stopwatch()
+    trainer.training_step = training_step.around(trainer.training_step)
+    counters = TokenCounter(trainer.model.base_model), TokenCounter(trainer.ref_model.base_model)
+    recorder = Recorder(label, *counters, training_step)
+    trainer.add_callback(recorder)
+    peak = PeakMemory()
+    with peak.watched():
+        trainer.train()
+    return {"steps": recorder.steps, "peak_memory_bytes": peak.bytes, "memory": peak.kind}
+
+
+def not_fused(calls: Counter[tuple[str, str, str]], steps: int) -> str | None:
+    """Why the counter does not prove that each step ran the fused path, or None if it does."""
+    stock = {call: count for call, count in calls.items() if call[2] != "fused"}
+    if stock:
+        return f"these calls were left to TRL's own path: {stock}"
+    for kind in ("policy", "reference"):
+        fused = calls["trl.DPOTrainer", kind, "fused"]
+        if fused < steps:
+            return f"only {fused} fused calls of the {kind} were counted in {steps} steps"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure one side of the demo.")
+    parser.add_argument("side", choices=LABELS)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    packages = ["torch", "transformers", "trl", "datasets", "accelerate"]
+    reasons = Reasons()
+    if args.side == "fastdpo":
+        import fastdpo
+
+        packages.append("fastdpo")
+        logger = logging.getLogger("fastdpo")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(reasons)
+        print(fastdpo.patch())
+
+    result = {"side": args.side, "versions": versions(*packages), "machine": machine()}
+    result |= measure(build_trainer(args), LABELS[args.side])
+    failure = None
+    if args.side == "fastdpo":
+        result["calls"] = {" ".join(call): count for call, count in fastdpo.calls.items()}
+        failure = not_fused(fastdpo.calls, args.steps)
+    args.out.write_text(json.dumps(result, indent=1))
+    if failure:
+        said = "\n".join(reasons.messages) or "nothing"
+        print(f"fastdpo's fast path did not run as it should: {failure}.\nfastdpo logged: {said}")
+        sys.exit(NOT_FUSED)
+
+
+if __name__ == "__main__":
+    main()
