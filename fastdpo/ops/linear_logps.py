@@ -292,7 +292,7 @@ def linear_logps(
     Meaning: `fastdpo.ops.reference.linear_logps`.
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs up to three tiles of at most 64 MiB of logits in float32 (one more with
+    the head needs a gradient, and while it runs up to three tiles of at most 128 MiB of logits in float32 (one more with
     `softcap`); with 16-bit inputs on a CPU a float32 copy of one operand of the weight's gradient, a tile at a time;
     under autocast a copy of the weight in autocast's dtype. The weight's gradient is summed in `[V, D]` float32.
 

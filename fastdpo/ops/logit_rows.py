@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_BYTES = 64 << 20
+TILE_BYTES = 128 << 20
 NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 

@@ -104,7 +104,7 @@ def token_logps(
     Sums are float32 (float64 for float64 logits), whatever the dtype of the logits, and leave the target out, so that
     `1 - p` of a confident prediction keeps its digits. Meaning: `fastdpo.ops.reference.token_logps`.
 
-    Extra memory: two tiles of at most 64 MiB of logits in float32 (one more with `softcap`), and in the backward
+    Extra memory: two tiles of at most 128 MiB of logits in float32 (one more with `softcap`), and in the backward
     also the gradient, as large as the logits.
 
     Args:

@@ -1,0 +1,233 @@
+"""`patch()`, its report, its refusals, and that undoing it leaves nothing behind."""
+
+import inspect
+import logging
+import subprocess
+import sys
+from types import MethodType
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
+from transformers import AutoModelForCausalLM
+from trl import DPOTrainer
+from trl.trainer import dpo_trainer
+from trl_runs import assert_fused, config, dataset, tiny_model, tokenizer, train
+
+import fastdpo
+from fastdpo import attention
+from fastdpo.integrations import patching, trl_dpo
+
+IDS = torch.arange(3, 15).view(2, 6)
+BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True)
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
+
+
+def build(directory, model, reference, **overrides) -> DPOTrainer:
+    return DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=config(directory, **overrides),
+        train_dataset=dataset(4, directory / "train"),
+        processing_class=tokenizer(),
+    )
+
+
+def seams() -> tuple:
+    return dpo_trainer.add_fused_lm_head, DPOTrainer.compute_ref_log_probs
+
+
+def test_report_and_one_line(caplog):
+    with caplog.at_level(logging.INFO, logger="fastdpo"):
+        report = fastdpo.patch()
+    (seam,) = report.seams
+    assert seam.name == "trl.DPOTrainer"
+    assert seam.version == "1.16.0"
+    assert seam.on
+    assert str(report) == "fastdpo: trl.DPOTrainer (1.16.0): on"
+    assert [record.message for record in caplog.records] == [str(report)]
+
+
+def test_patching_twice_is_patching_once():
+    stock = seams()
+    first = fastdpo.patch()
+    once = seams()
+    assert once != stock
+    assert fastdpo.patch("trl") == first
+    assert seams() == once
+    fastdpo.unpatch()
+    assert seams() == stock
+    fastdpo.unpatch()
+    assert seams() == stock
+
+
+def test_patched_block(monkeypatch):
+    stock = seams()
+    with fastdpo.patched() as report:
+        assert report.seams[0].on
+        assert seams() != stock
+        with fastdpo.patched():
+            pass
+        assert seams() != stock, "an inner block must not undo the outer one"
+    assert seams() == stock
+    with pytest.raises(ZeroDivisionError), fastdpo.patched():
+        raise ZeroDivisionError
+    assert seams() == stock
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match=r"patch: targets must be among trl.DPOTrainer.*; got trl.PPOTrainer"):
+        fastdpo.patch("trl.PPOTrainer")
+
+
+def test_other_options_need_unpatching_first():
+    fastdpo.patch(memory_budget=0)
+    with pytest.raises(fastdpo.PatchError, match=r"unpatch\(\) first"):
+        fastdpo.patch(memory_budget=1)
+
+
+@pytest.mark.parametrize("version", ["1.15.0", "0.29.0", "1.17.0", "2.0.0.dev0"])
+def test_unknown_versions_are_refused(monkeypatch, version):
+    stock = seams()
+    monkeypatch.setattr(patching.importlib.metadata, "version", lambda package: version)
+    (seam,) = fastdpo.patch().seams
+    assert not seam.on
+    assert str(trl_dpo.SUPPORTED) in seam.reason
+    with pytest.raises(fastdpo.PatchError, match="supported versions"):
+        fastdpo.patch("trl")
+    assert seams() == stock
+
+
+def test_missing_package_is_off_or_raises_when_named(monkeypatch):
+    def missing(package):
+        raise patching.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(patching.importlib.metadata, "version", missing)
+    (seam,) = fastdpo.patch().seams
+    assert seam.reason == "trl is not installed"
+    with pytest.raises(fastdpo.PatchError, match="not installed"):
+        fastdpo.patch("trl.DPOTrainer")
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(fastdpo.PatchError, match="not installed"):
+        fastdpo.patch()
+
+
+def test_a_changed_seam_is_refused(monkeypatch):
+    monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", lambda model, something_new: None)
+    changed = seams()
+    (seam,) = fastdpo.patch().seams
+    assert "something_new" in seam.reason
+    assert seams() == changed
+
+
+def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
+    report = fastdpo.patch()
+    assert report.seams[0].stock_trainers == ("DPOTrainer",)
+    assert "built before and left as they were: DPOTrainer" in str(report)
+    before = dict(fastdpo.calls)
+    trainer.train()
+    assert fastdpo.calls == before
+
+
+def test_unpatch_restores_living_models(tmp_path):
+    model, reference = tiny_model(), tiny_model(seed=1)
+    stock_head = inspect.signature(model.lm_head.forward)
+    fastdpo.patch()
+    trainer = build(tmp_path, model, reference)
+    trainer.train()
+    assert model.config._attn_implementation == reference.config._attn_implementation == "fastdpo_sdpa"
+    fastdpo.unpatch()
+    for m in (model, reference):
+        assert m.config._attn_implementation == "sdpa"
+        assert m.forward.__func__.__code__.co_name == "_fused_forward", "TRL's own"
+        assert not any("fastdpo" in name for module in m.modules() for name in vars(module))
+        assert inspect.signature(m.lm_head.forward) == stock_head
+    before = dict(fastdpo.calls)
+    trainer.train()
+    assert fastdpo.calls == before
+
+
+def test_unpatch_leaves_wrappers_of_others_in_place(tmp_path):
+    fastdpo.patch()
+    model = tiny_model()
+    trainer = build(tmp_path, model, tiny_model(seed=1))
+    inner, seen = model.forward, []
+    model.forward = lambda *args, **kwargs: seen.append(1) or inner(*args, **kwargs)
+    fastdpo.unpatch()
+    before = fastdpo.calls["trl.DPOTrainer", "policy", "fused"]
+    trainer.train()
+    assert seen
+    assert fastdpo.calls["trl.DPOTrainer", "policy", "fused"] == before
+
+
+def test_a_model_can_serve_a_second_trainer(tmp_path):
+    fastdpo.patch()
+    model = tiny_model()
+    build(tmp_path / "first", model, tiny_model(seed=1))
+    run = train(tmp_path / "second", model, tiny_model(seed=1), use_weighting=True)  # asks for other statistics
+    assert_fused(run, policy=3, reference=3)
+
+
+def test_models_that_share_a_config(tmp_path):
+    model = tiny_model()
+    reference = AutoModelForCausalLM.from_config(model.config)
+    reference.config = reference.model.config = model.config
+    fastdpo.patch()
+    run = train(tmp_path, model, reference)
+    assert_fused(run, policy=3, reference=3)
+    fastdpo.unpatch()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("prior", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
+    """Padded forward and generation after the patch, with the padding mask that they had before."""
+    model = tiny_model(kind, attn_implementation=prior).eval()
+    ids = torch.randint(3, 90, (3, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()  # padded left, as generation wants it
+    batch = dict(input_ids=ids * mask, attention_mask=mask)
+    logits, generated = model(**batch).logits, model.generate(**batch, max_new_tokens=5, do_sample=False)
+    fastdpo.patch()
+    build(tmp_path, model, tiny_model(kind, seed=1))
+    model.eval()
+    assert model.config._attn_implementation == f"fastdpo_{prior}"
+    assert torch.equal(model(**batch).logits, logits)
+    assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), generated)
+    assert "fastdpo" not in model.config.to_json_string(use_diff=False), "what is saved names nothing of ours"
+
+
+def test_signature_and_unwrapping_survive(tmp_path):
+    """`generate` reads the signature; accelerate's unwrapping follows `__wrapped__` and would lose the wrapper."""
+    fastdpo.patch()
+    model = tiny_model()
+    build(tmp_path, model, tiny_model(seed=1))
+    assert inspect.signature(model.forward) == inspect.signature(tiny_model().forward)
+    model._original_forward = model.forward  # what accelerate does for mixed precision
+    mixed = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__))
+    model.forward = MethodType(mixed, model)
+    unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=False).eval()
+    before = fastdpo.calls.total()
+    unwrapped(**BATCH)
+    assert fastdpo.calls.total() == before + 1
+
+
+def test_a_layer_that_misses_the_layout_is_an_error(tmp_path, monkeypatch):
+    fastdpo.patch()
+    model = tiny_model()
+    build(tmp_path, model, tiny_model(seed=1))
+    monkeypatch.setattr(attention, "_packed_forward", lambda query, *args, **kwargs: query.transpose(1, 2))
+    with pytest.raises(RuntimeError, match="every attention layer must get the packed layout; 0 of 2 did"):
+        model(**BATCH)
+
+
+def test_import_loads_neither_triton_nor_a_trainer():
+    code = "import sys, fastdpo; print([m for m in ('triton', 'trl', 'transformers', 'peft') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

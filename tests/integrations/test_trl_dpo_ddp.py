@@ -1,0 +1,44 @@
+"""Two gloo processes with different data against one process with all of it: the same gradients."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+WORKER = Path(__file__).parents[1] / "support" / "ddp_worker.py"
+
+
+def run(directory: Path, ranks: int, batch: int) -> list[dict]:
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launch, str(WORKER), str(directory), str(batch)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(directory / f"rank{rank}of{ranks}.pt") for rank in range(ranks)]
+
+
+def test_gradients_are_those_of_one_process(tmp_path):
+    first, second = run(tmp_path / "two", ranks=2, batch=2)
+    (alone,) = run(tmp_path / "one", ranks=1, batch=4)
+
+    assert (first["world"], first["wrapped"]) == (2, "DistributedDataParallel")
+    assert first["lengths"] != second["lengths"], "each rank has data of its own"
+    for rank in (first, second, alone):
+        assert rank["calls"] == {
+            ("trl.DPOTrainer", "policy", "fused"): 2,
+            ("trl.DPOTrainer", "reference", "fused"): 2,
+        }
+        assert len(rank["gradients"]) == 2
+    for a, b, one in zip(first["gradients"], second["gradients"], alone["gradients"], strict=True):
+        assert a.keys() == b.keys() == one.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), f"{name} differs between the ranks"
+            assert (a[name] - one[name]).norm() <= 1e-5 * one[name].norm(), f"{name} differs from the single process"

@@ -1,0 +1,53 @@
+"""One rank of a patched training: `torchrun ddp_worker.py DIRECTORY BATCH`. Leaves its gradients and counters there."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from trl import DPOTrainer
+from trl_runs import _Gradients, config, dataset, tiny_model, tokenizer
+
+import fastdpo
+
+
+def main(directory: Path, batch: int) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    gradients, lengths = [], []
+    fastdpo.patch("trl.DPOTrainer")
+    trainer = DPOTrainer(
+        model=tiny_model(seed=0),
+        ref_model=tiny_model(seed=1),
+        args=config(directory / f"out{rank}", per_device_train_batch_size=batch, max_steps=2),
+        train_dataset=dataset(8, directory / f"data{rank}"),
+        processing_class=tokenizer(),
+        callbacks=[_Gradients(gradients)],
+    )
+    stock = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        lengths.append(inputs["attention_mask"].sum(1).tolist())
+        return stock(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    torch.save(
+        {
+            "gradients": [{n.removeprefix("module."): g for n, g in step.items()} for step in gradients],
+            "lengths": lengths,
+            "calls": dict(fastdpo.calls),
+            "world": world,
+            "wrapped": type(trainer.model_wrapped).__name__,
+            "loss": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        },
+        directory / f"rank{rank}of{world}.pt",
+    )
+    if world > 1:
+        dist.barrier()
+        os._exit(0)  # gloo workers that have imported transformers may abort while they shut down
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

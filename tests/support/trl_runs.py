@@ -1,0 +1,180 @@
+"""Tiny DPO trainings in TRL, recorded step by step, and what makes two of them the same training."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_from_disk
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from trl import DPOConfig, DPOTrainer
+
+import fastdpo
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
+NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word. Its special tokens are no prefixes of words."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
+    """Ragged preference pairs: among them answers that begin alike, and answers that are one word long."""
+    rng = random.Random(seed)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(f"w{rng.randrange(94)}" for _ in range(rng.randint(low, high)))
+
+    rows = [{"prompt": text(1, 14) + " ", "chosen": text(1, 11), "rejected": text(1, 11)} for _ in range(n)]
+    rows[0]["rejected"] = rows[0]["chosen"] + " w1 w2"  # one a prefix of the other, but for the end token
+    rows[1]["chosen"], rows[1]["rejected"] = "w3 w4 w5", "w3 w4 w6 w7"  # a common beginning
+    return rows
+
+
+def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
+    """On disk and of this run alone: precomputed values are cached beside it."""
+    Dataset.from_list(pairs(n, seed)).save_to_disk(directory)
+    return load_from_disk(directory)
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, **config) -> PreTrainedModel:
+    sizes = dict(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
+    with torch.no_grad():  # the usual 0.02 makes every attention uniform, and a wrong mask nearly right
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.2)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    return model
+
+
+@dataclass
+class Run:
+    """What a training did.
+
+    Attributes:
+        logs: every number logged in each step, and those of evaluations.
+        gradients: of every parameter, before each optimizer step.
+        calls: fastdpo's counters: (kind, path) to calls.
+    """
+
+    logs: list[dict[str, float]]
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    calls: Counter = field(default_factory=Counter)
+
+
+class _Gradients(TrainerCallback):
+    def __init__(self, gradients: list[dict[str, torch.Tensor]]):
+        self.gradients = gradients
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        named = model.named_parameters()
+        self.gradients.append({n: p.grad.clone() for n, p in named if p.requires_grad and p.grad is not None})
+
+
+def config(directory: Path, **overrides) -> DPOConfig:
+    return DPOConfig(
+        **{
+            **dict(
+                output_dir=str(directory / "out"),
+                bf16=False,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                logging_steps=1,
+                optim="sgd",  # Adam's normalised steps would blow rounding up
+                learning_rate=0.01,
+                lr_scheduler_type="constant",
+                max_grad_norm=1e9,
+                per_device_train_batch_size=4,
+                per_device_eval_batch_size=4,
+                max_steps=3,
+                gradient_checkpointing=False,
+            ),
+            **overrides,
+        }
+    )
+
+
+def train(
+    directory: Path,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    *,
+    peft_config=None,
+    evaluate: int = 0,
+    **overrides,
+) -> Run:
+    """A short DPO training on `pairs`, with whatever is patched at the moment."""
+    run = Run([])
+    before = Counter(fastdpo.calls)
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=config(directory, **overrides),
+        train_dataset=dataset(16, directory / "train"),
+        eval_dataset=dataset(evaluate, directory / "eval", seed=1) if evaluate else None,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+        callbacks=[_Gradients(run.gradients)],
+    )
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    run.logs = [
+        {
+            k: v
+            for k, v in log.items()
+            if isinstance(v, float) and not any(word in k for word in NOT_NUMBERS_OF_TRAINING)
+        }
+        for log in trainer.state.log_history
+    ]
+    run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
+    return run
+
+
+def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6) -> None:
+    """Every number of every log and every parameter's gradient of every step agree.
+
+    `atol` is what rounding leaves of the difference of two sums of some 50 nats in float32, times beta.
+    """
+    assert len(stock.logs) == len(patched.logs) > 0
+    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} logs other metrics"
+        for name in a:
+            assert abs(a[name] - b[name]) <= rtol * abs(a[name]) + atol, f"step {step}: {name} {a[name]} {b[name]}"
+    assert len(stock.gradients) == len(patched.gradients) > 0
+    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
+        for name in a:
+            error, size = (a[name] - b[name]).norm().item(), a[name].norm().item()
+            assert error <= rtol * size + 1e-7, f"step {step}: gradient of {name} differs by {error} of {size}"
+
+
+def assert_fused(run: Run, **expected: int) -> None:
+    """Exactly these calls ran, all of them fused: the test that a path is not silently off."""
+    assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})
