@@ -3,12 +3,10 @@
 `fastdpo.patch()` enters the trainers that are installed; `fastdpo.ops` are the parts, for loops of one's own.
 """
 
-from importlib.metadata import version as _version
-
 from . import ops
 from .integrations.fused_forward import NotFused, calls
 from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
 
-__version__ = _version("fastdpo")
+__version__ = "0.1.0"
 
 __all__ = ["NotFused", "PatchError", "PatchReport", "Seam", "calls", "ops", "patch", "patched", "unpatch"]

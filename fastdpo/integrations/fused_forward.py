@@ -93,6 +93,7 @@ class _Wrapper:
     answer: Callable[[Scored, dict], object]
     stock: Callable  # the forward before ours
     off: str | None  # why every call goes to it
+    plan: Callable[..., Layout | None]
     prior_attention: str | None = None
     forward: Callable | None = None  # ours
     met: bool = False  # whether the attention layers have been seen to get the layout
@@ -148,13 +149,16 @@ def install(
 ) -> None:
     """Wraps the forward of a model. If the model does not qualify, says so: its calls are only counted then."""
     uninstall(model)
-    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off=why_not(model))
+    # A compiled model packs outside of its graphs. Decorated this late because Dynamo imports Triton.
+    plan = cast(Callable[..., "Layout | None"], torch.compiler.disable(_plan, reason="packing works on the host"))
+    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off=why_not(model), plan=plan)
     if wrapper.off is not None:
         _say(wrapper, wrapper.off)
     else:
         wrapper.prior_attention = attention.switch(model)
 
     def forward(self, *args, fused_lm_head=False, **kwargs):
+        wrapper = vars(self)["_fastdpo"]  # not from the closure: a deep copy has its own, with its own stock forward
         if not fused_lm_head:
             return wrapper.stock(*args, **kwargs)
         return _fused_call(self, wrapper, args, kwargs)
@@ -169,29 +173,41 @@ def install(
 
 def uninstall(model: PreTrainedModel) -> None:
     """Gives a model its former forwards and attention back. Nothing to do if it was never wrapped."""
-    wrapper = vars(model).pop("_fastdpo", None)
-    if wrapper is None:
+    if model not in _models:
         return
-    _models.discard(model)
+    _models.remove(model)
+    wrapper: _Wrapper = vars(model)["_fastdpo"]
     if getattr(model.forward, "__func__", None) is wrapper.forward:
         model.forward = wrapper.stock
+        del vars(model)["_fastdpo"]
     else:  # somebody wrapped it after us: stay in their chain, and only pass calls on
         wrapper.off = "fastdpo was unpatched"
     if wrapper.prior_attention is not None:
         attention.restore(model, wrapper.prior_attention)
-    head = _head(model)
-    if "_fastdpo" in vars(head):
-        vars(head).pop("_fastdpo")
-        del head.forward
+        head = _head(model)
+        if "_fastdpo" in vars(head):
+            del vars(head)["_fastdpo"], head.forward
 
 
-def uninstall_all() -> None:
+def uninstall_all(integration: str) -> None:
+    """Every living model that was wrapped for this integration."""
     for model in list(_models):
-        uninstall(model)
+        if vars(model)["_fastdpo"].integration == integration:
+            uninstall(model)
 
 
 def _fused_call(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> object:
+    layout = wrapper.plan(model, wrapper, args, kwargs)
+    if layout is None:
+        return wrapper.stock(*args, fused_lm_head=True, **kwargs)
+    return wrapper.answer(_score(model, wrapper, layout, kwargs), kwargs)
+
+
+def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> Layout | None:
+    """The layout to run a call with; None, counted and said, if it goes to the trainer's own path."""
     reason, layout = wrapper.off, None
+    if reason is None and model not in _models:
+        reason = "it is a copy of a model that was wrapped"
     if reason is None:
         reason = _why_not_this_call(model, args, kwargs)
     if reason is None:
@@ -203,8 +219,7 @@ def _fused_call(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: 
     calls[wrapper.integration, kind, "stock" if layout is None else "fused"] += 1
     if layout is None:
         _say(wrapper, reason)
-        return wrapper.stock(*args, fused_lm_head=True, **kwargs)
-    return wrapper.answer(_score(model, wrapper, layout, kwargs), kwargs)
+    return layout
 
 
 def _score(model: PreTrainedModel, wrapper: _Wrapper, layout: Layout, kwargs: dict) -> Scored:
@@ -307,7 +322,9 @@ def _kind_of_call(model: PreTrainedModel, wrapper: _Wrapper) -> str:
         return named
     if wrapper.role == "reference" or _adapter_is_reference(model):
         return "reference"
-    return "policy" if torch.is_grad_enabled() else "eval"
+    if torch.is_grad_enabled():
+        return "policy"
+    return "reference" if model.training else "eval"
 
 
 def _adapter_is_reference(model: PreTrainedModel) -> bool:

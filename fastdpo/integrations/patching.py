@@ -87,13 +87,12 @@ def patch(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY
             `FASTDPO_STRICT=1`, anything is off. Nothing is changed then.
     """
     options = Options(share_prompts, memory_budget)
-    modules = {m.NAME: m for m in (importlib.import_module(f".{name}", __package__) for name in INTEGRATIONS)}
-    unknown = [t for t in targets if not any(t in (m.NAME, m.PACKAGE) for m in modules.values())]
+    modules = _integrations()
+    unknown = [t for t in targets if not any(t in (m.NAME, m.PACKAGE) for m in modules)]
     if unknown:
-        raise ValueError(
-            f"patch: targets must be among {', '.join(modules)} or their packages; got {', '.join(unknown)}"
-        )
-    chosen = [m for m in modules.values() if not targets or m.NAME in targets or m.PACKAGE in targets]
+        known = ", ".join(m.NAME for m in modules)
+        raise ValueError(f"patch: targets must be among {known} or their packages; got {', '.join(unknown)}")
+    chosen = [m for m in modules if not targets or m.NAME in targets or m.PACKAGE in targets]
 
     seams = []
     for module in chosen:
@@ -115,11 +114,7 @@ def patch(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY
 
 def unpatch() -> None:
     """Gives every trainer class and every living model back what it had before `patch()`."""
-    for name in INTEGRATIONS:
-        module = importlib.import_module(f".{name}", __package__)
-        if _patched.pop(module.NAME, None) is not None:
-            module.disable()
-    fused_forward.uninstall_all()
+    _undo(set(_patched))
 
 
 @contextmanager
@@ -130,8 +125,19 @@ def patched(*targets: str, share_prompts: bool = True, memory_budget: int = MEMO
     try:
         yield report
     finally:
-        if not before:
-            unpatch()
+        _undo(set(_patched) - before)
+
+
+def _undo(names: set[str]) -> None:
+    for module in _integrations():
+        if module.NAME in names:
+            del _patched[module.NAME]
+            module.disable()
+            fused_forward.uninstall_all(module.NAME)
+
+
+def _integrations() -> list[ModuleType]:
+    return [importlib.import_module(f".{name}", __package__) for name in INTEGRATIONS]
 
 
 def _examine(module: ModuleType) -> Seam:

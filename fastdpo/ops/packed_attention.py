@@ -25,15 +25,16 @@ def _fwd(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float) 
     out, lse = _fwd_results(query, key, value, rows, scale)
     q, k, v, o = (x.transpose(0, 1)[None] for x in (query, key, value, out))  # [1, H, T, D]
     attend = _flash_fwd if _has_flash(query, value) else _math_fwd
-    for prefix, own in _spans(rows, len(query)):
-        part, part_lse = attend(q[:, :, own], k[:, :, own], v[:, :, own], True, scale)
-        if prefix is not None:
-            seen, seen_lse = attend(q[:, :, own], k[:, :, prefix], v[:, :, prefix], False, scale)
-            whole = torch.logaddexp(part_lse, seen_lse)
-            part = part * (part_lse - whole).exp()[..., None] + seen * (seen_lse - whole).exp()[..., None]
-            part_lse = whole
-        o[:, :, own] = part
-        lse[:, own] = part_lse[0]
+    with torch.autocast(query.device.type, enabled=False):
+        for prefix, own in _spans(rows, len(query)):
+            part, part_lse = attend(q[:, :, own], k[:, :, own], v[:, :, own], True, scale)
+            if prefix is not None:
+                seen, seen_lse = attend(q[:, :, own], k[:, :, prefix], v[:, :, prefix], False, scale)
+                whole = torch.logaddexp(part_lse, seen_lse)
+                part = part * (part_lse - whole).exp()[..., None] + seen * (seen_lse - whole).exp()[..., None]
+                part_lse = whole
+            o[:, :, own] = part
+            lse[:, own] = part_lse[0]
     return out, lse
 
 
@@ -96,7 +97,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *,
     torch's flash attention a row at a time; elsewhere, and where `D_v != D`, plain matrix products a row at a time.
 
     Args:
-        query: [T, H, D] floating point.
+        query: [T, H, D] floating point. Under autocast all three are cast, as in `scaled_dot_product_attention`.
         key: [T, H_kv, D], H a multiple of H_kv (grouped queries).
         value: [T, H_kv, D_v].
         rows: int32 [S, 4], `Layout.rows`: (prefix start, prefix length, own start, own length). The own tokens tile
@@ -119,6 +120,11 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *,
     checks.require(rows.dtype == torch.int32, OP, "rows", "be int32", rows.dtype, TypeError)
     checks.require(rows.dim() == 2 and rows.shape[1] == 4, OP, "rows", "be [S, 4]", list(rows.shape))
     checks.require_same_device(OP, query=query, key=key, value=value)
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    dtypes = {key.dtype, value.dtype}
+    checks.require(dtypes == {query.dtype}, OP, "key and value", f"be {query.dtype} as query", dtypes, TypeError)
     return _PackedAttention.apply(query, key, value, rows, d**-0.5 if scale is None else scale)
 
 

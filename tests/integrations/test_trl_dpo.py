@@ -1,10 +1,11 @@
 """TRL's DPOTrainer, stock against patched: the same training, and the fused path is what ran."""
 
+import copy
 import logging
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from trl_runs import assert_fused, assert_same, tiny_model, train
 
 import fastdpo
@@ -101,6 +102,39 @@ def test_gradient_accumulation_and_truncation(both):
     stock, patched = both(gradient_accumulation_steps=2, max_length=16, max_steps=2)
     assert_same(stock, patched)
     assert_fused(patched, policy=4, reference=4)
+
+
+def test_mixed_precision(both):
+    stock, patched = both(bf16=True)
+    assert_fused(patched, policy=3, reference=3)
+    for a, b in zip(stock.logs[:3], patched.logs[:3], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 2e-2 * a["loss"], "two roundings to 8 bits apart"
+    for a, b in zip(stock.gradients, patched.gradients, strict=True):
+        for name in a:
+            assert b[name].dtype == torch.float32
+            assert (a[name] - b[name]).norm() < 0.05 * a[name].norm()
+
+
+def test_compiled_model(both):
+    stock, patched = both(torch_compile=True, torch_compile_backend="eager", max_steps=2)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+def test_prompt_learning_trains_stock_and_its_reference_fused(both, caplog):
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    stock, patched = both(reference=False, peft_config=tuning)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
+    assert "without input_ids" in caplog.text
+
+
+def test_a_head_that_peft_trains_is_left_to_stock(both, caplog):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    stock, patched = both(reference=False, peft_config=lora, max_steps=1)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "ModulesToSaveWrapper" in caplog.text
 
 
 def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
@@ -251,6 +285,20 @@ def test_a_mask_with_holes_goes_to_stock(wrapped, caplog):
     assert "an attention mask has holes" in caplog.text
     stock = vars(model)["_fastdpo"].stock(**batch)
     assert torch.equal(out.log_probs, stock.log_probs)
+
+
+def test_a_deep_copy_computes_with_its_own_weights(wrapped, caplog):
+    model, batch = wrapped
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.1)
+    expected = tiny_model().eval()
+    expected.load_state_dict(copied.state_dict())
+    logits = expected(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+    reference = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0].masked_fill(batch["labels"][:, 1:] < 0, 0)
+    torch.testing.assert_close(copied(**batch).log_probs, reference)
+    assert "copy of a model that was wrapped" in caplog.text
 
 
 def test_left_padding_equals_right_padding(wrapped):
