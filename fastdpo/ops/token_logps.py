@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from .results import TokenLogps
 OP = "token_logps"
 
 
-@torch.library.custom_op("fastdpo::token_logps_fwd", mutates_args=())
-def _fwd(
+def _torch_fwd(
     logits: Tensor,
     targets: Tensor,
     softcap: float | None,
@@ -32,10 +32,23 @@ def _fwd(
     for rows in tiles(len(logits), logits.shape[1], dtype):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         own = z.gather(1, index[rows, None])[:, 0]
-        sums, extra, _ = fold(z, index[rows], own, statistics)
+        sums, extra = fold(z, index[rows], own, statistics)[:2]
+        del z  # before the next tile is made
         for result, value in zip(results, (*sums, *extra), strict=True):
             result[rows] = value
     return mask_results(results, ignored)
+
+
+_fwd = torch.library.custom_op("fastdpo::token_logps_fwd", _torch_fwd, mutates_args=())
+
+
+@_fwd.register_kernel("cuda")
+def _device_fwd(logits: Tensor, *rest) -> list[Tensor]:
+    if not suits_triton(logits):
+        return _torch_fwd(logits, *rest)
+    from ..kernels.token_logps import token_logps_fwd
+
+    return token_logps_fwd(logits, *rest)
 
 
 @_fwd.register_fake
@@ -43,8 +56,7 @@ def _(logits, targets, softcap, logit_scale, temperature, statistics):
     return empty_results(logits, statistics)
 
 
-@torch.library.custom_op("fastdpo::token_logps_bwd", mutates_args=())
-def _bwd(
+def _torch_bwd(
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
     logits: Tensor,
@@ -64,7 +76,20 @@ def _bwd(
         own_sums = RowSums(*(x[rows] for x in sums))
         tile = logit_gradient(z, index[rows], own_sums, of_logps, of_entropy, transform)
         grad[rows] = tile.masked_fill_(ignored[rows, None], 0)
+        del z, tile  # before the next ones are made
     return grad
+
+
+_bwd = torch.library.custom_op("fastdpo::token_logps_bwd", _torch_bwd, mutates_args=())
+
+
+@_bwd.register_kernel("cuda")
+def _device_bwd(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest) -> Tensor:
+    if not suits_triton(logits):
+        return _torch_bwd(grad_logps, grad_entropy, logits, *rest)
+    from ..kernels.token_logps import token_logps_bwd
+
+    return token_logps_bwd(grad_logps, grad_entropy, logits, *rest)
 
 
 @_bwd.register_fake
@@ -104,8 +129,9 @@ def token_logps(
     Sums are float32 (float64 for float64 logits), whatever the dtype of the logits, and leave the target out, so that
     `1 - p` of a confident prediction keeps its digits. Meaning: `fastdpo.ops.reference.token_logps`.
 
-    Extra memory: two tiles of at most 128 MiB of logits in float32 (one more with `softcap`), and in the backward
-    also the gradient, as large as the logits.
+    Extra memory: two tiles of at most 128 MiB of logits in float32 (one more with `softcap`, one more in the backward
+    if a gradient reaches `entropy`), none on CUDA; in the backward also the gradient, as large as the logits. Logits
+    that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are copied.
 
     Args:
         logits: [..., V] float16, bfloat16, float32 or float64.
@@ -132,14 +158,19 @@ def token_logps(
     return named_results(logps, extra, statistics, targets.shape)
 
 
+def suits_triton(logits: Tensor) -> bool:
+    """Whether the kernels take them: float32 sums over rows that are contiguous. Not every CUDA build has Triton."""
+    return logits.dtype != torch.float64 and logits.stride(-1) == 1 and find_spec("triton") is not None
+
+
 def split_targets(op: str, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Which targets are ignored, and ids that can be gathered with. On a CPU ids outside the vocabulary are refused."""
     ignored = targets == IGNORE_INDEX
     index = targets.long().masked_fill(ignored, 0)
     if index.device.type == "cpu" and len(index):  # elsewhere the check would cost a synchronisation
         low, high = (int(bound) for bound in index.aminmax())
-        checks.require(low >= 0, op, "targets", f"be -100 or ids below {vocabulary}", low)
-        checks.require(high < vocabulary, op, "targets", f"be -100 or ids below {vocabulary}", high)
+        checks.require(low >= 0, op, "targets", "be -100 or ids below {}", low, vocabulary)
+        checks.require(high < vocabulary, op, "targets", "be -100 or ids below {}", high, vocabulary)
     return ignored, index
 
 
