@@ -105,6 +105,9 @@ def pack(
     if groups is not None and tuple(groups.shape) != (len(input_ids),):
         raise ValueError(f"pack: groups must be [{len(input_ids)}]; got {list(groups.shape)}")
 
+    if 0 in input_ids.shape:
+        raise NotPackable("no token is real")
+
     device = input_ids.device
     ids, real, targets = _to_host(input_ids, attention_mask != 0, labels if shifted else labels[:, 1:])
     scored = targets != IGNORE_INDEX  # [R, W]

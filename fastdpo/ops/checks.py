@@ -15,30 +15,30 @@ INTS = (torch.int32, torch.int64)
 
 
 def require(
-    condition: bool, op: str, argument: str, rule: str, got: object, error: type[Exception] = ValueError
+    condition: bool, op: str, argument: str, rule: str, got: object, *sizes: object, error: type[Exception] = ValueError
 ) -> None:
+    """`sizes` fill the braces of a broken rule. Not sooner: under torch.compile a formatted size is a constant."""
     if not condition:
-        raise error(f"{op}: {argument} must {rule}; got {got}")
+        raise error(f"{op}: {argument} must {rule.format(*sizes)}; got {got}")
 
 
 def require_floating(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
-            require(
-                tensor.dtype in FLOATS, op, name, "be float16, bfloat16, float32 or float64", tensor.dtype, TypeError
-            )
+            rule = "be float16, bfloat16, float32 or float64"
+            require(tensor.dtype in FLOATS, op, name, rule, tensor.dtype, error=TypeError)
 
 
 def require_same_device(op: str, **tensors: Tensor | None) -> None:
     given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     (first, device), *others = given.items()
     for name, other in others:
-        require(other == device, op, name, f"be on the device of {first} ({device})", other)
+        require(other == device, op, name, "be on the device of {} ({})", other, first, device)
 
 
 def require_targets(op: str, targets: Tensor, shape: Sequence[int]) -> None:
-    require(targets.dtype in INTS, op, "targets", "be int32 or int64", targets.dtype, TypeError)
-    require(tuple(targets.shape) == tuple(shape), op, "targets", f"have shape {list(shape)}", list(targets.shape))
+    require(targets.dtype in INTS, op, "targets", "be int32 or int64", targets.dtype, error=TypeError)
+    require(tuple(targets.shape) == tuple(shape), op, "targets", "have shape {}", list(targets.shape), list(shape))
 
 
 def require_transform(op: str, softcap: float | None, temperature: float) -> None:

@@ -83,23 +83,32 @@ def _fwd(
     with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(hidden, weight, bias, targets, compute_dtype)
         for rows in tiles(len(hidden), len(weight), head.accumulator):
-            h = head.rows(rows)
-            z = head.logits(h, transform)
             tile = kept[rows] if rows.stop <= keep else None
-            slope = transform.slope(z) if tile is not None or form_jacobian else None
-            in_place = tile if tile is not None and tile.dtype == z.dtype else None
-            own = head.target_logits(h, rows, transform)
-            sums, extra, exponentials = fold(z, head.index[rows], own, statistics, out=in_place)
-            for result, value in zip(results, (*sums, *extra), strict=True):
+            values = _fwd_tile(head, rows, transform, statistics, tile, jacobian[rows] if form_jacobian else None)
+            for result, value in zip(results, values, strict=True):
                 result[rows] = value
-            if tile is None and not form_jacobian:
-                continue
-            gradient = gradient_tile(exponentials, head.index[rows], sums.others, slope)
-            if tile is not None and in_place is None:
-                tile.copy_(gradient)
-            if form_jacobian:
-                torch.mm(gradient.to(jacobian.dtype), head.weight.to(jacobian.dtype), out=jacobian[rows])
         return [kept, jacobian, *mask_results(results, head.ignored)]
+
+
+def _fwd_tile(
+    head: _Head, rows: slice, transform: Transform, statistics: str, kept: Tensor | None, jacobian: Tensor | None
+) -> list[Tensor]:
+    """What one tile of logits yields. Its gradient goes to `kept`, its gradient times the weight to `jacobian`."""
+    h = head.rows(rows)
+    z = head.logits(h, transform)
+    wants_gradient = kept is not None or jacobian is not None
+    slope = transform.slope(z) if wants_gradient else None
+    in_place = kept if kept is not None and kept.dtype == z.dtype else None
+    own = head.target_logits(h, rows, transform)
+    sums, extra, exponentials = fold(z, head.index[rows], own, statistics, out=in_place)
+    del z
+    if wants_gradient:
+        gradient = gradient_tile(exponentials, head.index[rows], sums.others, slope)
+        if kept is not None and in_place is None:
+            kept.copy_(gradient)
+        if jacobian is not None:
+            torch.mm(gradient.to(jacobian.dtype), head.weight.to(jacobian.dtype), out=jacobian)
+    return [*sums, *extra]
 
 
 def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
@@ -151,8 +160,11 @@ def _bwd(
     with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(hidden, weight, bias, targets, compute_dtype)
         dtype, wide = tile_dtype(compute_dtype), head.accumulator
-        scale = torch.zeros_like(sums[-1]) if grad_logps is None else grad_logps.to(wide)
-        scale = (scale * row_scale(sums[-1], transform)).masked_fill_(head.ignored, 0)  # [N]
+        of_logps, of_entropy = (
+            torch.zeros_like(sums[-1]) if grad is None else grad.to(wide).masked_fill(head.ignored, 0)
+            for grad in (grad_logps, grad_entropy)
+        )
+        scale = of_logps * row_scale(sums[-1], transform)  # [N]
         if len(jacobian) and grad_entropy is None:
             grad_hidden.copy_(jacobian.to(wide) * scale[:, None])
             return [grad_hidden, grad_weight, grad_bias]
@@ -174,11 +186,11 @@ def _bwd(
                     slope = transform.slope(z)
                     exponentials = z.sub_(own_sums.shift[:, None]).exp_()
                     tile = gradient_tile(exponentials, head.index[rows], own_sums.others, slope)
+                    del exponentials, slope
                 else:
-                    of_logps = None if grad_logps is None else grad_logps[rows].to(wide)
-                    of_entropy = grad_entropy[rows].to(wide)
-                    tile = logit_gradient(z, head.index[rows], own_sums, of_logps, of_entropy, transform)
-                    factor = (~head.ignored[rows, None]).to(wide)
+                    tile = logit_gradient(z, head.index[rows], own_sums, of_logps[rows], of_entropy[rows], transform)
+                    factor = torch.ones_like(factor)  # the tile is scaled already
+                del z
                 tile = tile.to(dtype)
             if needs_hidden:
                 grad_hidden[rows] = (tile @ head.weight.to(dtype)).to(wide) * factor
@@ -186,6 +198,7 @@ def _bwd(
                 _add_product(weight_sum, tile.t(), (h.to(wide) * factor).to(dtype), first=rows.start == 0)
             if needs_bias:
                 bias_sum += tile.t().to(wide) @ factor[:, 0]
+            del tile  # before the next one is made
         if weight_sum is not None:
             grad_weight.copy_(weight_sum if len(hidden) else weight_sum.zero_())
         if needs_bias:
@@ -292,7 +305,7 @@ def linear_logps(
     Meaning: `fastdpo.ops.reference.linear_logps`.
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs up to three tiles of at most 128 MiB of logits in float32 (one more with
+    the head needs a gradient, and while it runs three tiles of at most 128 MiB of logits in float32 (one more with
     `softcap`); with 16-bit inputs on a CPU a float32 copy of one operand of the weight's gradient, a tile at a time;
     under autocast a copy of the weight in autocast's dtype. The weight's gradient is summed in `[V, D]` float32.
 
@@ -316,10 +329,12 @@ def linear_logps(
     checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
     checks.require(hidden.dim() == 2, OP, "hidden", "be [N, D]", list(hidden.shape))
     checks.require_whole(OP, weight=weight, bias=bias)
-    expected = f"be [V, {hidden.shape[1]}] (FSDP or ZeRO-3 shards? call the op inside the head module's forward)"
-    checks.require(weight.dim() == 2 and weight.shape[1] == hidden.shape[1], OP, "weight", expected, list(weight.shape))
+    d = hidden.shape[1]
+    matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
+    expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
+    checks.require(matches, OP, "weight", expected, list(weight.shape), d)
     if bias is not None:
-        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", f"be [{len(weight)}]", list(bias.shape))
+        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
     checks.require_targets(OP, targets, hidden.shape[:1])
     checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
     checks.require_transform(OP, softcap, temperature)

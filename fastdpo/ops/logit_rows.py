@@ -87,14 +87,15 @@ def fold(
     own = z.gather(1, column)[:, 0]  # as the tile has it: statistics are taken over one distribution
     mean = z.mean(-1) if "mean_logits" in statistics else None
     z.scatter_(1, column, -torch.inf)
-    peak, first = z.max(-1)
+    peak = z.amax(-1)
+    is_top1 = _is_top1(z, targets, own, peak) if "is_top1" in statistics else None
     shift = torch.where(peak == -torch.inf, target_logits, peak)  # nothing but the target is possible
 
     z.sub_(shift[:, None])
     if "entropy" in statistics:
         z.clamp_(min=NEVER)
         exponentials = torch.exp(z, out=out)
-        weighted = torch.linalg.vecdot(exponentials, z)  # sum exp(z - m) (z - m), over the others
+        weighted = _row_dot(exponentials, z)  # sum exp(z - m) (z - m), over the others
     else:
         exponentials, weighted = torch.exp(z, out=z if out is None else out), None
     others = exponentials.sum(-1)
@@ -107,18 +108,35 @@ def fold(
     own_gap = (own - top).clamp(min=NEVER)
     ratio, own_exp = (shift - top).exp(), own_gap.exp()
     everything = others * ratio + own_exp
+    log_everything = torch.where(own > shift, (others * ratio).log1p(), everything.log())
     results = []
     if weighted is not None:
         inner = (weighted + others * (shift - top)) * ratio + own_exp * own_gap
-        results.append(everything.log() - inner / everything)
+        results.append(log_everything - inner / everything)
     if mean is not None:
         results.append(mean)
-    if "is_top1" in statistics:
-        results.append((own > peak) | ((own == peak) & (targets < first)))
+    if is_top1 is not None:
+        results.append(is_top1)
     if "log_sum_sq_probs" in statistics:
-        squares = torch.linalg.vecdot(exponentials, exponentials) * ratio.square() + own_exp.square()
-        results.append(squares.log() - 2 * everything.log())
+        squares = _row_dot(exponentials, exponentials) * ratio.square() + own_exp.square()
+        results.append(squares.log() - 2 * log_everything)
     return sums, results, exponentials
+
+
+def _is_top1(z: Tensor, targets: Tensor, own: Tensor, peak: Tensor) -> Tensor:
+    """Whether the target is the first of the largest, where z holds -inf at the target and peak is its maximum."""
+    tied = own == peak
+    if z.device.type == "cpu":  # few rows are tied, and elsewhere finding them would cost a synchronisation
+        rows = tied.nonzero()[:, 0]
+        tied[rows] = targets[rows] < z[rows].argmax(-1)
+    else:
+        tied &= targets < z.argmax(-1)
+    return tied | (own > peak)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """`(a * b).sum(-1)` without the product's memory. [n, V], [n, V] to [n]"""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
 def gradient_tile(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
@@ -148,9 +166,10 @@ def logit_gradient(
     if grad_entropy is not None:
         # d entropy / d z_v = -p_v (log p_v + entropy)
         logp = torch.sub(z, z.logsumexp(-1, keepdim=True)).clamp_(min=NEVER)
-        p = logp.exp()
-        entropy = -torch.linalg.vecdot(p, logp)
-        tile = p.mul_(logp.add_(entropy[:, None])).mul_((-transform.gain * grad_entropy)[:, None])
+        tile = logp.exp().mul_(logp)  # p log p
+        entropy = -tile.sum(-1)
+        tile.addcmul_(logp.exp_(), entropy[:, None]).mul_((-transform.gain * grad_entropy)[:, None])
+        del logp
         if slope is not None:
             tile.mul_(slope)
     if grad_logps is not None:

@@ -113,18 +113,19 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *,
     checks.require_floating(OP, query=query, key=key, value=value)
     checks.require(query.dim() == 3, OP, "query", "be [T, H, D]", list(query.shape))
     t, h, d = query.shape
-    checks.require(key.dim() == 3 and key.shape[::2] == (t, d), OP, "key", f"be [{t}, H_kv, {d}]", list(key.shape))
-    checks.require(h % max(key.shape[1], 1) == 0, OP, "key", f"have heads that divide {h}", key.shape[1])
-    expected = f"be [{t}, {key.shape[1]}, D_v]"
-    checks.require(value.dim() == 3 and value.shape[:2] == key.shape[:2], OP, "value", expected, list(value.shape))
-    checks.require(rows.dtype == torch.int32, OP, "rows", "be int32", rows.dtype, TypeError)
+    checks.require(key.dim() == 3 and key.shape[::2] == (t, d), OP, "key", "be [{}, H_kv, {}]", list(key.shape), t, d)
+    shared = key.shape[1] > 0 and h % key.shape[1] == 0
+    checks.require(shared, OP, "key", "have heads in a number that divides {}", key.shape[1], h)
+    fits = value.dim() == 3 and value.shape[:2] == key.shape[:2]
+    checks.require(fits, OP, "value", "be [{}, {}, D_v]", list(value.shape), t, key.shape[1])
+    checks.require(rows.dtype == torch.int32, OP, "rows", "be int32", rows.dtype, error=TypeError)
     checks.require(rows.dim() == 2 and rows.shape[1] == 4, OP, "rows", "be [S, 4]", list(rows.shape))
     checks.require_same_device(OP, query=query, key=key, value=value)
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     dtypes = {key.dtype, value.dtype}
-    checks.require(dtypes == {query.dtype}, OP, "key and value", f"be {query.dtype} as query", dtypes, TypeError)
+    checks.require(dtypes == {query.dtype}, OP, "key and value", "be {} as query", dtypes, query.dtype, error=TypeError)
     return _PackedAttention.apply(query, key, value, rows, d**-0.5 if scale is None else scale)
 
 
@@ -134,10 +135,10 @@ def _spans(rows: Tensor, tokens: int) -> Iterator[tuple[slice | None, slice]]:
     for prefix, prefix_length, own, own_length in rows.tolist():
         tiled = own == end and own_length > 0 and prefix >= 0 and prefix_length >= 0 and prefix + prefix_length <= own
         row = (prefix, prefix_length, own, own_length)
-        checks.require(tiled, OP, "rows", f"tile [0, {tokens}) in order, each after its prefix", row)
+        checks.require(tiled, OP, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
         end = own + own_length
         yield (slice(prefix, prefix + prefix_length) if prefix_length else None), slice(own, end)
-    checks.require(end == tokens, OP, "rows", f"tile [0, {tokens})", f"[0, {end})")
+    checks.require(end == tokens, OP, "rows", "tile [0, {})", f"[0, {end})", tokens)
 
 
 # Two ways to attend, on [1, H, L, D]. Forward: (out, lse [1, H, L]). Backward: the gradients of q, k and v.

@@ -21,7 +21,7 @@ def _fwd(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @_fwd.register_fake
 def _(values, cu_seqlens):
-    return values.new_empty(len(cu_seqlens) - 1)
+    return values.new_empty(cu_seqlens.shape[0] - 1)
 
 
 @torch.library.custom_op("fastdpo::segment_sums_bwd", mutates_args=())
@@ -38,7 +38,7 @@ class _SegmentSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, cu_seqlens):
         ctx.save_for_backward(cu_seqlens)
-        ctx.tokens = len(values)
+        ctx.tokens = values.shape[0]
         return _fwd(values, cu_seqlens)
 
     @staticmethod
@@ -125,15 +125,17 @@ def linear_sequence_logps(
 
 
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
-    checks.require(cu_seqlens.dtype in checks.INTS, op, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype, TypeError)
     checks.require(
-        cu_seqlens.dim() == 1 and len(cu_seqlens) > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
+        cu_seqlens.dtype in checks.INTS, op, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype, error=TypeError
+    )
+    checks.require(
+        cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
     )
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
     bounds = cu_seqlens.long()
     if bounds.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would cost a synchronisation
         ordered = bounds[0] == 0 and bounds[-1] == targets.numel() and bool((bounds.diff() >= 0).all())
-        checks.require(bool(ordered), op, "cu_seqlens", f"rise from 0 to {targets.numel()}", bounds.tolist())
+        checks.require(bool(ordered), op, "cu_seqlens", "rise from 0 to {}", bounds.tolist(), targets.numel())
     scored = (targets != IGNORE_INDEX).reshape(-1)
     counts = torch.nn.functional.pad(scored.long().cumsum(0), (1, 0))[bounds].diff()
     return SequenceLogps(_SegmentSums.apply(logps.reshape(-1), bounds), counts)

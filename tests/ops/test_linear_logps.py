@@ -1,0 +1,569 @@
+"""linear_logps: every way back as accurate as eager, the same bits forward, logits never whole, clear about misuse."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fastdpo.ops import linear_logps, reference
+from fastdpo.testing import assert_as_accurate_as, error
+
+INF = float("inf")
+OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LEAVES = ("hidden", "weight", "bias")
+
+SHAPES = {  # N, V, D, rows of a tile
+    "degenerate": (1, 2, 3, 8),  # one token, and one word beside its target
+    "ragged": (37, 131, 24, 64),  # one tile whose sizes no block divides
+    "tiles": (37, 131, 24, 8),  # four tiles and a tail of five rows
+}
+OPTIONS = {
+    "plain": {},  # no transform is applied at all
+    "softcap": dict(softcap=5.0),  # low enough to bend most logits
+    "logit_scale": dict(logit_scale=0.3),  # Cohere's
+    "temperature": dict(temperature=0.7),  # sharper than trained
+    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # their order matters
+}
+WAYS = {  # what needs a gradient, rows whose gradient tiles fit in the budget
+    "nothing": ((), 1000),  # evaluation, the reference model
+    "frozen": (("hidden",), 1000),  # LoRA: the gradient is formed in the forward
+    "kept": (LEAVES, 1000),  # all tiles wait for the backward
+    "some kept": (LEAVES, 20),  # two tiles of eight rows do; the rest is computed again
+    "recomputed": (LEAVES, 0),  # none does
+    "weight alone": (("weight",), 20),  # a head on a frozen body
+    "bias alone": (("bias",), 20),  # of the head's parameters only one is trained
+}
+
+
+@pytest.fixture
+def way(rows_of_a_tile):
+    """Sets tiles of eight rows; gives what needs a gradient, and a budget, for 131 words of a dtype."""
+
+    def arguments(name, dtype):
+        rows_of_a_tile(8, 131, dtype)
+        needs, rows = WAYS[name]
+        kept_dtype = torch.float32 if dtype == torch.float16 else dtype
+        return dict(needs=needs, memory_budget=rows * 131 * kept_dtype.itemsize)
+
+    return arguments
+
+
+def head_inputs(n, v, d, dtype=torch.float32):
+    """Hidden states of which every third is confident of its target, weight, bias, targets of which one is ignored."""
+    hidden, weight, bias, targets = torch.randn(n, d), torch.randn(v, d), torch.randn(v), torch.randint(v, (n,))
+    hidden[::3] += weight[targets[::3]]
+    targets[n // 2 + 1 :: n] = -100
+    return {"hidden": hidden.to(dtype), "weight": weight.to(dtype), "bias": bias.to(dtype), "targets": targets}
+
+
+def doubled(inputs):
+    return {name: x.double() if x is not None and x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def results_and_gradients(
+    op, inputs, upstream=None, needs=LEAVES, differentiate=("logps",), outputs=OUTPUTS, **options
+):
+    """What op returns, and by name the gradients of the inputs that need one."""
+    leaves = {name: None if inputs[name] is None else inputs[name].detach().clone() for name in LEAVES}
+    needs = [name for name in needs if leaves[name] is not None]
+    for name in needs:
+        leaves[name].requires_grad_()
+    results = op(leaves["hidden"], leaves["weight"], inputs["targets"], bias=leaves["bias"], outputs=outputs, **options)
+    if needs:
+        upstream = torch.ones(2, len(inputs["targets"])) if upstream is None else upstream
+        terms = zip(("logps", "entropy"), upstream, strict=True)
+        sum((getattr(results, name) * g).sum() for name, g in terms if name in differentiate).backward()
+    return results, {name: leaves[name].grad for name in needs}
+
+
+def assert_clear_tops_agree(is_top1, inputs):
+    """Where the two largest logits are so close that rounding may swap them, either answer will do."""
+    inputs = doubled(inputs)
+    logits = F.linear(inputs["hidden"], inputs["weight"], inputs["bias"])
+    best = logits.topk(2).values
+    clear = (best[:, 0] - best[:, 1] > 0.5) & (inputs["targets"] != -100)
+    assert torch.equal(is_top1[clear], (logits.argmax(-1) == inputs["targets"])[clear])
+
+
+def assert_accurate(inputs, differentiate=("logps",), memory_budget=1 << 20, **options):
+    upstream = torch.randn(2, len(inputs["targets"]))
+    options["differentiate"] = differentiate
+    mine, gradients = results_and_gradients(linear_logps, inputs, upstream, memory_budget=memory_budget, **options)
+    eager, eager_gradients = results_and_gradients(reference.linear_logps, inputs, upstream, **options)
+    exact, exact_gradients = results_and_gradients(
+        reference.linear_logps, doubled(inputs), upstream.double(), **options
+    )
+    for name in set(OUTPUTS) - {"is_top1"}:
+        assert_as_accurate_as(getattr(mine, name), getattr(eager, name), getattr(exact, name))
+    assert_clear_tops_agree(mine.is_top1, inputs)
+    assert gradients.keys() == exact_gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == inputs[name].dtype
+        assert_as_accurate_as(gradient, eager_gradients[name], exact_gradients[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_and_gradients_are_as_accurate_as_eager(shape, dtype, rows_of_a_tile):
+    n, v, d, rows = SHAPES[shape]
+    rows_of_a_tile(rows, v, dtype)
+    assert_accurate(head_inputs(n, v, d, dtype), **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_is_as_accurate_as_eager(option, dtype):
+    assert_accurate({**head_inputs(23, 67, 24, dtype), "bias": None}, **OPTIONS[option])
+
+
+def test_a_bias_alone_is_as_accurate_as_eager():
+    assert_accurate(head_inputs(23, 67, 24))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_back_is_as_accurate_as_eager(name, dtype, way):
+    assert_accurate(head_inputs(37, 131, 24, dtype), **way(name, dtype), **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("differentiate", [("entropy",), ("logps", "entropy")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed", "bias alone"])
+def test_gradients_through_entropy(name, dtype, differentiate, way):
+    assert_accurate(head_inputs(37, 131, 24, dtype), differentiate, **way(name, dtype), **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", ["plain", "all"])
+def test_every_way_gives_the_same_bits_forward(option, dtype, way):
+    inputs = head_inputs(37, 131, 24, dtype)
+    expected, _ = results_and_gradients(linear_logps, inputs, **way("nothing", dtype), **OPTIONS[option])
+    for name in WAYS:
+        results, _ = results_and_gradients(linear_logps, inputs, **way(name, dtype), **OPTIONS[option])
+        assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True)), name
+        bare, _ = results_and_gradients(linear_logps, inputs, **way(name, dtype), **OPTIONS[option], outputs=("logps",))
+        assert torch.equal(bare.logps, expected.logps), name
+
+
+def test_without_grad_mode_nothing_is_kept(way, trace):
+    inputs = head_inputs(37, 131, 24)
+    budget = way("kept", torch.float32)["memory_budget"]
+    leaves = {name: inputs[name].requires_grad_() for name in LEAVES}
+    with torch.no_grad():
+        logps, record = trace(lambda: linear_logps(**leaves, targets=inputs["targets"], memory_budget=budget).logps)
+    assert not logps.requires_grad
+    assert record.left < 37 * 131
+    with torch.enable_grad():
+        assert torch.equal(logps, linear_logps(**leaves, targets=inputs["targets"], memory_budget=budget).logps)
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
+def test_same_bits_twice(name, way):
+    inputs, upstream = head_inputs(37, 131, 24, torch.bfloat16), torch.randn(2, 37)
+    options = way(name, torch.bfloat16)
+    first, second = (results_and_gradients(linear_logps, inputs, upstream, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+    assert all(torch.equal(first[1][leaf], second[1][leaf]) for leaf in options["needs"])
+
+
+def test_the_gradient_of_the_weight_does_not_decay_with_the_number_of_tiles(rows_of_a_tile):
+    inputs, upstream = head_inputs(512, 67, 24, torch.bfloat16), torch.ones(2, 512)
+    _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), upstream.double())
+    errors = []
+    for rows in (512, 2):
+        rows_of_a_tile(rows, 67, torch.bfloat16)
+        _, gradients = results_and_gradients(linear_logps, inputs, upstream, memory_budget=0)
+        errors.append(error(gradients["weight"], exact["weight"]))
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_the_targets_logit_is_not_rounded():
+    """What a preference loss compares are sums over confident tokens: they err by their targets' rounding above all."""
+    weight, targets = 8 * F.normalize(torch.randn(131, 64)), torch.randint(131, (8, 256))
+    hidden = 0.14 * weight[targets] + 0.02 * torch.randn(8, 256, 64)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    exact = reference.linear_logps(hidden.double(), weight.double(), targets).logps
+    assert 0.9 < exact.exp().mean() < 0.99
+    mine = torch.stack([linear_logps(h, weight, y).logps for h, y in zip(hidden, targets, strict=True)])
+    eager = reference.linear_logps(hidden, weight, targets).logps
+    rms_mine, rms_eager = ((x.double().sum(1) - exact.sum(1)).square().mean().sqrt() for x in (mine, eager))
+    assert rms_mine < rms_eager / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
+@pytest.mark.parametrize("poison", [INF, float("nan")])
+@pytest.mark.parametrize("name", WAYS)
+def test_ignored_rows_are_exactly_zero(name, poison, differentiate, dtype, way):
+    inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
+    rows = [3, 8, 9, 36]  # within a tile, at the start of one, and the last
+    inputs["targets"][rows] = -100
+    options = {**way(name, dtype), **OPTIONS["all"], "differentiate": differentiate}
+    clean, clean_gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    inputs["hidden"][rows] = poison
+    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    for value, expected in zip(results, clean, strict=True):
+        assert not value[rows].any()
+        assert torch.equal(value, expected)
+    for leaf, gradient in gradients.items():
+        assert torch.equal(gradient, clean_gradients[leaf])
+    if "hidden" in gradients:
+        assert not gradients["hidden"][rows].any()
+
+
+@pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
+@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
+def test_what_reaches_ignored_rows_from_above_goes_nowhere(name, differentiate, way):
+    inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
+    inputs["targets"][[3, 36]] = -100
+    options = {**way(name, torch.float32), "differentiate": differentiate}
+    _, expected = results_and_gradients(linear_logps, inputs, upstream, **options)
+    upstream[:, [3, 36]] = float("nan")
+    _, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    assert all(torch.equal(gradient, expected[leaf]) for leaf, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_all_rows_ignored(name, way):
+    inputs = head_inputs(37, 131, 24)
+    inputs["targets"].fill_(-100)
+    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    assert not any(value.any() for value in (*results, *gradients.values()))
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_no_rows_are_a_differentiable_zero(name, way):
+    inputs = head_inputs(5, 131, 24)
+    inputs.update(hidden=inputs["hidden"][:0], targets=inputs["targets"][:0])
+    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    assert all(value.shape == (0,) for value in results)
+    for leaf, gradient in gradients.items():
+        assert gradient.shape == inputs[leaf].shape
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "some kept"])
+def test_strided_inputs(name, way):
+    inputs, options = head_inputs(37, 131, 24), way(name, torch.float32)
+    expected, expected_gradients = results_and_gradients(linear_logps, inputs, **options)
+    forms = {
+        "transposed": lambda x: x.t().contiguous().t(),
+        "sliced": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
+    }
+    for form in forms.values():
+        leaves = {leaf: form(inputs[leaf]) for leaf in ("hidden", "weight")}
+        leaves["bias"] = torch.stack([inputs["bias"]] * 2, 1)[:, 0]
+        targets = torch.stack([inputs["targets"]] * 2, 1)[:, 0]
+        assert not any(leaf.is_contiguous() for leaf in (*leaves.values(), targets))
+        for leaf in options["needs"]:
+            leaves[leaf].requires_grad_()
+        logps = linear_logps(**leaves, targets=targets, memory_budget=options["memory_budget"]).logps
+        logps.sum().backward()
+        assert error(logps, expected.logps) < 1e-6
+        assert all(error(leaves[leaf].grad, expected_gradients[leaf]) < 1e-6 for leaf in options["needs"])
+
+
+def test_int32_targets():
+    inputs = head_inputs(9, 11, 5)
+    expected, expected_gradients = results_and_gradients(linear_logps, inputs)
+    inputs["targets"] = inputs["targets"].int()
+    results, gradients = results_and_gradients(linear_logps, inputs)
+    assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
+    assert all(torch.equal(gradients[leaf], expected_gradients[leaf]) for leaf in LEAVES)
+
+
+@pytest.mark.parametrize("differentiate", [("logps",), ("entropy",)], ids=str)
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_a_vocabulary_masked_by_a_bias_of_minus_infinity(name, differentiate, way):
+    inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
+    inputs["targets"] = inputs["targets"].clamp(max=99)
+    inputs["bias"][100:] = -INF
+    options = way(name, torch.float32)
+    shorter = {**doubled(inputs), "weight": inputs["weight"][:100].double(), "bias": inputs["bias"][:100].double()}
+    results, gradients = results_and_gradients(linear_logps, inputs, upstream, differentiate=differentiate, **options)
+    exact, exact_gradients = results_and_gradients(
+        reference.linear_logps, shorter, upstream.double(), options["needs"], differentiate
+    )
+    assert error(results.logps, exact.logps) < 1e-6
+    assert error(results.entropy, exact.entropy) < 1e-6
+    for leaf, gradient in gradients.items():
+        assert error(gradient[:100], exact_gradients[leaf]) < 2e-6
+        assert leaf == "hidden" or not gradient[100:].any()
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_rows_of_which_the_target_is_impossible_or_the_only_possibility(name, way):
+    inputs = {**head_inputs(2, 131, 24), "targets": torch.tensor([0, 1])}
+    inputs["bias"][:] = -INF
+    inputs["bias"][1] = 0
+    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    assert results.logps.tolist() == [-INF, 0]
+    assert results.is_top1.tolist() == [False, True]
+    assert not results.entropy.any()
+    assert error(gradients["hidden"][0], inputs["weight"][0] - inputs["weight"][1]) < 1e-6
+    assert not gradients["hidden"][1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gap_of_300_nats(dtype):
+    inputs = dict(
+        hidden=torch.tensor([[300.0], [-300.0]], dtype=dtype),
+        weight=torch.tensor([[0.0], [-1.0]], dtype=dtype),
+        targets=torch.tensor([1, 1]),
+        bias=None,
+    )
+    results, gradients = results_and_gradients(linear_logps, inputs)
+    assert results.logps[0].item() == -300
+    assert abs(results.logps[1].item()) < 1e-100
+    assert gradients["hidden"][0].item() == -1
+    assert abs(gradients["hidden"][1].item()) < 1e-100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_confident_predictions_keep_their_gradient(name, dtype, way):
+    weight, targets = 8 * F.normalize(torch.randn(131, 64)), torch.randint(131, (37,))
+    hidden = weight[targets] / 4 + 0.02 * torch.randn(37, 64)  # the target is 16 nats above the others' mean
+    inputs = dict(hidden=hidden.to(dtype), weight=weight.to(dtype), bias=None, targets=targets)
+    _, gradients = results_and_gradients(linear_logps, inputs, **way(name, dtype))
+    _, eager = results_and_gradients(reference.linear_logps, inputs, needs=gradients.keys())
+    _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=gradients.keys())
+
+    p = F.linear(inputs["hidden"].double(), inputs["weight"].double()).softmax(-1)
+    assert p.gather(1, targets[:, None]).min() > 0.999
+    of_probabilities = (F.one_hot(targets, 131) - p.to(dtype)).double() @ inputs["weight"].double()
+    assert error(of_probabilities, exact["hidden"]) > 0.2  # what a tile of rounded probabilities would give
+    for leaf, gradient in gradients.items():
+        assert_as_accurate_as(gradient, eager[leaf], exact[leaf])
+        assert error(gradient, exact[leaf]) < 0.02
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_float16_takes_a_vocabulary_beyond_its_range(name, way):
+    v = 70000  # the sum over the others of a uniform distribution, which the gradient's tiles hold, is over 65504
+    weight = torch.ones(v, 1).index_fill(0, torch.tensor([0]), 3).half()
+    inputs = dict(hidden=torch.zeros(2, 1).half(), weight=weight, bias=None, targets=torch.tensor([0, -100]))
+    _, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float16))
+    _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=gradients.keys())
+    assert error(gradients["hidden"], exact["hidden"]) < 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(WAYS.keys() - {"nothing"}))
+def test_gradcheck(name, way):
+    inputs, options = head_inputs(5, 7, 3, torch.float64), way(name, torch.float64)
+    leaves = [inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES]
+
+    def outputs(hidden, weight, bias):
+        results = linear_logps(
+            hidden,
+            weight,
+            inputs["targets"],
+            bias=bias,
+            outputs=("entropy",),
+            memory_budget=options["memory_budget"],
+            **OPTIONS["all"],
+        )
+        return results.logps, results.entropy
+
+    assert torch.autograd.gradcheck(outputs, leaves)
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # float16: tiles are kept in float32
+@pytest.mark.parametrize(
+    ("keep", "form_jacobian", "statistics"),
+    [
+        (0, False, ""),  # forward only
+        (0, True, ""),  # a frozen head
+        (8, False, "entropy,mean_logits,is_top1,log_sum_sq_probs"),  # every tile kept, every result
+    ],
+)
+def test_opcheck(keep, form_jacobian, statistics, dtype):
+    inputs = head_inputs(8, 11, 5, dtype)
+    tensors = [inputs[name] for name in (*LEAVES, "targets")]
+    transform = (5.0, 1.7, 0.7)
+    forward, backward = torch.ops.fastdpo.linear_logps_fwd, torch.ops.fastdpo.linear_logps_bwd
+    arguments = (*tensors, *transform, statistics, dtype, keep, form_jacobian)
+    torch.library.opcheck(forward, arguments, test_utils=CHECKS)
+    kept, jacobian, *results = forward(*arguments)
+    of_entropy = torch.randn(8) if statistics else None
+    needs = [True, not form_jacobian, not form_jacobian]
+    torch.library.opcheck(
+        backward,
+        (torch.randn(8), of_entropy, *tensors, kept, jacobian, results[:4], *transform, dtype, needs),
+        test_utils=CHECKS,
+    )
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_compiles_whole_and_for_any_number_of_tokens(name, way):
+    torch.compiler.reset()
+    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
+    options = {**way(name, torch.float32), **OPTIONS["all"], "differentiate": ("logps", "entropy")}
+    for n in (9, 23):
+        inputs, upstream = head_inputs(n, 131, 24), torch.randn(2, n)
+        results, gradients = results_and_gradients(compiled, inputs, upstream, **options)
+        expected, expected_gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+        assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
+        assert all(torch.equal(gradient, expected_gradients[leaf]) for leaf, gradient in gradients.items())
+
+
+def test_compiles_with_inductor():
+    torch.compiler.reset()
+    inputs = head_inputs(9, 11, 5)
+    compiled = torch.compile(linear_logps, fullgraph=True)
+    results, gradients = results_and_gradients(compiled, inputs)
+    expected, expected_gradients = results_and_gradients(linear_logps, inputs)
+    assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
+    # Compiled graphs fill absent gradients with zeros: that of entropy takes another way through the same formula.
+    assert all(error(gradients[leaf], expected_gradients[leaf]) < 1e-6 for leaf in LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [("nothing", 1, 0), ("frozen", 2, 0), ("kept", 1, 2), ("weight alone", 1, 1), ("recomputed", 1, 3)],
+)
+def test_number_of_products(name, forward, backward, way, trace):
+    options = way(name, torch.float32)
+    inputs = head_inputs(8, 131, 24)  # one tile
+    leaves = {leaf: inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES}
+    targets, budget = inputs["targets"], options["memory_budget"]
+    results, record = trace(lambda: linear_logps(**leaves, targets=targets, memory_budget=budget))
+    assert record.products == forward
+    if options["needs"]:
+        _, record = trace(lambda: results.logps.sum().backward())
+        assert record.products == backward
+
+
+@pytest.mark.parametrize("name", ["nothing", "frozen", "kept", "recomputed"])
+def test_autocast_multiplies_in_its_dtype_and_returns_the_inputs(name, way, trace):
+    inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
+    options = {**way(name, torch.bfloat16), **OPTIONS["all"], "outputs": ("logps",)}
+
+    def forward(op=linear_logps, inputs=inputs, **more):
+        return results_and_gradients(op, inputs, upstream, options["needs"], **OPTIONS["all"], **more)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+        eager, eager_gradients = forward(reference.linear_logps)
+    exact, exact_gradients = forward(reference.linear_logps, doubled(inputs))
+    assert mine.logps.dtype == torch.float32
+    assert_as_accurate_as(mine.logps, eager.logps, exact.logps)
+    assert gradients.keys() == exact_gradients.keys()
+    for leaf, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert_as_accurate_as(gradient, eager_gradients[leaf], exact_gradients[leaf])
+
+    leaves = {leaf: inputs[leaf].clone().requires_grad_(leaf in options["needs"]) for leaf in LEAVES}
+    with torch.autocast("cpu", torch.bfloat16):
+        results, record = trace(lambda: linear_logps(**leaves, targets=inputs["targets"]))
+    assert record.product_dtypes == {"c10::BFloat16"}
+    if name != "nothing":  # the hidden states' gradient: from bfloat16 tiles, or formed in the forward
+        _, record = trace(lambda: results.logps.sum().backward())
+        assert name == "frozen" or "c10::BFloat16" in record.product_dtypes
+
+
+N, V, D, ROWS = 64, 8192, 16, 4  # sizes of the memory tests; a tile of logits is 128 KiB, all of them are 2 MiB
+TILE = ROWS * V * 4
+SMALL = N * (8 * D + 64) * 4  # a few tensors of hidden states, results and sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", ["plain", "softcap"])
+@pytest.mark.parametrize("outputs", [("logps",), OUTPUTS], ids=["logps", "everything"])
+@pytest.mark.parametrize(
+    ("needs", "budget_rows", "kept_rows"),
+    [
+        (("hidden",), 1000, 0),  # a frozen head keeps no tile
+        (("hidden", "weight"), 0, 0),  # nothing fits
+        (("hidden", "weight"), 21, 20),  # whole tiles of what fits
+        (("hidden", "weight"), 1000, N),  # everything
+    ],
+)
+def test_memory_is_tiles_and_the_budget(needs, budget_rows, kept_rows, outputs, option, dtype, trace, rows_of_a_tile):
+    rows_of_a_tile(ROWS, V, dtype)
+    tiles = (4 if option == "softcap" else 3) * TILE
+    inputs = {**head_inputs(N, V, D, dtype), "bias": None}
+    for name in needs:
+        inputs[name].requires_grad_()
+    budget = budget_rows * V * dtype.itemsize
+    kept = kept_rows * V * dtype.itemsize
+
+    results, forward = trace(lambda: linear_logps(**inputs, outputs=outputs, memory_budget=budget, **OPTIONS[option]))
+    assert kept <= forward.left <= kept + SMALL
+    assert forward.peak <= kept + tiles + SMALL
+    assert forward.largest <= max(kept, TILE)
+
+    loss = results.logps.sum() + (0 if results.entropy is None else results.entropy.sum())
+    weights = V * D * (4 + dtype.itemsize) if "weight" in needs else 0  # the float32 sum, and what becomes of it
+    _, backward = trace(lambda: loss.backward())
+    assert backward.peak <= tiles + weights + SMALL
+    assert backward.largest <= max(TILE, V * D * 4)
+
+
+def test_memory_of_autocast_is_a_copy_of_the_weight(trace, rows_of_a_tile):
+    d = 256
+    rows_of_a_tile(ROWS, V, torch.bfloat16)
+    inputs = {**head_inputs(N, V, d), "bias": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        _, record = trace(lambda: linear_logps(**inputs))
+    assert V * d * 2 < record.peak <= V * d * 2 + 3 * TILE + 8 * N * d * 4
+
+
+TENSORS = dict(hidden=torch.zeros(3, 4), weight=torch.zeros(5, 4), targets=torch.zeros(3, dtype=torch.long))
+MISUSES = {  # arguments, and what the message names: argument, rule, value
+    "integer hidden": (dict(hidden=torch.zeros(3, 4).long()), TypeError, "hidden must be float16, .* got torch.int64"),
+    "integer weight": (dict(weight=torch.zeros(5, 4).int()), TypeError, "weight must be float16, .* got torch.int32"),
+    "boolean bias": (dict(bias=torch.zeros(5).bool()), TypeError, "bias must be float16, .* got torch.bool"),
+    "hidden of a batch": (dict(hidden=torch.zeros(1, 3, 4)), ValueError, r"hidden must be \[N, D\]; got \[1, 3, 4\]"),
+    "weight of another size": (dict(weight=torch.zeros(5, 3)), ValueError, r"weight must be \[V, 4\].* got \[5, 3\]"),
+    "ZeRO-3's placeholder": (dict(weight=torch.zeros(0)), ValueError, r"weight must be .*ZeRO-3.* got \[0\]"),
+    "FSDP's flat shard": (dict(weight=torch.zeros(20)), ValueError, r"weight must be .*FSDP.* got \[20\]"),
+    "empty vocabulary": (
+        dict(weight=torch.zeros(0, 4, requires_grad=True), targets=torch.full((3,), -100)),
+        ValueError,
+        r"weight must .* got \[0, 4\]",
+    ),
+    "bias of another size": (dict(bias=torch.zeros(4)), ValueError, r"bias must be \[5\]; got \[4\]"),
+    "float targets": (dict(targets=torch.zeros(3)), TypeError, "targets must be int32 or int64; got torch.float32"),
+    "too many targets": (
+        dict(targets=torch.zeros(4, dtype=torch.long)),
+        ValueError,
+        r"targets must have shape \[3\]; got \[4\]",
+    ),
+    "id over vocabulary": (dict(targets=torch.full((3,), 5)), ValueError, "targets must be -100 or ids below 5; got 5"),
+    "negative id": (dict(targets=torch.full((3,), -1)), ValueError, "targets must be -100 or ids below 5; got -1"),
+    "weight elsewhere": (
+        dict(weight=torch.zeros(5, 4, device="meta")),
+        ValueError,
+        r"weight must be on the device of hidden \(cpu\); got meta",
+    ),
+    "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive; got 0.0"),
+    "negative softcap": (dict(softcap=-30.0), ValueError, "softcap must be positive or None; got -30.0"),
+    "negative budget": (dict(memory_budget=-1), ValueError, "memory_budget must be .* 0 or more; got -1"),
+    "unknown output": (dict(outputs=("logits",)), ValueError, r"outputs must be a sequence of .* got \('logits',\)"),
+    "outputs as a string": (dict(outputs="entropy"), ValueError, "outputs must be a sequence of names .* got entropy"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_named(misuse):
+    arguments, kind, message = MISUSES[misuse]
+    with pytest.raises(kind, match=f"^linear_logps: {message}"):
+        linear_logps(**{**TENSORS, **arguments})
+
+
+def test_a_sharded_weight_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(TENSORS["weight"], init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match=r"^linear_logps: weight must be a whole tensor.*full_tensor.*DTensor"):
+            linear_logps(**{**TENSORS, "weight": weight})
+    finally:
+        dist.destroy_process_group()

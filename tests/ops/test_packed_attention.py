@@ -1,0 +1,320 @@
+"""packed_attention: rows see their prefix and themselves, as accurately as eager, and nothing of other groups."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fastdpo.ops import pack, packed_attention, reference
+from fastdpo.testing import assert_as_accurate_as, error, floor
+
+NAN = float("nan")
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+HEADS = {  # H, H_kv, D, D_v
+    "multi-head": (4, 4, 8, 8),
+    "grouped": (4, 2, 8, 8),
+    "multi-query": (3, 1, 16, 16),  # and a number of heads that is no power of two
+    "wide values": (4, 2, 8, 12),  # which torch's flash attention does not take
+}
+GROUPS = {  # rows of each group: (prompt length, completion lengths)
+    "single rows": [(5, [3]), (1, [1]), (0, [7])],  # nothing is shared
+    "pairs": [(5, [3, 4]), (9, [1, 6]), (2, [40, 3])],  # lengths that no block divides
+    "threes": [(5, [3, 4, 2]), (1, [1, 1, 9])],
+    "mixed": [(4, [2, 3]), (6, [5]), (3, [0, 4]), (3, [2, 0, 0])],  # rows that end with their prefix among them
+    "long": [(150, [90, 70])],  # several blocks of the flash kernel
+}
+
+
+def rows_of(groups):
+    """The rows that `pack` makes of prompts with their completions, one of each group's ids being all distinct."""
+    group_of_row = torch.tensor([i for i, (_, completions) in enumerate(groups) for _ in completions])
+    ids, number = [], 0
+    for prompt, completions in groups:
+        shared = torch.arange(number, number + prompt)
+        number += prompt
+        for length in completions:
+            ids.append(torch.cat([shared, torch.arange(number, number + length)]))
+            number += length
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
+    layout = pack(padded, padded >= 0, torch.full_like(padded, -100), groups=group_of_row, store_all=True)
+    assert len(layout.token_index) == number
+    return layout.rows
+
+
+def attention_inputs(rows, heads="grouped", dtype=torch.float32):
+    """query, key, value and an upstream gradient."""
+    h, h_kv, d, d_v = HEADS[heads]
+    t = int(rows[-1, 2] + rows[-1, 3])
+    return [torch.randn(t, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
+
+
+def output_and_gradients(op, query, key, value, upstream, rows, **options):
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    out = op(*leaves, rows, **options)
+    out.backward(upstream.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_accurate(rows, inputs, **options):
+    mine = output_and_gradients(packed_attention, *inputs, rows, **options)
+    eager = output_and_gradients(reference.packed_attention, *inputs, rows, **options)
+    exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows, **options)
+    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
+        assert x.dtype == inputs[0].dtype
+        assert_as_accurate_as(x, of_eager, of_exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_output_and_gradients_are_as_accurate_as_eager(groups, heads, dtype):
+    rows = rows_of(GROUPS[groups])
+    assert_accurate(rows, attention_inputs(rows, heads, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+def test_one_token_returns_its_value(heads, dtype):
+    rows = rows_of([(1, [0])])
+    inputs = query, key, value, upstream = attention_inputs(rows, heads, dtype)
+    out, *gradients = output_and_gradients(packed_attention, *inputs, rows)
+    group = query.shape[1] // key.shape[1]
+    assert torch.equal(out, value.repeat_interleave(group, 1))
+    of_value = upstream.double().unflatten(1, (-1, group)).sum(2)
+    assert error(gradients[2], of_value) <= floor(dtype)
+    for gradient in gradients[:2]:  # zero but for rounding
+        assert gradient.abs().max() <= 16 * floor(dtype)
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_scale(heads):
+    rows = rows_of(GROUPS["pairs"])
+    assert_accurate(rows, attention_inputs(rows, heads), scale=1.7)
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_it_is_the_attention_of_each_padded_row(heads):
+    groups = GROUPS["pairs"]
+    rows = rows_of(groups)
+    query, key, value, _ = attention_inputs(rows, heads)
+    out = packed_attention(query, key, value, rows)
+    for prefix, prefix_length, own, own_length in rows.tolist():
+        seen = [*range(prefix, prefix + prefix_length), *range(own, own + own_length)]
+        q, k, v = (x[seen].transpose(0, 1)[None] for x in (query, key, value))
+        alone = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        assert error(out[own : own + own_length], alone[prefix_length:]) < 1e-6
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_a_group_sees_nothing_of_another(heads):
+    rows = rows_of(GROUPS["mixed"])
+    inputs = attention_inputs(rows, heads)
+    clean = output_and_gradients(packed_attention, *inputs, rows)
+    foreign = slice(int(rows[2, 2]), int(rows[3, 2]))  # the second group, between two others
+    for x in inputs:
+        x[foreign] = NAN
+    poisoned = output_and_gradients(packed_attention, *inputs, rows)
+    for x, expected in zip(poisoned, clean, strict=True):
+        assert x[foreign].isnan().all()
+        x[foreign] = expected[foreign]
+        assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_an_answer_sees_nothing_of_the_other(heads):
+    rows = rows_of([(5, [3, 4])])
+    inputs = attention_inputs(rows, heads)
+    clean = packed_attention(*inputs[:3], rows)
+    for x in inputs:
+        x[5:8] = NAN
+    assert torch.equal(packed_attention(*inputs[:3], rows)[8:], clean[8:])
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_same_bits_twice(heads):
+    rows = rows_of(GROUPS["threes"])
+    inputs = attention_inputs(rows, heads, torch.bfloat16)
+    first, second = (output_and_gradients(packed_attention, *inputs, rows) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_strided_inputs(heads):
+    rows = rows_of(GROUPS["pairs"])
+    inputs = attention_inputs(rows, heads)
+    expected = output_and_gradients(packed_attention, *inputs, rows)
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
+    leaves = [x.requires_grad_() for x in heads_first[:3]]
+    out = packed_attention(*leaves, rows)
+    out.backward(heads_first[3])
+    for x, e in zip([out, *(leaf.grad for leaf in leaves)], expected, strict=True):
+        assert error(x, e) < 1e-6
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_survive_checkpointing(use_reentrant):
+    rows = rows_of(GROUPS["pairs"])
+    query, key, value, upstream = attention_inputs(rows)
+    plain = output_and_gradients(packed_attention, query, key, value, upstream, rows)
+
+    def checkpointed(query, key, value, rows):
+        return checkpoint(packed_attention, query, key, value, rows, use_reentrant=use_reentrant)
+
+    again = output_and_gradients(checkpointed, query, key, value, upstream, rows)
+    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_only_what_needs_a_gradient_gets_one(heads):
+    rows = rows_of(GROUPS["pairs"])
+    *tensors, upstream = attention_inputs(rows, heads)
+    _, *expected = output_and_gradients(packed_attention, *tensors, upstream, rows)
+    for i, gradient in enumerate(expected):
+        leaves = [x.clone().requires_grad_(i == j) for j, x in enumerate(tensors)]
+        packed_attention(*leaves, rows).backward(upstream)
+        assert torch.equal(leaves[i].grad, gradient)
+        assert all(leaf.grad is None for leaf in leaves if leaf is not leaves[i])
+
+
+def test_no_tokens_are_a_differentiable_nothing():
+    rows = torch.zeros(0, 4, dtype=torch.int32)
+    inputs = [torch.randn(0, heads, 8) for heads in (4, 2, 2, 4)]
+    assert [x.shape for x in output_and_gradients(packed_attention, *inputs, rows)] == [
+        (0, heads, 8) for heads in (4, 4, 2, 2)
+    ]
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_gradcheck(heads):
+    rows = rows_of([(2, [1, 2]), (1, [1])])
+    leaves = [x.requires_grad_() for x in attention_inputs(rows, heads, torch.float64)[:3]]
+    assert torch.autograd.gradcheck(lambda q, k, v: packed_attention(q, k, v, rows), leaves)
+
+
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_opcheck(heads):
+    rows = rows_of(GROUPS["pairs"])
+    query, key, value, grad = attention_inputs(rows, heads)
+    forward, backward = torch.ops.fastdpo.packed_attention_fwd, torch.ops.fastdpo.packed_attention_bwd
+    torch.library.opcheck(forward, (query, key, value, rows, 0.3), test_utils=CHECKS)
+    out, lse = forward(query, key, value, rows, 0.3)
+    torch.library.opcheck(backward, (grad, query, key, value, out, lse, rows, 0.3), test_utils=CHECKS)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_compiles_whole_and_for_any_layout(heads):
+    torch.compiler.reset()
+    compiled = torch.compile(packed_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for groups in ("pairs", "mixed"):
+        rows = rows_of(GROUPS[groups])
+        inputs = attention_inputs(rows, heads)
+        results = output_and_gradients(compiled, *inputs, rows)
+        expected = output_and_gradients(packed_attention, *inputs, rows)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+def test_autocast_does_what_it_does_to_torchs_attention(heads, value_dtype):
+    """Rotary embeddings leave query and key in float32 and value in bfloat16; torch's attention takes that."""
+    rows = rows_of(GROUPS["pairs"])
+    query, key, value, upstream = attention_inputs(rows, heads)
+    inputs = [query, key, value.to(value_dtype), upstream]
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = output_and_gradients(packed_attention, *inputs, rows)
+        eager = output_and_gradients(reference.packed_attention, *inputs, rows)
+        torchs = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in inputs[:3]), enable_gqa=True)
+    exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows)
+    assert [x.dtype for x in mine] == [torchs.dtype, torch.float32, torch.float32, value_dtype]
+    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(x, of_eager, of_exact, torch.bfloat16)
+
+
+def test_memory_is_the_result_and_log_sum_exps(trace):
+    rows = rows_of([(200, [150, 150]), (300, [200])])
+    *tensors, upstream = attention_inputs(rows)
+    query, key, value = (x.requires_grad_() for x in tensors)
+    out, forward = trace(lambda: packed_attention(query, key, value, rows))
+    t, h, _ = out.shape
+    assert forward.left == out.nbytes + h * t * 4
+    assert forward.largest < t * t  # bytes: no mask, no scores
+    _, backward = trace(lambda: out.backward(upstream))
+    assert backward.largest < t * t
+
+
+T4 = torch.tensor([[0, 0, 0, 3], [0, 2, 3, 1]], dtype=torch.int32)
+TENSORS = dict(query=torch.zeros(4, 4, 8), key=torch.zeros(4, 2, 8), value=torch.zeros(4, 2, 8), rows=T4)
+
+
+def rows_tensor(*rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+TILE_RULE = r"rows must tile \[0, 4\)"
+MISUSES = {  # arguments, and what the message names: argument, rule, value
+    "integer query": (dict(query=torch.zeros(4, 4, 8).int()), TypeError, "query must be float16, .* got torch.int32"),
+    "query of a batch": (
+        dict(query=torch.zeros(1, 4, 4, 8)),
+        ValueError,
+        r"query must be \[T, H, D\]; got \[1, 4, 4, 8\]",
+    ),
+    "key of other tokens": (dict(key=torch.zeros(3, 2, 8)), ValueError, r"key must be \[.*H_kv.*; got \[3, 2, 8\]"),
+    "key of another size": (dict(key=torch.zeros(4, 2, 6)), ValueError, r"key must be \[.*H_kv.*; got \[4, 2, 6\]"),
+    "key heads that don't divide": (dict(key=torch.zeros(4, 3, 8)), ValueError, "key must .*heads.* 4; got 3"),
+    "no key heads": (
+        dict(key=torch.zeros(4, 0, 8), value=torch.zeros(4, 0, 8)),
+        ValueError,
+        "key must .*heads.* 4; got 0",
+    ),
+    "value heads that are not the key's": (
+        dict(value=torch.zeros(4, 4, 8)),
+        ValueError,
+        r"value must be \[.*D_v.*; got \[4, 4, 8\]",
+    ),
+    "key of another dtype": (
+        dict(key=torch.zeros(4, 2, 8).half()),
+        TypeError,
+        "key .*torch.float32.* got .*torch.float16",
+    ),
+    "value of another dtype": (
+        dict(value=torch.zeros(4, 2, 8).half()),
+        TypeError,
+        ".*value .*torch.float32.* got .*torch.float16",
+    ),
+    "key elsewhere": (
+        dict(key=torch.zeros(4, 2, 8, device="meta")),
+        ValueError,
+        r"key must be on the device of query \(cpu\); got meta",
+    ),
+    "int64 rows": (dict(rows=T4.long()), TypeError, "rows must be int32; got torch.int64"),
+    "rows of three": (dict(rows=T4[:, :3]), ValueError, r"rows must be \[S, 4\]; got \[2, 3\]"),
+    "a gap": (dict(rows=rows_tensor([0, 0, 0, 2], [0, 2, 3, 1])), ValueError, rf"{TILE_RULE}.*got \(0, 2, 3, 1\)"),
+    "an overlap": (dict(rows=rows_tensor([0, 0, 0, 3], [0, 2, 2, 2])), ValueError, rf"{TILE_RULE}.*got \(0, 2, 2, 2\)"),
+    "rows out of order": (dict(rows=T4.flip(0)), ValueError, rf"{TILE_RULE}.*got \(0, 2, 3, 1\)"),
+    "an empty row": (dict(rows=rows_tensor([0, 0, 0, 4], [0, 2, 4, 0])), ValueError, rf"{TILE_RULE}.*\(0, 2, 4, 0\)"),
+    "tokens of no row": (dict(rows=T4[:1]), ValueError, rf"{TILE_RULE}; got \[0, 3\)"),
+    "rows beyond the tokens": (
+        dict(rows=rows_tensor([0, 0, 0, 3], [0, 2, 3, 2])),
+        ValueError,
+        rf"{TILE_RULE}",
+    ),
+    "a prefix that reaches into the row": (
+        dict(rows=rows_tensor([0, 0, 0, 3], [2, 2, 3, 1])),
+        ValueError,
+        rf"{TILE_RULE} in order, each after its prefix; got \(2, 2, 3, 1\)",
+    ),
+    "a negative prefix": (
+        dict(rows=rows_tensor([0, 0, 0, 3], [-1, 2, 3, 1])),
+        ValueError,
+        rf"{TILE_RULE}.*got \(-1, 2, 3, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_named(misuse):
+    arguments, kind, message = MISUSES[misuse]
+    with pytest.raises(kind, match=f"^packed_attention: {message}"):
+        packed_attention(**{**TENSORS, **arguments})

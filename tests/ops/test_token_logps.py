@@ -1,0 +1,352 @@
+"""token_logps: as accurate as eager, exact where nothing is scored and at the edges, bounded in memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastdpo.ops import reference, token_logps
+from fastdpo.testing import assert_as_accurate_as, error, floor
+
+INF = float("inf")
+OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+SHAPES = {  # N, V, rows of a tile
+    "degenerate": (1, 2, 8),  # one token, and one word beside its target
+    "ragged": (37, 131, 64),  # one tile whose sizes no block divides
+    "tiles": (37, 131, 8),  # four tiles and a tail of five rows
+}
+OPTIONS = {
+    "plain": {},  # no transform is applied at all
+    "softcap": dict(softcap=5.0),  # low enough to bend most logits
+    "logit_scale": dict(logit_scale=0.3),  # Cohere's
+    "temperature": dict(temperature=0.7),  # sharper than trained
+    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # their order matters
+}
+
+
+def logits_and_targets(n, v, dtype=torch.float32):
+    """Logits of which every third row is confident of its target, and targets of which one is ignored."""
+    logits, targets = 3 * torch.randn(n, v), torch.randint(v, (n,))
+    logits[torch.arange(0, n, 3), targets[::3]] += 12
+    targets[n // 2 + 1 :: n] = -100
+    return logits.to(dtype), targets
+
+
+def results_and_gradient(op, logits, targets, upstream, differentiate=("logps", "entropy"), **options):
+    leaf = logits.detach().clone().requires_grad_()
+    results = op(leaf, targets, outputs=OUTPUTS, **options)
+    sum(
+        (getattr(results, name) * g).sum()
+        for name, g in zip(("logps", "entropy"), upstream, strict=True)
+        if name in differentiate
+    ).backward()
+    return results, leaf.grad
+
+
+def assert_accurate(logits, targets, **options):
+    upstream = torch.randn(2, *targets.shape)
+    mine, my_gradient = results_and_gradient(token_logps, logits, targets, upstream, **options)
+    eager, eager_gradient = results_and_gradient(reference.token_logps, logits, targets, upstream, **options)
+    exact, gradient = results_and_gradient(
+        reference.token_logps, logits.double(), targets, upstream.double(), **options
+    )
+    assert my_gradient.dtype == logits.dtype
+    assert torch.equal(mine.is_top1, exact.is_top1)
+    assert_as_accurate_as(my_gradient, eager_gradient, gradient)
+    for name in set(OUTPUTS) - {"is_top1"}:
+        assert getattr(mine, name).dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        assert_as_accurate_as(getattr(mine, name), getattr(eager, name), getattr(exact, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_and_gradient_are_as_accurate_as_eager(shape, dtype, rows_of_a_tile):
+    n, v, rows = SHAPES[shape]
+    rows_of_a_tile(rows, v, dtype)
+    assert_accurate(*logits_and_targets(n, v, dtype), **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_is_as_accurate_as_eager(option, dtype):
+    assert_accurate(*logits_and_targets(23, 67, dtype), **OPTIONS[option])
+
+
+@pytest.mark.parametrize("differentiate", [("logps",), ("entropy",)], ids=str)
+def test_gradients_of_one_output_alone(differentiate):
+    assert_accurate(*logits_and_targets(23, 67), differentiate=differentiate, **OPTIONS["all"])
+
+
+def test_any_leading_shape():
+    logits, targets = logits_and_targets(24, 11)
+    flat = token_logps(logits, targets, outputs=OUTPUTS)
+    for shape in ((24,), (4, 6), (2, 3, 4)):
+        for value, expected in zip(
+            token_logps(logits.view(*shape, 11), targets.view(shape), outputs=OUTPUTS), flat, strict=True
+        ):
+            assert torch.equal(value, expected.view(shape))
+    assert torch.equal(token_logps(logits[0], targets[0]).logps, flat.logps[0])
+    shifted = token_logps(logits.view(4, 6, 11)[:, :-1], targets.view(4, 6)[:, :-1]).logps  # no view of rows
+    assert torch.equal(shifted, flat.logps.view(4, 6)[:, :-1])
+
+
+def test_only_what_was_asked_for():
+    results = token_logps(*logits_and_targets(4, 11), outputs=("is_top1",))
+    assert [name for name, value in results._asdict().items() if value is not None] == ["logps", "is_top1"]
+
+
+def test_a_statistic_changes_no_bit_of_another():
+    logits, targets = logits_and_targets(23, 67)
+    together = token_logps(logits, targets, outputs=OUTPUTS)
+    for name in OUTPUTS:
+        alone = token_logps(logits, targets, outputs=(name,))
+        assert torch.equal(getattr(alone, name), getattr(together, name))
+        assert torch.equal(alone.logps, together.logps)
+
+
+def test_same_bits_twice(rows_of_a_tile):
+    logits, targets = logits_and_targets(37, 131, torch.bfloat16)
+    rows_of_a_tile(8, 131, torch.bfloat16)
+    first, second = (results_and_gradient(token_logps, logits, targets, torch.ones(2, 37)) for _ in range(2))
+    assert torch.equal(first[1], second[1])
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+@pytest.mark.parametrize("poison", [INF, -INF, float("nan")])
+def test_ignored_rows_are_exactly_zero(poison):
+    logits, targets = logits_and_targets(9, 11)
+    targets[[2, 5]] = -100
+    clean, clean_gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 9), softcap=5.0)
+    logits[[2, 5]] = poison
+    results, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 9), softcap=5.0)
+    assert not gradient[[2, 5]].any()
+    assert torch.equal(gradient, clean_gradient)
+    for value, expected in zip(results, clean, strict=True):
+        assert not value[[2, 5]].any()
+        assert torch.equal(value, expected)
+
+
+def test_what_reaches_ignored_rows_from_above_goes_nowhere():
+    logits, targets = logits_and_targets(9, 11)
+    targets[2] = -100
+    upstream = torch.ones(2, 9)
+    _, expected = results_and_gradient(token_logps, logits, targets, upstream)
+    upstream[:, 2] = float("nan")
+    _, gradient = results_and_gradient(token_logps, logits, targets, upstream)
+    assert torch.equal(gradient, expected)
+
+
+def test_all_rows_ignored():
+    logits, targets = logits_and_targets(9, 11)
+    results, gradient = results_and_gradient(token_logps, logits, targets.fill_(-100), torch.ones(2, 9))
+    assert not any(value.any() for value in (*results, gradient))
+
+
+def test_no_rows_are_a_differentiable_nothing():
+    logits = torch.randn(0, 11, requires_grad=True)
+    results = token_logps(logits, torch.zeros(0, dtype=torch.long), outputs=OUTPUTS)
+    assert all(value.shape == (0,) for value in results)
+    results.logps.sum().backward()
+    assert logits.grad.shape == (0, 11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_inputs(dtype):
+    logits, targets = logits_and_targets(9, 11, dtype)
+    upstream = torch.randn(2, 9)
+    expected, gradient = results_and_gradient(token_logps, logits, targets, upstream)
+    transposed = logits.t().contiguous().t()
+    sliced = torch.stack([logits, logits + 1], -1).flatten(1)[:, ::2]
+    strided_targets = torch.stack([targets, targets], -1)[:, 0]
+    for strided in (transposed, sliced):
+        assert not strided.is_contiguous()
+        leaf = strided.detach().requires_grad_()
+        results = token_logps(leaf, strided_targets, outputs=OUTPUTS)
+        ((results.logps * upstream[0]).sum() + (results.entropy * upstream[1]).sum()).backward()
+        assert error(leaf.grad, gradient) < floor(dtype)
+        assert all(error(value, e) < 1e-6 for value, e in zip(results, expected, strict=True))  # sums in another order
+
+
+def test_int32_targets():
+    logits, targets = logits_and_targets(9, 11)
+    expected, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 9))
+    results, same = results_and_gradient(token_logps, logits, targets.int(), torch.ones(2, 9))
+    assert torch.equal(gradient, same)
+    assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("differentiate", [("logps",), ("entropy",), ("logps", "entropy")], ids=str)
+def test_a_vocabulary_masked_with_minus_infinity(differentiate):
+    logits, targets = logits_and_targets(23, 67)
+    upstream = torch.randn(2, 23)
+    masked = F.pad(logits, (0, 13), value=-INF)
+    results, gradient = results_and_gradient(token_logps, masked, targets, upstream, differentiate)
+    _, eager = results_and_gradient(reference.token_logps, logits, targets, upstream, differentiate)
+    exact, exact_gradient = results_and_gradient(
+        reference.token_logps, logits.double(), targets, upstream.double(), differentiate
+    )
+    assert not gradient[:, 67:].any()
+    assert_as_accurate_as(gradient[:, :67], eager, exact_gradient)
+    for name in ("logps", "entropy", "log_sum_sq_probs"):
+        assert_as_accurate_as(getattr(results, name), getattr(exact, name), getattr(exact, name))
+    assert (results.mean_logits[targets != -100] == -INF).all()
+
+
+def test_an_impossible_target():
+    logits, targets = torch.tensor([[1.0, -INF, 2.0]]), torch.tensor([1])
+    results, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 1), ("logps",))
+    assert results.logps.item() == -INF
+    assert error(gradient, torch.tensor([[0.0, 1.0, 0.0]]) - logits.softmax(-1)) < 1e-6
+    assert not results.is_top1.item()
+    others = token_logps(torch.tensor([[1.0, 2.0]]), torch.tensor([0]), outputs=OUTPUTS)
+    assert torch.equal(results.entropy, others.entropy)
+    assert torch.equal(results.log_sum_sq_probs, others.log_sum_sq_probs)
+
+
+def test_a_target_that_is_the_only_possibility():
+    logits, targets = torch.tensor([[-INF, -3.0, -INF]]), torch.tensor([1])
+    results, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 1))
+    assert not gradient.any()
+    assert results.is_top1.item()
+    assert results.logps.item() == results.entropy.item() == results.log_sum_sq_probs.item() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gap_of_300_nats(dtype):
+    logits = torch.tensor([[0.0, -300.0], [-300.0, 0.0]], dtype=dtype)
+    results, gradient = results_and_gradient(token_logps, logits, torch.tensor([1, 1]), torch.ones(2, 2))
+    assert results.logps[0].item() == -300
+    assert abs(results.logps[1].item()) < 1e-100
+    assert gradient[0].tolist() == [-1, 1]
+    assert gradient[1].abs().max().item() < 1e-100
+
+
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_logits_far_from_zero(shift):
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    results, _ = results_and_gradient(token_logps, logits + shift, torch.tensor([0]), torch.ones(2, 1))
+    expected = token_logps(logits, torch.tensor([0]), outputs=OUTPUTS)
+    for name in ("logps", "entropy", "is_top1", "log_sum_sq_probs"):
+        assert torch.equal(getattr(results, name), getattr(expected, name))
+
+
+def test_the_first_of_equal_logits_is_the_top_one():
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]] * 3)
+    assert token_logps(logits, torch.tensor([1, 2, 0]), outputs=("is_top1",)).is_top1.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_confident_predictions_keep_their_gradient(dtype):
+    logits, targets = torch.randn(32, 131), torch.randint(131, (32,))
+    logits.scatter_(1, targets[:, None], torch.linspace(14, 22, 32)[:, None])  # p from 0.9997
+    logits = logits.to(dtype)
+    _, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 32), ("logps",))
+    p = logits.double().softmax(-1)
+    exact = F.one_hot(targets, 131) - p
+    assert p.gather(1, targets[:, None]).min() > 0.999
+    assert error(F.one_hot(targets, 131) - p.to(dtype), exact) > 0.5  # what a tile of probabilities would give
+    rounded = exact.to(dtype)  # float16 rounds small gradients to multiples of 6e-8
+    assert_as_accurate_as(gradient, rounded, exact)
+    assert_as_accurate_as(*(x.gather(1, targets[:, None]) for x in (gradient, rounded, exact)))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradcheck(option):
+    logits, targets = logits_and_targets(5, 7, torch.float64)
+
+    def outputs(logits):
+        results = token_logps(logits, targets, outputs=("entropy",), **OPTIONS[option])
+        return results.logps, results.entropy
+
+    assert torch.autograd.gradcheck(outputs, (logits.requires_grad_(),))
+
+
+def test_statistics_without_gradient_say_so():
+    logits, targets = logits_and_targets(5, 7)
+    results = token_logps(logits.requires_grad_(), targets, outputs=OUTPUTS)
+    differentiable = [name for name, value in results._asdict().items() if value.requires_grad]
+    assert differentiable == ["logps", "entropy"]
+
+
+@pytest.mark.parametrize("statistics", ["", "entropy,mean_logits,is_top1,log_sum_sq_probs"])
+def test_opcheck(statistics):
+    logits, targets = logits_and_targets(5, 7)
+    transform = (5.0, 1.7, 0.7)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    forward, backward = torch.ops.fastdpo.token_logps_fwd, torch.ops.fastdpo.token_logps_bwd
+    torch.library.opcheck(forward, (logits, targets, *transform, statistics), test_utils=checks)
+    sums = forward(logits, targets, *transform, statistics)[:4]
+    of_entropy = torch.randn(5) if statistics else None
+    torch.library.opcheck(backward, (torch.randn(5), of_entropy, logits, targets, sums, *transform), test_utils=checks)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_compiles_whole_and_for_any_number_of_tokens():
+    torch.compiler.reset()
+    compiled = torch.compile(token_logps, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (9, 23):
+        logits, targets = logits_and_targets(n, 11)
+        upstream = torch.randn(2, n)
+        results, gradient = results_and_gradient(compiled, logits, targets, upstream, **OPTIONS["all"])
+        expected, expected_gradient = results_and_gradient(token_logps, logits, targets, upstream, **OPTIONS["all"])
+        assert torch.equal(gradient, expected_gradient)
+        assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", ["plain", "softcap"])
+@pytest.mark.parametrize("outputs", [("logps",), OUTPUTS], ids=["logps", "everything"])
+def test_memory_is_tiles_and_the_gradient(outputs, option, dtype, trace, rows_of_a_tile):
+    n, v, rows = 64, 4096, 4
+    rows_of_a_tile(rows, v, dtype)
+    tiles = (3 if option == "softcap" else 2) * rows * v * 4
+    small = 64 * n * 4  # results, sums and their temporaries: a few dozen times [N]
+    logits, targets = logits_and_targets(n, v, dtype)
+    logits.requires_grad_()
+
+    results, forward = trace(lambda: token_logps(logits, targets, outputs=outputs, **OPTIONS[option]))
+    assert forward.peak <= tiles + small
+    assert forward.left <= small
+    _, backward = trace(lambda: results.logps.sum().backward())
+    assert backward.peak <= tiles + small + logits.nbytes
+
+
+@pytest.mark.parametrize("option", ["plain", "softcap"])
+def test_memory_of_the_gradient_of_entropy_is_one_tile_more(option, trace, rows_of_a_tile):
+    n, v, rows = 64, 4096, 4
+    rows_of_a_tile(rows, v, torch.float32)
+    tiles = (4 if option == "softcap" else 3) * rows * v * 4
+    logits, targets = logits_and_targets(n, v)
+    results = token_logps(logits.requires_grad_(), targets, outputs=("entropy",), **OPTIONS[option])
+    _, backward = trace(lambda: (results.logps + results.entropy).sum().backward())
+    assert backward.peak <= tiles + 64 * n * 4 + logits.nbytes
+
+
+LOGITS, TARGETS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.long)
+MISUSES = {  # arguments, and what the message names: argument, rule, value
+    "integer logits": (dict(logits=LOGITS.long()), TypeError, "logits must be float16, bfloat16, .* got torch.int64"),
+    "scalar logits": (dict(logits=LOGITS[0, 0]), ValueError, r"logits must be \[..., V\], V > 0; got \[\]"),
+    "empty vocabulary": (dict(logits=LOGITS[:, :0]), ValueError, r"logits must be .* V > 0; got \[3, 0\]"),
+    "float targets": (dict(targets=TARGETS.float()), TypeError, "targets must be int32 or int64; got torch.float32"),
+    "too few targets": (dict(targets=TARGETS[:2]), ValueError, r"targets must have shape \[3\]; got \[2\]"),
+    "id over vocabulary": (dict(targets=TARGETS + 5), ValueError, "targets must be -100 or ids below 5; got 5"),
+    "negative id": (dict(targets=TARGETS - 1), ValueError, "targets must be -100 or ids below 5; got -1"),
+    "targets elsewhere": (
+        dict(targets=TARGETS.to("meta")),
+        ValueError,
+        r"targets must be on the device of logits \(cpu\); got meta",
+    ),
+    "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive; got 0.0"),
+    "negative temperature": (dict(temperature=-1.0), ValueError, "temperature must be positive; got -1.0"),
+    "zero softcap": (dict(softcap=0.0), ValueError, "softcap must be positive or None; got 0.0"),
+    "unknown output": (dict(outputs=("logp",)), ValueError, r"outputs must be a sequence of names .* got \('logp',\)"),
+    "outputs as a string": (dict(outputs="logps"), ValueError, "outputs must be a sequence of names .* got logps"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_named(misuse):
+    arguments, kind, message = MISUSES[misuse]
+    with pytest.raises(kind, match=f"^token_logps: {message}"):
+        token_logps(**{"logits": LOGITS, "targets": TARGETS, **arguments})

@@ -1,0 +1,380 @@
+"""pack: held against a loop over tokens, on random batches and on the ones that are known to go wrong."""
+
+import random
+from collections import defaultdict
+from itertools import product
+
+import pytest
+import torch
+
+from fastdpo import packing
+from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
+
+# A row of a batch is told as its ids and, per id, its label or None.
+
+
+def padded(rows, left=(), length=None):
+    """input_ids, attention_mask and labels [R, L] of rows (ids, labels); those whose index is in `left` pad before."""
+    length = max(len(ids) for ids, _ in rows) if length is None else length
+    batch = torch.zeros(3, len(rows), length, dtype=torch.long)
+    batch[2] = IGNORE_INDEX
+    for r, (ids, labels) in enumerate(rows):
+        start = length - len(ids) if r in left else 0
+        span = slice(start, start + len(ids))
+        batch[0, r, span] = torch.tensor(ids, dtype=torch.long)
+        batch[1, r, span] = 1
+        batch[2, r, span] = torch.tensor([IGNORE_INDEX if y is None else y for y in labels], dtype=torch.long)
+    return tuple(batch)
+
+
+def answered(prompt, answer):
+    """A row whose answer is scored and whose prompt is not."""
+    return prompt + answer, [None] * len(prompt) + answer
+
+
+def random_batch(rng, shifted):
+    """Rows of up to three groups: shared starts, ids from so few that more is shared by chance, either padding."""
+    rows, groups = [], []
+    for group in range(rng.randint(1, 3)):
+        prompt = [rng.randrange(3) for _ in range(rng.randint(0, 6))]
+        for _ in range(rng.randint(1, 3)):
+            ids = prompt[: rng.choice([len(prompt), rng.randint(0, 6)])] + [
+                rng.randrange(3) for _ in range(rng.randint(0, 4))
+            ]
+            everything = range(len(ids))
+            scored = rng.choice([everything[len(prompt) :], everything, (), rng.sample(everything, len(ids) // 2)])
+            guessed = rng.random() < 0.2  # labels that are not the next ids
+            labels = [(rng.randrange(5) if guessed else y) if i in scored else None for i, y in enumerate(ids)]
+            if labels and not shifted:
+                labels[0] = None  # no position scores it
+            rows.append((ids, labels))
+            groups.append(group)
+    order = rng.sample(range(len(rows)), len(rows))
+    rows, groups = [rows[i] for i in order], [groups[i] for i in order]
+    if not any(ids for ids, _ in rows):
+        rows[0] = ([1], [None])
+    left = {r for r in range(len(rows)) if rng.random() < 0.5}
+    length = max(len(ids) for ids, _ in rows) + rng.randint(0, 2)
+    return padded(rows, left, length), torch.tensor(groups)
+
+
+def seen_path(layout, t, ids):
+    """The ids that packed token t can see, in order: its row's prefix, then the row's own tokens up to itself."""
+    stored = ids.reshape(-1)[layout.token_index].tolist()
+    for prefix, prefix_length, own, own_length in layout.rows.tolist():
+        if own <= t < own + own_length:
+            return stored[prefix : prefix + prefix_length] + stored[own : t + 1]
+    raise AssertionError(f"token {t} belongs to no row")
+
+
+def shared_length(rows):
+    """How many ids all rows begin with."""
+    columns = enumerate(zip(*rows, strict=False))
+    return next((i for i, column in columns if len(set(column)) > 1), min(len(row) for row in rows))
+
+
+def assert_right(layout, batch, groups, shifted=False, store_all=False):
+    """Holds every field of a layout against a loop over the padded batch."""
+    ids, mask, labels = batch
+    n_rows, length = ids.shape
+    real = [[int(i) for i, m in zip(*row, strict=True) if m] for row in zip(ids, mask, strict=True)]
+    offset = [int(m.int().argmax()) if m.any() else 0 for m in mask]
+    width = length if shifted else length - 1
+    targets = labels if shifted else labels[:, 1:]
+    scored = [(r, c) for r, c in product(range(n_rows), range(width)) if targets[r, c] != IGNORE_INDEX]
+    assert layout.output_shape == (n_rows, width)
+
+    # Each scored place comes from a position that sees the row's own tokens up to there, and nothing else.
+    assert layout.output_index.tolist() == [r * width + c for r, c in scored]
+    for (r, c), source in zip(scored, layout.output_source.tolist(), strict=True):
+        t = int(layout.score_index[source])
+        assert seen_path(layout, t, ids) == real[r][: c - offset[r] + 1]
+        assert layout.targets[source] == targets[r, c]
+    pairs = list(zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)  # nothing is scored twice
+    assert set(layout.output_source.tolist()) == set(range(len(pairs)))  # nor for nothing
+
+    # Positions count the tokens that are seen; rows tile the buffer, after their prefixes.
+    for t, position in enumerate(layout.position_ids.tolist()):
+        assert position == len(seen_path(layout, t, ids)) - 1
+    end = 0
+    for prefix, prefix_length, own, own_length in layout.rows.tolist():
+        assert own == end
+        assert own_length > 0
+        assert prefix + prefix_length <= own
+        end = own + own_length
+    assert end == len(layout.token_index)
+    assert mask.reshape(-1)[layout.token_index].all()
+
+    # What is stored: per group the common start once, then the rest of each row up to its last scored position.
+    need = [max([c - offset[r] + 1 for s, c in scored if s == r], default=0) for r in range(n_rows)]
+    if store_all:
+        need = [len(row) for row in real]
+    if not any(need):
+        assert len(layout.token_index) == 1
+        return
+    members = defaultdict(list)
+    for r in range(n_rows):
+        if need[r]:
+            members[int(groups[r])].append(real[r][: need[r]])
+    tokens = 0
+    for rows in members.values():
+        shared = shared_length(rows)
+        tokens += shared + sum(len(row) - shared for row in rows)
+        if len(rows) < 3:  # then that is each distinct token, told by its path, once
+            distinct = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
+            assert len(distinct) == shared + sum(len(row) - shared for row in rows)
+    assert len(layout.token_index) == tokens
+
+
+@pytest.mark.parametrize("store_all", [False, True], ids=["needed", "store_all"])  # True: a router loss counts them all
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])  # True: the collator has shifted them
+@pytest.mark.parametrize("share", [True, False], ids=["share", "alone"])  # False: dropout is active
+def test_random_batches(share, shifted, store_all):
+    rng = random.Random(f"{share} {shifted} {store_all}")
+    for _ in range(50):
+        batch, groups = random_batch(rng, shifted)
+        options = dict(shifted=shifted, store_all=store_all)
+        layout = pack(*batch, groups=groups if share else None, **options)
+        assert_right(layout, batch, groups if share else torch.arange(len(groups)), **options)
+
+
+PROMPT = [5, 6, 7, 8]
+BATCHES = {  # rows of one group, and how many tokens are stored
+    "a pair": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])], 4 + 2 + 1),
+    "three": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1]), answered(PROMPT, [3, 3])], 4 + 2 + 1 + 1),
+    "one row": ([answered(PROMPT, [1, 2, 3])], 4 + 2),
+    "answers that begin alike": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [1, 2, 4, 4])], 6 + 0 + 1),
+    "identical answers": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [1, 2, 3])], 6),
+    "an answer that begins the other": ([answered(PROMPT, [1, 2]), answered(PROMPT, [1, 2, 3, 4])], 5 + 2),
+    "the other begins the answer": ([answered(PROMPT, [1, 2, 3, 4]), answered(PROMPT, [1, 2])], 5 + 2),
+    "an empty answer": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [])], 6),
+    "an empty first answer": ([answered(PROMPT, []), answered(PROMPT, [1, 2, 3])], 6),
+    "no prompt": ([([1, 2, 3], [None, 2, 3]), ([2, 2, 3], [None, 2, 3])], 2 + 2),
+    "prompts that differ": ([answered([5, 6, 7, 8], [1, 2]), answered([5, 9, 7, 8], [1, 2])], 1 + 4 + 4),
+    "a prompt that is no prefix": ([answered([5, 6, 7], [8, 1]), answered([5, 6], [9, 1])], 2 + 2 + 1),
+    "labels that differ on what is shared": (
+        [(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])],
+        3,
+    ),
+    "a row without labels": ([answered(PROMPT, [1, 2]), ([*PROMPT, 3, 3], [None] * 6)], 5),
+    "a first row without labels": ([([*PROMPT, 3, 3], [None] * 6), answered(PROMPT, [1, 2])], 5),
+    "no labels at all": ([(PROMPT, [None] * 4), ([5, 6], [None] * 2)], 1),
+    "a row without tokens": ([answered(PROMPT, [1, 2]), ([], [])], 5),
+}
+
+
+@pytest.mark.parametrize("left", [(), (0,), (1,), (0, 1, 2)], ids=str)  # rows that are padded before their tokens
+@pytest.mark.parametrize("name", BATCHES)
+def test_known_batches(name, left):
+    rows, tokens = BATCHES[name]
+    batch = padded(rows, left)
+    groups = torch.zeros(len(rows), dtype=torch.long)
+    layout = pack(*batch, groups=groups)
+    assert_right(layout, batch, groups)
+    assert len(layout.token_index) == tokens
+
+
+def test_the_layout_of_a_pair():
+    layout = pack_pairs(*padded([answered([5, 6], [1, 2, 3]), answered([5, 6], [4, 3])], left=(1,)))
+    assert layout.token_index.tolist() == [0, 1, 2, 3, 5 + 3]
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 2]
+    assert layout.rows.tolist() == [[0, 0, 0, 4], [0, 2, 4, 1]]
+    scored = zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)
+    assert sorted(scored) == [(1, 1), (1, 4), (2, 2), (3, 3), (4, 3)]
+    assert layout.output_shape == (2, 4)
+    dtypes = {name: x.dtype for name, x in vars(layout).items() if name != "output_shape"}
+    assert dtypes.pop("rows") == torch.int32
+    assert set(dtypes.values()) == {torch.int64}
+    assert torch.equal(layout.mask, layout.rows[None, None])
+
+
+def test_pack_pairs_pairs_the_halves():
+    prompts = ([5, 6], [7, 8, 9])
+    rows = [answered(prompt, answer) for answer in ([1, 2], [3, 4]) for prompt in prompts]
+    batch = padded(rows)
+    layout = pack_pairs(*batch)
+    assert_right(layout, batch, torch.tensor([0, 1, 0, 1]))
+    assert len(layout.rows) == 4
+    assert_right(pack_pairs(*batch, share=False), batch, torch.arange(4))
+
+
+def test_rows_of_different_groups_share_nothing():
+    batch = padded([answered(PROMPT, [1, 2]), answered(PROMPT, [1, 2])])
+    for groups in (torch.tensor([0, 1]), torch.tensor([7, -3]), None):
+        layout = pack(*batch, groups=groups)
+        assert len(layout.token_index) == 2 * 5
+        assert not layout.rows[:, 1].any()
+
+
+def test_what_is_shared_with_the_same_label_is_scored_once():
+    layout = pack_pairs(*padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])]))
+    scored = zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)
+    assert sorted(scored) == [(0, 1), (1, 2), (1, 9), (2, 3)]
+
+
+def test_large_ids_survive_merging():
+    top = 2**31 - 1
+    layout = pack_pairs(*padded([([top, top, 0, top], [None, top, 0, top])] * 2))
+    assert sorted(zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)) == [
+        (0, top),
+        (1, 0),
+        (2, top),
+    ]
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int32, torch.float32], ids=str)  # what collators make
+def test_other_dtypes(mask_dtype):
+    ids, mask, labels = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])])
+    layout, expected = pack_pairs(ids.int(), mask.to(mask_dtype), labels.int()), pack_pairs(ids, mask, labels)
+    for name, value in vars(expected).items():
+        mine = getattr(layout, name)
+        assert mine == value if name == "output_shape" else (torch.equal(mine, value) and mine.dtype == value.dtype)
+
+
+def test_pack_and_unpack_put_values_where_they_belong():
+    ids, mask, labels = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])], left=(0,))
+    layout = pack_pairs(ids, mask, labels)
+    assert layout.pack(ids).shape == (1, 7)
+    assert layout.pack(ids)[0].tolist() == [5, 6, 7, 8, 1, 2, 2]
+    unpacked = layout.unpack(layout.targets.double())
+    assert unpacked.shape == (2, 6)
+    scored = labels[:, 1:] != IGNORE_INDEX
+    assert torch.equal(unpacked, labels[:, 1:].double() * scored)
+
+
+def test_unpack_is_differentiable():
+    layout = pack_pairs(*padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])]))
+    scored = torch.randn(len(layout.targets), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layout.unpack, scored)
+    layout.unpack(scored).sum().backward()
+    readers = torch.bincount(layout.output_source, minlength=len(scored))
+    assert sorted(readers.tolist()) == [1, 1, 1, 2]  # the place that both rows score alike is read twice
+    assert torch.equal(scored.grad, readers.double())
+
+
+def test_a_batch_without_labels_unpacks_to_differentiable_zeros():
+    layout = pack_pairs(*padded([(PROMPT, [None] * 4), (PROMPT[:2], [None] * 2)]))
+    assert len(layout.token_index) == len(layout.rows) == 1
+    scored = torch.randn(0, requires_grad=True)
+    unpacked = layout.unpack(scored)
+    assert unpacked.tolist() == [[0.0] * 3] * 2
+    unpacked.sum().backward()
+    assert scored.grad.shape == (0,)
+
+
+def test_sequences_of_one_token():
+    layout = pack(*padded([([5], [None]), ([6], [None])]))
+    assert layout.output_shape == (2, 0)
+    assert layout.unpack(torch.randn(0)).shape == (2, 0)
+    shifted = pack(*padded([([5], [3]), ([6], [None])]), shifted=True)
+    assert shifted.output_shape == (2, 1)
+    assert shifted.unpack(torch.ones(1)).tolist() == [[1.0], [0.0]]
+
+
+def test_a_label_beside_the_last_token_is_scored_by_it():
+    ids, mask, labels = padded([answered(PROMPT, [1, 2])], length=8)
+    labels[0, 6] = 3  # an end that the collator put in the labels alone
+    layout = pack(ids, mask, labels)
+    assert len(layout.token_index) == 6
+    assert layout.targets.tolist() == [1, 2, 3]
+
+
+REFUSALS = {  # attention mask and labels of one row of four tokens, shifted, and the reason
+    "a hole": ([1, 0, 1, 1], [-100, -100, -100, 3], False, "an attention mask has holes"),
+    "two holes": ([1, 0, 1, 0], [-100] * 4, False, "an attention mask has holes"),
+    "a label scored by padding before": ([0, 0, 1, 1], [-100, -100, 3, 3], False, "a label is scored by a padding"),
+    "a label scored by padding after": ([1, 1, 0, 0], [-100, 3, 3, 3], False, "a label is scored by a padding"),
+    "a shifted label on padding": ([1, 1, 0, 0], [3, 3, 3, -100], True, "a label is scored by a padding"),
+    "no token": ([0, 0, 0, 0], [-100] * 4, False, "no token is real"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_packed_says_why(name):
+    mask, labels, shifted, reason = REFUSALS[name]
+    good = (torch.tensor([1, 1, 1, 1]), torch.tensor([-100, 3, 3, 3]))
+    mask, labels = (torch.stack([torch.tensor(x), y]) for x, y in zip((mask, labels), good, strict=True))
+    if name == "no token":
+        mask, labels = mask[:1], labels[:1]
+    with pytest.raises(NotPackable, match=rf"^{reason}"):
+        pack(torch.ones_like(mask), mask, labels, shifted=shifted)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)], ids=str)
+def test_empty_batches_cannot_be_packed(shape):
+    empty = torch.zeros(shape, dtype=torch.long)
+    for shifted in (False, True):
+        with pytest.raises(NotPackable, match="no token is real"):
+            pack(empty, empty, empty, shifted=shifted)
+    with pytest.raises(NotPackable, match="no token is real"):
+        pack_pairs(empty, empty, empty)
+
+
+IDS = torch.ones(2, 4, dtype=torch.long)
+MISUSES = {  # op, arguments, and what the message names
+    "mask of another shape": (
+        pack,
+        dict(attention_mask=IDS[:, :3]),
+        r"pack: attention_mask must have the shape of input_ids \[2, 4\]; got \[2, 3\]",
+    ),
+    "labels of another shape": (
+        pack,
+        dict(labels=IDS[:1]),
+        r"pack: labels must have the shape of input_ids \[2, 4\]; got \[1, 4\]",
+    ),
+    "a single sequence": (
+        pack,
+        dict(input_ids=IDS[0], attention_mask=IDS[0], labels=IDS[0]),
+        r"pack: input_ids must be \[R, L\]; got \[4\]",
+    ),
+    "groups of other rows": (pack, dict(groups=torch.zeros(3)), r"pack: groups must be \[2\]; got \[3\]"),
+    "an odd number of rows": (
+        pack_pairs,
+        dict(input_ids=IDS[:1], attention_mask=IDS[:1], labels=IDS[:1]),
+        "pack_pairs: input_ids must have an even number of rows; got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_named(misuse):
+    op, arguments, message = MISUSES[misuse]
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        op(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
+    assert not isinstance(caught.value, NotPackable)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that notes what is done to it, as if it lay on a device: reading it there would be a synchronisation."""
+
+    functions: list[str]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.functions.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
+    """Before that one copy nothing may read its values, and after it nothing may use it."""
+    copies = []
+    to_host = packing._to_host
+
+    def copied(*tensors):
+        copies.append(len(OnDevice.functions))
+        return to_host(*(x.as_subclass(torch.Tensor) for x in tensors))
+
+    monkeypatch.setattr(packing, "_to_host", copied)
+    monkeypatch.setattr(OnDevice, "functions", [], raising=False)
+    batch = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])])
+    if shifted:
+        batch[2][:] = batch[2].roll(-1, 1)
+    groups = torch.zeros(2, dtype=torch.long)
+    layout = pack(*(x.as_subclass(OnDevice) for x in batch), groups=groups, shifted=shifted)
+    assert len(copies) == 1
+    of_shapes = {"__get__", "__len__", "dim", "numel", "size"}  # __get__: attributes such as shape and device
+    assert set(OnDevice.functions[: copies[0]]) - of_shapes <= {"__ne__", "ne", "__getitem__"}
+    assert set(OnDevice.functions[copies[0] :]) <= {"as_subclass"}
+    assert_right(layout, batch, groups, shifted=shifted)
