@@ -8,7 +8,7 @@ from benchmarks.demo.comparison import LOSS_TOLERANCE, Comparison, Side, column
 
 def steps_table(stock: Side, fastdpo: Side) -> Table:
     table = Table(title="Loss and reward margin, step by step", title_justify="left")
-    for header in ("step", "loss: TRL", "fastdpo", "difference", "margin: TRL", "fastdpo", "difference"):
+    for header in ("step", "loss TRL", "fastdpo", "diff", "margin TRL", "fastdpo", "diff"):
         table.add_column(header, justify="right", no_wrap=True)
     values = (column(side, name) for name in ("loss", "margin") for side in (stock, fastdpo))
     for step, (loss, fast_loss, margin, fast_margin) in enumerate(zip(*values, strict=True), start=1):
