@@ -19,7 +19,9 @@ lint: $(READY)
 	$(BIN)/basedpyright
 
 bench: $(READY)
-	$(BIN)/python -m pytest benchmarks/ops --benchmark-enable --benchmark-only --benchmark-group-by=group $(ARGS)
+	mkdir -p out
+	$(BIN)/python -m pytest benchmarks/ops --benchmark-enable --benchmark-only --benchmark-group-by=group \
+		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
 $(READY): pyproject.toml $(wildcard constraints/*.txt)

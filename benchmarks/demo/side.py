@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import DPOConfig, DPOTrainer
 
 from benchmarks.demo.data import load_preferences
-from benchmarks.demo.machine import machine, versions
+from benchmarks.machine import machine, versions
 from benchmarks.demo.meters import PeakMemory, Stopwatch, TokenCounter, now
 
 NOT_FUSED = 3

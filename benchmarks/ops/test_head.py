@@ -8,7 +8,7 @@ from fastdpo import ops
 
 SHAPES = {  # N scored tokens, D hidden size, V vocabulary
     "N1024-D256-V32k": (1024, 256, 32_000),
-    "N512-D896-V152k": (512, 896, 151_936),
+    "N256-D896-V152k": (256, 896, 151_936),
 }
 STATISTICS = ("entropy", "mean_logits", "is_top1")
 
