@@ -8,4 +8,4 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(3)
+    torch.manual_seed(0)

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import DPOConfig, DPOTrainer
 
 from benchmarks.demo.data import load_preferences
-from benchmarks.machine import machine, versions
 from benchmarks.demo.meters import PeakMemory, Stopwatch, TokenCounter, now
+from benchmarks.machine import machine, versions
 
 NOT_FUSED = 3
 LABELS = {"stock": "TRL as it is", "fastdpo": "TRL with fastdpo"}
