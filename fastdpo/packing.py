@@ -92,7 +92,7 @@ def pack(
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: shapes differ, or a label is negative but not -100.
         NotPackable: a mask has holes, a label is scored by a padding position, or no token is real.
     """
     for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
@@ -111,6 +111,8 @@ def pack(
     device = input_ids.device
     ids, real, targets = _to_host(input_ids, attention_mask != 0, labels if shifted else labels[:, 1:])
     scored = targets != IGNORE_INDEX  # [R, W]
+    if (targets[scored] < 0).any():
+        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or ids of tokens; got {int(targets[scored].min())}")
     offset, need = _extents(real, scored, store_all)
     n_rows, length = ids.shape
 

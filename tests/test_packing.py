@@ -378,3 +378,10 @@ def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
     assert set(OnDevice.functions[: copies[0]]) - of_shapes <= {"__ne__", "ne", "__getitem__"}
     assert set(OnDevice.functions[copies[0] :]) <= {"as_subclass"}
     assert_right(layout, batch, groups, shifted=shifted)
+
+
+def test_negative_labels_are_refused():
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
+    labels = torch.tensor([[-100, 4, -1, 6], [-100, 4, -1, 7]])
+    with pytest.raises(ValueError, match=r"pack: labels must be -100 or ids of tokens; got -1"):
+        pack_pairs(ids, torch.ones_like(ids), labels)

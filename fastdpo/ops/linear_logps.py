@@ -298,20 +298,21 @@ def linear_logps(
     - nothing: forward only, 1 GEMM over `[N, D] x [D, V]`;
     - hidden alone (LoRA, a frozen head): the gradient is formed in the forward, 2 GEMMs, `[N, D]` kept;
     - the head: tiles up to `memory_budget` are kept for the backward, 3 GEMMs; what does not fit is computed again, 4.
-      A gradient that reaches `entropy` computes everything again.
+      A gradient that reaches `entropy` computes everything again. Under `torch.compile`, detach an entropy that leaves
+      the graph only to be logged: a compiled graph can't tell that no gradient will come.
 
     The product is rounded to the compute dtype (that of hidden, or autocast's), as in plain PyTorch, but the target's
     logit is taken in float32 and kept out of the sum over the others. Gradients of the weight are summed in float32.
     Meaning: `fastdpo.ops.reference.linear_logps`.
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs three tiles of at most 128 MiB of logits in float32 (one more with
-    `softcap`); with 16-bit inputs on a CPU a float32 copy of one operand of the weight's gradient, a tile at a time;
-    under autocast a copy of the weight in autocast's dtype. The weight's gradient is summed in `[V, D]` float32.
+    the head needs a gradient, and while it runs three tiles of logits in float32 (one more with `softcap`), each of at
+    most 128 MiB or 256 tokens, whichever is more; a copy of a weight whose dtype is not the compute dtype. The weight's
+    gradient is summed in `[V, D]` float32.
 
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.
-        weight: [V, D] of the same dtype, or any under autocast. Neither sharded (DTensor) nor a ZeRO-3 placeholder.
+        weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3 placeholder.
         targets: [N] int32 or int64 ids below V. Where it is -100 every result and every gradient is exactly zero.
         bias: [V] or None.
         softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.

@@ -20,17 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_BYTES = 128 << 20
+TILE_ROWS = 256  # fewer would read the head's weight too often
 NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 
 def tiles(n: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
-    """Rows [0, n) in slices whose tile of logits takes at most TILE_BYTES: the same cuts for every n."""
+    """Rows [0, n) in slices whose tile of logits takes TILE_BYTES, or has TILE_ROWS: the same cuts for every n."""
     step = tile_rows(vocabulary, dtype)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 
 def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    return max(1, TILE_BYTES // (vocabulary * dtype.itemsize))
+    return max(TILE_ROWS, TILE_BYTES // (vocabulary * dtype.itemsize))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -81,7 +82,7 @@ def fold(
         targets: [n] ids in the vocabulary.
         target_logits: [n] the targets' transformed logits, as precise as they are known.
         statistics: names out of `results.STATISTICS`, comma-separated.
-        out: [n, V] where to put the exponentials; without it, where z was, if nothing else needs z.
+        out: [n, V] where to put the exponentials; without it, where z was, if no statistic needs z.
     """
     column = targets[:, None]
     own = z.gather(1, column)[:, 0]  # as the tile has it: statistics are taken over one distribution
@@ -92,12 +93,8 @@ def fold(
     shift = torch.where(peak == -torch.inf, target_logits, peak)  # nothing but the target is possible
 
     z.sub_(shift[:, None])
-    if "entropy" in statistics:
-        z.clamp_(min=NEVER)
-        exponentials = torch.exp(z, out=out)
-        weighted = _row_dot(exponentials, z)  # sum exp(z - m) (z - m), over the others
-    else:
-        exponentials, weighted = torch.exp(z, out=z if out is None else out), None
+    needs_z = "entropy" in statistics or "log_sum_sq_probs" in statistics
+    exponentials = torch.exp(z, out=z if out is None and not needs_z else out)
     others = exponentials.sum(-1)
 
     gap = target_logits - shift
@@ -110,7 +107,8 @@ def fold(
     everything = others * ratio + own_exp
     log_everything = torch.where(own > shift, (others * ratio).log1p(), everything.log())
     results = []
-    if weighted is not None:
+    if "entropy" in statistics:
+        weighted = z.clamp_(min=NEVER).mul_(exponentials).sum(-1)  # sum exp(z - m) (z - m), over the others
         inner = (weighted + others * (shift - top)) * ratio + own_exp * own_gap
         results.append(log_everything - inner / everything)
     if mean is not None:
@@ -118,7 +116,7 @@ def fold(
     if is_top1 is not None:
         results.append(is_top1)
     if "log_sum_sq_probs" in statistics:
-        squares = _row_dot(exponentials, exponentials) * ratio.square() + own_exp.square()
+        squares = torch.mul(exponentials, exponentials, out=z).sum(-1) * ratio.square() + own_exp.square()
         results.append(squares.log() - 2 * log_everything)
     return sums, results, exponentials
 
@@ -132,11 +130,6 @@ def _is_top1(z: Tensor, targets: Tensor, own: Tensor, peak: Tensor) -> Tensor:
     else:
         tied &= targets < z.argmax(-1)
     return tied | (own > peak)
-
-
-def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """`(a * b).sum(-1)` without the product's memory. [n, V], [n, V] to [n]"""
-    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
 def gradient_tile(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:

@@ -167,7 +167,8 @@ def _math_bwd(g, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor,
     wide_k, wide_v = _widen(k, q), _widen(v, q)
     p = (_scores(q, wide_k, causal, scale) - lse[..., None]).exp()
     delta = (g.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-    ds = (p * ((g @ wide_v.transpose(-1, -2)).to(p.dtype) - delta) * scale).to(q.dtype)
+    dp = g.to(p.dtype) @ wide_v.to(p.dtype).transpose(-1, -2)  # unrounded: where a row sees one token, dp is delta
+    ds = (p * (dp - delta) * scale).to(q.dtype)
     dk, dv = ds.transpose(-1, -2) @ q, p.to(g.dtype).transpose(-1, -2) @ g
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     return ds @ wide_k, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)

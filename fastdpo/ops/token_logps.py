@@ -129,9 +129,10 @@ def token_logps(
     Sums are float32 (float64 for float64 logits), whatever the dtype of the logits, and leave the target out, so that
     `1 - p` of a confident prediction keeps its digits. Meaning: `fastdpo.ops.reference.token_logps`.
 
-    Extra memory: two tiles of at most 128 MiB of logits in float32 (one more with `softcap`, one more in the backward
-    if a gradient reaches `entropy`), none on CUDA; in the backward also the gradient, as large as the logits. Logits
-    that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are copied.
+    Extra memory: two tiles of logits in float32, each of at most 128 MiB or 256 tokens, whichever is more (one more
+    with `softcap`, one more in the backward if a gradient reaches `entropy`), none on CUDA; in the backward also the
+    gradient, as large as the logits. Logits that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are
+    copied.
 
     Args:
         logits: [..., V] float16, bfloat16, float32 or float64.

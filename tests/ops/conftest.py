@@ -27,6 +27,7 @@ def rows_of_a_tile(monkeypatch):
     def set_rows(rows, vocabulary, dtype):
         bytes_of_a_row = vocabulary * logit_rows.accumulator(dtype).itemsize
         monkeypatch.setattr(logit_rows, "TILE_BYTES", rows * bytes_of_a_row)
+        monkeypatch.setattr(logit_rows, "TILE_ROWS", 1)
 
     return set_rows
 

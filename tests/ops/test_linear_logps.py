@@ -95,7 +95,7 @@ def assert_accurate(*draws, memory_budget=1 << 20, **options):
 
     def collected(op, draws, dtype=None, **more):
         calls = [
-            results_and_gradients(op, inputs, upstream.to(dtype), **options, **more)
+            results_and_gradients(op, inputs, upstream.to(dtype or upstream.dtype), **options, **more)
             for inputs, upstream in zip(draws, upstreams, strict=True)
         ]
         results = {name: torch.cat([getattr(results, name) for results, _ in calls]) for name in OUTPUTS}

@@ -49,7 +49,9 @@ def assert_accurate(*draws, **options):
 
     def collected(op, dtype=None):
         calls = [
-            results_and_gradient(op, logits.to(dtype), targets, upstream.to(dtype), **options)
+            results_and_gradient(
+                op, logits.to(dtype or logits.dtype), targets, upstream.to(dtype or upstream.dtype), **options
+            )
             for (logits, targets), upstream in zip(draws, upstreams, strict=True)
         ]
         results = {name: torch.cat([getattr(results, name) for results, _ in calls]) for name in OUTPUTS}
