@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..packing import IGNORE_INDEX
 from . import checks
 from .logit_rows import (
     RowSums,
@@ -14,6 +16,7 @@ from .logit_rows import (
     accumulator,
     fold,
     gradient_tile,
+    gradient_tile_again,
     logit_gradient,
     row_scale,
     tile_rows,
@@ -47,6 +50,11 @@ class _Head:
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
         self.accumulator = accumulator(dtype)
+
+    @cached_property
+    def tile_weight(self) -> Tensor:
+        """The weight that gradient tiles are multiplied with. [V, D]"""
+        return self.weight.to(tile_dtype(self.dtype))
 
     def rows(self, rows: slice) -> Tensor:
         """Hidden states [n, D]; zero where the target is ignored, so that nothing of them can spread."""
@@ -107,7 +115,7 @@ def _fwd_tile(
         if kept is not None and in_place is None:
             kept.copy_(gradient)
         if jacobian is not None:
-            torch.mm(gradient.to(jacobian.dtype), head.weight.to(jacobian.dtype), out=jacobian)
+            torch.mm(gradient.to(jacobian.dtype), head.tile_weight, out=jacobian)
     return [*sums, *extra]
 
 
@@ -158,10 +166,9 @@ def _bwd(
     needs_hidden, needs_weight, needs_bias = needs
     grad_hidden, grad_weight, grad_bias = _bwd_results(hidden, weight, bias, needs)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(hidden, weight, bias, targets, compute_dtype)
-        dtype, wide = tile_dtype(compute_dtype), head.accumulator
+        dtype, wide = tile_dtype(compute_dtype), accumulator(compute_dtype)
         of_logps, of_entropy = (
-            torch.zeros_like(sums[-1]) if grad is None else grad.to(wide).masked_fill(head.ignored, 0)
+            torch.zeros_like(sums[-1]) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
             for grad in (grad_logps, grad_entropy)
         )
         scale = of_logps * row_scale(sums[-1], transform)  # [N]
@@ -169,6 +176,7 @@ def _bwd(
             grad_hidden.copy_(jacobian.to(wide) * scale[:, None])
             return [grad_hidden, grad_weight, grad_bias]
 
+        head = _Head(hidden, weight, bias, targets, compute_dtype)
         weight_sum = torch.empty_like(weight, dtype=wide) if needs_weight else None
         bias_sum = torch.zeros(len(weight) if needs_bias else 0, dtype=wide, device=weight.device)
         keep = len(kept) if grad_entropy is None else 0
@@ -183,17 +191,14 @@ def _bwd(
                 z = head.logits(h, transform)
                 own_sums = RowSums(*(x[rows] for x in sums))
                 if grad_entropy is None:
-                    slope = transform.slope(z)
-                    exponentials = z.sub_(own_sums.shift[:, None]).exp_()
-                    tile = gradient_tile(exponentials, head.index[rows], own_sums.others, slope)
-                    del exponentials, slope
+                    tile = gradient_tile_again(z, head.index[rows], own_sums, transform.slope(z))
                 else:
                     tile = logit_gradient(z, head.index[rows], own_sums, of_logps[rows], of_entropy[rows], transform)
                     factor = torch.ones_like(factor)  # the tile is scaled already
                 del z
                 tile = tile.to(dtype)
             if needs_hidden:
-                grad_hidden[rows] = (tile @ head.weight.to(dtype)).to(wide) * factor
+                grad_hidden[rows] = (tile @ head.tile_weight).to(wide) * factor
             if weight_sum is not None:
                 _add_product(weight_sum, tile.t(), (h.to(wide) * factor).to(dtype), first=rows.start == 0)
             if needs_bias:
@@ -307,8 +312,8 @@ def linear_logps(
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
     the head needs a gradient, and while it runs three tiles of logits in float32 (one more with `softcap`), each of at
-    most 128 MiB or 256 tokens, whichever is more; a copy of a weight whose dtype is not the compute dtype. The weight's
-    gradient is summed in `[V, D]` float32.
+    most 128 MiB or 256 tokens, whichever is more; a copy of a weight whose dtype is not the compute dtype, and in
+    float16 another in float32 for its gradients. The weight's gradient is summed in `[V, D]` float32.
 
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.

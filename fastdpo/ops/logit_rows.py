@@ -141,6 +141,11 @@ def gradient_tile(exponentials: Tensor, targets: Tensor, others: Tensor, slope: 
     return exponentials if slope is None else exponentials.mul_(slope)
 
 
+def gradient_tile_again(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor | None) -> Tensor:
+    """The gradient tile, in place, from logits that were computed again and the sums of the first time."""
+    return gradient_tile(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
+
+
 def row_scale(total: Tensor, transform: Transform) -> Tensor:
     return -transform.gain / total
 
@@ -166,8 +171,7 @@ def logit_gradient(
         if slope is not None:
             tile.mul_(slope)
     if grad_logps is not None:
-        exponentials = z.sub_(sums.shift[:, None]).exp_()
         scale = grad_logps * row_scale(sums.total, transform)
-        of_logps = gradient_tile(exponentials, targets, sums.others, slope).mul_(scale[:, None])
+        of_logps = gradient_tile_again(z, targets, sums, slope).mul_(scale[:, None])
         tile = of_logps if tile is None else tile.add_(of_logps)
     return torch.zeros_like(z) if tile is None else tile
