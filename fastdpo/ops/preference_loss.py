@@ -1,0 +1,458 @@
+"""Losses of preference pairs: what TRL 1.16's DPOTrainer minimises, as functions of log-probabilities.
+
+In the formulas below: `c` and `r` are the log-ratios `log(policy / reference)` of a pair's chosen and rejected
+completion; `f(c)` and `f(r)` their scores, which under `reverse_kl` are the log-ratios themselves; `m = f(c) - f(r)`;
+`sigma` the logistic function, `eps` the label smoothing, `|c|` and `|r|` the counts of completion tokens.
+
+Dimensions: P pairs, L positions of a padded row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import checks
+from .logit_rows import accumulator
+
+OP = "preference_loss"
+
+MAX_EXPONENT = 80.0
+"""Exponents are held at this before `exp`: e^80 leaves room in float32 for beta and for sums over pairs."""
+
+MAX_SQUARED = 1e17
+"""Scores per token are held within this before they are squared, for the same reason."""
+
+
+class PreferenceLoss(NamedTuple):
+    """float32 (float64 if any input is).
+
+    Attributes:
+        loss: mean of `losses`, a scalar. Differentiable.
+        losses: [P] weighted sum of the losses that were asked for. `aot` and `aot_unpaired` sort: theirs are by rank,
+            not by pair. Differentiable.
+        chosen_rewards: [P] `beta * (chosen_logps - ref_chosen_logps)`, whatever the divergence. No gradient.
+        rejected_rewards: [P] the same of the rejected. No gradient.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+class _Pairs(NamedTuple):
+    """What a loss may look at: [P] each, of one dtype but for the lengths."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    ref_chosen_logps: Tensor
+    ref_rejected_logps: Tensor
+    chosen_scores: Tensor
+    rejected_scores: Tensor
+    sft_logps: Tensor
+    chosen_lengths: Tensor | None
+    rejected_lengths: Tensor | None
+
+    @property
+    def chosen_logratios(self) -> Tensor:
+        return self.chosen_logps - self.ref_chosen_logps
+
+    @property
+    def rejected_logratios(self) -> Tensor:
+        return self.rejected_logps - self.ref_rejected_logps
+
+    @property
+    def margins(self) -> Tensor:
+        return self.chosen_scores - self.rejected_scores
+
+
+def _reverse_kl(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
+    """`f(c) = c`: DPO as it was published."""
+    return logratios
+
+
+def _forward_kl(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
+    """`f(c) = 1 - exp(-c)`."""
+    return 1 - (-logratios).clamp(max=MAX_EXPONENT).exp()
+
+
+def _js_divergence(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
+    """`f(c) = log 2 + log sigma(c)`."""
+    return math.log(2) + F.logsigmoid(logratios)
+
+
+def _alpha_divergence(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
+    """`f(c) = (exp((alpha - 1) c) - 1) / (alpha - 1)`; its limit `c` where alpha is within 1e-6 of 1."""
+    order = objective.f_alpha_divergence_coef - 1
+    if abs(order) < 1e-6:
+        return logratios
+    return ((order * logratios).clamp(max=MAX_EXPONENT).exp() - 1) / order
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, PreferenceObjective], Tensor]] = {
+    "reverse_kl": _reverse_kl,
+    "forward_kl": _forward_kl,
+    "js_divergence": _js_divergence,
+    "alpha_divergence": _alpha_divergence,
+}
+"""Scores of log-ratios: the derivatives of f-DPO (arXiv 2309.16240) less the constants that a margin cancels.
+
+`exp(x) - 1`, not `expm1(x)`: where it saturates, the latter's gradient `expm1(x) + 1` rounds to zero.
+"""
+
+
+def _sigmoid(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`-log sigma(beta m)`. DPO, arXiv 2305.18290, eq. 7."""
+    return -F.logsigmoid(objective.beta * pairs.margins)
+
+
+def _hinge(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`max(0, 1 - beta m)`. The hinge of SLiC-HF (arXiv 2305.10425) on log-ratios: RSO, arXiv 2309.06657."""
+    return torch.relu(1 - objective.beta * pairs.margins)
+
+
+def _ipo(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`(f(c) / |c| - f(r) / |r| - 1 / (2 beta))^2`. IPO, arXiv 2310.12036, eq. 17, with scores per token."""
+    chosen, rejected = (x.clamp(-MAX_SQUARED, MAX_SQUARED) for x in _scores_per_token("ipo", pairs))
+    return (chosen - rejected - 1 / (2 * objective.beta)) ** 2
+
+
+def _exo_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`KL(p || q)` of `p = (sigma(beta m), sigma(-beta m))` to `q = (1 - eps, eps)`. EXO, arXiv 2402.00856, eq. 16."""
+    x, eps = objective.beta * pairs.margins, objective.label_smoothing
+    of_chosen = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-eps))
+    of_rejected = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(eps))
+    return of_chosen + of_rejected
+
+
+def _nca_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`-log sigma(beta c) - (log sigma(-beta c) + log sigma(-beta r)) / 2`. NCA, arXiv 2402.05369, section 4.1."""
+    chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _robust(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`(-(1 - eps) log sigma(beta m) + eps log sigma(-beta m)) / (1 - 2 eps)`. rDPO, arXiv 2403.00409, section 3.1."""
+    x, eps = objective.beta * pairs.margins, objective.label_smoothing
+    return (-(1 - eps) * F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1 - 2 * eps)
+
+
+def _bco_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`-log sigma(beta c) - log sigma(-beta r)`. BCO, arXiv 2404.04656, section 4, without its shift of rewards."""
+    chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def _sppo_hard(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`. SPPO, arXiv 2405.00675, eq. 4.7 with hard preferences."""
+    target = 0.5 / objective.beta
+    return (pairs.chosen_logratios - target) ** 2 + (pairs.rejected_logratios + target) ** 2
+
+
+def _aot(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`_smoothed` of the policy's sorted log-ratios of chosen to rejected less the reference's, sorted too.
+
+    AOT for paired data, arXiv 2406.05882, section 3.
+    """
+    policy = (pairs.chosen_logps - pairs.rejected_logps).sort().values
+    reference = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).sort().values
+    return _smoothed(objective.beta * (policy - reference), objective.label_smoothing)
+
+
+def _aot_unpaired(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`_smoothed` of sorted `c` less sorted `r`. AOT for unpaired data, arXiv 2406.05882, section 3."""
+    chosen, rejected = pairs.chosen_logratios.sort().values, pairs.rejected_logratios.sort().values
+    return _smoothed(objective.beta * (chosen - rejected), objective.label_smoothing)
+
+
+def _apo_zero(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`1 - sigma(beta c) + sigma(beta r)`. APO, arXiv 2408.06266, eq. 7."""
+    chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def _apo_down(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`sigma(beta c) + 1 - sigma(beta (c - r))`. APO, arXiv 2408.06266, eq. 8."""
+    chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+def _discopop(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`-(1 - g) log sigma(beta m) + g exp(-beta m)`, `g = sigma(beta m / tau)`. DiscoPOP, arXiv 2406.08414, eq. 5.
+
+    `g` enters the exponent as its logarithm: with tau below 1 it falls faster than `exp(-beta m)` rises.
+    """
+    x = objective.beta * pairs.margins
+    gate = x / objective.discopop_tau
+    exponential = (F.logsigmoid(gate) - x).clamp(max=MAX_EXPONENT).exp()
+    return exponential - torch.sigmoid(-gate) * F.logsigmoid(x)
+
+
+def _sft(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """Each pair's part of the batch's mean `-log policy` per chosen token. [P], with that as their mean."""
+    tokens = _given("sft", "chosen_lengths", pairs.chosen_lengths).sum().clamp(min=1)
+    return -pairs.sft_logps * len(pairs.sft_logps) / tokens
+
+
+def _sigmoid_norm(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
+    """`-log sigma(beta (f(c) / |c| - f(r) / |r|))`. Length-normalised DPO of Tulu 3, arXiv 2411.15124."""
+    chosen, rejected = _scores_per_token("sigmoid_norm", pairs)
+    return -F.logsigmoid(objective.beta * (chosen - rejected))
+
+
+LOSSES: dict[str, Callable[[_Pairs, PreferenceObjective], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sft": _sft,
+    "sigmoid_norm": _sigmoid_norm,
+}
+
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+"""The losses that take label smoothing. TRL's `sigmoid` is not among them: it is DPO, not conservative DPO."""
+
+OF_MARGINS = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+"""The losses that take another divergence than reverse KL: its normaliser cancels only in a margin. sft has none."""
+
+SORTED = ("aot", "aot_unpaired")
+"""The losses that take no weights of pairs: what they return is by rank."""
+
+
+def _scores_per_token(loss: str, pairs: _Pairs) -> tuple[Tensor, Tensor]:
+    chosen = _given(loss, "chosen_lengths", pairs.chosen_lengths).clamp(min=1)
+    rejected = _given(loss, "rejected_lengths", pairs.rejected_lengths).clamp(min=1)
+    return pairs.chosen_scores / chosen, pairs.rejected_scores / rejected
+
+
+def _smoothed(x: Tensor, eps: float) -> Tensor:
+    """`-(1 - eps) log sigma(x) - eps log sigma(-x)`."""
+    return -(1 - eps) * F.logsigmoid(x) - eps * F.logsigmoid(-x)
+
+
+def _given(loss: str, argument: str, value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError(f"{OP}: {argument} must be given for the loss {loss}; got None")
+    return value
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """Which loss, or weighted sum of losses, and its constants. The names and defaults are those of TRL's DPOConfig.
+
+    Attributes:
+        loss_type: one or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot,
+            aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm.
+        loss_weights: one for each of them, or None: 1 each.
+        beta: scale of the log-ratios, positive.
+        label_smoothing: probability that a preference is wrong. In [0, 1); above 0 for exo_pair, below 0.5 for robust.
+            Other losses than these two, aot and aot_unpaired don't take it, and it must be 0 without one of the four.
+        f_divergence_type: reverse_kl, forward_kl, js_divergence or alpha_divergence. Other than reverse_kl with
+            sigmoid, hinge, ipo, exo_pair, robust, discopop, sft and sigmoid_norm only.
+        f_alpha_divergence_coef: the order of alpha_divergence.
+        discopop_tau: temperature of discopop's blend, positive.
+
+    Raises:
+        ValueError: an attribute breaks a rule above; the message names it.
+    """
+
+    loss_type: str | Sequence[str] = "sigmoid"
+    loss_weights: Sequence[float] | None = None
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    discopop_tau: float = 0.05
+
+    def __post_init__(self) -> None:
+        losses, eps = self.losses, self.label_smoothing
+        known = bool(losses) and all(loss in LOSSES for loss in losses)
+        checks.require(known, OP, "loss_type", f"be one or several of {', '.join(LOSSES)}", self.loss_type)
+        fit = self.loss_weights is None or len(self.loss_weights) == len(losses)
+        checks.require(fit, OP, "loss_weights", "be one for each of {} losses", self.loss_weights, len(losses))
+        checks.require(self.beta > 0, OP, "beta", "be positive", self.beta)
+        checks.require(self.discopop_tau > 0, OP, "discopop_tau", "be positive", self.discopop_tau)
+
+        checks.require(0 <= eps < 1, OP, "label_smoothing", "lie in [0, 1)", eps)
+        takes_it = eps == 0 or any(loss in SMOOTHED for loss in losses)
+        checks.require(takes_it, OP, "label_smoothing", f"be 0 without one of {', '.join(SMOOTHED)}", eps)
+        checks.require("exo_pair" not in losses or eps > 0, OP, "label_smoothing", "be above 0 for exo_pair", eps)
+        checks.require("robust" not in losses or eps < 0.5, OP, "label_smoothing", "be below 0.5 for robust", eps)
+
+        divergence = self.f_divergence_type
+        known = divergence in DIVERGENCES
+        checks.require(known, OP, "f_divergence_type", f"be one of {', '.join(DIVERGENCES)}", divergence)
+        refusing = [loss for loss in losses if loss not in OF_MARGINS]
+        fit = divergence == "reverse_kl" or not refusing
+        checks.require(fit, OP, "f_divergence_type", "be reverse_kl with {}", divergence, ", ".join(refusing))
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+
+DPO = PreferenceObjective()
+
+
+def preference_loss(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    objective: PreferenceObjective = DPO,
+    *,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    sft_logps: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> PreferenceLoss:
+    """Loss of a batch of preference pairs, as TRL 1.16's DPOTrainer computes it from the same log-probabilities.
+
+    Plain PyTorch in float32, or float64 if any input is; no synchronisation with the host. Where TRL's float32
+    overflows this stays finite: exponents of forward_kl and discopop are held at 80, as TRL holds those of
+    alpha_divergence (without it float32 overflows from 88), and the scores per token that ipo squares within 1e17.
+    Beyond these bounds the gradient is zero; within them nothing but rounding differs from TRL. discopop with tau below
+    1 never comes near.
+
+    Args:
+        chosen_logps: [P] summed log-probabilities of the chosen completions, in nats; float16, bfloat16, float32 or
+            float64. From `sequence_logps`, say, or `length_desensitized_logps`.
+        rejected_logps: [P] of the rejected ones.
+        ref_chosen_logps, ref_rejected_logps: [P] the same under the reference, which no gradient reaches.
+        objective: the loss and its constants; DPO with beta 0.1 by default.
+        chosen_lengths, rejected_lengths: [P] counts of completion tokens. ipo and sigmoid_norm need both, sft the
+            former.
+        sft_logps: [P] what sft takes for chosen_logps. Give the plain sums if `length_desensitized_logps` made those.
+        weights: [P] factors of the pairs' losses, as of `wpo_weights`. Not with aot and aot_unpaired, which sort.
+
+    Returns:
+        `PreferenceLoss`.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    floats = dict(
+        chosen_logps=chosen_logps,
+        rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps,
+        sft_logps=sft_logps,
+        weights=weights,
+    )
+    given = {**floats, "chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    checks.require_floating(OP, **floats)
+    some = chosen_logps.dim() == 1 and len(chosen_logps) > 0
+    checks.require(some, OP, "chosen_logps", "be [P], P > 0", list(chosen_logps.shape))
+    for name, x in given.items():
+        if x is not None:
+            checks.require(x.shape == chosen_logps.shape, OP, name, "be [{}]", list(x.shape), len(chosen_logps))
+    checks.require_same_device(OP, **given)
+    unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
+    checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
+
+    dtype = reduce(torch.promote_types, (accumulator(x.dtype) for x in floats.values() if x is not None))
+    chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
+    ref_chosen, ref_rejected = ref_chosen_logps.detach().to(dtype), ref_rejected_logps.detach().to(dtype)
+    score = DIVERGENCES[objective.f_divergence_type]
+    pairs = _Pairs(
+        chosen,
+        rejected,
+        ref_chosen,
+        ref_rejected,
+        chosen_scores=score(chosen - ref_chosen, objective),
+        rejected_scores=score(rejected - ref_rejected, objective),
+        sft_logps=chosen if sft_logps is None else sft_logps.to(dtype),
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+    )
+    loss_weights = objective.loss_weights or [1.0] * len(objective.losses)
+    terms = [
+        weight * LOSSES[loss](pairs, objective) for loss, weight in zip(objective.losses, loss_weights, strict=True)
+    ]
+    losses = torch.stack(terms).sum(0)
+    if weights is not None:
+        losses = losses * weights.to(dtype)
+    return PreferenceLoss(
+        loss=losses.mean(),
+        losses=losses,
+        chosen_rewards=objective.beta * pairs.chosen_logratios.detach(),
+        rejected_rewards=objective.beta * pairs.rejected_logratios.detach(),
+    )
+
+
+def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> Tensor:
+    """Sums of LD-DPO (arXiv 2409.06411): what a completion has beyond the length of its pair's shorter one weighs less.
+
+    Take them of the policy and of the reference alike.
+
+    Args:
+        logps: [2P, L] log-probabilities of tokens, in nats. Rows i and P + i are the chosen and rejected of pair i.
+        mask: [2P, L], bool or numbers; nonzero where a completion token is scored.
+        ld_alpha: weight, in [0, 1], of the tokens beyond the shorter length; 1 is the plain sum.
+
+    Returns:
+        [2P] float32 (float64 for float64 inputs): `chosen_logps`, then `rejected_logps`. Differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    op = "length_desensitized_logps"
+    checks.require_floating(op, logps=logps)
+    _require_rows_of_pairs(op, logps, mask=mask)
+    checks.require(0 <= ld_alpha <= 1, op, "ld_alpha", "lie in [0, 1]", ld_alpha)
+    scored = mask.bool()
+    logps = logps.to(accumulator(logps.dtype)).masked_fill(~scored, 0)  # [2P, L]
+    shorter = scored.sum(1).view(2, len(logps) // 2).amin(0).repeat(2)  # [2P]
+    return torch.where(scored.cumsum(1) <= shorter[:, None], logps, ld_alpha * logps).sum(1)
+
+
+def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
+    """Weights of pairs by how likely the policy is to write them: `w(chosen) * w(rejected)` of WPO.
+
+    `w = exp(mean_t(log p_t(y_t) - log sum_v p_t(v)^2))` over the tokens of a completion (arXiv 2406.11827, eq. 2).
+    Not bounded by 1, as in TRL: a token may be more likely than one that the policy draws.
+
+    Args:
+        logps: [2P, L] log-probabilities of tokens, in nats. Rows i and P + i are the chosen and rejected of pair i.
+        log_sum_sq_probs: [2P, L], a field of `TokenLogps`.
+        mask: [2P, L], bool or numbers; nonzero where a completion token is scored.
+
+    Returns:
+        [P] float32 (float64 for float64 inputs). No gradient.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+    """
+    op = "wpo_weights"
+    checks.require_floating(op, logps=logps, log_sum_sq_probs=log_sum_sq_probs)
+    _require_rows_of_pairs(op, logps, log_sum_sq_probs=log_sum_sq_probs, mask=mask)
+    scored = mask.bool()
+    dtype = accumulator(logps.dtype)
+    aligned = (logps.detach().to(dtype) - log_sum_sq_probs.detach().to(dtype)).masked_fill(~scored, 0)  # [2P, L]
+    means = aligned.sum(1) / scored.sum(1).clamp(min=1)  # [2P]
+    return means.view(2, len(logps) // 2).sum(0).exp()
+
+
+def _require_rows_of_pairs(op: str, logps: Tensor, **others: Tensor) -> None:
+    paired = logps.dim() == 2 and logps.shape[0] % 2 == 0
+    checks.require(paired, op, "logps", "be [2P, L]", list(logps.shape))
+    for name, x in others.items():
+        checks.require(x.shape == logps.shape, op, name, "have shape {}", list(x.shape), list(logps.shape))
+    checks.require_same_device(op, logps=logps, **others)

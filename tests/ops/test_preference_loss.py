@@ -1,0 +1,473 @@
+"""preference_loss: TRL's own numbers and gradients, finite where TRL's are not; LD-DPO's sums and WPO's weights."""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastdpo.ops import PreferenceObjective, length_desensitized_logps, preference_loss, wpo_weights
+from fastdpo.ops.preference_loss import DIVERGENCES, LOSSES, OF_MARGINS, SORTED
+
+SMOOTHING = {"exo_pair": 0.001}  # what a loss can't do without
+OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]
+
+OBJECTIVES = {loss: dict(loss_type=loss, label_smoothing=SMOOTHING.get(loss, 0.0)) for loss in LOSSES}
+OBJECTIVES |= {
+    f"{loss} {divergence}": {**OBJECTIVES[loss], "f_divergence_type": divergence}
+    for loss, divergence in product(OF_MARGINS, OTHER_DIVERGENCES)
+}
+CONSTANTS = {  # each constant away from its default, where it acts
+    "exo_pair smoothed": dict(loss_type="exo_pair", label_smoothing=0.3, beta=0.7),
+    "robust smoothed": dict(loss_type="robust", label_smoothing=0.2),
+    "aot smoothed": dict(loss_type="aot", label_smoothing=0.2),
+    "aot_unpaired smoothed": dict(loss_type="aot_unpaired", label_smoothing=0.7),
+    "ipo beta": dict(loss_type="ipo", beta=0.03),
+    "sppo_hard beta": dict(loss_type="sppo_hard", beta=2.0),
+    "discopop tau": dict(loss_type="discopop", discopop_tau=1.5, beta=1.0),
+    "alpha above 1": dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1.7),
+    "alpha 1": dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1.0),
+    "alpha 0": dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.0),
+}
+SUMS = {  # several losses: with and without weights, with what only some of them take
+    "mpo": dict(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
+    "no weights": dict(loss_type=["ipo", "robust", "apo_down"], label_smoothing=0.1),
+    "divergence": dict(loss_type=["sigmoid_norm", "sft"], loss_weights=[2.0, -0.5], f_divergence_type="js_divergence"),
+}
+ALL = {**OBJECTIVES, **CONSTANTS, **SUMS}
+
+
+def losses_of(objective):
+    return PreferenceObjective(**objective).losses
+
+
+def random_batch(p=5, length=9):
+    """Token log-probabilities of a policy and its reference; rows i and p + i are a pair."""
+    mask = torch.zeros(2 * p, length + 1, dtype=torch.long)  # of tokens, as collators make it
+    for row in mask:
+        begin = int(torch.randint(1, 4, ()))
+        row[begin : begin + int(torch.randint(1, length - 2, ()))] = 1
+    scored = mask[:, 1:]
+    reference = -4 * torch.rand(2 * p, length) * scored
+    policy = (reference + 0.7 * torch.randn(2 * p, length)) * scored
+    log_sum_sq_probs = -3 * torch.rand(2 * p, length) * scored
+    return SimpleNamespace(mask=mask, scored=scored, policy=policy, ref=reference, log_sum_sq_probs=log_sum_sq_probs)
+
+
+def of_fastdpo(batch, objective, ld_alpha=None, wpo=False):
+    """What preference_loss makes of the batch, and the gradient of the policy's token log-probabilities."""
+    tokens = batch.policy.clone().requires_grad_()
+    policy = tokens * batch.scored
+
+    def sums(logps):
+        return logps.sum(1) if ld_alpha is None else length_desensitized_logps(logps, batch.scored, ld_alpha)
+
+    lengths = batch.scored.sum(1).chunk(2)
+    result = preference_loss(
+        *sums(policy).chunk(2),
+        *sums(batch.ref).chunk(2),
+        PreferenceObjective(**objective),
+        chosen_lengths=lengths[0],
+        rejected_lengths=lengths[1],
+        sft_logps=policy.sum(1).chunk(2)[0],
+        weights=wpo_weights(policy, batch.log_sum_sq_probs, batch.scored) if wpo else None,
+    )
+    result.loss.backward()
+    return result, tokens.grad
+
+
+@pytest.fixture(scope="module")
+def trl():
+    """TRL's trainer module."""
+    return pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed")
+
+
+@pytest.fixture
+def of_trl(trl):
+    """What TRL's own loss makes of the batch, the gradient of the policy's token log-probabilities, and its metrics."""
+
+    class Model(torch.nn.Module):
+        """Answers with the log-probabilities that it was given."""
+
+        is_gradient_checkpointing = False
+
+        def __init__(self, log_probs, log_sum_sq_probs):
+            super().__init__()
+            zeros = torch.zeros_like(log_probs)
+            self.output = SimpleNamespace(
+                log_probs=log_probs,
+                log_sum_sq_probs=log_sum_sq_probs,
+                entropy=zeros,
+                mean_logits=zeros,
+                is_top1=zeros.bool(),
+            )
+
+        def forward(self, **inputs):
+            return self.output
+
+    def call(batch, objective, ld_alpha=None, wpo=False):
+        config = {field.name: field.default for field in dataclasses.fields(PreferenceObjective)} | objective
+        losses = [config["loss_type"]] if isinstance(config["loss_type"], str) else config["loss_type"]
+        tokens = batch.policy.clone().requires_grad_()
+        model = Model(tokens * batch.scored, batch.log_sum_sq_probs)
+        trainer = SimpleNamespace(
+            **config,
+            model=model,
+            ref_model=Model(batch.ref, batch.log_sum_sq_probs),
+            args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=config["discopop_tau"]),
+            accelerator=SimpleNamespace(
+                device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda x: x
+            ),
+            loss_types=losses,
+            ld_alpha=ld_alpha,
+            use_weighting=wpo,
+            precompute_ref_logps=False,
+            aux_loss_enabled=False,
+            _metrics=defaultdict(lambda: defaultdict(list)),
+            _total_train_tokens=0,
+            _tp_size=1,
+        )
+        trainer.loss_weights = config["loss_weights"] or [1.0] * len(losses)
+        inputs = {"input_ids": batch.mask, "attention_mask": batch.mask, "completion_mask": batch.mask}
+        loss = trl.DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
+        loss.backward()
+        return loss, tokens.grad, trainer._metrics["train"]
+
+    return call
+
+
+def assert_same(mine, trls):
+    (result, gradient), (loss, trls_gradient, metrics) = mine, trls
+    torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, trls_gradient, rtol=1e-5, atol=1e-6 * float(trls_gradient.abs().max()))
+    assert result.chosen_rewards.mean().item() == pytest.approx(metrics["rewards/chosen"][0], rel=1e-4)
+    assert result.rejected_rewards.mean().item() == pytest.approx(metrics["rewards/rejected"][0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trls_loss_and_gradients(of_trl, name):
+    batch = random_batch()
+    assert_same(of_fastdpo(batch, ALL[name]), of_trl(batch, ALL[name]))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trls_length_desensitization(of_trl, name):
+    batch = random_batch()
+    assert_same(of_fastdpo(batch, ALL[name], ld_alpha=0.3), of_trl(batch, ALL[name], ld_alpha=0.3))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not set(SORTED) & set(losses_of(ALL[name]))])
+def test_trls_weighting(of_trl, monkeypatch, name):
+    # TRL multiplies in place: for hinge what relu keeps for its backward, for sft a tensor expanded over the pairs.
+    monkeypatch.setattr(torch, "relu", lambda x: x.clamp(min=0))
+    batch = random_batch(p=1 if "sft" in losses_of(ALL[name]) else 5)
+    assert_same(of_fastdpo(batch, ALL[name], wpo=True), of_trl(batch, ALL[name], wpo=True))
+
+
+def test_trls_weighting_of_length_desensitized_sums(of_trl):
+    batch = random_batch()
+    assert_same(of_fastdpo(batch, {}, ld_alpha=0.6, wpo=True), of_trl(batch, {}, ld_alpha=0.6, wpo=True))
+
+
+def test_losses_names_and_defaults_are_trls(trl, of_trl):
+    with pytest.raises(ValueError, match="Unknown loss type") as raised:
+        of_trl(random_batch(), dict(loss_type="nonsense"))
+    assert re.findall(r"'(\w+)'", str(raised.value)) == list(LOSSES)
+    defaults = {
+        field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(trl.DPOConfig)
+    }
+    for field in dataclasses.fields(PreferenceObjective):
+        mine = [field.default] if field.name == "loss_type" else field.default
+        assert defaults[field.name] == mine, field.name
+
+
+def of_logratios(chosen, rejected, objective, ref=0.0, **options):
+    """What preference_loss makes of log-ratios [P], and their gradients. Completions have 2 and 3 tokens."""
+    leaves = [x.clone().requires_grad_() for x in (chosen, rejected)]
+    refs = [torch.full_like(x, ref) for x in leaves]
+    lengths = [torch.full(x.shape, n, device=x.device) for x, n in zip(leaves, (2, 3), strict=True)]
+    policy = [leaf + x for leaf, x in zip(leaves, refs, strict=True)]
+    options = {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1], **options}
+    result = preference_loss(*policy, *refs, PreferenceObjective(**objective), **options)
+    return result, torch.autograd.grad(result.loss, leaves, materialize_grads=True)
+
+
+AT_THE_REFERENCE = {  # a policy that is its reference: every score is zero
+    "sigmoid": math.log(2),
+    "hinge": 1,
+    "ipo": 25,  # (1 / (2 * 0.1))^2
+    "exo_pair": -(math.log(0.001) + math.log(0.999)) / 2 - math.log(2),
+    "nca_pair": 2 * math.log(2),
+    "robust": math.log(2),
+    "bco_pair": 2 * math.log(2),
+    "sppo_hard": 50,
+    "aot": math.log(2),
+    "aot_unpaired": math.log(2),
+    "apo_zero": 1,
+    "apo_down": 1,
+    "discopop": (math.log(2) + 1) / 2,
+    "sft": 1.75,  # 3.5 nats over 2 tokens
+    "sigmoid_norm": math.log(2),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_values_at_the_reference(name):
+    zero = torch.zeros(3)
+    result, _ = of_logratios(zero, zero, OBJECTIVES[name], ref=-3.5)
+    expected = torch.full((3,), float(AT_THE_REFERENCE[name.split()[0]]))
+    torch.testing.assert_close(result.losses, expected)
+    torch.testing.assert_close(result.loss, expected[0])
+    assert not result.chosen_rewards.any()
+    assert not result.rejected_rewards.any()
+
+
+def test_results_are_per_pair():
+    chosen, rejected = torch.tensor([1.0, -2.0]), torch.tensor([-3.0, 0.5])
+    result, _ = of_logratios(chosen, rejected, dict(beta=0.5), weights=torch.tensor([1.0, 4.0]))
+    expected = torch.stack([torch.tensor(2.0).neg().exp().log1p(), 4 * torch.tensor(1.25).exp().log1p()])
+    torch.testing.assert_close(result.losses, expected)
+    torch.testing.assert_close(result.loss, expected.mean())
+    assert result.chosen_rewards.tolist() == [0.5, -1.0]
+    assert result.rejected_rewards.tolist() == [-1.5, 0.25]
+    assert not result.chosen_rewards.requires_grad
+
+
+EXTREMES = {  # log-ratios; every pair of two of them is tried
+    "absurd": (-1e4, -3e3, 0.0, 3e3, 1e4),
+    "around float32's exponents": (-180.0, -90.0, -82.0, -79.0, -42.0, 42.0, 79.0, 90.0, 180.0),
+}
+
+
+@pytest.mark.parametrize("extremes", EXTREMES)
+@pytest.mark.parametrize("name", [*OBJECTIVES, *CONSTANTS])
+def test_extreme_margins_are_finite_and_those_of_float64(name, extremes):
+    objective = {**OBJECTIVES, **CONSTANTS}[name]
+    chosen, rejected = torch.tensor(list(product(EXTREMES[extremes], repeat=2))).T
+    result, gradients = of_logratios(chosen, rejected, objective)
+    exact, exact_gradients = of_logratios(chosen.double(), rejected.double(), objective)
+    for x, expected in zip((*result, *gradients), (*exact, *exact_gradients), strict=True):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradcheck(name):
+    objective = PreferenceObjective(**ALL[name])
+    leaves = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    refs = [torch.randn(4, dtype=torch.float64) for _ in range(2)]
+    options = dict(chosen_lengths=torch.tensor([2, 5, 1, 3]), rejected_lengths=torch.tensor([4, 1, 1, 2]))
+
+    def loss(chosen, rejected):
+        return preference_loss(chosen, rejected, *refs, objective, **options)[:2]
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_no_gradient_reaches_the_reference_or_the_weights():
+    leaves = [torch.randn(4, requires_grad=True) for _ in range(4)]
+    tokens, mask = torch.randn(8, 6, requires_grad=True), torch.ones(8, 6)
+    weights = wpo_weights(tokens, torch.randn(8, 6), mask)
+    preference_loss(*leaves, weights=weights).loss.backward()
+    assert [leaf.grad is None for leaf in leaves] == [False, False, True, True]
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_half_precision_is_computed_in_float32(name, dtype):
+    chosen, rejected = (3 * torch.randn(2, 4)).to(dtype)
+    result, gradients = of_logratios(chosen, rejected, OBJECTIVES[name], weights=None)
+    expected, expected_gradients = of_logratios(chosen.float(), rejected.float(), OBJECTIVES[name])
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(result, expected, strict=True))
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(gradients, expected_gradients, strict=True))
+
+
+def test_one_float64_makes_all_float64():
+    logps = [torch.randn(4) for _ in range(4)]
+    result = preference_loss(*logps[:3], logps[3].double(), weights=torch.ones(4).bfloat16())
+    assert {x.dtype for x in result} == {torch.float64}
+
+
+COMPILED = {  # all that there is, in as few graphs as can be
+    "reverse_kl": dict(loss_type=list(LOSSES), label_smoothing=0.1),
+    **{name: dict(loss_type=["sigmoid", "ipo"], f_divergence_type=name) for name in OTHER_DIVERGENCES},
+}
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("divergence", COMPILED)
+def test_compiles_whole_and_for_any_number_of_pairs(divergence):
+    torch.compiler.reset()
+    objective = PreferenceObjective(**COMPILED[divergence])
+
+    def loss(policy, ref, log_sum_sq_probs, mask):
+        weights = None if divergence == "reverse_kl" else wpo_weights(policy, log_sum_sq_probs, mask)
+        sums = [length_desensitized_logps(x, mask, 0.5).chunk(2) for x in (policy, ref)]
+        lengths = mask.sum(1).chunk(2)
+        options = dict(chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights)
+        return preference_loss(*sums[0], *sums[1], objective, **options)
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for p, length in ((3, 9), (5, 7)):
+        batch = random_batch(p, length)
+        results = []
+        for function in (compiled, loss):
+            policy = batch.policy.clone().requires_grad_()
+            result = function(policy, batch.ref, batch.log_sum_sq_probs, batch.scored)
+            result.loss.backward()
+            results.append([*result, policy.grad])
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("divergence", COMPILED)
+def test_reads_no_value_on_the_host(divergence):
+    with torch.device("meta"):  # has no values
+        logps = torch.empty(2, 4)
+        result, _ = of_logratios(*logps, COMPILED[divergence])
+        assert result.loss.device.type == "meta"
+        tokens, mask = torch.empty(8, 6), torch.empty(8, 6, dtype=torch.bool)
+        assert length_desensitized_logps(tokens, mask, 0.5).shape == (8,)
+        assert wpo_weights(tokens, tokens, mask).shape == (4,)
+
+
+def test_length_desensitized_sums():
+    logps = torch.tensor([[0.0, -1, -2, -4], [-1, -2, 0, 0], [-8, -1, 0, 0], [0, -1, -2, -4]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]])
+    assert length_desensitized_logps(logps, mask, 0.5).tolist() == [-5, -3, -9, -5]  # the third token counts half
+    assert length_desensitized_logps(logps, mask, 0.0).tolist() == [-3, -3, -9, -3]
+    assert torch.equal(length_desensitized_logps(logps, mask.bool(), 1.0), logps.sum(1))
+
+
+def test_wpo_weights_of_known_distributions():
+    policy = torch.tensor([[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]])  # three positions, two tokens
+    log_sum_sq_probs = policy.square().sum(1).log().expand(2, 3)
+    logps = policy[:, 0].log().expand(2, 3)
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0]])
+    ratios = policy[:, 0] / policy.square().sum(1)
+    expected = ratios.prod() ** (1 / 3) * ratios[1]
+    torch.testing.assert_close(wpo_weights(logps, log_sum_sq_probs, mask), expected[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_is_masked_counts_nowhere(dtype):
+    batch = random_batch()
+    inputs = [x.to(dtype) for x in (batch.policy, batch.log_sum_sq_probs)]
+    poisoned = [x.masked_fill(batch.scored == 0, math.nan).requires_grad_() for x in inputs]
+    sums = length_desensitized_logps(poisoned[0], batch.scored, 0.3)
+    sums.sum().backward()
+    assert sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(sums, length_desensitized_logps(inputs[0], batch.scored, 0.3))
+    assert not poisoned[0].grad[batch.scored == 0].any()
+    assert poisoned[0].grad.isfinite().all()
+    weights = wpo_weights(*poisoned, batch.scored)
+    assert weights.dtype == sums.dtype
+    assert torch.equal(weights, wpo_weights(*inputs, batch.scored))
+
+
+def test_completions_without_tokens():
+    logps, mask = torch.zeros(4, 3), torch.zeros(4, 3, dtype=torch.bool)
+    assert length_desensitized_logps(logps, mask, 0.5).tolist() == [0] * 4
+    assert wpo_weights(logps, logps, mask).tolist() == [1, 1]
+    zero = torch.zeros(2)
+    losses = PreferenceObjective(("sft", "ipo", "sigmoid_norm"))
+    result = preference_loss(zero, zero, zero, zero, losses, chosen_lengths=zero.long(), rejected_lengths=zero.long())
+    assert result.loss.isfinite()
+
+
+WRONG_OBJECTIVES = {  # attributes, and what the message says
+    "unknown loss": (dict(loss_type="dpo"), "loss_type must be one or several of sigmoid, .*; got dpo"),
+    "one unknown of two": (dict(loss_type=("sft", "kto")), r"loss_type must .*; got \('sft', 'kto'\)"),
+    "no loss": (dict(loss_type=()), r"loss_type must .*; got \(\)"),
+    "too many weights": (dict(loss_weights=(1, 2)), r"loss_weights must be one for each of 1 losses; got \(1, 2\)"),
+    "too few weights": (dict(loss_type=("sft", "ipo"), loss_weights=(1,)), "loss_weights must be one for each of 2"),
+    "beta": (dict(beta=0.0), "beta must be positive; got 0.0"),
+    "tau": (dict(discopop_tau=-1), "discopop_tau must be positive; got -1"),
+    "smoothing out of range": (
+        dict(loss_type="aot", label_smoothing=1.0),
+        r"label_smoothing must lie in \[0, 1\); got 1",
+    ),
+    "smoothing of DPO": (dict(label_smoothing=0.1), "label_smoothing must be 0 without one of exo_pair, robust, aot"),
+    "exo_pair alone": (dict(loss_type="exo_pair"), "label_smoothing must be above 0 for exo_pair; got 0.0"),
+    "robust half": (
+        dict(loss_type="robust", label_smoothing=0.5),
+        "label_smoothing must be below 0.5 for robust; got 0.5",
+    ),
+    "unknown divergence": (
+        dict(f_divergence_type="kl"),
+        "f_divergence_type must be one of reverse_kl, .*, alpha_divergence; got kl",
+    ),
+    "divergence of losses without margins": (
+        dict(loss_type=("sigmoid", "bco_pair", "aot"), f_divergence_type="forward_kl"),
+        "f_divergence_type must be reverse_kl with bco_pair, aot; got forward_kl",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OBJECTIVES)
+def test_a_wrong_objective_is_named(wrong):
+    attributes, message = WRONG_OBJECTIVES[wrong]
+    with pytest.raises(ValueError, match=f"^preference_loss: {message}"):
+        PreferenceObjective(**attributes)
+
+
+FOUR = torch.zeros(4)
+MISUSES = {  # arguments, and what the message says
+    "an empty batch": (dict(chosen_logps=FOUR[:0]), ValueError, r"chosen_logps must be \[P\], P > 0; got \[0\]"),
+    "tokens": (dict(chosen_logps=torch.zeros(4, 2)), ValueError, r"chosen_logps must be \[P\], P > 0; got \[4, 2\]"),
+    "integers": (dict(rejected_logps=FOUR.long()), TypeError, "rejected_logps must be float16, .*; got torch.int64"),
+    "another P": (dict(ref_rejected_logps=FOUR[:3]), ValueError, r"ref_rejected_logps must be \[4\]; got \[3\]"),
+    "another device": (
+        dict(weights=FOUR.to("meta")),
+        ValueError,
+        r"weights must be on the device of chosen_logps \(cpu\)",
+    ),
+    "a scalar length": (dict(chosen_lengths=torch.tensor(3)), ValueError, r"chosen_lengths must be \[4\]; got \[\]"),
+    "sft without lengths": (
+        dict(objective=PreferenceObjective("sft")),
+        ValueError,
+        "chosen_lengths must be given for the loss sft; got None",
+    ),
+    "ipo without lengths": (
+        dict(objective=PreferenceObjective("ipo")),
+        ValueError,
+        "chosen_lengths must be given for the loss ipo; got None",
+    ),
+    "sigmoid_norm without the rejected's": (
+        dict(objective=PreferenceObjective("sigmoid_norm"), chosen_lengths=FOUR.long()),
+        ValueError,
+        "rejected_lengths must be given for the loss sigmoid_norm; got None",
+    ),
+    "weights of sorted pairs": (
+        dict(objective=PreferenceObjective(("sigmoid", "aot")), weights=FOUR),
+        ValueError,
+        "weights must be None with aot and aot_unpaired, which sort; got weights of pairs",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_named(misuse):
+    arguments, kind, message = MISUSES[misuse]
+    names = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
+    with pytest.raises(kind, match=f"^preference_loss: {message}"):
+        preference_loss(**{**dict.fromkeys(names, FOUR), **arguments})
+
+
+def test_misuse_of_sums_and_weights_is_named():
+    rows, mask = torch.zeros(4, 3), torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"^length_desensitized_logps: logps must be \[2P, L\]; got \[3, 3\]"):
+        length_desensitized_logps(rows[:3], mask[:3], 0.5)
+    with pytest.raises(ValueError, match=r"^length_desensitized_logps: mask must have shape \[4, 3\]; got \[4, 2\]"):
+        length_desensitized_logps(rows, mask[:, 1:], 0.5)
+    with pytest.raises(ValueError, match=r"^length_desensitized_logps: ld_alpha must lie in \[0, 1\]; got 1.5"):
+        length_desensitized_logps(rows, mask, 1.5)
+    with pytest.raises(TypeError, match=r"^wpo_weights: log_sum_sq_probs must be float16, .*; got torch.int64"):
+        wpo_weights(rows, rows.long(), mask)
+    with pytest.raises(ValueError, match=r"^wpo_weights: logps must be \[2P, L\]; got \[4\]"):
+        wpo_weights(rows[:, 0], rows[:, 0], mask[:, 0])
