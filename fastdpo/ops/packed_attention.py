@@ -1,44 +1,56 @@
-"""Attention over a packed buffer: rows see their prefix and, causally, themselves. Nothing is copied or masked.
+"""Attention over a packed buffer: rows see their prefix and, causally, themselves. Nothing is copied.
 
-A row's queries attend in two parts, their prefix (everything) and themselves (causal), merged by log-sum-exp:
-`out = out_p exp(lse_p - lse) + out_o exp(lse_o - lse)`, `lse = log(exp(lse_p) + exp(lse_o))`. In the backward each part
-is given the merged `out` and `lse`, with which the flash-attention backward (arXiv 2307.08691, algorithm 2) yields that
-part's share of the whole softmax's gradient.
+A row's queries attend in two parts, themselves (causal) and their prefix (everything), merged by log-sum-exp:
+`out = out_o exp(lse_o - lse) + out_p exp(lse_p - lse)`, `lse = log(exp(lse_o) + exp(lse_p))`. A sink s is a third part,
+whose out is 0 and whose lse is s. In the backward each part is given the merged `out` and `lse`, with which the
+flash-attention backward (arXiv 2307.08691, algorithm 2) yields that part's share of the whole softmax's gradient; that
+of a sink is `-sum_t exp(s - lse_t) (grad_t . out_t)`. A window cuts the queries into blocks: `attention_pieces.blocks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .attention_pieces import Flash, Math, blocks
 from .logit_rows import accumulator
 
 OP = "packed_attention"
 
 
 @torch.library.custom_op("fastdpo::packed_attention_fwd", mutates_args=())
-def _fwd(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """out [T, H, D_v] and log-sum-exp of the scores [H, T]."""
-    out, lse = _fwd_results(query, key, value, rows, scale)
+def _fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D_v] and log-sum-exp of the scores [H, T], sinks among them."""
+    out, lse = _fwd_results(query, key, value, rows, sinks, scale, window, softcap)
     q, k, v, o = (x.transpose(0, 1)[None] for x in (query, key, value, out))  # [1, H, T, D]
-    attend = _flash_fwd if _has_flash(query, value) else _math_fwd
+    attend = _way(query, value, scale, window, softcap)
     with torch.autocast(query.device.type, enabled=False):
-        for prefix, own in _spans(rows, len(query)):
-            part, part_lse = attend(q[:, :, own], k[:, :, own], v[:, :, own], True, scale)
-            if prefix is not None:
-                seen, seen_lse = attend(q[:, :, own], k[:, :, prefix], v[:, :, prefix], False, scale)
-                whole = torch.logaddexp(part_lse, seen_lse)
-                part = part * (part_lse - whole).exp()[..., None] + seen * (seen_lse - whole).exp()[..., None]
-                part_lse = whole
-            o[:, :, own] = part
-            lse[:, own] = part_lse[0]
+        for at, keys in blocks(OP, rows, len(query), attend.window, attend.room):
+            queries = q[:, :, at]
+            parts = [attend.forward(queries, k[:, :, seen], v[:, :, seen], offset) for seen, offset in keys]
+            part, part_lse = reduce(_merge, parts)
+            o[:, :, at] = part
+            lse[None, :, at] = part_lse
+        if sinks is not None:
+            logits = sinks.to(lse.dtype)[:, None]
+            out.mul_(torch.sigmoid(lse - logits).t()[..., None])
+            lse = torch.logaddexp(lse, logits)
     return out, lse
 
 
-def _fwd_results(query, key, value, rows, scale):
+def _fwd_results(query, key, value, rows, sinks, scale, window, softcap):
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
     return out, query.new_empty(query.shape[1], query.shape[0], dtype=accumulator(query.dtype))
 
@@ -46,63 +58,99 @@ def _fwd_results(query, key, value, rows, scale):
 _fwd.register_fake(_fwd_results)
 
 
+def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys of both."""
+    (out, lse), (other, other_lse) = a, b
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    return torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share), torch.logaddexp(lse, other_lse)
+
+
 @torch.library.custom_op("fastdpo::packed_attention_bwd", mutates_args=())
 def _bwd(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rows: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dquery, dkey, dvalue = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks, the last empty where there are none."""
+    wide = accumulator(query.dtype)
+    dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    dkey, dvalue = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value))  # sums of many parts
     inputs = (grad, query, key, value, out, dquery, dkey, dvalue)
     g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
-    attend = _flash_bwd if _has_flash(query, value) else _math_bwd
-    for prefix, own in _spans(rows, len(query)):
-        for keys in (own,) if prefix is None else (own, prefix):
-            parts = attend(
-                g[:, :, own],
-                q[:, :, own],
-                k[:, :, keys],
-                v[:, :, keys],
-                o[:, :, own],
-                lse[None, :, own],
-                keys is own,
-                scale,
-            )
-            for total, span, part in zip((dq, dk, dv), (own, keys, keys), parts, strict=True):
-                total[:, :, span] += part
-    return dquery, dkey, dvalue
+    attend = _way(query, value, scale, window, softcap)
+    with torch.autocast(query.device.type, enabled=False):
+        for at, keys in blocks(OP, rows, len(query), attend.window, attend.room):
+            grads, queries, outs, lses = (x[:, :, at] for x in (g, q, o, lse[None]))
+            for seen, offset in keys:
+                parts = attend.backward(grads, queries, outs, lses, k[:, :, seen], v[:, :, seen], offset)
+                for total, span, part in zip((dq, dk, dv), (at, seen, seen), parts, strict=True):
+                    total[:, :, span].add_(part)
+        dsinks = query.new_empty(0)
+        if sinks is not None:
+            p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
+            dsinks = -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
+    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), dsinks
 
 
 @_bwd.register_fake
-def _(grad, query, key, value, out, lse, rows, scale):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+def _(grad, query, key, value, out, lse, rows, sinks, scale, window, softcap):
+    of_tensors = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return *of_tensors, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, rows, scale):
-        out, lse = _fwd(query, key, value, rows, scale)
-        ctx.save_for_backward(query, key, value, out, lse, rows)
-        ctx.scale = scale
+    def forward(ctx, query, key, value, rows, sinks, scale, window, softcap):
+        out, lse = _fwd(query, key, value, rows, sinks, scale, window, softcap)
+        ctx.save_for_backward(query, key, value, out, lse, rows, sinks)
+        ctx.options = scale, window, softcap
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, lse, rows = ctx.saved_tensors
-        return *_bwd(grad, query, key, value, out, lse, rows, ctx.scale), None, None
+        query, key, value, out, lse, rows, sinks = ctx.saved_tensors
+        dquery, dkey, dvalue, dsinks = _bwd(grad, query, key, value, out, lse, rows, sinks, *ctx.options)
+        return dquery, dkey, dvalue, None, None if sinks is None else dsinks, None, None, None
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, scale: float | None = None) -> Tensor:
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
 
-    Meaning: `fastdpo.ops.reference.packed_attention`. Memory beside the result: `[H, T]` log-sum-exps. On a CPU it runs
-    torch's flash attention a row at a time; elsewhere, and where `D_v != D`, plain matrix products a row at a time.
+    Meaning: `fastdpo.ops.reference.packed_attention`. On a CPU it runs torch's flash attention a piece of a row at a
+    time. Elsewhere, and with a softcap, plain matrix products, in blocks of queries whose scores take at most 64 MiB
+    (16 on a CPU) or are one query's; a few such buffers at a time. Memory beside the result: `[H, T]` log-sum-exps.
+    With a window, time and memory are linear in the length of a row.
 
     Args:
         query: [T, H, D] floating point. Under autocast all three are cast, as in `scaled_dot_product_attention`.
         key: [T, H_kv, D], H a multiple of H_kv (grouped queries).
         value: [T, H_kv, D_v].
         rows: int32 [S, 4], `Layout.rows`: (prefix start, prefix length, own start, own length). The own tokens tile
-            [0, T) in order. Best on the CPU, wherever the rest is: it is read on the host.
+            [0, T) in order. A prefix is the first tokens of its sequence. Best on the CPU, wherever the rest is: it is
+            read on the host.
         scale: multiplies the scores; `D ** -0.5` if None.
+        window: how many positions a query sees, its own among them (arXiv 2310.06825); all before it if None.
+        softcap: bounds the scores by `softcap * tanh(score / softcap)` (arXiv 2408.00118).
+        sinks: [H] floating point, logits that take part in each head's softmax without a value (arXiv 2309.17453).
+            Differentiable; never cast below float32.
 
     Returns:
         [T, H, D_v] in the dtype of query.
@@ -110,7 +158,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *,
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
     """
-    checks.require_floating(OP, query=query, key=key, value=value)
+    checks.require_floating(OP, query=query, key=key, value=value, sinks=sinks)
     checks.require(query.dim() == 3, OP, "query", "be [T, H, D]", list(query.shape))
     t, h, d = query.shape
     checks.require(key.dim() == 3 and key.shape[::2] == (t, d), OP, "key", "be [{}, H_kv, {}]", list(key.shape), t, d)
@@ -120,68 +168,23 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *,
     checks.require(fits, OP, "value", "be [{}, {}, D_v]", list(value.shape), t, key.shape[1])
     checks.require(rows.dtype == torch.int32, OP, "rows", "be int32", rows.dtype, error=TypeError)
     checks.require(rows.dim() == 2 and rows.shape[1] == 4, OP, "rows", "be [S, 4]", list(rows.shape))
-    checks.require_same_device(OP, query=query, key=key, value=value)
+    whole = window is None or isinstance(window, int)
+    checks.require(whole, OP, "window", "be an int or None", window, error=TypeError)
+    checks.require(window is None or window >= 1, OP, "window", "be at least 1 or None", window)
+    checks.require(softcap is None or softcap > 0, OP, "softcap", "be positive or None", softcap)
+    if sinks is not None:
+        checks.require(sinks.shape == (h,), OP, "sinks", "be [{}], one a head of query", list(sinks.shape), h)
+    checks.require_same_device(OP, query=query, key=key, value=value, sinks=sinks)
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     dtypes = {key.dtype, value.dtype}
     checks.require(dtypes == {query.dtype}, OP, "key and value", "be {} as query", dtypes, query.dtype, error=TypeError)
-    return _PackedAttention.apply(query, key, value, rows, d**-0.5 if scale is None else scale)
+    return _PackedAttention.apply(query, key, value, rows, sinks, d**-0.5 if scale is None else scale, window, softcap)
 
 
-def _spans(rows: Tensor, tokens: int) -> Iterator[tuple[slice | None, slice]]:
-    """(prefix or None, own) of each row, checked: nothing may be read or left unwritten outside the rows."""
-    end = 0
-    for prefix, prefix_length, own, own_length in rows.tolist():
-        tiled = own == end and own_length > 0 and prefix >= 0 and prefix_length >= 0 and prefix + prefix_length <= own
-        row = (prefix, prefix_length, own, own_length)
-        checks.require(tiled, OP, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
-        end = own + own_length
-        yield (slice(prefix, prefix + prefix_length) if prefix_length else None), slice(own, end)
-    checks.require(end == tokens, OP, "rows", "tile [0, {})", f"[0, {end})", tokens)
-
-
-# Two ways to attend, on [1, H, L, D]. Forward: (out, lse [1, H, L]). Backward: the gradients of q, k and v.
-
-
-def _has_flash(query: Tensor, value: Tensor) -> bool:
-    return query.device.type == "cpu" and query.shape[2] == value.shape[2]
-
-
-def _flash_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-
-
-def _flash_bwd(g, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(g, q, k, v, out, lse, 0.0, causal, scale=scale)
-
-
-def _math_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, _widen(k, q), causal, scale)
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ _widen(v, q), lse
-
-
-def _math_bwd(g, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    wide_k, wide_v = _widen(k, q), _widen(v, q)
-    p = (_scores(q, wide_k, causal, scale) - lse[..., None]).exp()
-    delta = (g.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-    dp = g.to(p.dtype) @ wide_v.to(p.dtype).transpose(-1, -2)  # unrounded: where a row sees one token, dp is delta
-    ds = (p * (dp - delta) * scale).to(q.dtype)
-    dk, dv = ds.transpose(-1, -2) @ q, p.to(g.dtype).transpose(-1, -2) @ g
-    heads = (k.shape[1], q.shape[1] // k.shape[1])
-    return ds @ wide_k, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).to(accumulator(q.dtype)) * scale
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(future, -torch.inf)
-    return scores
-
-
-def _widen(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values repeated for the query heads of their group."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+def _way(query: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Flash | Math:
+    window = len(query) if window is None else min(window, len(query))
+    if query.device.type == "cpu" and softcap is None:
+        return Flash(query, value, window, scale)
+    return Math(query, window, scale, softcap)

@@ -112,14 +112,29 @@ def packed_attention(
     rows: Tensor,  # [S, 4]: prefix start, prefix length, own start, own length
     *,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:  # [T, H, D_v]
-    """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves."""
+    """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
+
+    A row's positions run through its prefix, from 0, and on through its own tokens. A query at position p sees the keys
+    at positions p - window < k <= p. Scores are `scale * q.k`, or `softcap * tanh(scale * q.k / softcap)`. A head's
+    sink is one more score of the softmax, of a token without a value.
+    """
     visible = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)  # [T, T]
     for prefix, prefix_length, own, own_length in rows.tolist():
-        end = own + own_length
-        visible[own:end, prefix : prefix + prefix_length] = True
-        visible[own:end, own:end] = visible.new_ones(own_length, own_length).tril()
+        seen = [*range(prefix, prefix + prefix_length), *range(own, own + own_length)]
+        position = torch.arange(len(seen), device=query.device)
+        distance = position[prefix_length:, None] - position  # [own_length, len(seen)]
+        within = distance < (len(seen) if window is None else window)
+        visible[own : own + own_length, seen] = (distance >= 0) & within
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)

@@ -1,11 +1,13 @@
 """packed_attention: rows see their prefix and themselves, as accurately as eager, and nothing of other groups."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastdpo.ops import pack, packed_attention, reference
+from fastdpo.ops import attention_pieces, pack, packed_attention, reference
 from fastdpo.testing import assert_as_accurate_as, error, floor
 
 NAN = float("nan")
@@ -15,7 +17,8 @@ HEADS = {  # H, H_kv, D, D_v
     "multi-head": (4, 4, 8, 8),
     "grouped": (4, 2, 8, 8),
     "multi-query": (3, 1, 16, 16),  # and a number of heads that is no power of two
-    "wide values": (4, 2, 8, 12),  # which torch's flash attention does not take
+    "wide values": (4, 2, 8, 12),  # which torch's flash attention does not take as they are
+    "narrow values": (4, 4, 12, 8),  # the same the other way round
 }
 GROUPS = {  # rows of each group: (prompt length, completion lengths)
     "single rows": [(5, [3]), (1, [1]), (0, [7])],  # nothing is shared
@@ -24,6 +27,16 @@ GROUPS = {  # rows of each group: (prompt length, completion lengths)
     "mixed": [(4, [2, 3]), (6, [5]), (3, [0, 4]), (3, [2, 0, 0])],  # rows that end with their prefix among them
     "long": [(150, [90, 70])],  # several blocks of the flash kernel
 }
+
+
+FEATURES = {  # options, and whether there are sinks
+    "plain": ({}, False),
+    "window": (dict(window=4), False),  # shorter than some prefixes and answers, longer than others
+    "softcap": (dict(softcap=2.0), False),  # within the range of the scores
+    "sinks": ({}, True),
+    "all": (dict(window=4, softcap=2.0, scale=0.7), True),
+}
+FLASH = ["plain", "window", "sinks"]  # what torch's flash attention computes on a CPU
 
 
 def rows_of(groups):
@@ -49,20 +62,47 @@ def attention_inputs(rows, heads="grouped", dtype=torch.float32):
     return [torch.randn(t, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
 
 
-def output_and_gradients(op, query, key, value, upstream, rows, **options):
-    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    out = op(*leaves, rows, **options)
+def options_of(features, heads="grouped", dtype=torch.float32):
+    options, has_sinks = FEATURES[features]
+    sinks = {"sinks": torch.randn(HEADS[heads][0]).to(dtype)} if has_sinks else {}
+    return {**options, **sinks}
+
+
+def output_and_gradients(op, query, key, value, upstream, rows, *, sinks=None, **options):
+    """The output, and gradients of query, key, value and sinks if there are any."""
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
+    if sinks is not None:
+        options["sinks"] = leaves[3]
+    out = op(*leaves[:3], rows, **options)
     out.backward(upstream.to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def assert_accurate(rows, inputs, **options):
-    mine = output_and_gradients(packed_attention, *inputs, rows, **options)
-    eager = output_and_gradients(reference.packed_attention, *inputs, rows, **options)
-    exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows, **options)
-    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
-        assert x.dtype == inputs[0].dtype
-        assert_as_accurate_as(x, of_eager, of_exact)
+def assert_accurate(rows, inputs, *, sinks=None, **options):
+    mine = output_and_gradients(packed_attention, *inputs, rows, sinks=sinks, **options)
+    eager = output_and_gradients(reference.packed_attention, *inputs, rows, sinks=sinks, **options)
+    wide_sinks = None if sinks is None else sinks.double()
+    wide = [x.double() for x in inputs]
+    exact = output_and_gradients(reference.packed_attention, *wide, rows, sinks=wide_sinks, **options)
+    dtypes = [inputs[0].dtype] * 4 + ([] if sinks is None else [sinks.dtype])
+    for x, of_eager, of_exact, dtype in zip(mine, eager, exact, dtypes, strict=True):
+        assert x.dtype == dtype
+        assert_as_accurate_as(x, of_eager, of_exact, inputs[0].dtype)
+
+
+@pytest.fixture(params=["as it is", "blocks", "products", "products in blocks"])
+def way(request, monkeypatch):
+    """How the op goes about it: blocks that also short rows have several of; what it does where torch has no flash."""
+
+    def products(query, value, window, scale):
+        return attention_pieces.Math(query, window, scale, None)
+
+    if "products" in request.param:
+        monkeypatch.setitem(packed_attention.__globals__, "Flash", products)
+    if "blocks" in request.param:
+        monkeypatch.setattr(attention_pieces, "BLOCK", 3)
+        monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 1 << 10)  # 64 scores of each of 4 heads
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -74,11 +114,76 @@ def test_output_and_gradients_are_as_accurate_as_eager(groups, heads, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("groups", ["pairs", "threes", "mixed"])
+def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, way):
+    rows = rows_of(GROUPS[groups])
+    assert_accurate(rows, attention_inputs(rows, heads, dtype), **options_of(features, heads, dtype))
+
+
+@pytest.mark.parametrize("heads", ["multi-query", "wide values"])
+@pytest.mark.parametrize("window", [2, 4, 5, 6, 8, 9, 10, 11, 41, 42])
+def test_windows_around_every_border(window, heads, way):
+    """The neighbour alone; the prefixes of 5 and 9, and one less and more; the longest row of 42, and one less."""
+    rows = rows_of([(5, [3, 4]), (9, [1, 6, 33]), (0, [7])])
+    assert_accurate(rows, attention_inputs(rows, heads), window=window)
+
+
+@pytest.mark.parametrize("window", [50, 129, 300, 450])
+def test_windows_of_several_blocks(window):
+    """Shorter and longer than a block, the prefix, and one that the prefix and the answer both outgrow."""
+    rows = rows_of([(300, [280, 10, 200]), (0, [301])])
+    assert_accurate(rows, attention_inputs(rows), window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_many_blocks_are_not_summed_in_half_precision(dtype, monkeypatch):
+    monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 1 << 12)  # one or two queries at a time
+    rows = rows_of([(100, [90, 70])])
+    assert_accurate(rows, attention_inputs(rows, dtype=dtype), softcap=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_sinks_may_be_wider_than_the_rest(dtype):
+    rows = rows_of(GROUPS["pairs"])
+    assert_accurate(rows, attention_inputs(rows, dtype=torch.bfloat16), sinks=torch.randn(4, dtype=dtype))
+
+
+@pytest.mark.parametrize("features", [*FLASH, "softcap"])
+def test_a_window_that_hides_nothing_is_none(features):
+    rows = rows_of(GROUPS["pairs"])  # the longest row: 42
+    inputs, options = attention_inputs(rows), {**options_of(features), "window": None}
+    expected = output_and_gradients(packed_attention, *inputs, rows, **options)
+    for window in (42, 2**40):
+        found = output_and_gradients(packed_attention, *inputs, rows, **{**options, "window": window})
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    hidden = packed_attention(*inputs[:3], rows, **{**options, "window": 41})
+    assert not torch.equal(hidden, expected[0])
+
+
+@pytest.mark.parametrize("features", ["plain", "window", "softcap"])
+def test_sinks_that_take_everything_or_nothing(features):
+    rows = rows_of(GROUPS["pairs"])
+    inputs, options = attention_inputs(rows), options_of(features)
+    without = output_and_gradients(packed_attention, *inputs, rows, **options)
+    sinks = torch.tensor([1e4, -1e4, 1e4, -1e4])
+    out, *gradients = output_and_gradients(packed_attention, *inputs, rows, sinks=sinks, **options)
+    assert not out[:, ::2].any()
+    assert torch.equal(out[:, 1::2], without[0][:, 1::2])
+    assert torch.equal(gradients[0][:, 1::2], without[1][:, 1::2])
+    assert not gradients[0][:, ::2].any()
+    assert all(x.isfinite().all() for x in gradients)
+    assert not gradients[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", HEADS)
-def test_one_token_returns_its_value(heads, dtype):
-    rows = rows_of([(1, [0])])
+@pytest.mark.parametrize(("groups", "window"), [([(1, [0])], None), (GROUPS["pairs"], 1)], ids=["alone", "window 1"])
+def test_who_sees_itself_alone_returns_its_value(groups, window, heads, dtype, way):
+    rows = rows_of(groups)
     inputs = query, key, value, upstream = attention_inputs(rows, heads, dtype)
-    out, *gradients = output_and_gradients(packed_attention, *inputs, rows)
+    out, *gradients = output_and_gradients(packed_attention, *inputs, rows, window=window)
     group = query.shape[1] // key.shape[1]
     assert torch.equal(out, value.repeat_interleave(group, 1))
     of_value = upstream.double().unflatten(1, (-1, group)).sum(2)
@@ -93,42 +198,48 @@ def test_scale(heads):
     assert_accurate(rows, attention_inputs(rows, heads), scale=1.7)
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_it_is_the_attention_of_each_padded_row(heads):
+def test_it_is_the_attention_of_each_padded_row(heads, window):
     groups = GROUPS["pairs"]
     rows = rows_of(groups)
     query, key, value, _ = attention_inputs(rows, heads)
-    out = packed_attention(query, key, value, rows)
+    out = packed_attention(query, key, value, rows, window=window)
     for prefix, prefix_length, own, own_length in rows.tolist():
         seen = [*range(prefix, prefix + prefix_length), *range(own, own + own_length)]
         q, k, v = (x[seen].transpose(0, 1)[None] for x in (query, key, value))
-        alone = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        visible = torch.ones(len(seen), len(seen), dtype=torch.bool).tril()
+        visible = visible if window is None else visible.triu(1 - window)
+        alone = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1)
         assert error(out[own : own + own_length], alone[prefix_length:]) < 1e-6
 
 
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_a_group_sees_nothing_of_another(heads):
+@pytest.mark.parametrize("features", FEATURES)
+def test_a_group_sees_nothing_of_another(features, heads, poison, way):
     rows = rows_of(GROUPS["mixed"])
-    inputs = attention_inputs(rows, heads)
-    clean = output_and_gradients(packed_attention, *inputs, rows)
+    inputs, options = attention_inputs(rows, heads), options_of(features, heads)
+    clean = output_and_gradients(packed_attention, *inputs, rows, **options)[:4]
     foreign = slice(int(rows[2, 2]), int(rows[3, 2]))  # the second group, between two others
     for x in inputs:
-        x[foreign] = NAN
-    poisoned = output_and_gradients(packed_attention, *inputs, rows)
+        x[foreign] = poison
+    poisoned = output_and_gradients(packed_attention, *inputs, rows, **options)[:4]  # a sink is every group's
     for x, expected in zip(poisoned, clean, strict=True):
-        assert x[foreign].isnan().all()
+        assert poison == poison or x[foreign].isnan().all()
         x[foreign] = expected[foreign]
         assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_an_answer_sees_nothing_of_the_other(heads):
+@pytest.mark.parametrize("features", FEATURES)
+def test_an_answer_sees_nothing_of_the_other(features, heads, way):
     rows = rows_of([(5, [3, 4])])
-    inputs = attention_inputs(rows, heads)
-    clean = packed_attention(*inputs[:3], rows)
+    inputs, options = attention_inputs(rows, heads), options_of(features, heads)
+    clean = packed_attention(*inputs[:3], rows, **options)
     for x in inputs:
         x[5:8] = NAN
-    assert torch.equal(packed_attention(*inputs[:3], rows)[8:], clean[8:])
+    assert torch.equal(packed_attention(*inputs[:3], rows, **options)[8:], clean[8:])
 
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
@@ -165,69 +276,87 @@ def test_gradients_survive_checkpointing(use_reentrant):
     assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
 
 
+@pytest.mark.parametrize("features", ["plain", "all"])
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_only_what_needs_a_gradient_gets_one(heads):
+def test_only_what_needs_a_gradient_gets_one(heads, features):
     rows = rows_of(GROUPS["pairs"])
     *tensors, upstream = attention_inputs(rows, heads)
-    _, *expected = output_and_gradients(packed_attention, *tensors, upstream, rows)
+    options = options_of(features, heads)
+    _, *expected = output_and_gradients(packed_attention, *tensors, upstream, rows, **options)
+    tensors += [options["sinks"]] if "sinks" in options else []
     for i, gradient in enumerate(expected):
         leaves = [x.clone().requires_grad_(i == j) for j, x in enumerate(tensors)]
-        packed_attention(*leaves, rows).backward(upstream)
+        given = {**options, "sinks": leaves[3]} if leaves[3:] else options
+        packed_attention(*leaves[:3], rows, **given).backward(upstream)
         assert torch.equal(leaves[i].grad, gradient)
         assert all(leaf.grad is None for leaf in leaves if leaf is not leaves[i])
 
 
-def test_no_tokens_are_a_differentiable_nothing():
+@pytest.mark.parametrize("features", FEATURES)
+def test_no_tokens_are_a_differentiable_nothing(features):
     rows = torch.zeros(0, 4, dtype=torch.int32)
     inputs = [torch.randn(0, heads, 8) for heads in (4, 2, 2, 4)]
-    assert [x.shape for x in output_and_gradients(packed_attention, *inputs, rows)] == [
-        (0, heads, 8) for heads in (4, 4, 2, 2)
-    ]
+    results = output_and_gradients(packed_attention, *inputs, rows, **options_of(features))
+    assert [x.shape for x in results[:4]] == [(0, heads, 8) for heads in (4, 4, 2, 2)]
+    assert not any(x.any() for x in results[4:])
 
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_gradcheck(heads):
-    rows = rows_of([(2, [1, 2]), (1, [1])])
-    leaves = [x.requires_grad_() for x in attention_inputs(rows, heads, torch.float64)[:3]]
-    assert torch.autograd.gradcheck(lambda q, k, v: packed_attention(q, k, v, rows), leaves)
+@pytest.mark.parametrize("features", FEATURES)
+def test_gradcheck(features, heads, way):
+    rows = rows_of([(2, [1, 2]), (1, [1]), (5, [2])])
+    options = options_of(features, heads, torch.float64)
+    sinks = [options.pop("sinks")] if "sinks" in options else []
+    leaves = [x.requires_grad_() for x in (*attention_inputs(rows, heads, torch.float64)[:3], *sinks)]
+
+    def op(query, key, value, sinks=None):
+        return packed_attention(query, key, value, rows, sinks=sinks, **options)
+
+    assert torch.autograd.gradcheck(op, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_opcheck(heads):
+@pytest.mark.parametrize("features", FEATURES)
+def test_opcheck(features, heads):
     rows = rows_of(GROUPS["pairs"])
     query, key, value, grad = attention_inputs(rows, heads)
+    options = options_of(features, heads)
+    given = (rows, options.get("sinks"), 0.3, options.get("window"), options.get("softcap"))
     forward, backward = torch.ops.fastdpo.packed_attention_fwd, torch.ops.fastdpo.packed_attention_bwd
-    torch.library.opcheck(forward, (query, key, value, rows, 0.3), test_utils=CHECKS)
-    out, lse = forward(query, key, value, rows, 0.3)
-    torch.library.opcheck(backward, (grad, query, key, value, out, lse, rows, 0.3), test_utils=CHECKS)
+    torch.library.opcheck(forward, (query, key, value, *given), test_utils=CHECKS)
+    out, lse = forward(query, key, value, *given)
+    torch.library.opcheck(backward, (grad, query, key, value, out, lse, *given), test_utils=CHECKS)
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_compiles_whole_and_for_any_layout(heads):
+@pytest.mark.parametrize("features", FEATURES)
+def test_compiles_whole_and_for_any_layout(features, heads):
     torch.compiler.reset()
     compiled = torch.compile(packed_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for groups in ("pairs", "mixed"):
         rows = rows_of(GROUPS[groups])
-        inputs = attention_inputs(rows, heads)
-        results = output_and_gradients(compiled, *inputs, rows)
-        expected = output_and_gradients(packed_attention, *inputs, rows)
+        inputs, options = attention_inputs(rows, heads), options_of(features, heads)
+        results = output_and_gradients(compiled, *inputs, rows, **options)
+        expected = output_and_gradients(packed_attention, *inputs, rows, **options)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_autocast_does_what_it_does_to_torchs_attention(heads, value_dtype):
+@pytest.mark.parametrize("features", FEATURES)
+def test_autocast_does_what_it_does_to_torchs_attention(features, heads, value_dtype):
     """Rotary embeddings leave query and key in float32 and value in bfloat16; torch's attention takes that."""
     rows = rows_of(GROUPS["pairs"])
     query, key, value, upstream = attention_inputs(rows, heads)
-    inputs = [query, key, value.to(value_dtype), upstream]
+    inputs, options = [query, key, value.to(value_dtype), upstream], options_of(features, heads)
     with torch.autocast("cpu", torch.bfloat16):
-        mine = output_and_gradients(packed_attention, *inputs, rows)
-        eager = output_and_gradients(reference.packed_attention, *inputs, rows)
+        mine = output_and_gradients(packed_attention, *inputs, rows, **options)
+        eager = output_and_gradients(reference.packed_attention, *inputs, rows, **options)
         torchs = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in inputs[:3]), enable_gqa=True)
-    exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows)
-    assert [x.dtype for x in mine] == [torchs.dtype, torch.float32, torch.float32, value_dtype]
+    options = {name: x.double() if name == "sinks" else x for name, x in options.items()}
+    exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows, **options)
+    assert [x.dtype for x in mine[:4]] == [torchs.dtype, torch.float32, torch.float32, value_dtype]
     for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
         assert_as_accurate_as(x, of_eager, of_exact, torch.bfloat16)
 
@@ -242,6 +371,35 @@ def test_memory_is_the_result_and_log_sum_exps(trace):
     assert forward.largest < t * t  # bytes: no mask, no scores
     _, backward = trace(lambda: out.backward(upstream))
     assert backward.largest < t * t
+
+
+def test_memory_of_a_window_is_linear(trace):
+    rows = rows_of([(1500, [1000, 1000])])
+    *tensors, upstream = attention_inputs(rows)
+    query, key, value = (x.requires_grad_() for x in tensors)
+    out, forward = trace(lambda: packed_attention(query, key, value, rows, window=64))
+    _, backward = trace(lambda: out.backward(upstream))
+    assert max(forward.peak, backward.peak) < 2500**2 // 2  # bytes: half a mask of the row
+
+
+def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
+    monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 256 << 10)
+    rows = rows_of([(300, [300, 300])])
+    *tensors, upstream = attention_inputs(rows)
+    query, key, value = (x.requires_grad_() for x in tensors)
+    out, forward = trace(lambda: packed_attention(query, key, value, rows, softcap=2.0))
+    _, backward = trace(lambda: out.backward(upstream))
+    for traced in (forward, backward):
+        assert traced.largest <= 256 << 10
+        assert traced.peak < 6 * (256 << 10)  # of 5 MiB of scores
+
+
+def test_work_of_a_window_is_linear():
+    rows, window = rows_of([(1500, [1000, 1000])]), 64
+    cut = list(attention_pieces.blocks("", rows, 3500, window, None))
+    assert all(a.stop == b.start for (a, _), (b, _) in pairwise(cut))
+    scores = sum((at.stop - at.start) * (seen.stop - seen.start) for at, keys in cut for seen, _ in keys)
+    assert scores < 3500 * (window + attention_pieces.BLOCK)
 
 
 T4 = torch.tensor([[0, 0, 0, 3], [0, 2, 3, 1]], dtype=torch.int32)
@@ -290,6 +448,16 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
     ),
     "int64 rows": (dict(rows=T4.long()), TypeError, "rows must be int32; got torch.int64"),
     "rows of three": (dict(rows=T4[:, :3]), ValueError, r"rows must be \[S, 4\]; got \[2, 3\]"),
+    "no window": (dict(window=0), ValueError, "window must be at least 1 or None; got 0"),
+    "a fractional window": (dict(window=2.5), TypeError, "window must be an int or None; got 2.5"),
+    "no softcap": (dict(softcap=0.0), ValueError, "softcap must be positive or None; got 0.0"),
+    "sinks of other heads": (dict(sinks=torch.zeros(2)), ValueError, r"sinks must be \[4\], one .*; got \[2\]"),
+    "integer sinks": (dict(sinks=torch.zeros(4).int()), TypeError, "sinks must be float16, .* got torch.int32"),
+    "sinks elsewhere": (
+        dict(sinks=torch.zeros(4, device="meta")),
+        ValueError,
+        r"sinks must be on the device of query \(cpu\); got meta",
+    ),
     "a gap": (dict(rows=rows_tensor([0, 0, 0, 2], [0, 2, 3, 1])), ValueError, rf"{TILE_RULE}.*got \(0, 2, 3, 1\)"),
     "an overlap": (dict(rows=rows_tensor([0, 0, 0, 3], [0, 2, 2, 2])), ValueError, rf"{TILE_RULE}.*got \(0, 2, 2, 2\)"),
     "rows out of order": (dict(rows=T4.flip(0)), ValueError, rf"{TILE_RULE}.*got \(0, 2, 3, 1\)"),
