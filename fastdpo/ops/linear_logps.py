@@ -310,6 +310,10 @@ def linear_logps(
     logit is taken in float32 and kept out of the sum over the others. Gradients of the weight are summed in float32.
     Meaning: `fastdpo.ops.reference.linear_logps`.
 
+    A head with a low-rank adapter, `W + s B A`, is a head too, that of hidden states widened by the adapter's rank:
+    `linear_logps(cat([h, s * h @ A.T], 1), cat([W, B], 1), targets)`. No merged weight is built; the gradient is that
+    of a trainable head.
+
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
     the head needs a gradient, and while it runs three tiles of logits in float32 (one more with `softcap`), each of at
     most 128 MiB or 256 tokens, whichever is more; a copy of a weight whose dtype is not the compute dtype, and in

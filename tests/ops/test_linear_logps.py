@@ -363,6 +363,30 @@ def test_float16_takes_a_vocabulary_beyond_its_range(name, way):
     assert error(gradients["hidden"], exact["hidden"]) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_head_with_a_low_rank_adapter(dtype):
+    """`[h, s h A^T] [W, B]^T` is `h (W + s B A)^T`: results, and gradients of h, A and B with W frozen."""
+    n, v, d, rank, scale = 23, 101, 16, 3, 0.5
+    generator = torch.Generator().manual_seed(0)
+    h, w, a, b = (torch.randn(size, generator=generator) for size in ((n, d), (v, d), (rank, d), (v, rank)))
+    targets = torch.randint(v, (n,), generator=generator)
+    grad = torch.randn(n, generator=generator)
+
+    def run(dtype, adapted):
+        leaves = [x.to(dtype).requires_grad_() for x in (h, a, b)]
+        logps = adapted(*leaves, w.to(dtype))
+        return logps, *torch.autograd.grad(logps, leaves, grad.to(logps.dtype))
+
+    def augmented(h, a, b, w):
+        return linear_logps(torch.cat([h, scale * h @ a.T], 1), torch.cat([w, b], 1), targets).logps
+
+    def merged(h, a, b, w):
+        return reference.linear_logps(h, w + scale * b @ a, targets).logps
+
+    for x, eager, exact in zip(run(dtype, augmented), run(dtype, merged), run(torch.float64, merged), strict=True):
+        assert_as_accurate_as(x, eager, exact, dtype)
+
+
 @pytest.mark.parametrize("name", sorted(WAYS.keys() - {"nothing"}))
 def test_gradcheck(name, way):
     inputs, options = head_inputs(5, 7, 3, torch.float64), way(name, torch.float64)
