@@ -33,6 +33,7 @@ class Layout:
         output_index: int64 [M], the places of the flattened `[R, W]` output that hold a scored value.
         output_source: int64 [M], which of the N values each of them holds.
         output_shape: (R, W), with W = L - 1 (L where the labels came shifted).
+        multiplicity: int64 [T], how many of the rows each packed token stands for.
     """
 
     token_index: Tensor
@@ -43,6 +44,7 @@ class Layout:
     output_index: Tensor
     output_source: Tensor
     output_shape: tuple[int, int]
+    multiplicity: Tensor
 
     def pack(self, padded: Tensor) -> Tensor:
         """`[R, L]` values of tokens to `[1, T]`."""
@@ -75,6 +77,7 @@ def pack(
     groups: Tensor | None = None,
     shifted: bool = False,
     store_all: bool = False,
+    reach: int | None = None,
 ) -> Layout:
     """The layout of a padded batch. Works on the host: one copy from the device, one back.
 
@@ -87,6 +90,8 @@ def pack(
         groups: int [R]; rows of the same number may share a prefix. None: no two rows do.
         shifted: label i is scored by position i, and the output is as wide as the input.
         store_all: store every real token, even those that no scored position depends on (a router loss counts them).
+        reach: positions go up to `reach - 1`, by a token that nothing attends to if need be: for rotary embeddings that
+            depend on the largest position of the batch.
 
     Returns:
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
@@ -132,7 +137,13 @@ def pack(
     owner = torch.repeat_interleave(own_length)  # [T]
     position_ids = torch.arange(len(owner)) - (own_start - skipped)[owner]
     token_index = (row * length + offset[row])[owner] + position_ids
-    rows = torch.stack([own_start[leader], skipped, own_start, own_length], 1)[own_length > 0].int()
+    rows = torch.stack([own_start[leader], skipped, own_start, own_length], 1)[own_length > 0]
+    multiplicity = torch.where(position_ids < prefix[owner], torch.bincount(group)[group][owner], 1)
+    if reach is not None and position_ids.max() < reach - 1:
+        rows = torch.cat([rows, torch.tensor([[len(owner), 0, len(owner), 1]])])
+        token_index = torch.cat([token_index, token_index[:1]])
+        position_ids = torch.cat([position_ids, torch.tensor([reach - 1])])
+        multiplicity = torch.cat([multiplicity, torch.tensor([0])])
 
     # Every scored (row, column) and the packed position that scores it.
     index_of_row = torch.full((n_rows,), -1).index_copy_(0, row, torch.arange(len(row)))
@@ -145,17 +156,19 @@ def pack(
     score_index, score_targets, output_source = _score_once(packed, target, in_prefix)
 
     output_index = source_row * scored.shape[1] + column
-    on_device = _to_device(device, token_index, position_ids, score_index, score_targets, output_index, output_source)
-    token_index, position_ids, score_index, score_targets, output_index, output_source = on_device
+    tensors = (token_index, position_ids, score_index, score_targets, output_index, output_source, multiplicity)
+    tensors = _to_device(device, *tensors)
+    token_index, position_ids, score_index, score_targets, output_index, output_source, multiplicity = tensors
     return Layout(
         token_index,
         position_ids,
-        rows,
+        rows.int(),
         score_index,
         score_targets,
         output_index,
         output_source,
         (n_rows, scored.shape[1]),
+        multiplicity,
     )
 
 

@@ -125,6 +125,7 @@ def assert_right(layout, batch, groups, shifted=False, store_all=False):
             distinct = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
             assert len(distinct) == shared + sum(len(row) - shared for row in rows)
     assert len(layout.token_index) == tokens
+    assert layout.multiplicity.sum() == sum(need)  # each needed token of each row is stood for
 
 
 @pytest.mark.parametrize("store_all", [False, True], ids=["needed", "store_all"])  # True: a router loss counts them all
@@ -137,6 +138,28 @@ def test_random_batches(share, shifted, store_all):
         options = dict(shifted=shifted, store_all=store_all)
         layout = pack(*batch, groups=groups if share else None, **options)
         assert_right(layout, batch, groups if share else torch.arange(len(groups)), **options)
+
+
+def test_tokens_stand_for_as_many_as_read_them():
+    rng = random.Random(0)
+    for _ in range(50):
+        (ids, mask, _), groups = random_batch(rng, shifted=True)
+        layout = pack(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX), groups=groups, shifted=True)
+        read = layout.score_index[layout.output_source]  # every token is scored, and so read by each of its rows
+        assert torch.equal(layout.multiplicity, torch.bincount(read, minlength=len(layout.token_index)))
+
+
+def test_positions_reach_as_far_as_asked():
+    batch = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])], length=9)
+    plain = pack_pairs(*batch)
+    for reach in (5, 6):  # the last token is not stored: positions go from 0 to 5
+        assert torch.equal(pack(*batch, groups=torch.tensor([0, 0]), reach=reach).position_ids, plain.position_ids)
+    layout = pack(*batch, groups=torch.tensor([0, 0]), reach=9)
+    assert layout.position_ids.tolist() == [*plain.position_ids.tolist(), 8]
+    assert layout.rows.tolist() == [*plain.rows.tolist(), [7, 0, 7, 1]]  # a row of its own, without a prefix
+    assert layout.multiplicity.tolist() == [*plain.multiplicity.tolist(), 0]
+    assert torch.equal(layout.score_index, plain.score_index)
+    assert layout.pack(batch[0]).shape == (1, 8)
 
 
 PROMPT = [5, 6, 7, 8]
