@@ -8,7 +8,10 @@ other call does what the model's former implementation does, padding masks inclu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +27,32 @@ PRIOR = ("sdpa", "eager")
 
 _PREFIX = "fastdpo_"
 
+HARMLESS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
+"""What some families hand to their attention beside what `packed_attention` takes, and what it does without."""
 
-class Handshake:
-    """Counts the attention calls that were given a layout, so that a caller can prove that its layers saw it."""
 
-    calls = 0
+@dataclass
+class Witness:
+    """The attention calls that were seen: those given a layout, the others, and what came with layouts."""
+
+    layouts: int = 0
+    others: int = 0
+    windows: set[int | None] = field(default_factory=set)
+    dropout: float = 0.0
+
+
+_witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=None)
+
+
+@contextmanager
+def witness() -> Iterator[Witness]:
+    """Sees the attention calls of a block, so that a caller can prove that every layer got the layout."""
+    seen = Witness()
+    token = _witness.set(seen)
+    try:
+        yield seen
+    finally:
+        _witness.reset(token)
 
 
 def is_layout(mask: object) -> bool:
@@ -62,9 +86,15 @@ def implementation(model: PreTrainedModel) -> str:
 
 def _attention(prior: str) -> Callable:
     def forward(module, query, key, value, attention_mask, *args, **kwargs):
-        if not is_layout(attention_mask):
+        packed = is_layout(attention_mask)
+        if not torch.compiler.is_compiling() and (seen := _witness.get()) is not None:
+            seen.layouts += packed
+            seen.others += not packed
+            seen.windows.add(kwargs.get("sliding_window"))
+            seen.dropout = max(seen.dropout, kwargs.pop("dropout", 0.0))  # seen, and left out
+        if not packed:
             return _prior_forward(prior, module)(module, query, key, value, attention_mask, *args, **kwargs)
-        return _packed_forward(query, key, value, attention_mask, *args, **kwargs), None
+        return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward
 
@@ -78,21 +108,26 @@ def _prior_forward(prior: str, module: nn.Module) -> Callable:
 
 
 def _packed_forward(
+    module: nn.Module,
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, H_kv, T, D]
     value: Tensor,  # [1, H_kv, T, D_v]
     layout: Tensor,  # [1, 1, S, 4]
     dropout: float = 0.0,
     scaling: float | None = None,
-    **features: object,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [H]
+    **others: object,
 ) -> Tensor:  # [1, T, H, D_v]
-    Handshake.calls += 1
-    asked: dict[str, object] = {"dropout": dropout or None}
-    asked.update((name, features.get(name)) for name in ("sliding_window", "softcap", "s_aux", "position_bias"))
-    unsupported = [name for name, value in asked.items() if value is not None]
-    if unsupported:
-        raise NotImplementedError(
-            f"packed attention: {', '.join(unsupported)} must be off; pad this model's batches instead"
-        )
+    if dropout:
+        raise NotImplementedError("packed attention: dropout must be 0; pad this model's batches instead")
+    causal = others.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise NotImplementedError("packed attention: is_causal must be True; pad this model's batches instead")
+    unknown = [k for k, x in others.items() if k not in HARMLESS and (isinstance(x, Tensor) or callable(x))]
+    if unknown:
+        raise NotImplementedError(f"packed attention: {', '.join(unknown)} must be None; pad this model's batches")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, layout[0, 0], scale=scaling)[None]
+    features = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    return packed_attention(q, k, v, layout[0, 0], **features)[None]

@@ -30,6 +30,7 @@ from .. import attention, packing
 from ..ops.linear_logps import MEMORY_BUDGET, linear_logps
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
+from . import qualify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,14 +40,10 @@ logger = logging.getLogger("fastdpo")
 calls: Counter[tuple[str, str, str]] = Counter()
 """How often each path ran: (integration, "policy" | "reference" | "eval", "fused" | "stock") to calls."""
 
-VERIFIED = ("llama", "qwen2", "qwen3")
-"""Model types whose packed forward is tested equal to their padded one."""
-
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings of a position that do not depend on how long the batch is."""
-
-
-UNDERSTOOD = ("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict")
+UNDERSTOOD = {
+    *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
+    *("output_router_logits", "use_cache", "return_dict"),
+}
 """Arguments of a call that the fused path takes or can do without."""
 
 
@@ -73,13 +70,20 @@ class Request(NamedTuple):
     outputs: tuple[str, ...]
     temperature: float
     float32_head: bool
+    softcap: float | None
+    logit_scale: float
 
 
 class Scored(NamedTuple):
-    """The answer to one call: per-token results `[R, W]`, and where labels are."""
+    """The answer to one call: per-token results `[R, W]`, where labels are, and what a router's loss is made of.
+
+    `router_logits` of each layer, of T packed tokens that stand for `router_weights` [1, T] tokens of the batch.
+    """
 
     logps: TokenLogps
     label_mask: Tensor
+    router_logits: tuple[Tensor, ...] | None
+    router_weights: Tensor
 
 
 @dataclass
@@ -96,7 +100,7 @@ class _Wrapper:
     plan: Callable[..., Layout | None]
     prior_attention: str | None = None
     forward: Callable | None = None  # ours
-    met: bool = False  # whether the attention layers have been seen to get the layout
+    found: qualify.Found | None = None  # by running the model; None before its first call
     said: set[str] = field(default_factory=set)
 
 
@@ -119,26 +123,6 @@ def strict() -> bool:
     return os.environ.get("FASTDPO_STRICT", "0") not in ("", "0")
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why this model can't be packed and fused; None if it can."""
-    config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if model_type not in VERIFIED:
-        return f"models of type {model_type!r} are not supported yet (supported: {', '.join(VERIFIED)})"
-    if not model._can_set_attn_implementation():
-        return f"{type(model).__name__} does not let its attention be set"
-    prior = attention.implementation(model)
-    if prior not in attention.PRIOR:
-        return f"attention implementation {prior!r} is not supported yet (supported: {', '.join(attention.PRIOR)})"
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if other_layers:
-        return f"layers of type {', '.join(sorted(other_layers))} are not supported yet"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPES:
-        return f"rotary embeddings of type {rope!r} depend on the length of the batch"
-    return None
-
-
 def install(
     model: PreTrainedModel,
     integration: str,
@@ -151,7 +135,8 @@ def install(
     uninstall(model)
     # A compiled model packs outside of its graphs. Decorated this late because Dynamo imports Triton.
     plan = cast(Callable[..., "Layout | None"], torch.compiler.disable(_plan, reason="packing works on the host"))
-    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off=why_not(model), plan=plan)
+    off = qualify.why_not(model)
+    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off, plan)
     if wrapper.off is not None:
         _say(wrapper, wrapper.off)
     else:
@@ -171,6 +156,12 @@ def install(
     _models.add(model)
 
 
+def is_fused(model: nn.Module) -> bool:
+    """Whether calls of a model, or of the one that PEFT has wrapped, may take the fused path."""
+    wrappers = (vars(module).get("_fastdpo") for module in model.modules())
+    return any(isinstance(wrapper, _Wrapper) and wrapper.off is None for wrapper in wrappers)
+
+
 def uninstall(model: PreTrainedModel) -> None:
     """Gives a model its former forwards and attention back. Nothing to do if it was never wrapped."""
     if model not in _models:
@@ -182,11 +173,14 @@ def uninstall(model: PreTrainedModel) -> None:
         del vars(model)["_fastdpo"]
     else:  # somebody wrapped it after us: stay in their chain, and only pass calls on
         wrapper.off = "fastdpo was unpatched"
+    _restore(model, wrapper)
+
+
+def _restore(model: PreTrainedModel, wrapper: _Wrapper) -> None:
     if wrapper.prior_attention is not None:
         attention.restore(model, wrapper.prior_attention)
-        head = _head(model)
-        if "_fastdpo" in vars(head):
-            del vars(head)["_fastdpo"], head.forward
+        wrapper.prior_attention = None
+        _restore_head(_head(model))
 
 
 def uninstall_all(integration: str) -> None:
@@ -211,6 +205,8 @@ def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) 
     if reason is None:
         reason = _why_not_this_call(model, args, kwargs)
     if reason is None:
+        reason = _why_not_found(model, wrapper, kwargs["input_ids"].device)
+    if reason is None:
         try:
             layout = _layout(model, wrapper, kwargs)
         except NotPackable as error:
@@ -224,33 +220,39 @@ def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) 
 
 def _score(model: PreTrainedModel, wrapper: _Wrapper, layout: Layout, kwargs: dict) -> Scored:
     """The backbone on the packed tokens, the head on the scored ones, everything put back in its padded place."""
-    before = attention.Handshake.calls
-    packed = model.base_model(
-        input_ids=layout.pack(kwargs["input_ids"]),
-        attention_mask=layout.mask,
-        position_ids=layout.position_ids[None],
-        use_cache=False,
-    )
-    if not wrapper.met:
-        _meet(wrapper, attention.Handshake.calls - before, model.config.num_hidden_layers)
+    routed = _routed(model, kwargs)
+    packed = qualify.run(model, layout, kwargs["input_ids"], **({"output_router_logits": True} if routed else {}))
 
-    outputs, temperature, float32_head = wrapper.request
+    outputs, temperature, float32_head, softcap, logit_scale = wrapper.request
     head = _head(model)
     hidden = packed.last_hidden_state[0].index_select(0, layout.score_index).to(head.weight.device)  # [N, D]
     outside_autocast = nullcontext()
     if float32_head:
         hidden, outside_autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-    options = {"temperature": temperature, "outputs": outputs, "memory_budget": wrapper.options.memory_budget}
+    transform = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    budget = wrapper.options.memory_budget
     with outside_autocast:
-        scored = head(hidden, fastdpo_targets=layout.targets.to(hidden.device), **options)
+        targets = layout.targets.to(hidden.device)
+        scored = head(hidden, fastdpo_targets=targets, **transform, outputs=outputs, memory_budget=budget)
     labels = kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
     logps = TokenLogps(**{name: layout.unpack(x) for name, x in scored._asdict().items() if x is not None})
-    return Scored(logps, labels.to(hidden.device) != packing.IGNORE_INDEX)
+    label_mask = labels.to(hidden.device) != packing.IGNORE_INDEX
+    return Scored(logps, label_mask, packed.router_logits if routed else None, layout.multiplicity[None])
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
     """Looked up on each call: FSDP and PEFT replace it after a trainer has been built."""
     return cast(nn.Linear, model.get_output_embeddings())
+
+
+def _place_of_forward(head: nn.Module) -> str:
+    """Where the head keeps what it computes: accelerate's hooks (`device_map`) move it there and call it."""
+    return "_old_forward" if "_hf_hook" in vars(head) else "forward"
+
+
+def _is_plain(head: nn.Module) -> bool:
+    inner = vars(head).get(_place_of_forward(head))
+    return type(head).forward is nn.Linear.forward and getattr(inner, "__func__", None) in (None, nn.Linear.forward)
 
 
 def _install_head(head: nn.Linear) -> None:
@@ -261,8 +263,17 @@ def _install_head(head: nn.Linear) -> None:
             return nn.Linear.forward(self, hidden)
         return linear_logps(hidden, self.weight, fastdpo_targets, bias=self.bias, **options)
 
-    head.forward = MethodType(forward, head)
+    setattr(head, _place_of_forward(head), MethodType(forward, head))
     vars(head)["_fastdpo"] = True
+
+
+def _restore_head(head: nn.Module) -> None:
+    if vars(head).pop("_fastdpo", None) is None:
+        return
+    if "_hf_hook" in vars(head):
+        vars(head)["_old_forward"] = MethodType(nn.Linear.forward, head)
+    else:
+        del vars(head)["forward"]
 
 
 def _why_not_this_call(model: PreTrainedModel, args: tuple, kwargs: dict) -> str | None:
@@ -277,43 +288,70 @@ def _why_not_this_call(model: PreTrainedModel, args: tuple, kwargs: dict) -> str
     ]
     if extra:
         return f"argument {', '.join(extra)} is not supported yet"
-    if model.training and getattr(model.config, "attention_dropout", 0.0):
-        return "attention dropout is active"
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return "NEFTune's noise depends on the padded length"
     head = _head(model)
     if "_fastdpo" not in vars(head):
-        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        if not isinstance(head, nn.Linear) or not _is_plain(head):
             return f"the head must be a plain nn.Linear; it is {type(head).__name__}"
         _install_head(head)
     return None
 
 
+def _routed(model: PreTrainedModel, kwargs: dict) -> bool:
+    """Whether a router's logits are wanted, by the call or, as in the model's own forward, by its configuration."""
+    asked = kwargs.get("output_router_logits")
+    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+
+
+def _why_not_found(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) -> str | None:
+    """What is known against the model from running it, which is done once, before anything is computed from it."""
+    if wrapper.found is None:
+        wrapper.found = qualify.probe(model, device)
+        if wrapper.found.wrong is not None:
+            wrapper.off = wrapper.found.wrong
+            _restore(model, wrapper)
+    if model.training and wrapper.found.attention_dropout:
+        return "attention dropout is active"
+    return wrapper.off
+
+
+def _drops(model: PreTrainedModel, wrapper: _Wrapper) -> bool:
+    """Whether training is random. An adapter whose weights are still zero hides its dropout from the probe."""
+    seen = wrapper.found is not None and wrapper.found.random
+    return seen or any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
+
+
 def _layout(model: PreTrainedModel, wrapper: _Wrapper, kwargs: dict) -> Layout:
     """The layout of a batch, made once for all the models that are called with the same tensors."""
     share = wrapper.options.share_prompts
-    if share and model.training and any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)):
+    if share and model.training and _drops(model, wrapper):
         share = False  # the two copies of a prompt would have dropped different units
         if "dropout" not in wrapper.said:
             wrapper.said.add("dropout")
             logger.info("%s (%s): dropout is active, prompts are not shared", wrapper.integration, wrapper.role)
     shifted = kwargs.get("shift_labels") is not None
     inputs = (kwargs["input_ids"], kwargs["attention_mask"], kwargs["shift_labels" if shifted else "labels"])
+    options = {"shifted": shifted, "store_all": _routed(model, kwargs)}
+    if qualify.reach_of_positions(model.config):
+        options["reach"] = inputs[0].shape[1]  # padded rows have all these positions
     if any(x.is_inference() for x in inputs):
-        return _pack(*inputs, share, shifted)
-    stamp = (share, shifted, *(x._version for x in inputs))
+        return _pack(*inputs, share, options)
+    stamp = (share, options, *(x._version for x in inputs))
     remembered = _layouts.get(inputs[-1])
     if remembered is not None:
         others, old_stamp, layout = remembered
         if old_stamp == stamp and all(ref() is x for ref, x in zip(others, inputs[:-1], strict=True)):
             return layout
-    layout = _pack(*inputs, share, shifted)
+    layout = _pack(*inputs, share, options)
     _layouts[inputs[-1]] = (tuple(weakref.ref(x) for x in inputs[:-1]), stamp, layout)
     return layout
 
 
-def _pack(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, share: bool, shifted: bool) -> Layout:
+def _pack(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, share: bool, options: dict) -> Layout:
     rows = len(input_ids)
     groups = torch.arange(rows) % (rows // 2) if share and rows and rows % 2 == 0 else None
-    return packing.pack(input_ids, attention_mask, labels, groups=groups, shifted=shifted)
+    return packing.pack(input_ids, attention_mask, labels, groups=groups, **options)
 
 
 def _kind_of_call(model: PreTrainedModel, wrapper: _Wrapper) -> str:
@@ -335,15 +373,6 @@ def _adapter_is_reference(model: PreTrainedModel) -> bool:
 
     layer = next((m for m in model.modules() if isinstance(m, BaseTunerLayer)), None)
     return layer is not None and (layer.disable_adapters or "ref" in layer.active_adapters)
-
-
-def _meet(wrapper: _Wrapper, seen: int, layers: int) -> None:
-    if not torch.compiler.is_compiling() and seen != layers:
-        raise RuntimeError(
-            f"{wrapper.integration} ({wrapper.role}): every attention layer must get the packed layout; "
-            f"{seen} of {layers} did. Nothing was computed from it. Please report this model."
-        )
-    wrapper.met = True
 
 
 def _say(wrapper: _Wrapper, reason: str | None) -> None:

@@ -7,17 +7,27 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 from packaging.specifiers import SpecifierSet
+from torch import Tensor
 
-from .fused_forward import Options, Request, Scored, install, kind_of_calls
+from . import qualify
+from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAME = "trl.DPOTrainer"
 PACKAGE = "trl"
-SUPPORTED = SpecifierSet(">=1.16,<1.17")
+SUPPORTED = SpecifierSet(">=1.15,<1.17")
 
 _HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
+_INIT_PARAMETERS = [
+    *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
+]
 _STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 
@@ -31,6 +41,7 @@ def why_not() -> str | None:
     for function, expected in (
         (getattr(dpo_trainer, "add_fused_lm_head", None), _HEAD_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "compute_ref_log_probs", None), _REFERENCE_PARAMETERS),
+        (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
     ):
         found = None if function is None else list(inspect.signature(function).parameters)
         if found != expected:
@@ -46,6 +57,7 @@ def enable(options: Options) -> None:
 
     stock_add = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
+    stock_init = dpo_trainer.DPOTrainer.__init__
 
     @functools.wraps(stock_add)
     def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
@@ -53,14 +65,32 @@ def enable(options: Options) -> None:
         # The policy's statistics feed the metrics; of a reference only log-probabilities are asked for.
         role = "policy" if len(outputs) > 1 else "reference"
         statistics = tuple(name for name in outputs if name in _STATISTICS)
-        install(model, NAME, role, Request(statistics, temperature, cast_lm_head_to_fp32), options, _answer)
+        transform = qualify.logit_transform(model.config.get_text_config())
+        request = Request(statistics, temperature, cast_lm_head_to_fp32, *transform)
+        install(model, NAME, role, request, options, functools.partial(_answer, model.config))
 
     @functools.wraps(stock_reference)
     def compute_ref_log_probs(self, model, inputs):
         with kind_of_calls("reference"):
             return stock_reference(self, model, inputs)
 
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
+        if config is None or not config.padding_free:
+            stock_init(self, *args, **kwargs)
+            return
+        config.padding_free = False  # TRL would warn that it pads
+        try:
+            stock_init(self, *args, **kwargs)
+        finally:
+            config.padding_free = True
+        self.padding_free = is_fused(self.model)
+        if not self.padding_free:
+            logger.warning("%s: padding_free=True, but batches are run padded, see above", NAME)
+
     _replace(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
+    _replace(dpo_trainer.DPOTrainer, "__init__", __init__)
     _replace(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
 
 
@@ -82,16 +112,26 @@ def _replace(owner: object, name: str, replacement: Callable) -> None:
     _undo.append(lambda: setattr(owner, name, stock))
 
 
-def _answer(scored: Scored, kwargs: dict) -> object:
+def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:
     from trl.trainer.utils import FusedCausalLMOutput
 
     logps = scored.logps
     count = kwargs.get("num_items_in_batch")
     if count is None:
         count = scored.label_mask.sum().clamp(min=1)
+    loss, aux_loss = -logps.logps.sum() / count, None
+    if scored.router_logits is not None:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        # Its mask weighs tokens: a shared one counts as often as it stands in the batch.
+        router_logits = cast(tuple[Tensor], scored.router_logits)
+        experts = (config.num_experts, config.num_experts_per_tok)
+        aux_loss = cast(Tensor, load_balancing_loss_func(router_logits, *experts, scored.router_weights))
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     return FusedCausalLMOutput(
-        loss=-logps.logps.sum() / count,
+        loss=loss,
         log_probs=logps.logps,
         label_mask=scored.label_mask,
+        aux_loss=aux_loss,
         **{name: getattr(logps, name) for name in _STATISTICS},
     )

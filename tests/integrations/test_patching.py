@@ -15,7 +15,6 @@ from trl.trainer import dpo_trainer
 from trl_runs import assert_fused, config, dataset, tiny_model, tokenizer, train
 
 import fastdpo
-from fastdpo import attention
 from fastdpo.integrations import patching, trl_dpo
 
 IDS = torch.arange(3, 15).view(2, 6)
@@ -91,7 +90,7 @@ def test_other_options_need_unpatching_first():
         fastdpo.patch(memory_budget=1)
 
 
-@pytest.mark.parametrize("version", ["1.15.0", "0.29.0", "1.17.0", "2.0.0.dev0"])
+@pytest.mark.parametrize("version", ["1.14.0", "0.29.0", "1.17.0", "2.0.0.dev0"])
 def test_unknown_versions_are_refused(monkeypatch, version):
     stock = seams()
     monkeypatch.setattr(patching.importlib.metadata, "version", lambda package: version)
@@ -218,13 +217,18 @@ def test_signature_and_unwrapping_survive(tmp_path):
     assert fastdpo.calls.total() == before + 1
 
 
-def test_a_layer_that_misses_the_layout_is_an_error(tmp_path, monkeypatch):
+def test_a_layer_that_misses_the_layout_takes_the_model_off(tmp_path, monkeypatch, caplog):
     fastdpo.patch()
     model = tiny_model()
     build(tmp_path, model, tiny_model(seed=1))
-    monkeypatch.setattr(attention, "_packed_forward", lambda query, *args, **kwargs: query.transpose(1, 2))
-    with pytest.raises(RuntimeError, match="every attention layer must get the packed layout; 0 of 2 did"):
-        model(**BATCH)
+    monkeypatch.setattr(
+        model.model.layers[1].self_attn, "forward", lambda hidden_states, **kwargs: (hidden_states, None)
+    )
+    before = fastdpo.calls.copy()
+    model(**BATCH)
+    assert fastdpo.calls - before == {("trl.DPOTrainer", "policy", "stock"): 1}
+    assert "1 attention calls of LlamaForCausalLM's 2 layers got the packed layout, 0 did not" in caplog.text
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_import_loads_neither_triton_nor_a_trainer():

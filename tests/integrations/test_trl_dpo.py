@@ -1,140 +1,15 @@
-"""TRL's DPOTrainer, stock against patched: the same training, and the fused path is what ran."""
+"""The comparison of stock with patched training can fail, and what the wrapped forward does with odd calls."""
 
 import copy
-import logging
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig
+from families import tiny_family
 from trl_runs import assert_fused, assert_same, tiny_model, train
 
 import fastdpo
 from fastdpo import attention, packing
-from fastdpo.integrations import fused_forward
-
-MODELS = {
-    "llama": dict(kind="llama"),
-    "llama_tied": dict(kind="llama", tie_word_embeddings=True),  # the embedding's gradient has two parts
-    "llama_eager": dict(kind="llama", attn_implementation="eager"),  # the prior attention is the model file's own
-    "qwen2": dict(kind="qwen2"),  # biases in q, k, v
-    "qwen3": dict(kind="qwen3"),  # norms of q and k
-}
-
-
-@pytest.fixture
-def both(tmp_path):
-    """Trains stock, then patched, from the same start."""
-
-    def run(kind="llama", tiny=None, reference=True, **options):
-        results = []
-        for name in ("stock", "patched"):
-            model = tiny_model(kind, seed=0, **(tiny or {}))
-            ref = tiny_model(kind, seed=1, **(tiny or {})) if reference else None
-            directory = tmp_path / name
-            if name == "stock":
-                results.append(train(directory, model, ref, **options))
-            else:
-                with fastdpo.patched("trl.DPOTrainer"):
-                    results.append(train(directory, model, ref, **options))
-        return results
-
-    return run
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_same_training(both, name):
-    tiny = dict(MODELS[name])
-    stock, patched = both(tiny.pop("kind"), tiny)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        dict(loss_type=["ipo"]),  # divides by lengths of masks
-        dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]),  # reads per-token values
-        dict(loss_type=["sigmoid"], use_weighting=True, ld_alpha=0.5),  # reads log_sum_sq_probs, splits lengths
-    ],
-    ids=["ipo", "sigmoid+sft", "wpo+ld"],
-)
-def test_same_training_with_loss(both, loss):
-    stock, patched = both(**loss)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
-
-
-def test_precomputed_reference_is_used(both):
-    stock, patched = both(precompute_ref_log_probs=True, evaluate=4)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, eval=1, reference=4 + 1)  # each pair once, in batches of 4, before training
-
-
-def test_precompute_without_a_reference_model(tmp_path):
-    with fastdpo.patched():
-        run = train(tmp_path, tiny_model(), None, precompute_ref_log_probs=True)
-    assert_fused(run, policy=3, reference=4)  # by the policy, whose calls these are not
-    assert run.logs[0]["rewards/margins"] == 0.0
-
-
-def test_evaluation(both):
-    stock, patched = both(evaluate=6)  # a partial last batch
-    assert_same(stock, patched)
-    assert any("eval_rewards/margins" in log for log in patched.logs)
-    assert_fused(patched, policy=3, reference=3 + 2, eval=2)
-
-
-def test_lora(both):
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
-    stock, patched = both(reference=False, peft_config=lora, evaluate=4)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3 + 1, eval=1)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(both, reentrant):
-    stock, patched = both(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
-
-
-def test_gradient_accumulation_and_truncation(both):
-    stock, patched = both(gradient_accumulation_steps=2, max_length=16, max_steps=2)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=4, reference=4)
-
-
-def test_mixed_precision(both):
-    stock, patched = both(bf16=True)
-    assert_fused(patched, policy=3, reference=3)
-    for a, b in zip(stock.logs[:3], patched.logs[:3], strict=True):
-        assert abs(a["loss"] - b["loss"]) < 2e-2 * a["loss"], "two roundings to 8 bits apart"
-    for a, b in zip(stock.gradients, patched.gradients, strict=True):
-        for name in a:
-            assert b[name].dtype == torch.float32
-            assert (a[name] - b[name]).norm() < 0.05 * a[name].norm()
-
-
-def test_compiled_model(both):
-    stock, patched = both(torch_compile=True, torch_compile_backend="eager", max_steps=2)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
-
-
-def test_prompt_learning_trains_stock_and_its_reference_fused(both, caplog):
-    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    stock, patched = both(reference=False, peft_config=tuning)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
-    assert "without input_ids" in caplog.text
-
-
-def test_a_head_that_peft_trains_is_left_to_stock(both, caplog):
-    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    stock, patched = both(reference=False, peft_config=lora, max_steps=1)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert "ModulesToSaveWrapper" in caplog.text
+from fastdpo.integrations import qualify
 
 
 def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
@@ -189,12 +64,20 @@ def _wrong_target(monkeypatch):
 
 def _wrong_scale(monkeypatch):
     stock = attention.packed_attention
-    monkeypatch.setattr(attention, "packed_attention", lambda *args, scale: stock(*args, scale=scale * 1.001))
+
+    def wrong(*args, scale, **options):
+        return stock(*args, scale=scale * 1.001, **options)
+
+    monkeypatch.setattr(attention, "packed_attention", wrong)
 
 
-@pytest.mark.parametrize("sabotage", [_late_positions, _no_prefix, _leak, _wrong_target, _wrong_scale])
+SABOTAGES = [_late_positions, _no_prefix, _leak, _wrong_target, _wrong_scale]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_sabotage_is_noticed(both, monkeypatch, sabotage):
-    """The comparison above is one that can fail: each small wrong in the fused path turns it red."""
+    """The comparison is one that can fail: each small wrong in the fused path turns it red."""
+    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found(None))
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
     assert_fused(patched, policy=1, reference=1)
@@ -202,68 +85,50 @@ def test_sabotage_is_noticed(both, monkeypatch, sabotage):
         assert_same(stock, patched)
 
 
+@pytest.mark.parametrize("sabotage", [_late_positions, _no_prefix, _leak])
+def test_what_the_probe_notices_trains_stock(both, monkeypatch, caplog, sabotage):
+    sabotage(monkeypatch)
+    stock, patched = both(max_steps=1)
+    assert_same(stock, patched, rtol=0, atol=0)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert caplog.text.count("the packed hidden states of LlamaForCausalLM differ from its padded ones") == 2
+
+
 def test_silently_off_is_noticed(both, monkeypatch):
     """With the fused path off, numbers agree, of course; the counters are what turns red."""
-    monkeypatch.setattr(fused_forward, "why_not", lambda model: "sabotage")
+    monkeypatch.setattr(qualify, "why_not", lambda model: "sabotage")
     stock, patched = both(max_steps=1)
     assert_same(stock, patched)
     with pytest.raises(AssertionError):
         assert_fused(patched, policy=1, reference=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tiny", "reason"),
-    [
-        ("mistral", {}, "type 'mistral'"),
-        ("qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=0), "sliding_attention"),
-        ("llama", dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
-    ],
-)
-def test_other_models_train_stock_and_say_why(both, caplog, kind, tiny, reason):
-    with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        stock, patched = both(kind, tiny)
-    assert_same(stock, patched, rtol=0, atol=0)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
-    said = [record.message for record in caplog.records if reason in record.message]
-    assert len(said) == 2, "once for the policy, once for the reference"
-
-
-def test_attention_dropout_trains_stock(both, caplog):
-    stock, patched = both(tiny=dict(attention_dropout=0.1), max_steps=1)
-    assert_same(stock, patched, rtol=1e-6)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert "attention dropout is active" in caplog.text
-
-
-def test_dropout_is_packed_but_not_shared(tmp_path, monkeypatch):
-    shared = []
-    stock = packing.pack
-
-    def pack(*args, groups=None, **kwargs):
-        shared.append(groups is not None)
-        return stock(*args, groups=groups, **kwargs)
-
-    monkeypatch.setattr(packing, "pack", pack)
-    lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.2)
-    with fastdpo.patched():
-        run = train(tmp_path, tiny_model(), None, peft_config=lora, disable_dropout=False, max_steps=1)
-    assert_fused(run, policy=1, reference=1)
-    assert not any(shared)
-
-
 def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
-    with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="mistral"):
-        train(tmp_path, tiny_model("mistral"), tiny_model("mistral", seed=1))
+    with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="ALiBi"):
+        train(tmp_path, tiny_family("falcon-alibi"), tiny_family("falcon-alibi", seed=1))
+    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found("it differs"))
+    with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="it differs"):
+        train(tmp_path / "probed", tiny_model(), tiny_model(seed=1))
 
 
 def test_one_layout_serves_policy_and_reference(tmp_path, monkeypatch):
     packs = []
     stock = packing.pack
     monkeypatch.setattr(packing, "pack", lambda *args, **kwargs: packs.append(1) or stock(*args, **kwargs))
+    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found(None))
     with fastdpo.patched():
         train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), max_steps=2)
     assert len(packs) == 2
+
+
+def test_a_model_is_probed_once(tmp_path, monkeypatch):
+    probed = []
+    stock = qualify.probe
+    monkeypatch.setattr(qualify, "probe", lambda model, device: probed.append(id(model)) or stock(model, device))
+    with fastdpo.patched():
+        train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), max_steps=3, evaluate=4)
+    assert len(probed) == len(set(probed)) == 2, "policy and reference, before their first fused call"
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, IterableDataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer
@@ -39,13 +40,17 @@ def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
-def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
+def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
     """On disk and of this run alone: precomputed values are cached beside it."""
-    Dataset.from_list(pairs(n, seed)).save_to_disk(directory)
+    Dataset.from_list(rows).save_to_disk(directory)
     return load_from_disk(directory)
 
 
-def tiny_model(kind: str = "llama", seed: int = 0, **config) -> PreTrainedModel:
+def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
+    return on_disk(pairs(n, seed), directory)
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
     sizes = dict(
         vocab_size=len(WORDS),
         hidden_size=32,
@@ -61,12 +66,13 @@ def tiny_model(kind: str = "llama", seed: int = 0, **config) -> PreTrainedModel:
         tie_word_embeddings=False,
     )
     torch.manual_seed(seed)
+    sizes = {name: size for name, size in sizes.items() if name not in without}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
     with torch.no_grad():  # the usual 0.02 makes every attention uniform, and a wrong mask nearly right
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.normal_(0, 0.2)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
     return model
 
@@ -79,11 +85,13 @@ class Run:
         logs: every number logged in each step, and those of evaluations.
         gradients: of every parameter, before each optimizer step.
         calls: fastdpo's counters: (kind, path) to calls.
+        steps: of the optimizer.
     """
 
     logs: list[dict[str, float]]
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     calls: Counter = field(default_factory=Counter)
+    steps: int = 0
 
 
 class _Gradients(TrainerCallback):
@@ -122,29 +130,41 @@ def config(directory: Path, **overrides) -> DPOConfig:
 
 def train(
     directory: Path,
-    model: PreTrainedModel,
+    model: PreTrainedModel | str,
     reference: PreTrainedModel | None,
     *,
     peft_config=None,
+    data: list[dict[str, str]] | IterableDataset | None = None,
     evaluate: int = 0,
+    only_evaluate: bool = False,
+    trainer_class: type[DPOTrainer] = DPOTrainer,
+    data_collator: Callable | None = None,
+    compute_metrics: Callable | None = None,
     **overrides,
 ) -> Run:
-    """A short DPO training on `pairs`, with whatever is patched at the moment."""
+    """A short DPO training on `data` (default: `pairs`), with whatever is patched at the moment.
+
+    `evaluate` pairs are evaluated after it, or instead of it. `overrides` are fields of `DPOConfig`.
+    """
     run = Run([])
     before = Counter(fastdpo.calls)
-    trainer = DPOTrainer(
+    trainer = trainer_class(
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
-        train_dataset=dataset(16, directory / "train"),
+        train_dataset=data if isinstance(data, IterableDataset) else on_disk(data or pairs(16), directory / "train"),
         eval_dataset=dataset(evaluate, directory / "eval", seed=1) if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
+        data_collator=data_collator,
+        compute_metrics=compute_metrics,
         callbacks=[_Gradients(run.gradients)],
     )
-    trainer.train()
+    if not only_evaluate:
+        trainer.train()
     if evaluate:
         trainer.evaluate()
+    run.steps = trainer.state.global_step
     run.logs = [
         {
             k: v
@@ -167,7 +187,7 @@ def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6
         assert a.keys() == b.keys(), f"step {step} logs other metrics"
         for name in a:
             assert abs(a[name] - b[name]) <= rtol * abs(a[name]) + atol, f"step {step}: {name} {a[name]} {b[name]}"
-    assert len(stock.gradients) == len(patched.gradients) > 0
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
     for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
         assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
         for name in a:

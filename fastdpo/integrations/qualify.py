@@ -1,0 +1,203 @@
+"""Which models can be packed: what their configuration and modules say, and what they do when they are run.
+
+Nothing here knows names of models. Static signs refuse what is known to mix tokens in other ways. A probe then runs a
+few random rows packed and padded, before anything is computed from the packed ones, and compares the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import attention, packing
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+LONGEST_PROBE = 8192
+"""A longer window is trusted once attention has been told of it; a shorter one is probed beyond its length."""
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Allowed of a hidden state, relative to its norm. Rounding makes 1e-6 of it in float32, 2e-3 with TF32; half precision
+makes 1e-2. A wrong mask, window or position makes tenths."""
+
+HALF_TOLERANCE = 0.1
+
+SHORTEST_BRANCH = 7
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """What of a model's configuration or modules can't be packed; None if nothing is known against it."""
+    config = model.config
+    name = type(model).__name__
+    if config.get_text_config() is not config:
+        return f"{name} is a multimodal model"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder"
+    if getattr(config, "alibi", False):
+        return f"{name} biases its attention by distance (ALiBi)"
+    if getattr(model, "_is_stateful", False) or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} mixes tokens by other means than attention"
+    other_layers = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if other_layers:
+        return f"layers of type {', '.join(sorted(other_layers))} are not supported"
+    if not model._can_set_attn_implementation():
+        return f"{name} does not let its attention be set"
+    prior = attention.implementation(model)
+    if prior not in attention.PRIOR:
+        return f"attention implementation {prior!r} is not supported yet (supported: {', '.join(attention.PRIOR)})"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        return "reorder_and_upcast_attn chooses an attention by the implementation's name"
+    return None
+
+
+def reach_of_positions(config: PretrainedConfig) -> bool:
+    """Whether rotary embeddings depend on the largest position of the batch."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_each_layer_type = parameters.values() if "rope_type" not in parameters else [parameters]
+    types = {(each or {}).get("rope_type", "default") for each in of_each_layer_type if isinstance(each, dict)}
+    return any("dynamic" in rope or rope == "longrope" for rope in types)
+
+
+def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
+    """(softcap, logit_scale) between a model's head and its logits: `softcap * tanh(logit_scale * z / softcap)`."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+        if getattr(config, name, None) is not None:
+            return softcap, getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+    if scaling is None:
+        return softcap, 1.0
+    return softcap, scaling if config.model_type == "hyperclovax" else 1 / scaling
+
+
+class Found(NamedTuple):
+    """What running a model has shown.
+
+    Attributes:
+        wrong: why its packed hidden states can't be trusted; None if they equal its padded ones.
+        random: whether two runs in training mode differ: dropout, of whatever kind.
+        attention_dropout: of the weights of attention, in training mode.
+    """
+
+    wrong: str | None
+    random: bool = False
+    attention_dropout: float = 0.0
+
+
+def probe(model: PreTrainedModel, device: torch.device) -> Found:
+    """Runs a few random rows padded and packed, and packed in training mode. Without gradients.
+
+    Two groups of rows, of which the longer outgrows the model's attention window. The rows are the same in every
+    process, so that ranks that run this together come to one answer.
+    """
+    window = _window(model.config)
+    ids, mask, groups = _rows(model.config, window)
+    labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
+    ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
+    reach = ids.shape[1] if reach_of_positions(model.config) else None
+    layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with _mode(model, training=False):
+            padded = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            with attention.witness() as seen:
+                try:
+                    packed = run(model, layout, ids).last_hidden_state
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # whatever a model does with an attention mask that it doesn't expect
+                    reason = f"{type(error).__name__}: {error}"
+                    return Found(f"{type(model).__name__} can't be run on packed tokens: {reason}")
+        wrong = _unseen(model, window, seen) or _difference(model, layout, padded, packed)
+        if wrong is not None:
+            return Found(wrong)
+        devices = [] if device.type == "cpu" else [device]
+        with _mode(model, training=True), torch.random.fork_rng(devices), attention.witness() as seen:
+            first, second = (run(model, layout, ids).last_hidden_state for _ in range(2))
+    return Found(None, not torch.equal(first, second), seen.dropout)
+
+
+def run(model: PreTrainedModel, layout: packing.Layout, input_ids: Tensor, **options: object):
+    """The backbone's outputs of the packed tokens of a padded batch; hidden states [1, T, D]."""
+    return model.base_model(
+        input_ids=layout.pack(input_ids),
+        attention_mask=layout.mask,
+        position_ids=layout.position_ids[None],
+        use_cache=False,
+        **options,
+    )
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """The window that some layers attend in, as far as the configuration says."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    layers = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None
+
+
+def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and mask [5, L], groups [5]: three short rows on one prefix, and two long ones on another."""
+    longest = 24 if window is None or window > LONGEST_PROBE else window + 8
+    longest = min(longest, (getattr(config, "max_position_embeddings", None) or longest + 32) - 16)
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> Tensor:
+        return torch.randint(config.vocab_size, (n,), generator=generator)
+
+    rows = []
+    for prefix, branches in ((tokens(5), (SHORTEST_BRANCH, 9, 8)), (tokens(longest), (11, 14))):
+        rows += [torch.cat([prefix, tokens(n)]) for n in branches]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long(), torch.tensor([0, 0, 0, 1, 1])
+
+
+def _unseen(model: PreTrainedModel, window: int | None, seen: attention.Witness) -> str | None:
+    layers = model.config.num_hidden_layers
+    if seen.others or seen.layouts < layers:
+        return (
+            f"{seen.layouts} attention calls of {type(model).__name__}'s {layers} layers got the packed layout, "
+            f"{seen.others} did not"
+        )
+    if window is not None and window > LONGEST_PROBE and window not in seen.windows:
+        return f"the window of {window} tokens is not passed to the attention"
+    return None
+
+
+def _difference(model: PreTrainedModel, layout: packing.Layout, padded: Tensor, packed: Tensor) -> str | None:
+    """Compares the ends of the rows, each by its median token: rounding may send single tokens to other experts."""
+    expected = padded.flatten(0, 1)[layout.output_index].float()  # [M, D]
+    found = packed[0][layout.score_index][layout.output_source].float()
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    row = layout.output_index // layout.output_shape[1]
+    worst = torch.stack([errors[row == r][-SHORTEST_BRANCH:].median() for r in range(layout.output_shape[0])]).max()
+    tolerance = TOLERANCES.get(_least_precise(model), HALF_TOLERANCE)
+    if worst <= tolerance:
+        return None
+    return (
+        f"the packed hidden states of {type(model).__name__} differ from its padded ones by {worst:.2g} of their size "
+        f"(allowed: {tolerance:g})"
+    )
+
+
+def _least_precise(model: PreTrainedModel) -> torch.dtype:
+    dtypes = {p.dtype for p in model.parameters()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 1.0)
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,216 @@
+"""Model families in TRL's DPOTrainer: the same training, or stock's and the reason. Other calls stay as they were."""
+
+import logging
+
+import pytest
+import torch
+from families import FAILS_IN_STOCK, FUSED, STOCK, WINDOW, kind, tiny_family
+from trl.trainer import dpo_trainer
+from trl_runs import assert_fused, assert_same, train
+
+import fastdpo
+from fastdpo import attention
+from fastdpo.integrations import qualify
+
+CPU = torch.device("cpu")
+
+ILL_CONDITIONED = {"gemma4_text": 1e-4}  # its gradients lose a digit more than others' in float32, and none in float64
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_same_training(both, name):
+    stock, patched = both(kind(name), FUSED[name][1], max_steps=2)
+    assert_same(stock, patched, rtol=ILL_CONDITIONED.get(name, 1e-5))
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "coefficient"),
+    [
+        (dict(output_router_logits=True), None),  # asked for by the model too: its reference makes them as well
+        ({}, 0.5),
+        ({}, 0.0),  # tokens that nothing depends on are not stored
+    ],
+    ids=["config", "heavy", "off"],
+)
+def test_router_loss(both, tiny, coefficient):
+    stock, patched = both("mixtral", FUSED["mixtral"][1] | tiny, max_steps=2, router_aux_loss_coef=coefficient)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    assert ("aux_loss" in patched.logs[0]) == (coefficient != 0)
+
+
+@pytest.mark.parametrize("name", [name for name in STOCK if name not in FAILS_IN_STOCK])
+def test_left_to_stock(both, caplog, name):
+    reason, tiny = STOCK[name]
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        stock, patched = both(kind(name), tiny, max_steps=2)
+    assert_same(stock, patched, rtol=0, atol=0)
+    assert patched.calls == {("policy", "stock"): 2, ("reference", "stock"): 2}
+    said = [record.message for record in caplog.records if reason in record.message]
+    assert len(said) == 2, "once for the policy, once for the reference"
+
+
+@pytest.mark.parametrize("name", FAILS_IN_STOCK)
+def test_what_fails_in_stock_fails_alike(tmp_path, caplog, name):
+    with pytest.raises(FAILS_IN_STOCK[name]) as stock:
+        train(tmp_path / "stock", tiny_family(name), tiny_family(name, 1), max_steps=1)
+    with pytest.raises(FAILS_IN_STOCK[name]) as patched, fastdpo.patched():
+        train(tmp_path / "patched", tiny_family(name), tiny_family(name, 1), max_steps=1)
+    assert str(stock.value) == str(patched.value)
+    assert STOCK[name][0] in caplog.text
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FUSED)
+def test_other_calls_are_unchanged(name, implementation):
+    """Padded forward on either side and `generate()`: the same bits, switched and switched back."""
+    if implementation == "sdpa" and name in ("gemma2", "gpt_oss"):
+        pytest.skip("transformers has no sdpa for it")
+    model = tiny_family(name, attn_implementation=implementation).eval()
+    ids = torch.randint(3, 90, (2, 2 * WINDOW), generator=torch.Generator().manual_seed(0))
+    right = (torch.arange(2 * WINDOW) < torch.tensor([[2 * WINDOW], [WINDOW + 1]])).long()
+
+    def outputs():
+        with torch.no_grad():
+            logits = [model(input_ids=ids, attention_mask=mask).logits for mask in (right, right.flip(1))]
+        asked = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return *logits, model.generate(input_ids=ids, attention_mask=right.flip(1), **asked)
+
+    before = outputs()
+    prior = attention.switch(model)
+    switched = outputs()
+    attention.restore(model, prior)
+    assert prior == implementation == model.config._attn_implementation
+    for a, b, c in zip(before, switched, outputs(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FUSED)
+def test_probe_accepts_half_precision(name, dtype):
+    model = tiny_family(name).to(dtype)
+    attention.switch(model)
+    assert qualify.probe(model, CPU).wrong is None
+
+
+def _drop(name):
+    stock = attention.packed_attention
+
+    def dropped(*args, **options):
+        return stock(*args, **{**options, name: None})
+
+    return dropped
+
+
+@pytest.mark.parametrize(
+    ("name", "feature", "dtype"),
+    [
+        ("mistral", "window", torch.float32),
+        ("mistral", "window", torch.bfloat16),
+        ("qwen2-window", "window", torch.float32),
+        ("gemma2", "softcap", torch.float32),  # in half precision it changes less than rounding may
+        ("gpt_oss", "sinks", torch.float32),
+        ("gpt_oss", "sinks", torch.bfloat16),
+        ("granite", "scale", torch.float32),
+        ("granite", "scale", torch.bfloat16),
+    ],
+)
+def test_probe_notices_an_attention_without(monkeypatch, name, feature, dtype):
+    model = tiny_family(name).to(dtype)
+    attention.switch(model)
+    monkeypatch.setattr(attention, "packed_attention", _drop(feature))
+    assert "differ from its padded ones" in str(qualify.probe(model, CPU).wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("change", ["no prefix", "leak", "positions"])
+def test_probe_notices_a_wrong_layout(monkeypatch, change, dtype):
+    model = tiny_family("llama").to(dtype)
+    attention.switch(model)
+    stock = qualify.run
+
+    def wrong(model, layout, ids):
+        rows = layout.rows
+        second = rows[:, 1] > 0
+        if change == "no prefix":
+            rows[second, 1] = 0
+        elif change == "leak":
+            rows[second, 1] += 2
+        else:
+            layout.position_ids[layout.position_ids > 4] += 2
+        return stock(model, layout, ids)
+
+    monkeypatch.setattr(qualify, "run", wrong)
+    assert "differ from its padded ones" in str(qualify.probe(model, CPU).wrong)
+
+
+def test_a_window_too_long_to_be_probed_must_be_passed_on():
+    window = qualify.LONGEST_PROBE + 1
+    for name, reason in (("mistral", None), ("phimoe", f"the window of {window} tokens is not passed")):
+        model = tiny_family(name, sliding_window=window, max_position_embeddings=2 * window)
+        attention.switch(model)
+        wrong = qualify.probe(model, CPU).wrong
+        assert wrong is None if reason is None else reason in wrong
+
+
+def test_probe_leaves_no_trace():
+    model = tiny_family("gpt2").train()
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    attention.switch(model)
+    state = torch.get_rng_state()
+    found = qualify.probe(model, CPU)
+    assert found == qualify.Found(None, random=True, attention_dropout=0.1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_dropout_trains_stock(both, caplog):
+    _, patched = both("gpt2", FUSED["gpt2"][1], disable_dropout=False, max_steps=1)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}  # TRL keeps it in training mode
+    assert "attention dropout is active" in caplog.text
+
+
+def test_dropout_is_found_whatever_makes_it():
+    model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout: there is no module to find
+    attention.switch(model)
+    assert qualify.probe(model, CPU) == qualify.Found(None, random=True)
+
+
+@pytest.fixture
+def headed():
+    """Gives a model TRL's fused head, patched; calls it fused and stock with one batch."""
+
+    def call(model, batch):
+        outputs = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+        dpo_trainer.add_fused_lm_head(model, outputs=outputs)
+        before = fastdpo.calls.copy()
+        fused = model(**batch, fused_lm_head=True)
+        ran = {key[2] for key in fastdpo.calls - before}
+        return fused, vars(model)["_fastdpo"].stock(**batch, fused_lm_head=True), ran
+
+    with fastdpo.patched():
+        yield call
+
+
+@pytest.mark.parametrize("longest", [14, 16, 17, 22])
+@pytest.mark.parametrize("width", [16, 17, 24])
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+def test_rotary_embeddings_follow_the_padded_width(headed, name, width, longest):
+    """Rows on both sides of the switch at 16 tokens, in batches on both sides of it."""
+    if longest > width:
+        pytest.skip("no such batch")
+    generator = torch.Generator().manual_seed(longest)
+    ids = torch.randint(3, 90, (4, width), generator=generator)
+    ids[2:, :5] = ids[:2, :5]
+    lengths = torch.tensor([longest, 9, 11, 7])
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    labels = ids.masked_fill((mask == 0) | (torch.arange(width) < 4), -100)
+    model = tiny_family(name).eval()
+    fused, stock, ran = headed(model, dict(input_ids=ids, attention_mask=mask, labels=labels))
+    assert ran == {"fused"}
+    torch.testing.assert_close(fused.log_probs, stock.log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.entropy, stock.entropy, rtol=1e-5, atol=1e-5)

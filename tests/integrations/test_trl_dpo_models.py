@@ -1,0 +1,182 @@
+"""What a model may be in TRL's DPOTrainer: its precision, its placement, what PEFT or torch wraps around it."""
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from torch.autograd.graph import saved_tensors_hooks
+from trl.trainer import dpo_trainer
+from trl_runs import Run, assert_fused, assert_same, tiny_model, train
+
+import fastdpo
+from fastdpo import packing
+
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def assert_same_but_for_rounding(stock: Run, patched: Run, dtype: torch.dtype) -> None:
+    """As far as two orders of summation at this precision allow.
+
+    Some 5 roundings lie between a weight and its gradient in these 2 layers, in each of the two trainings: 10 eps of
+    the gradient's norm. A loss depends on margins, sums of some 10 log-probabilities of some 4 nats, times beta.
+    """
+    eps = EPS[dtype]
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
+    for a, b in zip(stock.logs, patched.logs, strict=True):
+        assert a.keys() == b.keys()
+        if "loss" in a:
+            assert abs(a["loss"] - b["loss"]) < 4 * eps
+    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].dtype == b[name].dtype == torch.float32
+            error, size = (a[name] - b[name]).norm().item(), a[name].norm().item()
+            assert error < 10 * eps * size, f"step {step}: {name} {error / size / eps} eps"
+
+
+def test_autocast(both):
+    stock, patched = both(bf16=True)
+    assert_same_but_for_rounding(stock, patched, torch.bfloat16)
+    assert_fused(patched, policy=3, reference=3)
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_adapter_on_a_base_of_low_precision(both, dtype):
+    """As quantised bases are trained: what is frozen has few bits, adapters and their gradients are float32."""
+    lora = LoraConfig(**LORA)
+    stock, patched = both(prepare=lambda model: model.to(dtype), reference=False, peft_config=lora, max_steps=2)
+    assert_same_but_for_rounding(stock, patched, dtype)
+    assert_fused(patched, policy=2, reference=2)
+
+
+def test_evaluation_in_bfloat16(both):
+    """The trainer casts the policy, not the reference."""
+    stock, patched = both(evaluate=6, only_evaluate=True, bf16_full_eval=True)
+    (a,), (b,) = stock.logs, patched.logs
+    assert a.keys() == b.keys()
+    assert abs(a["eval_loss"] - b["eval_loss"]) < 4 * EPS[torch.bfloat16]
+    assert_fused(patched, reference=2, eval=2)
+
+
+def test_dispatched_model(both):
+    """As `device_map` makes one: accelerate's hooks are in every module's forward, the head's too."""
+
+    def dispatched(model):
+        parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+        return dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
+
+    stock, patched = both(prepare=dispatched)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_model_given_by_path(tmp_path):
+    """TRL loads policy and reference itself, the reference with the policy's attention implementation."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    options = dict(model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"}, learning_rate=0.1)
+    stock = train(tmp_path / "stock", str(tmp_path / "model"), None, **options)
+    with fastdpo.patched():
+        patched = train(tmp_path / "patched", str(tmp_path / "model"), None, **options)
+    assert abs(stock.logs[2]["rewards/margins"]) > 1e-3
+    stock.logs[0].pop("rewards/accuracies"), patched.logs[0].pop("rewards/accuracies")  # equal weights: rounding noise
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_reference_of_a_model_that_was_patched_before(tmp_path):
+    """Such a model's attention implementation is ours, and TRL asks for it when it loads the reference."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    model = tiny_model().from_pretrained(tmp_path / "model", dtype="float32")
+    with fastdpo.patched():
+        train(tmp_path / "first", model, None, max_steps=1)
+        run = train(tmp_path / "second", model, None, max_steps=1)
+    assert_fused(run, policy=1, reference=1)
+    run = train(tmp_path / "third", model, None, max_steps=1)
+    assert not run.calls
+
+
+def test_saved_activations_may_be_moved(both, monkeypatch):
+    """`activation_offloading` asks for an accelerator. What it does to autograd does not: all that is saved leaves its
+    place, what comes back is a copy."""
+    moved = []
+
+    def leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        moved.append(tensor.numel())
+        return tensor, tensor.detach().clone()
+
+    def come_back(saved: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return saved[1].clone()
+
+    monkeypatch.setattr(
+        dpo_trainer, "get_act_offloading_ctx_manager", lambda model: saved_tensors_hooks(leave, come_back)
+    )
+    stock, patched = both(activation_offloading=True)
+    assert moved
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_compiled_model(both):
+    stock, patched = both(torch_compile=True, torch_compile_backend="eager", max_steps=2)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "reason"),
+    [
+        (PromptTuningConfig, "without input_ids"),  # embeds its prompt itself
+        (PrefixTuningConfig, "past_key_values"),  # keys and values come before those of the batch
+    ],
+)
+def test_prompt_learning_trains_stock_and_its_reference_fused(both, caplog, tuning, reason):
+    stock, patched = both(reference=False, peft_config=tuning(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
+    assert reason in caplog.text
+
+
+def test_a_head_that_peft_trains_is_left_to_stock(both, caplog):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    stock, patched = both(reference=False, peft_config=lora, max_steps=1)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "ModulesToSaveWrapper" in caplog.text
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_noise_on_embeddings_is_left_to_stock(both, caplog, adapter):
+    """NEFTune draws its noise for the padded batch, and scales it by the batch's width. A reference that is the policy
+    without its adapter gets noise too."""
+    peft_config = LoraConfig(**LORA) if adapter else None
+    stock, patched = both(neftune_noise_alpha=5.0, reference=not adapter, peft_config=peft_config, evaluate=4)
+    assert_same(stock, patched)
+    reference = {("reference", "stock"): 3, ("reference", "fused"): 1} if adapter else {("reference", "fused"): 4}
+    assert patched.calls == {("policy", "stock"): 3, ("eval", "fused"): 1, **reference}
+    assert "neftune" in caplog.text.lower()
+
+
+def test_attention_dropout_trains_stock(both, caplog):
+    stock, patched = both(tiny=dict(attention_dropout=0.1), max_steps=1)
+    assert_same(stock, patched, rtol=1e-6)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "attention dropout is active" in caplog.text
+
+
+def test_dropout_is_packed_but_not_shared(tmp_path, monkeypatch):
+    """An adapter that has not been trained adds 0 times what dropout leaves: outputs don't show it before step 2."""
+    shared = []
+    stock = packing.pack
+
+    def pack(input_ids, *args, groups=None, **kwargs):
+        if len(input_ids) == 2 * 4:  # a batch of the training
+            shared.append(groups is not None)
+        return stock(input_ids, *args, groups=groups, **kwargs)
+
+    monkeypatch.setattr(packing, "pack", pack)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.2)
+    with fastdpo.patched():
+        run = train(tmp_path, tiny_model(), None, peft_config=lora, disable_dropout=False, max_steps=2)
+    assert_fused(run, policy=2, reference=2)
+    assert shared == [False, False]

@@ -1,0 +1,44 @@
+"""Twenty steps of three families against numbers written down: neither stock nor patched training drifts unnoticed.
+
+`UPDATE_SNAPSHOTS=1 pytest tests/integrations/test_trl_dpo_snapshots.py` writes down those of stock.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from families import kind, tiny_family
+from trl_runs import assert_fused, train
+
+import fastdpo
+
+SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+STEPS = 20
+WATCHED = ("loss", "grad_norm", "rewards/margins")
+FAMILIES = ("llama", "gemma3_text", "gpt_oss")  # the plain one; windows and tied head; sinks and routed experts
+
+
+def run(name, directory):
+    return train(directory, tiny_family(name), tiny_family(name, 1), max_steps=STEPS)
+
+
+def watched(trained):
+    logs = [log for log in trained.logs if "loss" in log]
+    return {number: [log[number] for log in logs] for number in WATCHED}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_twenty_steps(name, tmp_path):
+    path = SNAPSHOTS / f"{kind(name)}.json"
+    stock = run(name, tmp_path / "stock")
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(json.dumps(watched(stock), indent=1) + "\n")
+    with fastdpo.patched():
+        patched = run(name, tmp_path / "patched")
+    assert_fused(patched, policy=STEPS, reference=STEPS)
+    snapshot = json.loads(path.read_text())
+    for trained in (stock, patched):
+        for number, values in watched(trained).items():
+            assert len(values) == STEPS
+            assert values == pytest.approx(snapshot[number], rel=1e-3, abs=1e-5), number  # 20 steps of rounding
