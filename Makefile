@@ -4,19 +4,23 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST_TRL := $(VENV)/trl-1.15.0
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) $(OLDEST_TRL)
+	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+
+docs: $(READY)
+	$(BIN)/python tests/support/support_tables.py
 
 bench: $(READY)
 	mkdir -p out
@@ -31,6 +35,12 @@ $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	$(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None or torch.version.hip is not None)" \
 		&& constraints="$$constraints -c constraints/cpu.txt"; \
 	$(BIN)/pip install --quiet $$constraints setuptools -e ".[trl,bench,dev]"
+	touch $@
+
+# The oldest TRL that is supported, for the tests that put it in front of the other.
+$(OLDEST_TRL): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.15.0
 	touch $@
 
 clean:

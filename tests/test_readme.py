@@ -33,6 +33,7 @@ def test_loop_of_ones_own():
     names.update(zip(("query", "key", "value"), (e[names["ids"][0]] for e in embeddings), strict=True))
     exec(attend, names)
     names["hidden"] = names["out"].flatten(1)
+    names["ref_chosen"], names["ref_rejected"] = torch.randn(2, 2)
     exec(f"logps ={score}", names)
 
     expected = []
@@ -43,3 +44,6 @@ def test_loop_of_ones_own():
         logp = head(out[0].transpose(0, 1).flatten(1)).log_softmax(-1)
         expected.append(sum(logp[i - 1, real[i]] for i in range(4, len(real))))
     torch.testing.assert_close(torch.cat([names["chosen"], names["rejected"]]), torch.stack(expected))
+    chosen_ratio, rejected_ratio = names["chosen"] - names["ref_chosen"], names["rejected"] - names["ref_rejected"]
+    dpo = -torch.nn.functional.logsigmoid(0.1 * (chosen_ratio - rejected_ratio)).mean()
+    torch.testing.assert_close(names["loss"], dpo)
