@@ -14,6 +14,7 @@ from .logit_rows import (
     RowSums,
     Transform,
     accumulator,
+    blocks,
     fold,
     gradient_tile,
     gradient_tile_again,
@@ -60,10 +61,17 @@ class _Head:
         """Hidden states [n, D]; zero where the target is ignored, so that nothing of them can spread."""
         return self.hidden[rows].to(self.dtype).masked_fill(self.ignored[rows, None], 0)
 
-    def logits(self, hidden: Tensor, transform: Transform) -> Tensor:
-        """Transformed logits [n, V] in the accumulator's dtype, of a product rounded to the compute dtype."""
-        product = hidden @ self.weight.t() if self.bias is None else torch.addmm(self.bias, hidden, self.weight.t())
-        return transform.apply_(product.to(self.accumulator))
+    def product(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Logits [n, V] before their transform, rounded to the compute dtype."""
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=out)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """A tile's worth of memory."""
+        vocabulary = len(self.weight)
+        rows = min(len(self.hidden), tile_rows(vocabulary, self.accumulator))
+        return torch.empty(rows, vocabulary, dtype=dtype, device=self.weight.device)
 
     def target_logits(self, hidden: Tensor, rows: slice, transform: Transform) -> Tensor:
         """The targets' transformed logits [n], never rounded below float32."""
@@ -90,33 +98,49 @@ def _fwd(
     kept, jacobian, *results = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(hidden, weight, bias, targets, compute_dtype)
+        products = gradients = None
         for rows in tiles(len(hidden), len(weight), head.accumulator):
-            tile = kept[rows] if rows.stop <= keep else None
-            values = _fwd_tile(head, rows, transform, statistics, tile, jacobian[rows] if form_jacobian else None)
-            for result, value in zip(results, values, strict=True):
-                result[rows] = value
+            n, is_kept = rows.stop - rows.start, rows.stop <= keep
+            if is_kept and kept.dtype == compute_dtype:
+                product = kept[rows]
+            else:
+                products = head.scratch(compute_dtype) if products is None else products
+                product = products[:n]
+            gradient = None
+            if is_kept:
+                gradient = kept[rows]
+            elif form_jacobian and jacobian.dtype == compute_dtype:
+                gradient = product
+            elif form_jacobian:
+                gradients = head.scratch(jacobian.dtype) if gradients is None else gradients
+                gradient = gradients[:n]
+            _fwd_tile(head, rows, transform, statistics, product, gradient, results)
+            if form_jacobian:
+                torch.mm(gradient, head.tile_weight, out=jacobian[rows])
         return [kept, jacobian, *mask_results(results, head.ignored)]
 
 
 def _fwd_tile(
-    head: _Head, rows: slice, transform: Transform, statistics: str, kept: Tensor | None, jacobian: Tensor | None
-) -> list[Tensor]:
-    """What one tile of logits yields. Its gradient goes to `kept`, its gradient times the weight to `jacobian`."""
+    head: _Head,
+    rows: slice,
+    transform: Transform,
+    statistics: str,
+    product: Tensor,
+    gradient: Tensor | None,
+    results: Sequence[Tensor],
+) -> None:
+    """Fills the rows of the results, by way of `product` [n, V], and of the gradient tile, which may be the same."""
     h = head.rows(rows)
-    z = head.logits(h, transform)
-    wants_gradient = kept is not None or jacobian is not None
-    slope = transform.slope(z) if wants_gradient else None
-    in_place = kept if kept is not None and kept.dtype == z.dtype else None
-    own = head.target_logits(h, rows, transform)
-    sums, extra, exponentials = fold(z, head.index[rows], own, statistics, out=in_place)
-    del z
-    if wants_gradient:
-        gradient = gradient_tile(exponentials, head.index[rows], sums.others, slope)
-        if kept is not None and in_place is None:
-            kept.copy_(gradient)
-        if jacobian is not None:
-            torch.mm(gradient.to(jacobian.dtype), head.tile_weight, out=jacobian)
-    return [*sums, *extra]
+    head.product(h, out=product)
+    index, own = head.index[rows], head.target_logits(h, rows, transform)
+    for block in blocks(*product.shape, head.accumulator, product.device):
+        z = transform.apply_(product[block].to(head.accumulator))
+        slope = None if gradient is None else transform.slope(z)
+        sums, extra, exponentials = fold(z, index[block], own[block], statistics)
+        if gradient is not None:
+            _put(gradient[block], gradient_tile(exponentials, index[block], sums.others, slope))
+        for result, value in zip(results, (*sums, *extra), strict=True):
+            result[rows][block] = value
 
 
 def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
@@ -183,32 +207,46 @@ def _bwd(
         # Kept tiles of the accumulator's dtype are multiplied at once; narrower ones are widened a tile at a time.
         slices = [slice(0, keep)] if keep and dtype == wide else tiles(keep, len(weight), wide)
         slices += [slice(rows.start + keep, rows.stop + keep) for rows in tiles(len(hidden) - keep, len(weight), wide)]
+        products = gradients = None
         for rows in slices:
             h, factor = head.rows(rows), scale[rows, None]
             if rows.stop <= keep:
                 tile = kept[rows]
             else:
-                z = head.logits(h, transform)
-                own_sums = RowSums(*(x[rows] for x in sums))
-                if grad_entropy is None:
-                    tile = gradient_tile_again(z, head.index[rows], own_sums, transform.slope(z))
-                else:
-                    tile = logit_gradient(z, head.index[rows], own_sums, of_logps[rows], of_entropy[rows], transform)
+                products = head.scratch(compute_dtype) if products is None else products
+                if gradients is None:
+                    gradients = products if dtype == compute_dtype else head.scratch(dtype)
+                product = head.product(h, out=products[: len(h)])
+                tile = gradients[: len(h)]
+                index, own_sums = head.index[rows], RowSums(*(x[rows] for x in sums))
+                for block in blocks(*product.shape, head.accumulator, product.device):
+                    z = transform.apply_(product[block].to(wide))
+                    block_sums = RowSums(*(x[block] for x in own_sums))
+                    if grad_entropy is None:
+                        gradient = gradient_tile_again(z, index[block], block_sums, transform.slope(z))
+                    else:
+                        upstream = of_logps[rows][block], of_entropy[rows][block]
+                        gradient = logit_gradient(z, index[block], block_sums, *upstream, transform)
+                    _put(tile[block], gradient)
+                if grad_entropy is not None:
                     factor = torch.ones_like(factor)  # the tile is scaled already
-                del z
-                tile = tile.to(dtype)
             if needs_hidden:
                 grad_hidden[rows] = (tile @ head.tile_weight).to(wide) * factor
             if weight_sum is not None:
                 _add_product(weight_sum, tile.t(), (h.to(wide) * factor).to(dtype), first=rows.start == 0)
             if needs_bias:
                 bias_sum += tile.t().to(wide) @ factor[:, 0]
-            del tile  # before the next one is made
         if weight_sum is not None:
             grad_weight.copy_(weight_sum if len(hidden) else weight_sum.zero_())
         if needs_bias:
             grad_bias.copy_(bias_sum)
         return [grad_hidden, grad_weight, grad_bias]
+
+
+def _put(place: Tensor, tile: Tensor) -> None:
+    """Writes a block of a gradient tile to its place, where it may have been made already."""
+    if tile.data_ptr() != place.data_ptr():
+        place.copy_(tile)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -315,9 +353,10 @@ def linear_logps(
     of a trainable head.
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs three tiles of logits in float32 (one more with `softcap`), each of at
-    most 128 MiB or 256 tokens, whichever is more; a copy of a weight whose dtype is not the compute dtype, and in
-    float16 another in float32 for its gradients. The weight's gradient is summed in `[V, D]` float32.
+    the head needs a gradient, and while it runs one tile of logits (in float16 two), of at most 32 MiB in float32 or
+    256 tokens, whichever is more, and a few blocks of 4 MiB (off the CPU, tiles in float32); a copy of a weight whose
+    dtype is not the compute dtype, and in float16 another in float32 for its gradients. The weight's gradient is summed
+    in `[V, D]` float32.
 
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_BYTES = 128 << 20
+TILE_BYTES = 32 << 20
 TILE_ROWS = 256  # fewer would read the head's weight too often
+BLOCK_BYTES = 4 << 20  # of a tile: what a CPU's caches hold while several passes go over it
 NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 
@@ -32,6 +33,14 @@ def tiles(n: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
 
 def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
     return max(TILE_ROWS, TILE_BYTES // (vocabulary * dtype.itemsize))
+
+
+def blocks(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
+    """Rows [0, n) in slices that several passes are made over: what a CPU's caches hold; elsewhere tiles."""
+    if device.type != "cpu":
+        return tiles(n, vocabulary, dtype)
+    step = max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize))
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -72,9 +81,7 @@ class RowSums(NamedTuple):
     total: Tensor  # [n]
 
 
-def fold(
-    z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str, out: Tensor | None = None
-) -> tuple[RowSums, list[Tensor], Tensor]:
+def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> tuple[RowSums, list[Tensor], Tensor]:
     """The sums of a tile, the statistics that were asked for, and `exp(z - m)` with 0 at the targets.
 
     Args:
@@ -82,7 +89,6 @@ def fold(
         targets: [n] ids in the vocabulary.
         target_logits: [n] the targets' transformed logits, as precise as they are known.
         statistics: names out of `results.STATISTICS`, comma-separated.
-        out: [n, V] where to put the exponentials; without it, where z was, if no statistic needs z.
     """
     column = targets[:, None]
     own = z.gather(1, column)[:, 0]  # as the tile has it: statistics are taken over one distribution
@@ -94,7 +100,7 @@ def fold(
 
     z.sub_(shift[:, None])
     needs_z = "entropy" in statistics or "log_sum_sq_probs" in statistics
-    exponentials = torch.exp(z, out=z if out is None and not needs_z else out)
+    exponentials = z.exp() if needs_z else z.exp_()
     others = exponentials.sum(-1)
 
     gap = target_logits - shift

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .logit_rows import RowSums, Transform, accumulator, fold, logit_gradient, tiles
+from .logit_rows import RowSums, Transform, accumulator, blocks, fold, logit_gradient
 from .results import TokenLogps
 
 OP = "token_logps"
@@ -29,7 +29,7 @@ def _torch_fwd(
     dtype = accumulator(logits.dtype)
     ignored, index = split_targets(OP, targets, logits.shape[1])
     results = empty_results(logits, statistics)
-    for rows in tiles(len(logits), logits.shape[1], dtype):
+    for rows in blocks(*logits.shape, dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         own = z.gather(1, index[rows, None])[:, 0]
         sums, extra = fold(z, index[rows], own, statistics)[:2]
@@ -70,7 +70,7 @@ def _torch_bwd(
     dtype = accumulator(logits.dtype)
     ignored, index = split_targets(OP, targets, logits.shape[1])
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    for rows in tiles(len(logits), logits.shape[1], dtype):
+    for rows in blocks(*logits.shape, dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         of_logps, of_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
         own_sums = RowSums(*(x[rows] for x in sums))
@@ -129,10 +129,10 @@ def token_logps(
     Sums are float32 (float64 for float64 logits), whatever the dtype of the logits, and leave the target out, so that
     `1 - p` of a confident prediction keeps its digits. Meaning: `fastdpo.ops.reference.token_logps`.
 
-    Extra memory: two tiles of logits in float32, each of at most 128 MiB or 256 tokens, whichever is more (one more
-    with `softcap`, one more in the backward if a gradient reaches `entropy`), none on CUDA; in the backward also the
-    gradient, as large as the logits. Logits that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are
-    copied.
+    Extra memory: two blocks of logits in float32, each of at most 4 MiB on a CPU, elsewhere 32 MiB or 256 tokens (one
+    more with `softcap`, one more in the backward if a gradient reaches `entropy`), none on CUDA; in the backward also
+    the gradient, as large as the logits. Logits that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch,
+    are copied.
 
     Args:
         logits: [..., V] float16, bfloat16, float32 or float64.

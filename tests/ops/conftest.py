@@ -22,12 +22,13 @@ class Trace(NamedTuple):
 
 @pytest.fixture
 def rows_of_a_tile(monkeypatch):
-    """Sets how many rows of logits a tile has."""
+    """Sets how many rows of logits a tile has. Passes are made over a third of it at a time."""
 
     def set_rows(rows, vocabulary, dtype):
         bytes_of_a_row = vocabulary * logit_rows.accumulator(dtype).itemsize
         monkeypatch.setattr(logit_rows, "TILE_BYTES", rows * bytes_of_a_row)
         monkeypatch.setattr(logit_rows, "TILE_ROWS", 1)
+        monkeypatch.setattr(logit_rows, "BLOCK_BYTES", max(1, rows // 3) * bytes_of_a_row)
 
     return set_rows
 
