@@ -15,6 +15,7 @@ ARROWS = {  # a package, and the parts of the project that it may import
     "packing": set(),
     "ops": {"kernels", "packing", "ops"},
     "attention": {"ops", "packing"},
+    "metrics": {"ops"},
     "integrations": {"attention", "ops", "packing", "integrations"},
 }
 

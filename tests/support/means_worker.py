@@ -1,0 +1,51 @@
+"""One rank of means over a batch: `torchrun means_worker.py DIRECTORY`. Leaves what it computed there."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fastdpo.metrics import PreferenceMeans
+from fastdpo.ops import TokenLogps, preference_loss
+
+PAIRS, LENGTH = 7, 9
+
+
+def update(means: PreferenceMeans, pairs: slice) -> None:
+    """Some of the pairs of a batch that is the same everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.cat([torch.arange(PAIRS)[pairs], PAIRS + torch.arange(PAIRS)[pairs]])
+    logps, entropy, logits = torch.randn(3, 2 * PAIRS, LENGTH, generator=generator)
+    mask = torch.rand(2 * PAIRS, LENGTH, generator=generator) < torch.rand(2 * PAIRS, 1, generator=generator)
+    reference = torch.randn(2 * PAIRS, generator=generator)
+    is_top1 = torch.rand(2 * PAIRS, LENGTH, generator=generator) < 0.3
+    tokens = TokenLogps(*(x[rows] for x in (logps, entropy, logits, is_top1)))
+    if not len(rows):
+        return
+    chosen, rejected = (logps * mask).sum(1)[rows].chunk(2)
+    loss = preference_loss(chosen, rejected, *reference[rows].chunk(2))
+    means.update_pairs(loss, chosen, rejected)
+    means.update_tokens(tokens, mask[rows])
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    collectives = []
+    stock = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: collectives.append(1) or stock(*args, **kwargs)
+    means = PreferenceMeans()
+    cuts = {2: [0, 2, 7], 3: [0, 4, 7, 7]}[world]  # uneven, and of three ranks the last has no data
+    for pair in range(cuts[rank], cuts[rank + 1]):  # a step each, of which ranks take different numbers
+        update(means, slice(pair, pair + 1))
+    result = means.compute()
+    (directory / f"rank{rank}.json").write_text(json.dumps({"means": result, "collectives": len(collectives)}))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""Means: over ranks, uneven batches and ranks without data they are those of one process, at one collective."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from means_worker import PAIRS, update
+
+from fastdpo.metrics import Means, PreferenceMeans
+from fastdpo.ops import TokenLogps, preference_loss
+
+WORKER = Path(__file__).parent / "support" / "means_worker.py"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_agree_with_one_process(ranks, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launch, str(WORKER), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = PreferenceMeans()
+    update(alone, slice(0, PAIRS))
+    expected = alone.compute()
+    for rank in range(ranks):
+        result = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert result["collectives"] == 1
+        assert result["means"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_means_are_what_they_say():
+    """Against plain sums over tokens and pairs, in two uneven steps."""
+    means = PreferenceMeans()
+    update(means, slice(0, 2))
+    update(means, slice(2, PAIRS))
+    whole = PreferenceMeans()
+    update(whole, slice(0, PAIRS))
+    found = means.compute()
+    assert found == pytest.approx(whole.compute(), rel=1e-6)
+    assert all(math.isnan(value) for value in means.compute().values()), "it starts again"
+
+    logps = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    tokens = TokenLogps(
+        logps,
+        entropy=torch.tensor([[1.0, 2.0, math.nan], [3.0, math.inf, math.nan]]),
+        mean_logits=torch.tensor([[0.5, 1.5, 9.0], [-1.0, 9.0, 9.0]]),
+        is_top1=torch.tensor([[True, False, True], [True, True, True]]),
+    )
+    means.update_tokens(tokens, mask)
+    chosen, rejected = torch.tensor([-3.0]), torch.tensor([-3.0])
+    loss = preference_loss(chosen, rejected, torch.tensor([-4.0]), torch.tensor([-2.0]))
+    means.update_pairs(loss, chosen, rejected)
+    found = means.compute()
+    assert found.pop("loss") == pytest.approx(-math.log(1 / (1 + math.exp(-0.2))), rel=1e-6)
+    assert found == pytest.approx(
+        {
+            "rewards/chosen": 0.1,
+            "rewards/rejected": -0.1,
+            "rewards/margins": 0.2,
+            "rewards/accuracies": 1.0,
+            "logps/chosen": -3.0,
+            "logps/rejected": -3.0,
+            "entropy": 2.0,
+            "mean_token_accuracy": 0.5,
+            "logits/chosen": 1.0,
+            "logits/rejected": -1.0,
+        },
+        rel=1e-6,
+    )
+
+
+def test_many_small_values_keep_their_digits():
+    means = Means(["x"])
+    for _ in range(10):
+        means.update(x=torch.full((1000,), 0.1))
+        means.update(x=torch.tensor(1e6))
+    assert means.compute()["x"] == pytest.approx((10 * 1000 * float(torch.tensor(0.1)) + 1e7) / 10010, rel=1e-12)
+
+
+def test_nothing_is_read_on_the_host():
+    """A step on the meta device, where there is nothing to read, and where reading raises."""
+    means = PreferenceMeans("meta")
+    sums, mask = torch.empty(3, device="meta"), torch.empty(6, 5, device="meta")
+    loss = preference_loss(sums, sums, sums, sums)
+    means.update_pairs(loss, sums, sums)
+    means.update_tokens(TokenLogps(mask, mask, mask, mask > 0), mask > 0)
+    with pytest.raises(NotImplementedError, match="meta"):
+        means.compute()
+
+
+def test_no_gradient_is_kept():
+    means = Means(["x"])
+    means.update(x=torch.ones(3, requires_grad=True))
+    assert not means._sums_and_counts.requires_grad
+
+
+def test_names_are_checked():
+    with pytest.raises(ValueError, match=r"names must be distinct; got \['x', 'x'\]"):
+        Means(["x", "x"])
+    with pytest.raises(ValueError, match="metrics must be among x; got y"):
+        Means(["x"]).update(y=torch.ones(1))
