@@ -115,7 +115,7 @@ def _fwd(
                 gradients = head.scratch(jacobian.dtype) if gradients is None else gradients
                 gradient = gradients[:n]
             _fwd_tile(head, rows, transform, statistics, product, gradient, results)
-            if form_jacobian:
+            if form_jacobian and gradient is not None:
                 torch.mm(gradient, head.tile_weight, out=jacobian[rows])
         return [kept, jacobian, *mask_results(results, head.ignored)]
 
@@ -133,7 +133,7 @@ def _fwd_tile(
     h = head.rows(rows)
     head.product(h, out=product)
     index, own = head.index[rows], head.target_logits(h, rows, transform)
-    for block in blocks(*product.shape, head.accumulator, product.device):
+    for block in blocks(len(product), len(head.weight), head.accumulator, product.device):
         z = transform.apply_(product[block].to(head.accumulator))
         slope = None if gradient is None else transform.slope(z)
         sums, extra, exponentials = fold(z, index[block], own[block], statistics)
@@ -219,7 +219,7 @@ def _bwd(
                 product = head.product(h, out=products[: len(h)])
                 tile = gradients[: len(h)]
                 index, own_sums = head.index[rows], RowSums(*(x[rows] for x in sums))
-                for block in blocks(*product.shape, head.accumulator, product.device):
+                for block in blocks(len(product), len(weight), head.accumulator, product.device):
                     z = transform.apply_(product[block].to(wide))
                     block_sums = RowSums(*(x[block] for x in own_sums))
                     if grad_entropy is None:

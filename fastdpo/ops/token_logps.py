@@ -29,7 +29,7 @@ def _torch_fwd(
     dtype = accumulator(logits.dtype)
     ignored, index = split_targets(OP, targets, logits.shape[1])
     results = empty_results(logits, statistics)
-    for rows in blocks(*logits.shape, dtype, logits.device):
+    for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         own = z.gather(1, index[rows, None])[:, 0]
         sums, extra = fold(z, index[rows], own, statistics)[:2]
@@ -70,7 +70,7 @@ def _torch_bwd(
     dtype = accumulator(logits.dtype)
     ignored, index = split_targets(OP, targets, logits.shape[1])
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    for rows in blocks(*logits.shape, dtype, logits.device):
+    for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         of_logps, of_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
         own_sums = RowSums(*(x[rows] for x in sums))
