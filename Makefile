@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs bench bench-ops clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -22,7 +22,14 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
 
+SUITES ?= step head memory scaling
+
 bench: $(READY)
+	status=0; for suite in $(SUITES); do \
+		$(BIN)/python -m benchmarks.run --suite $$suite --json out/$$suite.json $(ARGS) || status=1; \
+	done; exit $$status
+
+bench-ops: $(READY)
 	mkdir -p out
 	$(BIN)/python -m pytest benchmarks/ops --benchmark-enable --benchmark-only --benchmark-group-by=group \
 		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)

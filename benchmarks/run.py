@@ -1,0 +1,133 @@
+"""Runs one suite: checks every side against the truth, measures those that are equal, and writes every sample.
+
+    python -m benchmarks.run --suite {step,head,memory,scaling} [--json OUT] [--cases REGEX] [--rounds N] [--quick]
+
+The exit code is 1 if a side is not equal to the others or failed; neither gets a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks import machine, tables
+from benchmarks.cases import Suite
+from benchmarks.suites import SUITES
+from benchmarks.summary import summarize
+from benchmarks.turns import FAILED, NOT_EQUAL, Turns
+
+PACKAGES = ("torch", "transformers", "trl", "fastdpo", "peft", "accelerate", "cut-cross-entropy", "liger-kernel")
+RED = {NOT_EQUAL, FAILED}
+QUICK_ROUNDS = 2
+ROOT = Path(__file__).parents[1]
+
+
+def commit() -> str:
+    """The commit of the sources, and whether they differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if git("status", "--porcelain") else "")
+
+
+def settings(threads: int) -> dict[str, Any]:
+    """What of the machine the sides are given."""
+    native = torch.accelerator.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return {
+        "threads": threads,
+        "bfloat16": "native" if native else "emulated",
+        "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
+    }
+
+
+def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything that goes to the JSON, which is written after every case."""
+    cases = [case for case in suite.cases(args.quick) if re.search(args.cases, case.name)]
+    if not cases:
+        names = ", ".join(case.name for case in suite.cases(args.quick))
+        sys.exit(f"--cases must match a case of {suite.name}; got {args.cases!r}, there are {names}")
+    rounds = args.rounds or (QUICK_ROUNDS if args.quick else suite.rounds)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    result: dict[str, Any] = {
+        "suite": suite.name,
+        "title": suite.title,
+        "command": shlex.join(["python", "-m", "benchmarks.run", *args.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine.machine() | settings(args.threads),
+        "versions": machine.versions(*PACKAGES),
+        "quick": args.quick,
+        "rounds": rounds,
+        "cases": [],
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
+        bar = progress.add_task(f"suite {suite.name}", total=len(cases))
+        for case in cases:
+            record = Turns(suite, case, rounds, args.threads, progress).run()
+            result["cases"].append(record)
+            result["summary"] = summarize(suite, result["cases"])
+            args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+            progress.advance(bar)
+            for name, side in record["sides"].items():
+                if side["reason"]:
+                    progress.console.print(
+                        f"{case.name}: {name}: {side['status']}: {side['reason']}",
+                        style="bold red" if side["status"] in RED else "dim",
+                        markup=False,
+                        soft_wrap=True,
+                    )
+    return result
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Run one suite of benchmarks; every side is checked first."
+    )
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--json", type=Path, help="where to write every sample; default: out/SUITE.json")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names match")
+    parser.add_argument("--rounds", type=int, help="passes over each case's batches; default: as the suite says")
+    parser.add_argument("--threads", type=int, default=2, help="of each side; default: 2")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    args = parser.parse_args(argv)
+    args.argv = argv
+    args.json = args.json or Path("out") / f"{args.suite}.json"
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    console = Console(highlight=False)
+    result = run(SUITES[args.suite], args, console)
+    console.print(tables.table(result), markup=False, soft_wrap=True)
+    for claim in result["summary"].get("claims", []):
+        style = None if claim["holds"] else "bold red"
+        verdict = "holds" if claim["holds"] else "does not hold"
+        console.print(
+            f"{claim['claim']}: {verdict} ({claim['value']:,.3g} {claim['unit']})",
+            style=style,
+            markup=False,
+            soft_wrap=True,
+        )
+    console.print(f"Written: {args.json}")
+    statuses = {side["status"] for case in result["cases"] for side in case["sides"].values()}
+    return 1 if statuses & RED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A lower bound of a DPO step on this machine, made of the model's own layers and torch's own kernels.
+
+What it runs, forward and backward for the policy, forward for the reference:
+
+- the backbone of transformers on the T distinct tokens of the batch, each once, as one row without padding;
+- attention by `scaled_dot_product_attention`, causal, over every stored piece of a row: a prompt with its first answer
+  is one, its second answer another, which sees itself but, unlike in the true step, not its prompt. That is less than
+  is needed;
+- the bare matrix products of the head on the N scored rows, in tiles of `TILE` rows: policy `h W^T`, `G W` and, unless
+  the head is frozen, `G^T h`, with the product itself in place of G; reference `h W^T`.
+
+What it leaves out: softmax, log-probabilities and their statistics, the loss, the packing and all of the trainer. So
+nobody's step can be expected to reach it, and its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from benchmarks.cases import Arrays
+from benchmarks.sides import workload as w
+from benchmarks.sides.workload import Workload
+from fastdpo import ops
+from fastdpo.packing import Layout
+
+TILE = 1024
+ATTENTION = "floor"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H_kv, T, D]
+    value: Tensor,
+    attention_mask: None,
+    pieces: list[tuple[int, int]],
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each piece (start, length) of the tokens."""
+    parts = [
+        F.scaled_dot_product_attention(
+            *(x.narrow(2, start, length) for x in (query, key, value)), is_causal=True, enable_gqa=True
+        )
+        for start, length in pieces
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+class FloorStep:
+    def __init__(self, workload: Workload) -> None:
+        AttentionInterface.register(ATTENTION, attend)
+        AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+        self.lora = workload.lora
+        self.model = w.build_policy(workload)
+        self.policy = self.model.get_base_model() if self.lora else self.model
+        self.reference = self.policy if self.lora else w.build_model(workload, w.REFERENCE)
+        for model in (self.policy, self.reference):
+            model.set_attn_implementation(ATTENTION)
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.model.to(device)
+        self.reference.to(device)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=workload.bf16)
+        # On a CPU that has no bfloat16, products in it take far longer than in float32: not a bound.
+        self.dtype = torch.bfloat16 if workload.bf16 and device.type != "cpu" else torch.float32
+        collate = DataCollatorForPreference(w.PAD, workload.max_length)
+        self.batches = len(workload.batches)
+        self.packed = [_pack(collate(w.examples(workload, i)), device) for i in range(self.batches)]
+
+    def check(self) -> Arrays:
+        for batch in range(self.batches):
+            self.step(batch)
+            self.rest()
+        return {}
+
+    def step(self, batch: int) -> None:
+        ids, layout = self.packed[batch]
+        hidden = self._hidden(self.policy, ids, layout)
+        hidden.backward(self._products(self.policy.lm_head.weight, hidden.detach()))
+        with torch.no_grad():
+            with self.model.disable_adapter() if self.lora else nullcontext():
+                hidden = self._hidden(self.reference, ids, layout)
+            weight = self.reference.lm_head.weight.to(self.dtype)
+            for tile in hidden.to(self.dtype).split(TILE):
+                tile @ weight.t()
+
+    def _hidden(self, model: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
+        """[N, D]"""
+        pieces = [(start, length) for _, _, start, length in layout.rows.tolist()]
+        with self.autocast:
+            out = model.base_model(
+                input_ids=ids, position_ids=layout.position_ids[None], use_cache=False, pieces=pieces
+            )
+            return out.last_hidden_state[0].index_select(0, layout.score_index)
+
+    @torch.no_grad()
+    def _products(self, weight: nn.Parameter, hidden: Tensor) -> Tensor:
+        """The head's products; returns what stands for the gradient of hidden [N, D], sets that of weight [V, D]."""
+        narrow = weight.to(self.dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(narrow) if weight.requires_grad else None
+        for start in range(0, len(hidden), TILE):
+            rows = hidden[start : start + TILE].to(self.dtype)
+            logits = rows @ narrow.t()
+            grad_hidden[start : start + TILE] = logits @ narrow
+            if grad_weight is not None:
+                grad_weight.addmm_(logits.t(), rows)
+        weight.grad = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden
+
+    def rest(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def facts(self) -> dict[str, Any]:
+        """Tokens of a step, those of policy and reference; scored rows of a step."""
+        return {
+            "tokens": 2 * sum(ids.numel() for ids, _ in self.packed) / self.batches,
+            "scored_rows": sum(len(layout.targets) for _, layout in self.packed) / self.batches,
+        }
+
+
+def _pack(inputs: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Layout]:
+    """ids [1, T] and how they lie."""
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+    layout = ops.pack_pairs(inputs["input_ids"], inputs["attention_mask"], labels)
+    return layout.pack(inputs["input_ids"]), layout

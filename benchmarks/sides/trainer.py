@@ -1,0 +1,130 @@
+"""`DPOTrainer.training_step` on prepared batches: as TRL ships it, with its CUDA way of choosing positions, patched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+from datasets import disable_progress_bars as quiet_datasets
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+from trl.trainer import utils as trl_utils
+
+import fastdpo
+from benchmarks.cases import Arrays, Unavailable
+from benchmarks.demo.meters import TokenCounter
+from benchmarks.sides import workload as w
+from benchmarks.sides.workload import Workload
+from fastdpo import ops
+
+FUSED = {("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")}
+
+
+class TokenizedTrainer(DPOTrainer):
+    """Takes a dataset that holds ids already."""
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+        return dataset
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Never used on text; the trainer wants to know the special tokens."""
+    words = Tokenizer(models.WordLevel({"<pad>": w.PAD, "<eos>": w.EOS}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def build_trainer(workload: Workload, directory: Path) -> DPOTrainer:
+    """Default loss (sigmoid, beta 0.1), no gradient checkpointing."""
+    quiet_datasets()
+    config = DPOConfig(
+        output_dir=str(directory),
+        per_device_train_batch_size=len(workload.batches[0]),
+        max_length=workload.max_length,
+        bf16=workload.bf16,
+        gradient_checkpointing=False,
+        use_cpu=not torch.accelerator.is_available(),
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = TokenizedTrainer(
+        model=w.build_model(workload, w.POLICY),
+        ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE),
+        args=config,
+        train_dataset=Dataset.from_list(w.examples(workload, 0)),
+        processing_class=tokenizer(),
+        peft_config=w.lora_config() if workload.lora else None,
+    )
+    if workload.lora:
+        w.start_adapters(trainer.model)
+    trainer.current_gradient_accumulation_steps = 1  # what `train()` sets before its first step
+    return trainer
+
+
+class TrainerStep:
+    """Forward and backward of the policy and the reference's forward; no optimizer."""
+
+    def __init__(self, workload: Workload, mode: str, memory_budget: int = ops.MEMORY_BUDGET) -> None:
+        """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo"."""
+        self.fused = mode == "fastdpo"
+        if self.fused:
+            os.environ["FASTDPO_STRICT"] = "1"  # a path that is off is an error
+            fastdpo.patch(memory_budget=memory_budget)
+        if mode == "labelled":
+            if not hasattr(trl_utils, "_use_triton"):
+                raise Unavailable("this TRL does not choose positions by `_use_triton`")
+            trl_utils._use_triton = lambda device: True
+        with TemporaryDirectory() as directory:
+            self.trainer = build_trainer(workload, Path(directory))
+        self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
+        self.batches = len(workload.batches)
+        self.inputs = [self.trainer.data_collator(w.examples(workload, i)) for i in range(self.batches)]
+        policy = self.trainer.model.get_base_model() if workload.lora else self.trainer.model
+        references = [] if workload.lora else [self.trainer.ref_model]
+        self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
+        self.steps = 0
+
+    def check(self) -> Arrays:
+        """Log-probabilities of every labelled token and the loss of all batches, the gradient of the first."""
+        logps = {"policy": [], "reference": []}
+
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            role = "policy" if torch.is_grad_enabled() else "reference"
+            logps[role].append(output.log_probs.detach()[output.label_mask].float())
+
+        models = [self.model] if self.trainer.ref_model is None else [self.model, self.trainer.ref_model]
+        hooks = [model.register_forward_hook(record) for model in models]
+        losses, gradient = [], None
+        for batch in range(self.batches):
+            losses.append(self._training_step(batch))
+            gradient = w.gradient_of(self.model) if gradient is None else gradient
+            self.rest()
+        for hook in hooks:
+            hook.remove()
+        if self.fused and set(fastdpo.calls) != FUSED:
+            raise RuntimeError(f"not every call went the fused way: {dict(fastdpo.calls)}")
+        for counter in self.counters:
+            counter.take()
+        found = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
+        found |= {"loss": torch.stack(losses), "gradient": gradient}
+        return {name: value.numpy() for name, value in found.items()}
+
+    def _training_step(self, batch: int) -> torch.Tensor:
+        return self.trainer.training_step(self.model, dict(self.inputs[batch]))
+
+    def step(self, batch: int) -> None:
+        self._training_step(batch)
+        self.steps += 1
+
+    def rest(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.trainer._metrics["train"].clear()
+
+    def facts(self) -> dict[str, Any]:
+        """Tokens that went through the backbones in a step, those of policy and reference, padding included."""
+        return {"tokens": sum(counter.take() for counter in self.counters) / max(self.steps, 1)}

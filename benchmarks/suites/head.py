@@ -1,0 +1,33 @@
+"""The head by itself: log-probabilities from hidden states, forward and backward, against other libraries."""
+
+from __future__ import annotations
+
+from benchmarks.cases import Case, Side, Suite
+from benchmarks.sides.heads import PEERS, HeadWorkload
+
+SHAPES = (  # N scored tokens, V vocabulary, D hidden size
+    (1024, 32_000, 256),  # the step suite's head
+    (4096, 32_000, 256),  # its gradient tiles outgrow the memory budget
+    (1024, 32_000, 1024),  # a wider model
+    (256, 151_936, 896),  # Qwen2-0.5B's
+)
+QUICK_SHAPES = ((64, 500, 16),)
+
+
+def cases(quick: bool) -> list[Case]:
+    found = []
+    for trainable in (True, False):
+        for n, v, d in QUICK_SHAPES if quick else SHAPES:
+            work = HeadWorkload(n, v, d, trainable)
+            sides = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", work, {"peer": peer}) for peer in PEERS)
+            found.append(Case(str(work), "trainable" if trainable else "frozen", sides, {"dtype": "float32"}))
+    return found
+
+
+SUITE = Suite(
+    name="head",
+    title="Log-probabilities from hidden states, forward and backward",
+    truth="benchmarks.sides.heads:ExactHead",
+    cases=cases,
+    rounds=7,
+)

@@ -1,0 +1,74 @@
+"""A whole DPO step in TRL's `DPOTrainer`, without the optimizer, at the lengths of six preference datasets."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
+
+STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
+
+
+class Profile(NamedTuple):
+    """The median length of a row in tokens, and the ratio of its prompt to its answer."""
+
+    median: float
+    ratio: float
+
+
+PROFILES = {
+    "Capybara": Profile(1160, 1.59),
+    "HH": Profile(186, 2.15),
+    "MetaMath": Profile(872, 3.91),
+    "TL;DR": Profile(416, 11.14),
+    "HelpSteer": Profile(775, 6.34),
+    "UltraFeedback": Profile(409, 0.42),
+}
+SPREAD = 0.6
+BOUNDS = 2, 1536  # tokens of a part
+PAIRS, BATCHES = 6, 3
+IN_BF16 = ("HH", "UltraFeedback")
+BF16_PAIRS, BF16_BATCHES = 2, 1  # where bfloat16 is emulated, a step takes some 50 times as long as in float32
+
+QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
+QUICK_PROFILES = {"HH": Profile(40, 2.15)}
+
+
+def workload(profile: Profile, lora: bool, bf16: bool, quick: bool) -> Workload:
+    pairs, batches = (BF16_PAIRS, BF16_BATCHES) if bf16 else (PAIRS, BATCHES)
+    pairs, batches, size = (2, 2, QUICK_SIZE) if quick else (pairs, batches, ModelSize())
+    lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=BOUNDS) for seed in range(batches)]
+    return Workload(tuple(lengths), lora=lora, bf16=bf16, size=size)
+
+
+def sides(work: Workload) -> tuple[Side, ...]:
+    trainer = "benchmarks.sides.trainer:TrainerStep"
+    return (
+        Side(STOCK, trainer, work, {"mode": "stock"}),
+        Side(LABELLED, trainer, work, {"mode": "labelled"}),
+        Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
+        Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
+    )
+
+
+def cases(quick: bool) -> list[Case]:
+    found = []
+    for group, lora, bf16 in (("full", False, False), ("LoRA", True, False), ("bf16", False, True)):
+        profiles = QUICK_PROFILES if quick else PROFILES
+        for name, profile in profiles.items():
+            if bf16 and name not in IN_BF16:
+                continue
+            work = workload(profile, lora, bf16, quick)
+            facts: dict[str, Any] = {"dtype": work.dtype, "median": profile.median, "ratio": profile.ratio}
+            found.append(Case(f"{group}/{name}", group, sides(work), facts))
+    return found
+
+
+SUITE = Suite(
+    name="step",
+    title="One DPO step in TRL's trainer: policy forward and backward, reference forward",
+    truth="benchmarks.sides.exact:ExactStep",
+    cases=cases,
+    rounds=3,
+)

@@ -1,0 +1,57 @@
+"""Medians, ratios and exponents against values that are known."""
+
+import numpy as np
+import pytest
+
+from benchmarks import intervals
+
+
+def test_a_median_is_the_mean_over_batches_of_each_batchs_median():
+    assert intervals.median([[1, 2, 30], [5, 6, 7]]).value == (2 + 6) / 2
+
+
+def test_equal_samples_have_an_interval_of_no_width():
+    assert intervals.median([[3.0] * 5]) == (3.0, 3.0, 3.0)
+    assert intervals.ratio([[6.0] * 5, [2.0] * 4], [[1.0] * 5, [3.0] * 4]) == (2.0, 2.0, 2.0)
+
+
+def test_the_interval_of_a_median_covers_it_as_often_as_it_says(monkeypatch):
+    monkeypatch.setattr(intervals, "RESAMPLES", 400)
+    generator = np.random.default_rng(0)
+    estimates = [intervals.median([generator.exponential(size=25)]) for _ in range(200)]
+    covered = np.mean([low <= np.log(2) <= high for _, low, high in estimates])
+    assert 0.90 <= covered <= 0.99
+
+
+def test_a_single_sample_has_no_interval():
+    assert intervals.ratio([[4.0]], [[2.0]]) == (2.0, None, None)
+
+
+def test_a_geometric_mean_of_ratios():
+    pairs = [([[8.0] * 3], [[2.0] * 3]), ([[1.0] * 3], [[1.0] * 3])]
+    assert intervals.geometric_mean_of_ratios(pairs) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_the_interval_of_a_ratio_narrows_with_samples():
+    generator = np.random.default_rng(0)
+    few, many = (intervals.ratio([generator.normal(4, 0.4, n)], [generator.normal(2, 0.2, n)]) for n in (5, 500))
+    assert few.high - few.low > 3 * (many.high - many.low)
+    assert many.low < 2 < many.high
+
+
+def test_intervals_are_the_same_each_time():
+    samples = [np.random.default_rng(0).normal(size=9)]
+    assert intervals.median(samples) == intervals.median(samples)
+
+
+def test_the_exponent_of_a_power_law():
+    x = [1, 2, 4, 8]
+    assert intervals.exponent(x, [3 * value**1.5 for value in x]) == pytest.approx((1.5, 1.5, 1.5))
+    assert intervals.exponent([1, 2], [1, 4]) == (pytest.approx(2.0), None, None)
+
+
+def test_the_interval_of_an_exponent_is_students():
+    # y = x * (1, e, 1): slope 1, residual variance (2/3) / 1, Sxx = 2 log(2)^2, t(0.975, 1) = 12.706
+    fit = intervals.exponent([1, 2, 4], [1, 2 * np.e, 4])
+    half = 12.7062 * np.sqrt((2 / 3) / (2 * np.log(2) ** 2))
+    assert fit == pytest.approx((1, 1 - half, 1 + half), rel=1e-4)
