@@ -16,7 +16,13 @@ ARROWS = {  # a package, and the parts of the project that it may import
     "ops": {"kernels", "packing", "ops"},
     "attention": {"ops", "packing"},
     "metrics": {"ops"},
-    "integrations": {"attention", "ops", "packing", "integrations"},
+    "ref_logps": {
+        "ops",
+        "packing",
+        "integrations",
+        "ref_logps",
+    },  # a model is made to score by the wrapper of a forward
+    "integrations": {"attention", "ops", "packing", "integrations", "ref_logps"},  # which TRL's precompute is handed to
 }
 
 

@@ -46,6 +46,9 @@ UNDERSTOOD = {
 }
 """Arguments of a call that the fused path takes or can do without."""
 
+SCORING = {"labels", "shift_labels", "num_items_in_batch"}
+"""Those of them that a model's own forward is not given: all that is wanted of it is logits."""
+
 
 class NotFused(RuntimeError):
     """`FASTDPO_STRICT=1`: a fused path would have been off. The message is the reason."""
@@ -98,6 +101,8 @@ class _Wrapper:
     stock: Callable  # the forward before ours
     off: str | None  # why every call goes to it
     plan: Callable[..., Layout | None]
+    stock_scores: bool
+    inner: _Wrapper | None  # of ours, that somebody has wrapped since
     prior_attention: str | None = None
     forward: Callable | None = None  # ours
     found: qualify.Found | None = None  # by running the model; None before its first call
@@ -130,13 +135,20 @@ def install(
     request: Request,
     options: Options,
     answer: Callable[[Scored, dict], object],
+    *,
+    stock_scores: bool = True,
 ) -> None:
-    """Wraps the forward of a model. If the model does not qualify, says so: its calls are only counted then."""
+    """Wraps the forward of a model. If the model does not qualify, says so: its calls are only counted then.
+
+    `stock_scores`: the forward before ours takes `fused_lm_head` and labels. Else it is the model's own: what is not
+    fused is answered with its logits, and the head that scores is probed against them.
+    """
     uninstall(model)
     # A compiled model packs outside of its graphs. Decorated this late because Dynamo imports Triton.
     plan = cast(Callable[..., "Layout | None"], torch.compiler.disable(_plan, reason="packing works on the host"))
     off = qualify.why_not(model)
-    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off, plan)
+    inner = vars(model).get("_fastdpo")
+    wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off, plan, stock_scores, inner)
     if wrapper.off is not None:
         _say(wrapper, wrapper.off)
     else:
@@ -144,6 +156,8 @@ def install(
 
     def forward(self, *args, fused_lm_head=False, **kwargs):
         wrapper = vars(self)["_fastdpo"]  # not from the closure: a deep copy has its own, with its own stock forward
+        while wrapper.forward is not forward:
+            wrapper = wrapper.inner
         if not fused_lm_head:
             return wrapper.stock(*args, **kwargs)
         return _fused_call(self, wrapper, args, kwargs)
@@ -162,15 +176,23 @@ def is_fused(model: nn.Module) -> bool:
     return any(isinstance(wrapper, _Wrapper) and wrapper.off is None for wrapper in wrappers)
 
 
+def is_wrapped(model: nn.Module, integration: str) -> bool:
+    """Whether a model, or one that is inside of it, is wrapped for this integration."""
+    return any(module in _models and vars(module)["_fastdpo"].integration == integration for module in model.modules())
+
+
 def uninstall(model: PreTrainedModel) -> None:
-    """Gives a model its former forwards and attention back. Nothing to do if it was never wrapped."""
-    if model not in _models:
+    """Gives a model its former forwards and attention back, one copied from a wrapped model too."""
+    wrapper = vars(model).get("_fastdpo")
+    if not isinstance(wrapper, _Wrapper):
         return
-    _models.remove(model)
-    wrapper: _Wrapper = vars(model)["_fastdpo"]
+    _models.discard(model)
     if getattr(model.forward, "__func__", None) is wrapper.forward:
-        model.forward = wrapper.stock
-        del vars(model)["_fastdpo"]
+        del model.forward, vars(model)["_fastdpo"]
+        if wrapper.stock != model.forward:  # not the class's own
+            model.forward = wrapper.stock
+        if wrapper.inner is not None:
+            vars(model)["_fastdpo"] = wrapper.inner
     else:  # somebody wrapped it after us: stay in their chain, and only pass calls on
         wrapper.off = "fastdpo was unpatched"
     _restore(model, wrapper)
@@ -193,7 +215,9 @@ def uninstall_all(integration: str) -> None:
 def _fused_call(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> object:
     layout = wrapper.plan(model, wrapper, args, kwargs)
     if layout is None:
-        return wrapper.stock(*args, fused_lm_head=True, **kwargs)
+        if wrapper.stock_scores:
+            return wrapper.stock(*args, fused_lm_head=True, **kwargs)
+        return wrapper.stock(*args, **{name: x for name, x in kwargs.items() if name not in SCORING})
     return wrapper.answer(_score(model, wrapper, layout, kwargs), kwargs)
 
 
@@ -308,8 +332,10 @@ def _why_not_found(model: PreTrainedModel, wrapper: _Wrapper, device: torch.devi
     """What is known against the model from running it, which is done once, before anything is computed from it."""
     if wrapper.found is None:
         wrapper.found = qualify.probe(model, device)
-        if wrapper.found.wrong is not None:
-            wrapper.off = wrapper.found.wrong
+        wrapper.off = wrapper.found.wrong
+        if wrapper.off is None and not wrapper.stock_scores:
+            wrapper.off = qualify.probe_head(model, device)
+        if wrapper.off is not None:
             _restore(model, wrapper)
     if model.training and wrapper.found.attention_dropout:
         return "attention dropout is active"

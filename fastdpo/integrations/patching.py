@@ -18,7 +18,7 @@ from .fused_forward import Options
 
 logger = logging.getLogger("fastdpo")
 
-INTEGRATIONS = ("trl_dpo",)
+INTEGRATIONS = ("trl_dpo", "trl_online_dpo")
 """Modules of this package, one a trainer. Each names itself, its package, and the versions that it was tested with."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,26 @@ def probe(model: PreTrainedModel, device: torch.device) -> Found:
     return Found(None, not torch.equal(first, second), seen.dropout)
 
 
+def probe_head(model: PreTrainedModel, device: torch.device) -> str | None:
+    """How a model's logits differ from what its head and `logit_transform` make of hidden states; None if they don't.
+
+    The logits of its class's forward: a trainer may have left another precision around the model's own.
+    """
+    softcap, logit_scale = logit_transform(model.config.get_text_config())
+    ids = torch.randint(model.config.vocab_size, (1, 4), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _mode(model, training=False):
+        expected = type(model).forward(model, **batch).logits.float()
+        hidden = model.base_model(**batch).last_hidden_state
+        head = cast(nn.Linear, model.get_output_embeddings())
+        found = head(hidden.to(head.weight.device)).float().to(expected.device) * logit_scale
+    found = found if softcap is None else softcap * torch.tanh(found / softcap)
+    error = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    if error <= _tolerance(model):
+        return None
+    return f"the head of {type(model).__name__} makes other logits than its forward, by {error:.2g} of their size"
+
+
 def run(model: PreTrainedModel, layout: packing.Layout, input_ids: Tensor, **options: object):
     """The backbone's outputs of the packed tokens of a padded batch; hidden states [1, T, D]."""
     return model.base_model(
@@ -178,7 +198,7 @@ def _difference(model: PreTrainedModel, layout: packing.Layout, padded: Tensor, 
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     row = layout.output_index // layout.output_shape[1]
     worst = torch.stack([errors[row == r][-SHORTEST_BRANCH:].median() for r in range(layout.output_shape[0])]).max()
-    tolerance = TOLERANCES.get(_least_precise(model), HALF_TOLERANCE)
+    tolerance = _tolerance(model)
     if worst <= tolerance:
         return None
     return (
@@ -187,9 +207,10 @@ def _difference(model: PreTrainedModel, layout: packing.Layout, padded: Tensor, 
     )
 
 
-def _least_precise(model: PreTrainedModel) -> torch.dtype:
+def _tolerance(model: PreTrainedModel) -> float:
     dtypes = {p.dtype for p in model.parameters()}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 1.0)
+    least_precise = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 1.0)
+    return TOLERANCES.get(least_precise, HALF_TOLERANCE)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from packaging.specifiers import SpecifierSet
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from . import qualify
 from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger
+from .replacements import Replacements
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,14 +24,16 @@ SUPPORTED = SpecifierSet(">=1.15,<1.17")
 
 _HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
+_PRECOMPUTE_PARAMETERS = ["self", "dataset", "name", "batch_size"]
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
 ]
 _STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
+_COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
-_undo: list[Callable[[], None]] = []
+_replacements = Replacements()
 
 
 def why_not() -> str | None:
@@ -41,14 +43,19 @@ def why_not() -> str | None:
     for function, expected in (
         (getattr(dpo_trainer, "add_fused_lm_head", None), _HEAD_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "compute_ref_log_probs", None), _REFERENCE_PARAMETERS),
+        (getattr(dpo_trainer.DPOTrainer, "_precompute_ref_logps", None), _PRECOMPUTE_PARAMETERS),
         (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
     ):
         found = None if function is None else list(inspect.signature(function).parameters)
         if found != expected:
             return f"a function with the parameters {expected} was expected in trl.trainer.dpo_trainer; found {found}"
-    fields = {field.name for field in dataclasses.fields(utils.FusedCausalLMOutput)}
-    if fields != _OUTPUT_FIELDS:
-        return f"FusedCausalLMOutput must have the fields {sorted(_OUTPUT_FIELDS)}; has {sorted(fields)}"
+    for kind, expected in (
+        (utils.FusedCausalLMOutput, _OUTPUT_FIELDS),
+        (dpo_trainer.DataCollatorForPreference, _COLLATOR_FIELDS),
+    ):
+        fields = {field.name for field in dataclasses.fields(kind)}
+        if fields != expected:
+            return f"{kind.__name__} must have the fields {sorted(expected)}; has {sorted(fields)}"
     return None
 
 
@@ -57,6 +64,7 @@ def enable(options: Options) -> None:
 
     stock_add = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
+    stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
 
     @functools.wraps(stock_add)
@@ -74,6 +82,14 @@ def enable(options: Options) -> None:
         with kind_of_calls("reference"):
             return stock_reference(self, model, inputs)
 
+    @functools.wraps(stock_precompute)
+    def _precompute_ref_logps(self, dataset, name, batch_size):
+        from . import trl_dpo_precompute
+
+        if not trl_dpo_precompute.is_ours(self, dataset):
+            return stock_precompute(self, dataset, name, batch_size)
+        return trl_dpo_precompute.precompute(self, dataset, name, batch_size)
+
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
@@ -89,14 +105,14 @@ def enable(options: Options) -> None:
         if not self.padding_free:
             logger.warning("%s: padding_free=True, but batches are run padded, see above", NAME)
 
-    _replace(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
-    _replace(dpo_trainer.DPOTrainer, "__init__", __init__)
-    _replace(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
+    _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
+    _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
+    _replacements.put(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
+    _replacements.put(dpo_trainer.DPOTrainer, "_precompute_ref_logps", _precompute_ref_logps)
 
 
 def disable() -> None:
-    while _undo:
-        _undo.pop()()
+    _replacements.undo()
 
 
 def living_trainers() -> list[object]:
@@ -104,12 +120,6 @@ def living_trainers() -> list[object]:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
-
-
-def _replace(owner: object, name: str, replacement: Callable) -> None:
-    stock = getattr(owner, name)
-    setattr(owner, name, replacement)
-    _undo.append(lambda: setattr(owner, name, stock))
 
 
 def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:

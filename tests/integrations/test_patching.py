@@ -11,11 +11,12 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
+from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.trainer import dpo_trainer
 from trl_runs import assert_fused, config, dataset, tiny_model, tokenizer, train
 
 import fastdpo
-from fastdpo.integrations import patching, trl_dpo
+from fastdpo.integrations import patching, trl_dpo, trl_online_dpo
 
 IDS = torch.arange(3, 15).view(2, 6)
 BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True)
@@ -38,17 +39,16 @@ def build(directory, model, reference, **overrides) -> DPOTrainer:
 
 
 def seams() -> tuple:
-    return dpo_trainer.add_fused_lm_head, DPOTrainer.compute_ref_log_probs
+    online = OnlineDPOTrainer._forward, OnlineDPOTrainer.create_accelerator_and_postprocess
+    return dpo_trainer.add_fused_lm_head, DPOTrainer.compute_ref_log_probs, *online
 
 
 def test_report_and_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         report = fastdpo.patch()
-    (seam,) = report.seams
-    assert seam.name == "trl.DPOTrainer"
-    assert seam.version == "1.16.0"
-    assert seam.on
-    assert str(report) == "fastdpo: trl.DPOTrainer (1.16.0): on"
+    assert [seam.name for seam in report.seams] == ["trl.DPOTrainer", "trl.OnlineDPOTrainer"]
+    assert all(seam.version == "1.16.0" and seam.on for seam in report.seams)
+    assert str(report) == "fastdpo: trl.DPOTrainer (1.16.0): on | trl.OnlineDPOTrainer (1.16.0): on"
     assert [record.message for record in caplog.records] == [str(report)]
 
 
@@ -56,13 +56,24 @@ def test_patching_twice_is_patching_once():
     stock = seams()
     first = fastdpo.patch()
     once = seams()
-    assert once != stock
+    assert all(mine is not its for mine, its in zip(once, stock, strict=True))
     assert fastdpo.patch("trl") == first
     assert seams() == once
     fastdpo.unpatch()
     assert seams() == stock
     fastdpo.unpatch()
     assert seams() == stock
+
+
+def test_one_of_the_trainers():
+    stock = seams()
+    fastdpo.patch("trl.OnlineDPOTrainer")
+    assert seams()[:2] == stock[:2]
+    assert seams()[2] != stock[2]
+    with fastdpo.patched():
+        assert seams()[0] != stock[0]
+    assert seams()[:2] == stock[:2]
+    assert seams()[2] != stock[2], "a block undoes what it did, no more"
 
 
 def test_patched_block(monkeypatch):
@@ -94,9 +105,9 @@ def test_other_options_need_unpatching_first():
 def test_unknown_versions_are_refused(monkeypatch, version):
     stock = seams()
     monkeypatch.setattr(patching.importlib.metadata, "version", lambda package: version)
-    (seam,) = fastdpo.patch().seams
-    assert not seam.on
-    assert str(trl_dpo.SUPPORTED) in seam.reason
+    for seam, integration in zip(fastdpo.patch().seams, (trl_dpo, trl_online_dpo), strict=True):
+        assert not seam.on
+        assert str(integration.SUPPORTED) in seam.reason
     with pytest.raises(fastdpo.PatchError, match="supported versions"):
         fastdpo.patch("trl")
     assert seams() == stock
@@ -107,8 +118,7 @@ def test_missing_package_is_off_or_raises_when_named(monkeypatch):
         raise patching.importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(patching.importlib.metadata, "version", missing)
-    (seam,) = fastdpo.patch().seams
-    assert seam.reason == "trl is not installed"
+    assert [seam.reason for seam in fastdpo.patch().seams] == ["trl is not installed"] * 2
     with pytest.raises(fastdpo.PatchError, match="not installed"):
         fastdpo.patch("trl.DPOTrainer")
     monkeypatch.setenv("FASTDPO_STRICT", "1")
@@ -119,9 +129,10 @@ def test_missing_package_is_off_or_raises_when_named(monkeypatch):
 def test_a_changed_seam_is_refused(monkeypatch):
     monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", lambda model, something_new: None)
     changed = seams()
-    (seam,) = fastdpo.patch().seams
-    assert "something_new" in seam.reason
-    assert seams() == changed
+    dpo, online = fastdpo.patch().seams
+    assert "something_new" in dpo.reason
+    assert online.on
+    assert seams()[:2] == changed[:2]
 
 
 def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):

@@ -52,15 +52,16 @@ OPTIONS = {
     "pad_to_multiple_of": (dict(pad_to_multiple_of=16), FULL),  # every batch is padded beyond its longest row
     "pad_token_is_eos": (dict(pad_token="<eos>"), FULL),  # padding looks like the end of an answer
     # reference
-    "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=4 + 1)),
-    "precompute_ld": (dict(precompute_ref_log_probs=True, ld_alpha=0.5), dict(policy=3, reference=4)),  # stored split
+    # 16 pairs, and then those of the evaluation, are one batch of the pass each; none of the training's own
+    "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=1 + 1)),
+    "precompute_ld": (dict(precompute_ref_log_probs=True, ld_alpha=0.5), dict(policy=3, reference=1)),  # stored split
     "precompute_batch": (  # another batch, other partners: 16 pairs by 6
         dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
         dict(policy=3, eval=1, reference=3 + 1),
     ),
     "precompute_adapter": (
         dict(precompute_ref_log_probs=True, **adapter()),
-        dict(policy=3, reference=4),
+        dict(policy=3, reference=1),
     ),
     # evaluation
     "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),  # the last batch has 2 of 4 pairs
@@ -106,7 +107,7 @@ def test_option(both, option):
 def test_precompute_without_a_reference_model(tmp_path):
     with fastdpo.patched():
         run = train(tmp_path, tiny_model(), None, precompute_ref_log_probs=True)
-    assert_fused(run, policy=3, reference=4)  # by the policy, whose calls these are not
+    assert_fused(run, policy=3, reference=1)  # by the policy, whose calls these are not
     assert run.logs[0]["rewards/margins"] == 0.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from trl import DPOTrainer
-from trl_runs import _Gradients, config, dataset, tiny_model, tokenizer
+from trl_runs import Gradients, config, dataset, tiny_model, tokenizer
 
 import fastdpo
 
@@ -22,7 +22,7 @@ def main(directory: Path, batch: int) -> None:
         args=config(directory / f"out{rank}", per_device_train_batch_size=batch, max_steps=2),
         train_dataset=dataset(8, directory / f"data{rank}"),
         processing_class=tokenizer(),
-        callbacks=[_Gradients(gradients)],
+        callbacks=[Gradients(gradients)],
     )
     stock = trainer.compute_loss
 

@@ -94,7 +94,7 @@ class Run:
     steps: int = 0
 
 
-class _Gradients(TrainerCallback):
+class Gradients(TrainerCallback):
     def __init__(self, gradients: list[dict[str, torch.Tensor]]):
         self.gradients = gradients
 
@@ -158,23 +158,22 @@ def train(
         peft_config=peft_config,
         data_collator=data_collator,
         compute_metrics=compute_metrics,
-        callbacks=[_Gradients(run.gradients)],
+        callbacks=[Gradients(run.gradients)],
     )
     if not only_evaluate:
         trainer.train()
     if evaluate:
         trainer.evaluate()
     run.steps = trainer.state.global_step
-    run.logs = [
-        {
-            k: v
-            for k, v in log.items()
-            if isinstance(v, float) and not any(word in k for word in NOT_NUMBERS_OF_TRAINING)
-        }
-        for log in trainer.state.log_history
-    ]
+    run.logs = [numbers(log) for log in trainer.state.log_history]
     run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
     return run
+
+
+def numbers(log: dict) -> dict[str, float]:
+    """Those of a log that a training makes."""
+    named = ((k, v) for k, v in log.items() if isinstance(v, float))
+    return {k: v for k, v in named if not any(word in k for word in NOT_NUMBERS_OF_TRAINING)}
 
 
 def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6) -> None:

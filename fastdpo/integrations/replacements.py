@@ -1,0 +1,25 @@
+"""Attributes of a trainer line that stand in for stock ones, and how they go away again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+
+class Replacements:
+    """What one integration has put in place of stock functions."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+
+    def put(self, owner: object, name: str, replacement: object) -> None:
+        """Sets an attribute of a class or a module. One that a class has inherited is inherited again afterwards."""
+        own = vars(owner)
+        if name in own:
+            self._undo.callback(setattr, owner, name, own[name])
+        else:
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, replacement)
+
+    def undo(self) -> None:
+        """The last first."""
+        self._undo.close()

@@ -1,0 +1,133 @@
+"""TRL's OnlineDPOTrainer, entered where it scores completions, in `_forward`.
+
+Stock, a softmax over the vocabulary at each position, padding included, is stored for policy and reference. Here the
+two completions of a prompt share it, and only their tokens are scored.
+
+Loss, gradients, rewards and log-probabilities are stock's. Four metrics are not wherever completions differ in length:
+`objective/kl`, `objective/entropy`, `objective/non_score_reward` and `objective/rlhf_reward`. Stock sums them over the
+padding after the end of a completion too; here they are sums over its tokens, as padding is never computed, and is left
+out where a batch goes to stock's path. The loss masks padding out in stock as well.
+
+Positions count from the first real token, as they do while generating. Stock passes none, so that models with learned
+positions (GPT-2, say) see other ones behind left padding in `_forward` than those that they generated with.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from typing import TYPE_CHECKING, cast
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from . import qualify
+from .fused_forward import Options, Request, Scored, install, is_wrapped
+from .replacements import Replacements
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+NAME = "trl.OnlineDPOTrainer"
+PACKAGE = "trl"
+SUPPORTED = SpecifierSet(">=1.15,<1.17")
+
+_FORWARD_PARAMETERS = [
+    *("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")
+]
+_CREATE_PARAMETERS = ["self"]
+
+_replacements = Replacements()
+
+
+def why_not() -> str | None:
+    """What of the seam is not as this module knows it; None if all is."""
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    for name, expected in (
+        ("_forward", _FORWARD_PARAMETERS),
+        ("create_accelerator_and_postprocess", _CREATE_PARAMETERS),
+    ):
+        function = getattr(OnlineDPOTrainer, name, None)
+        found = None if function is None else list(inspect.signature(function).parameters)
+        if found != expected:
+            return f"OnlineDPOTrainer.{name} must have the parameters {expected}; found {found}"
+    return None
+
+
+def enable(options: Options) -> None:
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    stock_forward = OnlineDPOTrainer._forward
+    stock_create = OnlineDPOTrainer.create_accelerator_and_postprocess
+
+    @functools.wraps(stock_create)
+    def create_accelerator_and_postprocess(self):
+        """The last step before models are prepared: what accelerate puts around their forwards goes around ours."""
+        again = hasattr(self, "accelerator")  # a search of hyperparameters makes a new one
+        stock_create(self)
+        if not again:
+            _install(self.model, "policy", options)
+            if self.ref_model is not None:  # else it is the policy without its adapters
+                _install(self.ref_model, "reference", options)
+
+    @functools.wraps(stock_forward)
+    def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
+        inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
+        if not is_wrapped(model, NAME):  # of a trainer that was built before
+            return stock_forward(self, model, *inputs)
+        padding = completion_mask == 0
+        if vision_inputs is not None:  # the model says why not
+            return stock_forward(self, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
+        output = model(**_batch(self.max_length, *inputs[:4]), fused_lm_head=True)
+        if not isinstance(output, Tensor):  # logits: stock goes on from them
+            return stock_forward(self, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
+        return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
+
+    _replacements.put(OnlineDPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    _replacements.put(OnlineDPOTrainer, "_forward", _forward)
+
+
+def disable() -> None:
+    _replacements.undo()
+
+
+def living_trainers() -> list[object]:
+    """Trainers that exist already: their models have been prepared without any patch."""
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    return [x for x in gc.get_objects() if issubclass(type(x), OnlineDPOTrainer)]
+
+
+def _install(model: PreTrainedModel, role: str, options: Options) -> None:
+    from accelerate.utils import is_peft_model
+
+    base = cast("PreTrainedModel", cast("PeftModel", model).get_base_model() if is_peft_model(model) else model)
+    request = Request((), 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
+    install(base, NAME, role, request, options, _answer, stock_scores=False)
+
+
+def _answer(scored: Scored, kwargs: dict) -> Tensor:
+    return scored.logps.logps
+
+
+def _batch(
+    max_length: int, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+) -> dict[str, Tensor]:
+    """Prompts, cut on the left to `max_length` as stock cuts them, and completions, whose real tokens are labels.
+
+    Of a prompt that is cut away whole, stock scores token i at position i, which has seen it.
+    """
+    cut = max(prompt_ids.shape[1] + completion_ids.shape[1] - max_length, 0)
+    prompt_ids, prompt_mask = prompt_ids[:, cut:], prompt_mask[:, cut:]
+    targets = completion_ids.masked_fill(completion_mask == 0, IGNORE_INDEX)
+    unscored = torch.full_like(prompt_ids, IGNORE_INDEX)
+    return {
+        "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
+        "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1),
+        "labels" if prompt_ids.shape[1] else "shift_labels": torch.cat([unscored, targets], dim=1),
+    }

@@ -1,0 +1,176 @@
+"""The token ids of a preference data set, read row by row: what each pair costs, and the batches to run them in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..packing import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+TRUNCATIONS = ("keep_start", "keep_end")
+ROWS_READ_AT_ONCE = 1000
+
+
+class Sizes(NamedTuple):
+    """What is left of each pair after truncation.
+
+    Attributes:
+        packed: int64 [N], tokens with those of the prompt counted once, where both rows begin with the same ones.
+        longest: int64 [N], tokens of the longer row.
+        scored: bool [N], whether any token is scored.
+    """
+
+    packed: np.ndarray
+    longest: np.ndarray
+    scored: np.ndarray
+
+
+class Pairs:
+    """A data set of tokenized pairs, and how they are truncated. Lengths are kept in memory, ids stay where they are.
+
+    Attributes:
+        lengths: int64 [N, 3], of prompt, chosen and rejected, before truncation.
+        digest: of all token ids in their order.
+    """
+
+    def __init__(
+        self, dataset: Dataset | Sequence[Mapping], max_length: int | None = None, truncation_mode: str = "keep_start"
+    ):
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"precompute: max_length must be positive or None; got {max_length}")
+        if truncation_mode not in TRUNCATIONS:
+            raise ValueError(
+                f"precompute: truncation_mode must be one of {', '.join(TRUNCATIONS)}; got {truncation_mode!r}"
+            )
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or isinstance(dataset, Mapping):
+            kind = type(dataset).__name__
+            raise TypeError(f"precompute: dataset must be a datasets.Dataset or a sequence of mappings; got {kind}")
+        self.max_length, self.truncation_mode = max_length, truncation_mode
+        self._dataset: Any = dataset
+        self._arrow = self._dataset.select_columns(list(COLUMNS)) if hasattr(dataset, "select_columns") else None
+        self.lengths, self.digest = self._read()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self, indices: Iterable[int]) -> list[dict[str, list[int]]]:
+        """These rows, untruncated: lists of ids by the names of `COLUMNS`."""
+        if self._arrow is None:
+            rows = [self._dataset[int(i)] for i in indices]
+            return [{name: _as_list(row[name]) for name in COLUMNS} for row in rows]
+        table = self._arrow.with_format(None)[[int(i) for i in indices]]
+        return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*(table[name] for name in COLUMNS), strict=True)]
+
+    def sizes(self) -> Sizes:
+        prompt, *answers = self.lengths.T
+        bound = self.max_length or int(self.lengths.sum(1).max(initial=0)) + 1
+        if self.truncation_mode == "keep_start":
+            prompts = [np.minimum(prompt, bound)] * 2
+            answers = [np.minimum(answer, bound - prompts[0]) for answer in answers]
+        else:
+            answers = [np.minimum(answer, bound) for answer in answers]
+            prompts = [np.minimum(prompt, bound - answer) for answer in answers]
+        chosen, rejected = (p + a for p, a in zip(prompts, answers, strict=True))
+        shared = np.where(prompts[0] == prompts[1], prompts[0], 0)
+        # The first token of a row is scored by nothing.
+        scored = [a > (p == 0) for p, a in zip(prompts, answers, strict=True)]
+        return Sizes(chosen + rejected - shared, np.maximum(chosen, rejected), scored[0] | scored[1])
+
+    def collate(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
+        """input_ids, attention_mask and labels, int64 [2B, L], padded on the right; rows i and B + i are a pair."""
+        keep = slice(None)
+        if self.max_length is not None:
+            start = self.truncation_mode == "keep_start"
+            keep = slice(self.max_length) if start else slice(-self.max_length, None)
+        ids, labels = [], []
+        for answer in COLUMNS[1:]:
+            for row in rows:
+                ids.append(torch.tensor([*row["prompt_ids"], *row[answer]][keep], dtype=torch.long))
+                unscored = [IGNORE_INDEX] * len(row["prompt_ids"])
+                labels.append(torch.tensor([*unscored, *row[answer]][keep], dtype=torch.long))
+        return {
+            "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
+            "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+            "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
+        }
+
+    def _read(self) -> tuple[np.ndarray, str]:
+        """Lengths, and a digest of all ids in their order: the same whether they come from Arrow or from a list."""
+        digest, lengths = hashlib.sha256(), [np.zeros((0, 3), np.int64)]
+        for columns in self._columns():
+            for ids, sizes in columns:
+                digest.update(sizes.tobytes())
+                digest.update(ids.tobytes())
+            lengths.append(np.stack([sizes for _, sizes in columns], 1))
+        return np.concatenate(lengths), digest.hexdigest()
+
+    def _columns(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+        """Of some rows at a time, each column as its ids, one after the other, and its lengths; int64."""
+        for start in range(0, len(self), ROWS_READ_AT_ONCE):
+            stop = min(start + ROWS_READ_AT_ONCE, len(self))
+            if self._arrow is not None:
+                table = self._arrow.with_format("arrow")[start:stop]
+                yield [_of_arrow(name, table[name].combine_chunks()) for name in COLUMNS]
+            else:
+                rows = self.rows(range(start, stop))
+                yield [_of_lists(name, [row[name] for row in rows]) for name in COLUMNS]
+
+
+def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> list[np.ndarray]:
+    """The rows `order`, longest first, in batches of at most so many packed tokens and so many pairs.
+
+    A pair of more tokens than that is a batch of its own.
+    """
+    order = order[np.lexsort((order, -sizes.packed[order], -sizes.longest[order]))]
+    ends, used, first = [], 0, 0
+    for i, cost in enumerate(sizes.packed[order]):
+        if i > first and (used + cost > tokens or i - first == pairs):
+            ends.append(i)
+            used, first = 0, i
+        used += cost
+    return np.split(order, ends) if len(order) else []
+
+
+def _as_list(ids: Sequence[int]) -> list[int]:
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[attr-defined]
+
+
+def _of_lists(name: str, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        ids = np.array(list(chain.from_iterable(lists)) or np.zeros(0, np.int64))
+    except (TypeError, ValueError) as error:
+        raise _not_ids(name, error) from error
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise _not_ids(name, f"{ids.dtype} of {ids.ndim} dimensions")
+    return ids.astype(np.int64), np.array([len(x) for x in lists], np.int64)
+
+
+def _of_arrow(name: str, column) -> tuple[np.ndarray, np.ndarray]:
+    import pyarrow
+
+    kind = column.type
+    if not pyarrow.types.is_null(kind) and not hasattr(kind, "value_type"):
+        raise _not_ids(name, kind)
+    ids = column.flatten() if hasattr(column, "flatten") else column
+    if column.null_count or ids.null_count or not (pyarrow.types.is_integer(ids.type) or not len(ids)):
+        raise _not_ids(name, f"{kind}, {column.null_count + ids.null_count} of them missing")
+    lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+    ids = np.zeros(0) if not len(ids) else ids.to_numpy(zero_copy_only=False)
+    return ids.astype(np.int64), lengths.astype(np.int64)
+
+
+def _not_ids(name: str, found: object) -> ValueError:
+    return ValueError(
+        f"precompute: {name} must hold a list of token ids in every row; got {found}. "
+        "TRL's DPOTrainer makes these columns, see DPOTrainer.train_dataset"
+    )

@@ -1,0 +1,118 @@
+"""Several processes share the work, whether or not they see one another's files."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from ref_logps_runs import assert_close, exact, rank_of, ranks, slowly, start, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from trl_runs import tiny_model
+
+import fastdpo
+from fastdpo import ref_logps
+from fastdpo.ref_logps.shards import MISSING, Shards
+
+
+def counted(*args, **options) -> tuple[ref_logps.RefLogps, int]:
+    before = fastdpo.calls.copy()
+    logps = ref_logps.precompute(*args, **options)
+    return logps, (fastdpo.calls - before).total()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("disks", ["none", "shared", "own"])
+def test_ranks_share_the_work(tmp_path, world, disks):
+    rows = tokens(25)
+    caches = {"none": lambda _: None, "shared": lambda _: tmp_path / "c", "own": lambda rank: tmp_path / f"c{rank}"}
+
+    def work(rank: int):
+        return counted(tiny_model(), rows, cache_dir=caches[disks](rank), tokens_per_batch=1)
+
+    expected = exact(tiny_model(), rows)
+    found = ranks(world, tmp_path / "first", work)
+    for logps, calls in found:
+        assert calls == -(-25 // world), "each rank makes equally many calls"
+        assert torch.equal(logps.chosen, found[0][0].chosen)
+        assert_close(logps, expected)
+    for logps, calls in ranks(world, tmp_path / "second", work):
+        assert calls == (-(-25 // world) if disks == "none" else 0)
+        assert_close(logps, expected)
+
+
+def test_ranks_without_data(tmp_path):
+    rows = tokens(3)
+    for logps, calls in ranks(3, tmp_path, lambda _: counted(tiny_model(), rows)):
+        assert calls == 1
+        assert_close(logps, exact(tiny_model(), rows))
+    for logps, calls in ranks(2, tmp_path, lambda _: counted(tiny_model(), [])):
+        assert (len(logps.chosen), calls) == (0, 0)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_engines_whose_forwards_wait_for_one_another(tmp_path, engine):
+    """An odd number of batches: a rank that made one call less would leave the other waiting."""
+    rows = tokens(8)
+
+    def work(_: int):
+        model = tiny_model()
+        model.register_buffer("unused", torch.zeros(1))  # DDP broadcasts buffers in each forward
+        if engine == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return counted(model, rows, cache_dir=tmp_path / "cache", tokens_per_batch=1)
+
+    for logps, calls in ranks(2, tmp_path / "ranks", work):
+        assert calls == 4
+        assert_close(logps, exact(tiny_model(), rows))
+
+
+def test_a_job_that_was_killed_is_continued_by_one_of_another_size(tmp_path):
+    rows, cache = tokens(200), tmp_path / "cache"
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    job = [start(rank_of, rank, 2, killed, lambda _: slowly(tiny_model(), rows, cache, 0.01)) for rank in range(2)]
+    while len(list(cache.rglob("*.safetensors"))) < 6:
+        time.sleep(0.01)
+    for process in job:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    (directory,) = cache.iterdir()
+    missing = int((Shards(directory, directory.name, 200).read()[:, 0] == MISSING).sum())
+    assert missing < 200
+
+    found = ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1))
+    assert len(list(cache.rglob("*.safetensors"))) == 1
+    for logps, calls in found:
+        assert calls == -(-missing // 3)
+        assert_close(logps, exact(tiny_model(), rows))
+
+
+def test_an_error_of_one_is_an_error_of_all(tmp_path):
+    """A file that only one of them sees must not leave the others waiting."""
+    rows = tokens(4)
+
+    def work(rank: int):
+        return ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path / f"cache{rank}")
+
+    ranks(2, tmp_path / "first", work)
+    (path,) = (tmp_path / "cache0").rglob("*.safetensors")
+    path.write_bytes(b"torn")
+    for message in ranks(2, tmp_path / "second", work):
+        assert f"{path} must be a whole safetensors file" in message
+
+
+def test_ranks_must_be_given_the_same(tmp_path):
+    def work(rank: int):
+        return ref_logps.precompute(tiny_model(seed=rank), tokens(4), cache_dir=tmp_path / "cache")
+
+    for message in ranks(2, tmp_path / "ranks", work):
+        assert "must be the same on every rank" in message

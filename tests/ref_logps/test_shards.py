@@ -1,0 +1,203 @@
+"""Files: whole or not there, and nothing of a wrong one is used."""
+
+import logging
+import pickle
+import time
+
+import pytest
+import torch
+from filelock import FileLock
+from ref_logps_runs import assert_close, exact, slowly, start, tokens
+from safetensors.torch import load_file, save_file
+from trl_runs import tiny_model
+
+import fastdpo
+from fastdpo import ref_logps
+from fastdpo.ref_logps.shards import Shards, _digest
+
+ROWS = tokens(6)
+
+
+def loaded(path) -> dict[str, torch.Tensor]:
+    """Copies: what safetensors returns is the mapped file, and the tests write to that."""
+    return {name: x.clone() for name, x in load_file(path).items()}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """The one file of a finished run."""
+    ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    (path,) = tmp_path.rglob("*.safetensors")
+    return path
+
+
+def precompute(path):
+    return ref_logps.precompute(tiny_model(), ROWS, cache_dir=path.parent.parent)
+
+
+def test_what_is_stored_is_what_is_documented(stored):
+    tensors = loaded(stored)
+    assert {name: x.dtype for name, x in tensors.items()} == {
+        "rows": torch.int64,
+        "chosen": torch.float32,
+        "rejected": torch.float32,
+    }
+    logps = precompute(stored)
+    assert torch.equal(tensors["chosen"][tensors["rows"].argsort()], logps.chosen)
+    assert_close(logps, exact(tiny_model(), ROWS))
+    assert sorted(path.name for path in stored.parent.iterdir()) == sorted([".lock", stored.name])
+
+
+def altered(path, digest=True, **changes):
+    """A file with other tensors, and, unless it is torn, metadata that fits them."""
+    tensors = {**loaded(path), **changes}
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    metadata = {"key": path.parent.name}
+    if digest:
+        try:
+            metadata["digest"] = _digest(tensors)
+        except (KeyError, TypeError, ValueError):
+            metadata["digest"] = ""
+    save_file(tensors, path, metadata)
+
+
+HOSTILE = {
+    "half": ("be a whole safetensors file", lambda path: path.write_bytes(path.read_bytes()[:-20])),
+    "empty": ("be a whole safetensors file", lambda path: path.write_bytes(b"")),
+    "zeros": ("be a whole safetensors file", lambda path: path.write_bytes(bytes(path.stat().st_size))),
+    "header alone": ("be a whole safetensors file", lambda path: path.write_bytes(path.read_bytes()[:12])),
+    "pickle": ("be a whole safetensors file", lambda path: path.write_bytes(pickle.dumps([1.0] * 12))),
+    "torch file": ("be a whole safetensors file", lambda path: torch.save(loaded(path), path)),
+    "zeros at the end": (
+        "have the digest",
+        lambda path: path.write_bytes(path.read_bytes()[:-20] + bytes(20)),
+    ),
+    "another value": ("have the digest", lambda path: altered(path, digest=False, chosen=torch.zeros(6))),
+    "no digest": ("have the digest", lambda path: altered(path, digest=False)),
+    "no metadata": ("have the key", lambda path: save_file(loaded(path), path)),
+    "another key": ("have the key", lambda path: save_file(loaded(path), path, {"key": "0" * 64})),
+    "float64": ("hold {'rows'", lambda path: altered(path, chosen=torch.zeros(6).double())),
+    "int32": ("hold {'rows'", lambda path: altered(path, rows=torch.arange(6).int())),
+    "no rows": ("hold {'rows'", lambda path: altered(path, rows=None)),
+    "one more tensor": ("hold {'rows'", lambda path: altered(path, more=torch.zeros(6))),
+    "a short one": ("hold {'rows'", lambda path: altered(path, rejected=torch.zeros(5))),
+    "two dimensions": (
+        "hold {'rows'",
+        lambda path: altered(path, **{name: x.view(2, 3) for name, x in loaded(path).items()}),
+    ),
+    "a row too many": ("hold rows from 0 to 5", lambda path: altered(path, rows=torch.arange(1, 7))),
+    "a negative row": ("hold rows from 0 to 5", lambda path: altered(path, rows=torch.arange(-1, 5))),
+    "a row twice": ("hold each row once", lambda path: altered(path, rows=torch.tensor([0, 1, 2, 3, 4, 4]))),
+    "NaN": ("hold finite values", lambda path: altered(path, chosen=torch.full((6,), torch.nan))),
+    "infinity": ("hold finite values", lambda path: altered(path, rejected=torch.full((6,), -torch.inf))),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_wrong_file_is_named_and_not_used(stored, name):
+    message, spoil = HOSTILE[name]
+    good = stored.read_bytes()
+    spoil(stored)
+    with pytest.raises(ValueError) as error:
+        precompute(stored)
+    assert str(stored) in str(error.value)
+    assert message in str(error.value)
+    assert "Delete it" in str(error.value)
+    stored.unlink()
+    assert_close(precompute(stored), exact(tiny_model(), ROWS))
+    (again,) = stored.parent.glob("*.safetensors")
+    assert len(again.read_bytes()) == len(good)
+
+
+def test_nothing_is_unpickled(stored, tmp_path):
+    class Mark:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "unpickled"), "w"))
+
+    for path in (stored, stored.with_suffix(".pt"), stored.with_suffix(".pkl")):
+        path.write_bytes(pickle.dumps(Mark()))
+    with pytest.raises(ValueError, match="whole safetensors file"):
+        precompute(stored)
+    assert not (tmp_path / "unpickled").exists()
+
+
+def test_what_was_torn_while_it_was_written_is_cleaned_up(stored):
+    """A process that was killed leaves a temporary file; it is of no interest, and goes."""
+    leftover = stored.parent / f".{'a' * 32}.tmp"
+    stored.rename(leftover)
+    leftover.write_bytes(leftover.read_bytes()[:30])
+    assert_close(precompute(stored), exact(tiny_model(), ROWS))
+    assert not leftover.exists()
+
+
+def test_many_files_become_one(tmp_path):
+    shards = Shards(tmp_path / "key", "key", 5)
+    values = -torch.arange(10.0).view(5, 2)
+    with shards.lock():
+        for rows in ([3, 1], [0], [4, 2]):
+            shards.write(torch.tensor(rows), values[rows])
+            assert torch.equal(shards.read()[rows], values[rows])
+        assert len(list(shards.directory.glob("*.safetensors"))) == 3
+        shards.merge(values)
+    assert len(list(shards.directory.glob("*.safetensors"))) == 1
+    assert torch.equal(shards.read(), values)
+
+
+def test_of_two_files_with_the_same_row_the_first_by_name_counts(tmp_path):
+    shards = Shards(tmp_path / "key", "key", 2)
+    with shards.lock():
+        for value in (-1.0, -2.0):
+            shards.write(torch.tensor([0, 1]), torch.full((2, 2), value))
+    first = min(shards.directory.glob("*.safetensors"))
+    assert torch.equal(shards.read()[:, 0], loaded(first)["chosen"])
+
+
+def test_a_finished_cache_needs_no_lock_and_no_writing(stored):
+    with FileLock(stored.parent / ".lock"):
+        before = time.monotonic()
+        precompute(stored)
+        assert time.monotonic() - before < 30
+    stored.parent.chmod(0o500)
+    try:
+        precompute(stored)
+    finally:
+        stored.parent.chmod(0o700)
+
+
+def test_two_processes_wait_for_each_other(tmp_path, caplog):
+    rows = tokens(60)
+    results = tmp_path / "results"
+    results.mkdir()
+
+    def work(number: int) -> None:
+        before = fastdpo.calls.copy()
+        logps = slowly(tiny_model(), rows, tmp_path / "cache", seconds=0.02)
+        torch.save((tuple(logps), (fastdpo.calls - before).total()), results / f"{number}.pt")
+
+    processes = [start(work, number) for number in range(3)]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    found = [torch.load(results / f"{number}.pt") for number in range(3)]
+    calls = sorted(n for _, n in found)
+    assert calls[:2] == [0, 0], "one computes, the others wait"
+    assert calls[2] > 10
+    for logps, _ in found:
+        assert torch.equal(logps[0], found[0][0][0])
+        assert_close(ref_logps.RefLogps(*logps), exact(tiny_model(), rows))
+
+
+def test_waiting_is_said(tmp_path, caplog):
+    shards = Shards(tmp_path / "key", "key", 1)
+
+    def hold() -> None:
+        with shards.lock():
+            (tmp_path / "held").touch()
+            time.sleep(0.5)
+
+    process = start(hold)
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with caplog.at_level(logging.WARNING, logger="fastdpo"), shards.lock():
+        assert "waiting for another process" in caplog.text
+    process.join()

@@ -1,0 +1,256 @@
+"""The numbers: by definition in float64, and TRL's own. And what is left of a model afterwards: all of it."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from families import tiny_family
+from peft import LoraConfig, get_peft_model
+from ref_logps_runs import assert_close, exact, tokens
+from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl_runs import config, dataset, tiny_model, tokenizer
+
+import fastdpo
+from fastdpo import ref_logps
+from fastdpo.ref_logps.pairs import Pairs, batches
+
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+OPTIONS = {
+    "all": {},
+    "keep_start": dict(max_length=12),  # answers lose their end, some rows all of an answer
+    "keep_end": dict(max_length=12, truncation_mode="keep_end"),  # prompts lose their begin, and rows their common one
+    "ld": dict(ld_alpha=0.5),
+    "ld_keep_end": dict(max_length=9, truncation_mode="keep_end", ld_alpha=0.3),
+}
+
+
+@pytest.fixture
+def reference_calls():
+    before = Counter(fastdpo.calls)
+    return lambda path="fused": (fastdpo.calls - before)["fastdpo.ref_logps", "reference", path]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("in_arrow", [False, True], ids=["list", "arrow"])
+def test_by_definition(option, in_arrow, reference_calls):
+    rows = tokens(24)
+    found = ref_logps.precompute(
+        tiny_model(), Dataset.from_list(rows) if in_arrow else rows, tokens_per_batch=100, **OPTIONS[option]
+    )
+    assert_close(found, exact(tiny_model(), rows, **OPTIONS[option]))
+    assert reference_calls() > 2
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2", "granite", "gpt2", "phi", "mixtral", "mistral"])
+def test_of_other_families(family, reference_calls):
+    """One matrix at both ends, softcaps, scaled logits, learned positions, a bias, experts, a window."""
+    rows = tokens(12)
+    assert_close(ref_logps.precompute(tiny_family(family), rows), exact(tiny_family(family), rows))
+    assert reference_calls() == 1
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon_mamba"])
+def test_a_model_that_cannot_be_packed_is_run_by_its_own_forward(family, reference_calls, caplog):
+    rows = tokens(8)
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        found = ref_logps.precompute(tiny_family(family), rows)
+    assert_close(found, exact(tiny_family(family), rows))
+    assert reference_calls("stock") == 8
+    assert "fastdpo.ref_logps (reference): not fused" in caplog.text
+
+
+def test_that_is_an_error_in_strict_mode(monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    model = tiny_family("bloom")
+    with pytest.raises(fastdpo.NotFused):
+        ref_logps.precompute(model, tokens(2))
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_as_trl_does_it(option, tmp_path):
+    options = dict(max_length=1024, **OPTIONS[option]) if option in ("all", "ld") else OPTIONS[option]
+    trainer = DPOTrainer(
+        model=tiny_model(seed=0),
+        ref_model=tiny_model(seed=1),
+        args=config(tmp_path, precompute_ref_log_probs=True, **options),
+        train_dataset=dataset(16, tmp_path / "data"),
+        processing_class=tokenizer(),
+    )
+    columns = trainer.train_dataset
+    theirs = ref_logps.RefLogps(*(torch.tensor(columns[f"ref_{name}_logps"][:]) for name in ("chosen", "rejected")))
+    assert_close(ref_logps.precompute(tiny_model(seed=1), columns, **options), theirs)
+
+
+@pytest.mark.parametrize("adapter", [None, "ref"])
+def test_of_an_adapter(adapter):
+    rows = tokens(12)
+
+    def peft_model():
+        torch.manual_seed(3)
+        model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+        model.add_adapter("ref", LoraConfig(**{**LORA, "r": 2}))
+        model.set_adapter("default")
+        return model
+
+    model = peft_model()
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    found = ref_logps.precompute(model, rows, adapter=adapter)
+    assert model.active_adapter == "default"
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trainable
+    merged = peft_model().merge_and_unload(adapter_names=["ref"]) if adapter else tiny_model()
+    assert_close(found, exact(merged, rows))
+
+
+def test_under_autocast():
+    rows = tokens(12)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ref_logps.precompute(tiny_model(), rows)
+    expected = exact(tiny_model(), rows)
+    assert_close(found, expected, rtol=0.05)
+    assert not torch.allclose(found.chosen, expected.chosen, rtol=1e-5)
+
+
+def test_dropout_is_off_and_the_model_is_as_before(tmp_path):
+    rows = tokens(6)
+    model = tiny_family("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: id(x) for name, x in vars(model).items()}
+    attention = model.config._attn_implementation
+    found = ref_logps.precompute(model, rows, cache_dir=tmp_path)
+    assert modes == [module.training for module in model.modules()]
+    assert before == {name: id(x) for name, x in vars(model).items()}
+    assert attention == model.config._attn_implementation
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert_close(found, exact(tiny_family("gpt2"), rows))
+
+
+def test_a_row_without_a_scored_token_is_zero_and_costs_nothing(reference_calls):
+    nothing = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4], "rejected_ids": []}] * 2
+    found = ref_logps.precompute(tiny_model(), nothing, max_length=3)
+    assert found.chosen.tolist() == found.rejected.tolist() == [0, 0]
+    assert reference_calls() == 0
+    assert ref_logps.precompute(tiny_model(), []).chosen.shape == (0,)
+
+
+@pytest.mark.parametrize("option", ["all", "keep_start", "keep_end"])
+def test_batches_are_trls(option):
+    rows = tokens(7)
+    options = OPTIONS[option]
+    theirs = DataCollatorForPreference(pad_token_id=0, **options)(rows)
+    ours = Pairs(rows, **options).collate(rows)
+    labels = theirs["input_ids"].masked_fill(theirs["completion_mask"] == 0, -100)
+    for name, expected in {**theirs, "labels": labels}.items():
+        if name != "completion_mask":
+            assert torch.equal(ours[name], expected), name
+
+
+def test_longest_first_and_within_the_budget():
+    """Packed tokens are counted: those of a prompt once."""
+    rows = tokens(200, longest=60)
+    pairs = Pairs(rows)
+    sizes = pairs.sizes()
+    packed = [len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in rows]
+    assert sizes.packed.tolist() == packed
+    plan = batches(torch.arange(200).numpy(), sizes, 300, None)
+    assert sorted(i for batch in plan for i in batch) == list(range(200))
+    longest = [sizes.longest[i] for batch in plan for i in batch]
+    assert longest == sorted(longest, reverse=True)
+    used = [sizes.packed[batch].sum() for batch in plan]
+    assert max(used) <= 300
+    assert all(a + sizes.packed[b[0]] > 300 for a, b in zip(used, plan[1:], strict=False))
+    assert [len(batch) for batch in batches(torch.arange(5).numpy(), sizes, 1, None)] == [1] * 5
+    assert [len(batch) for batch in batches(torch.arange(5).numpy(), sizes, 10**6, 2)] == [2, 2, 1]
+
+
+def test_the_budget_bounds_what_the_model_is_given(monkeypatch):
+    model, seen = tiny_model(), []
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    for budget in (80, 160):
+        seen.clear()
+        ref_logps.precompute(model, tokens(60), tokens_per_batch=budget)
+        assert budget / 2 < max(seen[-8:]) <= budget  # the probe was first
+
+
+def test_columns(tmp_path):
+    rows = tokens(5)
+    logps = ref_logps.precompute(tiny_model(), rows)
+    plain = ref_logps.with_ref_logps(rows, logps)
+    filtered = Dataset.from_list([*rows[:2], rows[0], *rows[2:]]).select([0, 1, 3, 4, 5])
+    arrow = ref_logps.with_ref_logps(filtered, logps)
+    assert arrow.features["ref_chosen_logps"].dtype == arrow.features["ref_rejected_logps"].dtype == "float32"
+    for found in (plain, list(arrow)):
+        assert [row["prompt_ids"] for row in found] == [row["prompt_ids"] for row in rows]
+        assert [row["ref_chosen_logps"] for row in found] == logps.chosen.tolist()
+        assert [row["ref_rejected_logps"] for row in found] == logps.rejected.tolist()
+    collated = DataCollatorForPreference(pad_token_id=0)(plain)
+    assert torch.equal(collated["ref_chosen_logps"], logps.chosen)
+    assert "ref_chosen_logps" not in rows[0]
+    for again in (plain, arrow):
+        with pytest.raises(ValueError, match="must not have ref_chosen_logps"):
+            ref_logps.with_ref_logps(again, logps)
+    with pytest.raises(ValueError, match="of the 4 rows; got 5"):
+        ref_logps.with_ref_logps(rows[:4], logps)
+
+
+MISUSES = {
+    "max_length must be positive": dict(max_length=0),
+    "truncation_mode must be one of": dict(truncation_mode="keep_middle"),
+    "ld_alpha must lie": dict(ld_alpha=1.5),
+    "tokens_per_batch must be positive": dict(tokens_per_batch=0),
+    "adapter must be None without a PeftModel; got 'ref'": dict(adapter="ref"),
+    "dataset must be a datasets.Dataset": dict(dataset=IterableDataset.from_generator(lambda: iter(tokens(2)))),
+    "chosen_ids must hold a list of token ids": dict(
+        dataset=[{"prompt_ids": [1], "chosen_ids": ["a"], "rejected_ids": [1]}]
+    ),
+    "rejected_ids must hold a list of token ids": dict(
+        dataset=Dataset.from_list([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": None}] * 2)
+    ),
+    "prompt_ids must hold a list of token ids": dict(
+        dataset=Dataset.from_list([{"prompt_ids": "w1", "chosen_ids": [2], "rejected_ids": [3]}])
+    ),
+    "model must be or hold a transformers.PreTrainedModel; got Linear": dict(model=torch.nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("message", MISUSES)
+def test_misuse_is_named(message):
+    arguments = dict(model=tiny_model(), dataset=tokens(2)) | MISUSES[message]
+    with pytest.raises((ValueError, TypeError), match=message):
+        ref_logps.precompute(arguments.pop("model"), arguments.pop("dataset"), **arguments)
+
+
+def test_an_unknown_adapter_is_named():
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    with pytest.raises(ValueError, match=r"adapter must be one of \['default'\].*; got 'ref'"):
+        ref_logps.precompute(model, tokens(2), adapter="ref")
+
+
+def test_a_value_that_is_not_finite_is_an_error_and_not_stored(tmp_path):
+    model = tiny_model()
+    model.model.embed_tokens.weight.data[50] = torch.nan
+    rows = [{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [i, 5]} for i in (4, 50, 6)]
+    with pytest.raises(ValueError, match="must be finite; got others for row 1"):
+        ref_logps.precompute(model, rows, cache_dir=tmp_path, tokens_per_batch=1)
+    assert not any(b"nan" in path.read_bytes() for path in tmp_path.rglob("*.safetensors"))
+
+
+def test_the_model_of_a_patched_trainer_is_refused(tmp_path):
+    with fastdpo.patched():
+        model = tiny_model()
+        DPOTrainer(
+            model=model,
+            ref_model=tiny_model(seed=1),
+            args=config(tmp_path),
+            train_dataset=dataset(4, tmp_path / "data"),
+            processing_class=tokenizer(),
+        )
+        with pytest.raises(ValueError, match="must not be wrapped by fastdpo already"):
+            ref_logps.precompute(model, tokens(2))
+    ref_logps.precompute(model, tokens(2))

@@ -1,0 +1,150 @@
+"""Tiny online trainings in TRL: a model writes two completions to each prompt, and learns from the better one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from peft import PeftConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl_runs import WORDS, Gradients, Run, assert_same, numbers, on_disk, pairs, tiny_model, tokenizer
+
+import fastdpo
+
+SUMS_OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
+"""What stock sums over the padding of completions too."""
+
+
+def writer(seed: int = 0, kind: str = "llama", **config) -> PreTrainedModel:
+    """A tiny model that may end a completion by any of 20 tokens: some end early, some not at all."""
+    model = tiny_model(kind, seed, **config)
+    model.generation_config.eos_token_id = list(range(1, 21))
+    return model
+
+
+def reward(completion_ids: list[list[int]], **columns) -> list[float]:
+    return [float(sum(ids) % 23) for ids in completion_ids]
+
+
+def reward_model() -> PreTrainedModel:
+    torch.manual_seed(2)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = AutoConfig.for_model("llama", vocab_size=len(WORDS), num_labels=1, pad_token_id=0, **sizes)
+    config.name_or_path = "rewards"
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+@dataclass
+class OnlineRun(Run):
+    """What an online training did; and what was scored: ids and mask of prompts and of completions, each step."""
+
+    batches: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+
+
+def masked(trainer_class: type[OnlineDPOTrainer]) -> type[OnlineDPOTrainer]:
+    """The same trainer, with zeros where completions are padded: its sums are sums over tokens."""
+
+    class Masked(trainer_class):
+        def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
+            inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
+            return super()._forward(model, *inputs) * completion_mask
+
+    return Masked
+
+
+def config(directory: Path, **overrides) -> OnlineDPOConfig:
+    return OnlineDPOConfig(
+        **{
+            **dict(
+                output_dir=str(directory / "out"),
+                bf16=False,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                logging_steps=1,
+                optim="sgd",
+                learning_rate=0.01,
+                lr_scheduler_type="constant",
+                max_grad_norm=1e9,
+                per_device_train_batch_size=4,
+                max_steps=3,
+                gradient_checkpointing=False,
+                max_new_tokens=8,
+            ),
+            **overrides,
+        }
+    )
+
+
+def build(
+    directory: Path,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    trainer_class: type[OnlineDPOTrainer] = OnlineDPOTrainer,
+    *,
+    rewards: Callable = reward,
+    data: list[dict] | None = None,
+    peft_config: PeftConfig | None = None,
+    **overrides,
+) -> OnlineDPOTrainer:
+    """`rewards` may make reward models, which a trainer changes. `overrides` are fields of `OnlineDPOConfig`."""
+    functions = [rewards] if rewards is reward else rewards()
+    functions = functions if isinstance(functions, list) else [functions]
+    return trainer_class(
+        model=model,
+        ref_model=reference,
+        reward_funcs=functions,
+        reward_processing_classes=[tokenizer() if isinstance(f, PreTrainedModel) else None for f in functions],
+        args=config(directory, **overrides),
+        train_dataset=on_disk(data or [{"prompt": row["prompt"]} for row in pairs(16)], directory / "train"),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def train_online(
+    directory: Path,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    trainer_class: type[OnlineDPOTrainer] = OnlineDPOTrainer,
+    **options,
+) -> OnlineRun:
+    """A short online training, with whatever is patched at the moment. `options` are those of `build`."""
+    run, losses = OnlineRun([]), []
+
+    class Recorded(trainer_class):
+        def training_step(self, *args, **kwargs):
+            losses.append(super().training_step(*args, **kwargs))
+            return losses[-1].clone()  # the trainer adds to it
+
+        def _generate(self, *args):
+            generated = super()._generate(*args)
+            run.batches.append(generated[:4])
+            return generated
+
+    before = Counter(fastdpo.calls)
+    trainer = build(directory, model, reference, Recorded, **options)
+    trainer.add_callback(Gradients(run.gradients))
+    trainer.train()
+    run.steps = trainer.state.global_step
+    run.logs = [numbers(log) for log in trainer.state.log_history]
+    for i, loss in enumerate(torch.stack(losses).view(run.steps, -1).sum(1).tolist()):
+        run.logs[i]["loss"] = loss  # what TRL logs is rounded to four digits
+    run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
+    return run
+
+
+def assert_same_online(stock: OnlineRun, patched: OnlineRun, except_for: set[str] = frozenset(), **tolerances) -> None:
+    """Both wrote the same completions, and trained alike on them; but for some metrics."""
+    for step, (a, b) in enumerate(zip(stock.batches, patched.batches, strict=True)):
+        assert all(map(torch.equal, a, b)), f"step {step} has other completions"
+    compared = [
+        replace(run, logs=[{name: x for name, x in log.items() if name not in except_for} for log in run.logs])
+        for run in (stock, patched)
+    ]
+    assert_same(*compared, **tolerances)
