@@ -1,0 +1,307 @@
+"""`precompute_ref_log_probs=True`, patched: TRL's numbers, kept under a key of all that they depend on.
+
+That trainings on them are the same is in test_trl_dpo_options.py and test_trl_dpo_pairwise.py.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+from families import tiny_family
+from peft import LoraConfig
+from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl_runs import config, dataset, pairs, tiny_model, tokenizer
+
+import fastdpo
+from fastdpo import ref_logps
+
+WORKER = Path(__file__).parents[1] / "support" / "precompute_worker.py"
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    """Of data in memory."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path / "datasets"
+
+
+@pytest.fixture
+def data(tmp_path):
+    return dataset(16, tmp_path / "data")
+
+
+def trainer_on(data, directory, *, kind=DPOTrainer, model=None, reference=True, peft_config=None, **options):
+    """A trainer, and how often it has called the reference for its values."""
+    before = Counter(fastdpo.calls)
+    trainer = kind(
+        model=tiny_model(seed=0) if model is None else model,
+        ref_model=tiny_model(seed=1) if reference is True else reference,
+        args=config(directory, precompute_ref_log_probs=True, **options),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    return trainer, (fastdpo.calls - before).total()
+
+
+def values(trainer) -> torch.Tensor:
+    columns = trainer.train_dataset
+    return torch.tensor([columns["ref_chosen_logps"][:], columns["ref_rejected_logps"][:]])
+
+
+OPTIONS = {
+    "plain": {},
+    "ld": dict(ld_alpha=0.5),
+    "keep_start": dict(max_length=12),
+    "keep_end": dict(max_length=12, truncation_mode="keep_end"),
+    "bfloat16": dict(bf16=True),
+    "batches": dict(precompute_ref_batch_size=3),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_numbers_are_stocks(option, data, tmp_path):
+    stock, _ = trainer_on(data, tmp_path / "stock", **OPTIONS[option])
+    with fastdpo.patched():
+        patched, calls = trainer_on(data, tmp_path / "patched", **OPTIONS[option])
+    half = option == "bfloat16"
+    torch.testing.assert_close(values(patched), values(stock), rtol=2e-2 if half else 1e-5, atol=1e-6)
+    assert patched.train_dataset.features == stock.train_dataset.features
+    assert patched.train_dataset["prompt_ids"][:] == stock.train_dataset["prompt_ids"][:]
+    assert calls == (6 if option == "batches" else 1)
+
+
+def test_a_second_trainer_and_a_training_never_run_the_reference(data, tmp_path):
+    with fastdpo.patched():
+        first, calls = trainer_on(data, tmp_path)
+        assert calls == 1
+        second, calls = trainer_on(data, tmp_path, eval_strategy="no")
+        assert calls == 0
+        before = Counter(fastdpo.calls)
+        second.train()
+    assert torch.equal(values(first), values(second))
+    assert fastdpo.calls - before == {("trl.DPOTrainer", "policy", "fused"): 3}
+    (stored,) = (tmp_path / "data" / "fastdpo-ref-logps").rglob("*.safetensors")
+    assert stored.is_file()
+
+
+def test_values_of_other_options_are_not_taken(data, tmp_path):
+    """TRL's own key has no ld_alpha in it, and no truncation under keep_end."""
+    seen = []
+    with fastdpo.patched():
+        for options in (
+            {},
+            dict(ld_alpha=0.5),
+            dict(ld_alpha=0.25),
+            dict(max_length=9, truncation_mode="keep_end"),
+            dict(max_length=7, truncation_mode="keep_end"),
+            dict(bf16=True),
+            dict(reference=tiny_model(seed=2)),
+            dict(reference=tiny_model(seed=1, rms_norm_eps=1e-2)),
+        ):
+            trainer, calls = trainer_on(data, tmp_path, **options)
+            assert calls == 1, f"{options}: computed anew"
+            assert not any(torch.equal(values(trainer), other) for other in seen)
+            seen.append(values(trainer))
+        assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
+
+
+def test_a_new_adapter_has_the_values_of_its_base(data, tmp_path):
+    found = []
+    with fastdpo.patched():
+        for seed, expected in ((0, 1), (1, 0)):
+            torch.manual_seed(seed)
+            lora = LoraConfig(**{**LORA, "r": 2 + seed})
+            trainer, calls = trainer_on(data, tmp_path, reference=None, peft_config=lora)
+            assert calls == expected
+            found.append(values(trainer))
+    assert torch.equal(*found)
+
+
+def test_what_was_computed_before_an_interruption_is_kept(data, tmp_path, monkeypatch):
+    compute, calls = DPOTrainer.compute_ref_log_probs, []
+
+    def interrupted(self, model, inputs):
+        calls.append(len(inputs["input_ids"]))
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return compute(self, model, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DPOTrainer, "compute_ref_log_probs", interrupted)
+        with fastdpo.patched(), pytest.raises(KeyboardInterrupt):
+            trainer_on(data, tmp_path, precompute_ref_batch_size=1)
+    with fastdpo.patched():
+        resumed, again = trainer_on(data, tmp_path, precompute_ref_batch_size=1)
+    assert again == 16 - 4
+    stock, _ = trainer_on(data, tmp_path)
+    torch.testing.assert_close(values(resumed), values(stock), rtol=1e-5, atol=1e-6)
+
+
+def test_longest_first(data, tmp_path, monkeypatch):
+    compute, widths = DPOTrainer.compute_ref_log_probs, []
+
+    def watched(self, model, inputs):
+        widths.append(inputs["input_ids"].shape[1])
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", watched)
+    with fastdpo.patched():
+        trainer_on(data, tmp_path, precompute_ref_batch_size=2)
+    assert len(widths) == 8
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_data_in_memory(tmp_path, cache_of_datasets):
+    rows = Dataset.from_list(pairs(16))
+    stock, _ = trainer_on(rows, tmp_path)
+    with fastdpo.patched():
+        first, calls = trainer_on(rows, tmp_path)
+        assert calls == 1
+        assert len(list(cache_of_datasets.rglob("*.safetensors"))) == 1
+        assert trainer_on(Dataset.from_list(pairs(16)), tmp_path)[1] == 0, "the same tokens in another table"
+        datasets.disable_caching()
+        try:
+            assert trainer_on(rows, tmp_path)[1] == 1
+        finally:
+            datasets.enable_caching()
+    torch.testing.assert_close(values(first), values(stock), rtol=1e-5, atol=1e-6)
+
+
+def test_columns_that_are_there_are_taken(data, tmp_path, caplog):
+    with fastdpo.patched():
+        first, _ = trainer_on(data, tmp_path)
+        columns = ref_logps.RefLogps(torch.arange(16.0), -torch.arange(16.0))
+        with caplog.at_level(logging.WARNING, logger="fastdpo"):
+            trainer, calls = trainer_on(ref_logps.with_ref_logps(data, columns), tmp_path)
+        assert calls == 0
+        assert "of the train dataset are used as they are" in caplog.text
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.train()
+    assert values(trainer).tolist() == [columns.chosen.tolist(), columns.rejected.tolist()]
+    assert batch["ref_chosen_logps"].shape == (4,)
+    assert torch.equal(batch["ref_chosen_logps"], -batch["ref_rejected_logps"])
+    assert values(first).max() < 0
+
+
+def test_evaluation_of_other_data(data, tmp_path):
+    other = dataset(6, tmp_path / "other", seed=3)
+    stock, _ = trainer_on(data, tmp_path)
+    expected = stock.evaluate(other)
+    with fastdpo.patched():
+        patched, _ = trainer_on(data, tmp_path)
+        before = Counter(fastdpo.calls)
+        found = patched.evaluate({"a": other})
+    assert abs(found["eval_a_loss"] - expected["eval_loss"]) < 1e-5
+    assert fastdpo.calls - before == {
+        ("trl.DPOTrainer", "reference", "fused"): 1,
+        ("trl.DPOTrainer", "eval", "fused"): 2,
+    }
+
+
+class OwnCollator(DataCollatorForPreference):
+    pass
+
+
+class WithCollator(DPOTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, data_collator=OwnCollator(pad_token_id=0), **kwargs)
+
+
+class WithReference(DPOTrainer):
+    def compute_ref_log_probs(self, model, inputs):
+        chosen, rejected = super().compute_ref_log_probs(model, inputs)
+        return chosen + 1, rejected
+
+
+SUBCLASSES = {
+    WithCollator: "OwnCollator may make other tokens",
+    WithReference: "WithReference has a compute_ref_log_probs of its own",
+}
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_what_may_give_other_numbers_is_left_to_trl(kind, data, tmp_path, caplog, monkeypatch):
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, kind=kind)
+    with fastdpo.patched(), caplog.at_level(logging.WARNING, logger="fastdpo"):
+        patched, calls = trainer_on(data, tmp_path, kind=kind)
+        assert calls == 4, "by TRL's batches; their forwards are fused all the same"
+        assert SUBCLASSES[kind] in caplog.text
+        torch.testing.assert_close(values(patched), values(stock), rtol=1e-5, atol=1e-6)
+        assert not (tmp_path / "data" / "fastdpo-ref-logps").exists()
+        monkeypatch.setenv("FASTDPO_STRICT", "1")
+        with pytest.raises(fastdpo.NotFused, match=SUBCLASSES[kind]):
+            trainer_on(data, tmp_path, kind=kind)
+
+
+def test_a_model_that_cannot_be_packed(data, tmp_path):
+    """As many pairs in a batch as TRL would take."""
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=tiny_family("falcon-alibi"))
+    with fastdpo.patched():
+        patched, calls = trainer_on(data, tmp_path, reference=tiny_family("falcon-alibi"))
+    assert calls == 4
+    torch.testing.assert_close(values(patched), values(stock), rtol=1e-5, atol=1e-6)
+
+
+def test_streaming_is_refused_as_before(tmp_path):
+    stream = Dataset.from_list(pairs(8)).to_iterable_dataset()
+    with pytest.raises(ValueError, match="IterableDataset") as stock:
+        trainer_on(stream, tmp_path)
+    with fastdpo.patched(), pytest.raises(ValueError, match="IterableDataset") as patched:
+        trainer_on(stream, tmp_path)
+    assert str(stock.value) == str(patched.value)
+
+
+def test_a_trainer_that_was_built_before_keeps_its_own_pass(data, tmp_path):
+    other = dataset(4, tmp_path / "other")
+    trainer, _ = trainer_on(data, tmp_path)
+    with fastdpo.patched():
+        trainer.evaluate(other)
+    assert not list(tmp_path.rglob("fastdpo-ref-logps"))
+
+
+def test_unpatching_gives_the_method_back():
+    stock = DPOTrainer._precompute_ref_logps
+    with fastdpo.patched():
+        assert DPOTrainer._precompute_ref_logps is not stock
+    assert DPOTrainer._precompute_ref_logps is stock
+
+
+def test_another_signature_is_refused(monkeypatch):
+    monkeypatch.setattr(DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name: dataset)
+    with pytest.raises(fastdpo.PatchError, match=r"\['self', 'dataset', 'name', 'batch_size'\] was expected"):
+        fastdpo.patch("trl.DPOTrainer")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_ranks_with_data_in_memory(ranks, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launch, str(WORKER), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone, _ = trainer_on(dataset(10, tmp_path / "data"), tmp_path)
+    reference, policy = (("trl.DPOTrainer", kind, "fused") for kind in ("reference", "policy"))
+    for rank in range(ranks):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert found["world"] == ranks
+        # 5, 2 and 1 batches of two pairs, in equally many calls of each rank
+        assert found["precomputed"] == {reference: sum(-(-batches // ranks) for batches in (5, 2, 1))}
+        assert found["trained"][policy] == 2
+        assert reference not in found["trained"]
+        torch.testing.assert_close(
+            torch.stack([found["chosen"], found["rejected"]]), values(alone), rtol=1e-5, atol=1e-6
+        )
