@@ -173,6 +173,21 @@ def test_values_that_cannot_be_read_are_named(tmp_path):
         ref_logps.precompute(model, tokens(2), cache_dir=tmp_path)
 
 
+def test_the_digest_of_a_tensor_tells_dtypes_and_shapes_apart():
+    tensors = [
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(6),
+        torch.ones(6),
+    ]
+    assert len({keys.tensor_digest("x", x) for x in tensors}) == 5
+    assert keys.tensor_digest("x", torch.arange(6.0).view(2, 3).T) == keys.tensor_digest(
+        "y", torch.arange(6.0).view(2, 3).T.contiguous()
+    )
+    assert keys.tensor_digest("x", torch.tensor(1.0)) != keys.tensor_digest("x", torch.tensor([1.0]))
+
+
 def test_the_digest_of_tokens_tells_columns_and_rows_apart():
     def digest(*rows) -> str:
         return Pairs([dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)) for row in rows]).digest
