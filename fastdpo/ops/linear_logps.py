@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..packing import IGNORE_INDEX
 from . import checks
 from .logit_rows import (
+    BlockSums,
     RowSums,
     Transform,
     accumulator,
@@ -24,7 +25,7 @@ from .logit_rows import (
     tiles,
 )
 from .results import TokenLogps
-from .token_logps import empty_results, mask_results, named_results, split_targets
+from .token_logps import empty_results, named_results, results_of, split_targets
 
 OP = "linear_logps"
 MEMORY_BUDGET = 512 << 20  # bytes
@@ -95,10 +96,11 @@ def _fwd(
 ) -> list[Tensor]:
     """kept gradient tiles [keep, V], jacobian [N or 0, D], then logps, shift, others, total, statistics; each [N]."""
     transform = Transform(softcap, logit_scale, temperature)
-    kept, jacobian, *results = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
+    kept, jacobian, *_ = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(hidden, weight, bias, targets, compute_dtype)
         products = gradients = None
+        parts: list[BlockSums] = []
         for rows in tiles(len(hidden), len(weight), head.accumulator):
             n, is_kept = rows.stop - rows.start, rows.stop <= keep
             if is_kept and kept.dtype == compute_dtype:
@@ -114,33 +116,26 @@ def _fwd(
             elif form_jacobian:
                 gradients = head.scratch(jacobian.dtype) if gradients is None else gradients
                 gradient = gradients[:n]
-            _fwd_tile(head, rows, transform, statistics, product, gradient, results)
+            parts += _fwd_tile(head, rows, transform, statistics, product, gradient)
             if form_jacobian and gradient is not None:
                 torch.mm(gradient, head.tile_weight, out=jacobian[rows])
-        return [kept, jacobian, *mask_results(results, head.ignored)]
+        return [kept, jacobian, *results_of(parts, hidden, head.ignored, statistics)]
 
 
 def _fwd_tile(
-    head: _Head,
-    rows: slice,
-    transform: Transform,
-    statistics: str,
-    product: Tensor,
-    gradient: Tensor | None,
-    results: Sequence[Tensor],
-) -> None:
-    """Fills the rows of the results, by way of `product` [n, V], and of the gradient tile, which may be the same."""
+    head: _Head, rows: slice, transform: Transform, statistics: str, product: Tensor, gradient: Tensor | None
+) -> Iterator[BlockSums]:
+    """The sums of the rows, by way of `product` [n, V]; fills the gradient tile, which may be the same."""
     h = head.rows(rows)
     head.product(h, out=product)
     index, own = head.index[rows], head.target_logits(h, rows, transform)
     for block in blocks(len(product), len(head.weight), head.accumulator, product.device):
         z = transform.apply_(product[block].to(head.accumulator))
         slope = None if gradient is None else transform.slope(z)
-        sums, extra, exponentials = fold(z, index[block], own[block], statistics)
+        sums, exponentials = fold(z, index[block], own[block], statistics)
         if gradient is not None:
             _put(gradient[block], gradient_tile(exponentials, index[block], sums.others, slope))
-        for result, value in zip(results, (*sums, *extra), strict=True):
-            result[rows][block] = value
+        yield sums
 
 
 def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
@@ -201,7 +196,9 @@ def _bwd(
             return [grad_hidden, grad_weight, grad_bias]
 
         head = _Head(hidden, weight, bias, targets, compute_dtype)
-        weight_sum = torch.empty_like(weight, dtype=wide) if needs_weight else None
+        weight_sum = None
+        if needs_weight:
+            weight_sum = grad_weight if weight.dtype == wide else torch.empty_like(grad_weight, dtype=wide)
         bias_sum = torch.zeros(len(weight) if needs_bias else 0, dtype=wide, device=weight.device)
         keep = len(kept) if grad_entropy is None else 0
         # Kept tiles of the accumulator's dtype are multiplied at once; narrower ones are widened a tile at a time.
@@ -236,8 +233,10 @@ def _bwd(
                 _add_product(weight_sum, tile.t(), (h.to(wide) * factor).to(dtype), first=rows.start == 0)
             if needs_bias:
                 bias_sum += tile.t().to(wide) @ factor[:, 0]
-        if weight_sum is not None:
-            grad_weight.copy_(weight_sum if len(hidden) else weight_sum.zero_())
+        if not len(hidden):
+            grad_weight.zero_()
+        elif weight_sum is not None and weight_sum is not grad_weight:
+            grad_weight.copy_(weight_sum)
         if needs_bias:
             grad_bias.copy_(bias_sum)
         return [grad_hidden, grad_weight, grad_bias]
@@ -353,8 +352,8 @@ def linear_logps(
     of a trainable head.
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs one tile of logits (in float16 two), of at most 32 MiB in float32 or
-    256 tokens, whichever is more, and a few blocks of 4 MiB (off the CPU, tiles in float32); a copy of a weight whose
+    the head needs a gradient, and while it runs one tile of logits (in float16 two), of at most 64 MiB in float32 or
+    256 tokens, whichever is more, and a few blocks of 8 MiB (off the CPU, tiles in float32); a copy of a weight whose
     dtype is not the compute dtype, and in float16 another in float32 for its gradients. The weight's gradient is summed
     in `[V, D]` float32.
 

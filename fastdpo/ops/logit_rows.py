@@ -13,15 +13,16 @@ be more precise than the tile that the sum is taken over. Tiles are float32 (flo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_BYTES = 32 << 20
+TILE_BYTES = 64 << 20
 TILE_ROWS = 256  # fewer would read the head's weight too often
-BLOCK_BYTES = 4 << 20  # of a tile: what a CPU's caches hold while several passes go over it
+BLOCK_BYTES = 8 << 20  # of a tile: what a CPU's caches hold while several passes go over it
 NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 
@@ -81,17 +82,35 @@ class RowSums(NamedTuple):
     total: Tensor  # [n]
 
 
-def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> tuple[RowSums, list[Tensor], Tensor]:
-    """The sums of a tile, the statistics that were asked for, and `exp(z - m)` with 0 at the targets.
+class BlockSums(NamedTuple):
+    """What is read off a block of logits, per token, all [n]. What no statistic asked for is None."""
+
+    target_logits: Tensor  # t, as precise as it is known
+    own: Tensor  # t as the tile has it: statistics are taken over one distribution
+    shift: Tensor
+    others: Tensor
+    weighted: Tensor | None  # sum exp(z - m) (z - m), over the others
+    mean: Tensor | None  # of all logits
+    is_top1: Tensor | None
+    squares: Tensor | None  # sum exp(z - m)^2, over the others
+
+    @staticmethod
+    def join(parts: Sequence[BlockSums]) -> BlockSums:
+        fields: Any = (None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True))
+        return BlockSums(*fields)
+
+
+def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
+    """All passes over a block: its sums, and `exp(z - m)` with 0 at the targets.
 
     Args:
         z: [n, V] transformed logits. Overwritten.
         targets: [n] ids in the vocabulary.
-        target_logits: [n] the targets' transformed logits, as precise as they are known.
+        target_logits: [n] the targets' transformed logits.
         statistics: names out of `results.STATISTICS`, comma-separated.
     """
     column = targets[:, None]
-    own = z.gather(1, column)[:, 0]  # as the tile has it: statistics are taken over one distribution
+    own = z.gather(1, column)[:, 0]
     mean = z.mean(-1) if "mean_logits" in statistics else None
     z.scatter_(1, column, -torch.inf)
     peak = z.amax(-1)
@@ -99,12 +118,24 @@ def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> 
     shift = torch.where(peak == -torch.inf, target_logits, peak)  # nothing but the target is possible
 
     z.sub_(shift[:, None])
-    needs_z = "entropy" in statistics or "log_sum_sq_probs" in statistics
-    exponentials = z.exp() if needs_z else z.exp_()
+    weighted = squares = None
+    if "entropy" in statistics or "log_sum_sq_probs" in statistics:
+        exponentials = z.exp()
+        if "entropy" in statistics:
+            weighted = z.clamp_(min=NEVER).mul_(exponentials).sum(-1)
+        if "log_sum_sq_probs" in statistics:
+            squares = torch.mul(exponentials, exponentials, out=z).sum(-1)
+    else:
+        exponentials = z.exp_()
     others = exponentials.sum(-1)
+    return BlockSums(target_logits, own, shift, others, weighted, mean, is_top1, squares), exponentials
 
+
+def conclude(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
+    """What follows for each token: its log-probability with the gradient's sums, and its statistics in their order."""
+    target_logits, own, shift, others, weighted, mean, is_top1, squares = sums
     gap = target_logits - shift
-    sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
+    row_sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
 
     # The statistics count the target too: everything relative to the larger of m and its logit.
     top = torch.maximum(shift, own)
@@ -112,19 +143,13 @@ def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> 
     ratio, own_exp = (shift - top).exp(), own_gap.exp()
     everything = others * ratio + own_exp
     log_everything = torch.where(own > shift, (others * ratio).log1p(), everything.log())
-    results = []
-    if "entropy" in statistics:
-        weighted = z.clamp_(min=NEVER).mul_(exponentials).sum(-1)  # sum exp(z - m) (z - m), over the others
+    entropy = log_sum_sq_probs = None
+    if weighted is not None:
         inner = (weighted + others * (shift - top)) * ratio + own_exp * own_gap
-        results.append(log_everything - inner / everything)
-    if mean is not None:
-        results.append(mean)
-    if is_top1 is not None:
-        results.append(is_top1)
-    if "log_sum_sq_probs" in statistics:
-        squares = torch.mul(exponentials, exponentials, out=z).sum(-1) * ratio.square() + own_exp.square()
-        results.append(squares.log() - 2 * log_everything)
-    return sums, results, exponentials
+        entropy = log_everything - inner / everything
+    if squares is not None:
+        log_sum_sq_probs = (squares * ratio.square() + own_exp.square()).log() - 2 * log_everything
+    return row_sums, [x for x in (entropy, mean, is_top1, log_sum_sq_probs) if x is not None]
 
 
 def _is_top1(z: Tensor, targets: Tensor, own: Tensor, peak: Tensor) -> Tensor:

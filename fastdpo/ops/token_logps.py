@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .logit_rows import RowSums, Transform, accumulator, blocks, fold, logit_gradient
+from .logit_rows import BlockSums, RowSums, Transform, accumulator, blocks, conclude, fold, logit_gradient
 from .results import TokenLogps
 
 OP = "token_logps"
@@ -28,15 +28,13 @@ def _torch_fwd(
     transform = Transform(softcap, logit_scale, temperature)
     dtype = accumulator(logits.dtype)
     ignored, index = split_targets(OP, targets, logits.shape[1])
-    results = empty_results(logits, statistics)
+    parts = []
     for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         own = z.gather(1, index[rows, None])[:, 0]
-        sums, extra = fold(z, index[rows], own, statistics)[:2]
+        parts.append(fold(z, index[rows], own, statistics)[0])
         del z  # before the next tile is made
-        for result, value in zip(results, (*sums, *extra), strict=True):
-            result[rows] = value
-    return mask_results(results, ignored)
+    return results_of(parts, logits, ignored, statistics)
 
 
 _fwd = torch.library.custom_op("fastdpo::token_logps_fwd", _torch_fwd, mutates_args=())
@@ -129,7 +127,7 @@ def token_logps(
     Sums are float32 (float64 for float64 logits), whatever the dtype of the logits, and leave the target out, so that
     `1 - p` of a confident prediction keeps its digits. Meaning: `fastdpo.ops.reference.token_logps`.
 
-    Extra memory: two blocks of logits in float32, each of at most 4 MiB on a CPU, elsewhere 32 MiB or 256 tokens (one
+    Extra memory: two blocks of logits in float32, each of at most 8 MiB on a CPU, elsewhere 64 MiB or 256 tokens (one
     more with `softcap`, one more in the backward if a gradient reaches `entropy`), none on CUDA; in the backward also
     the gradient, as large as the logits. Logits that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch,
     are copied.
@@ -183,9 +181,12 @@ def empty_results(rows: Tensor, statistics: str) -> list[Tensor]:
     return [torch.empty(rows.shape[0], dtype=dtype, device=rows.device) for dtype in dtypes]
 
 
-def mask_results(results: list[Tensor], ignored: Tensor) -> list[Tensor]:
-    logps, shift, others, total, *extra = results
-    return [logps.masked_fill_(ignored, 0), shift, others, total, *(x.masked_fill_(ignored, 0) for x in extra)]
+def results_of(parts: Sequence[BlockSums], rows: Tensor, ignored: Tensor, statistics: str) -> list[Tensor]:
+    """Of blocks that make up the tokens of `rows`: logps, the three sums and the statistics, 0 where ignored."""
+    if not parts:
+        return empty_results(rows, statistics)
+    (logps, *sums), extra = conclude(BlockSums.join(parts))
+    return [logps.masked_fill_(ignored, 0), *sums, *(x.masked_fill_(ignored, 0) for x in extra)]
 
 
 def named_results(logps: Tensor, extra: Sequence[Tensor], statistics: str, shape: Sequence[int]) -> TokenLogps:
