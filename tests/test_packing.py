@@ -309,6 +309,7 @@ REFUSALS = {  # attention mask and labels of one row of four tokens, shifted, an
     "a label scored by padding before": ([0, 0, 1, 1], [-100, -100, 3, 3], False, "a label is scored by a padding"),
     "a label scored by padding after": ([1, 1, 0, 0], [-100, 3, 3, 3], False, "a label is scored by a padding"),
     "a shifted label on padding": ([1, 1, 0, 0], [3, 3, 3, -100], True, "a label is scored by a padding"),
+    "a label of a row without tokens": ([0, 0, 0, 0], [-100, 3, -100, -100], False, "a label is scored by a padding"),
     "no token": ([0, 0, 0, 0], [-100] * 4, False, "no token is real"),
 }
 
