@@ -4,8 +4,8 @@ What it runs, forward and backward for the policy, forward for the reference:
 
 - the backbone of transformers on the T distinct tokens of the batch, each once, as one row without padding;
 - attention by `scaled_dot_product_attention`, causal, over every stored piece of a row: a prompt with its first answer
-  is one, its second answer another, which sees itself but, unlike in the true step, not its prompt. That is less than
-  is needed;
+  is one, its second answer another. What the second answer makes of its prompt is a product of its own, merely added:
+  the true step has to weigh the two;
 - the bare matrix products of the head on the N scored rows, in tiles of `TILE` rows: policy `h W^T`, `G W` and, unless
   the head is frozen, `G^T h`, with the product itself in place of G; reference `h W^T`.
 
@@ -40,17 +40,21 @@ def attend(
     key: Tensor,  # [1, H_kv, T, D]
     value: Tensor,
     attention_mask: None,
-    pieces: list[tuple[int, int]],
+    rows: list[list[int]],
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each piece (start, length) of the tokens."""
-    parts = [
-        F.scaled_dot_product_attention(
-            *(x.narrow(2, start, length) for x in (query, key, value)), is_causal=True, enable_gqa=True
-        )
-        for start, length in pieces
-    ]
-    return torch.cat(parts, 2).transpose(1, 2), None
+    """The attention of `Layout.rows`, without the softmax over both of a row's parts."""
+    lengths = [length for *_, length in rows]
+    parts = list(zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True))
+    at = {own: part for (_, _, own, _), part in zip(rows, parts, strict=True)}  # prefixes begin where rows do
+    outs = []
+    for (prefix, prefix_length, _, _), (q, k, v) in zip(rows, parts, strict=True):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if prefix_length:
+            _, k, v = (x[:, :, :prefix_length] for x in at[prefix])
+            out = out + F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        outs.append(out)
+    return torch.cat(outs, 2).transpose(1, 2), None
 
 
 class FloorStep:
@@ -92,11 +96,9 @@ class FloorStep:
 
     def _hidden(self, model: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
         """[N, D]"""
-        pieces = [(start, length) for _, _, start, length in layout.rows.tolist()]
+        rows = layout.rows.tolist()
         with self.autocast:
-            out = model.base_model(
-                input_ids=ids, position_ids=layout.position_ids[None], use_cache=False, pieces=pieces
-            )
+            out = model.base_model(input_ids=ids, position_ids=layout.position_ids[None], use_cache=False, rows=rows)
             return out.last_hidden_state[0].index_select(0, layout.score_index)
 
     @torch.no_grad()
