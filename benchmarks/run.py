@@ -1,6 +1,6 @@
 """Runs one suite: checks every side against the truth, measures those that are equal, and writes every sample.
 
-    python -m benchmarks.run --suite {step,head,memory,scaling} [--json OUT] [--cases REGEX] [--rounds N] [--quick]
+    python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick] [--resume]
 
 The exit code is 1 if a side is not equal to the others or failed; neither gets a time.
 """
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks import machine, tables
-from benchmarks.cases import Suite
+from benchmarks.cases import Case, Suite
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 from benchmarks.turns import FAILED, NOT_EQUAL, Turns
@@ -31,6 +31,7 @@ from benchmarks.turns import FAILED, NOT_EQUAL, Turns
 PACKAGES = ("torch", "transformers", "trl", "fastdpo", "peft", "accelerate", "cut-cross-entropy", "liger-kernel")
 RED = {NOT_EQUAL, FAILED}
 QUICK_ROUNDS = 2
+SAME = ("suite", "commit", "machine", "versions", "quick", "rounds")  # what a run that goes on must share
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,6 +55,18 @@ def settings(threads: int) -> dict[str, Any]:
     }
 
 
+def go_on(result: dict[str, Any], before: dict[str, Any], suite: Suite, cases: list[Case]) -> list[Case]:
+    """Takes over the cases of an earlier run; returns those that are left."""
+    for name in SAME:
+        if before[name] != result[name]:
+            sys.exit(f"--resume: {name} must be that of the file, {before[name]}; it is {result[name]}")
+    result["command"] = f"{before['command']} && {result['command']}"
+    result["cases"] = before["cases"]
+    result["summary"] = summarize(suite, before["cases"])
+    done = {case["name"] for case in before["cases"]}
+    return [case for case in cases if case.name not in done]
+
+
 def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Everything that goes to the JSON, which is written after every case."""
     cases = [case for case in suite.cases(args.quick) if re.search(args.cases, case.name)]
@@ -74,6 +87,8 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
         "rounds": rounds,
         "cases": [],
     }
+    if args.resume and args.json.exists():
+        cases = go_on(result, json.loads(args.json.read_text()), suite, cases)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task(f"suite {suite.name}", total=len(cases))
@@ -103,6 +118,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names match")
     parser.add_argument("--rounds", type=int, help="passes over each case's batches; default: as the suite says")
     parser.add_argument("--threads", type=int, default=2, help="of each side; default: 2")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that the JSON has, run those it lacks")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     args = parser.parse_args(argv)
     args.argv = argv

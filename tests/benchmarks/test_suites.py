@@ -111,3 +111,20 @@ def test_no_speed_is_relative_to_a_sabotaged_fastdpo(monkeypatch, tmp_path, caps
 def test_no_case_that_matches_is_an_error():
     with pytest.raises(SystemExit, match="--cases must match a case of head"):
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
+
+
+def test_a_run_goes_on_where_another_stopped(monkeypatch, tmp_path):
+    def cases(quick: bool):
+        work = HeadWorkload(n=16, v=50, d=8, trainable=True)
+        side = Side(SUBJECT, "benchmarks.sides.heads:HeadStep", work, {"peer": SUBJECT})
+        return [Case(name, "group", (side,)) for name in ("a", "b")]
+
+    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=cases))
+    _, first = run_suite("head", tmp_path, "--cases", "a", "--rounds", "1")
+    with pytest.raises(SystemExit, match="--resume: rounds must be that of the file, 1; it is 2"):
+        run_suite("head", tmp_path, "--rounds", "2", "--resume")
+    _, whole = run_suite("head", tmp_path, "--rounds", "1", "--resume")
+    assert whole["cases"][0] == first["cases"][0]
+    assert [case["name"] for case in whole["cases"]] == ["a", "b"]
+    assert whole["summary"]["cases"].keys() == {"a", "b"}
+    assert whole["command"].count("python -m benchmarks.run") == 2
