@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -61,10 +62,12 @@ class Options:
     Attributes:
         share_prompts: compute tokens that the two answers of a prompt have in common once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+        reference_memory: remember the reference's log-probabilities of each pair; a directory, if beyond the process.
     """
 
     share_prompts: bool = True
     memory_budget: int = MEMORY_BUDGET
+    reference_memory: bool | Path = False
 
 
 class Request(NamedTuple):

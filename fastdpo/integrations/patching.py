@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from packaging.version import Version
@@ -68,7 +70,12 @@ class PatchReport:
 _patched: dict[str, tuple[Seam, Options]] = {}
 
 
-def patch(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY_BUDGET) -> PatchReport:
+def patch(
+    *targets: str,
+    share_prompts: bool = True,
+    memory_budget: int = MEMORY_BUDGET,
+    reference_memory: bool | str | os.PathLike = False,
+) -> PatchReport:
     """Trainers built from now on train packed, with shared prompts and a fused head. Same numbers, less work.
 
     Calling it again changes nothing. What can't be entered is left exactly as it was, and the report says why.
@@ -77,6 +84,10 @@ def patch(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY
         *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl"). Default: whatever is installed.
         share_prompts: compute the tokens that the two answers of a prompt have in common once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward (`ops.linear_logps`).
+        reference_memory: remember the reference's log-probabilities of each pair when they are first computed, so that
+            later epochs and evaluations after the first don't run the reference. A directory: across processes too.
+            Of "trl.DPOTrainer". Off, with a logged reason, where the reference moves or anything in it is random, and
+            where ranks compute it together.
 
     Returns:
         The report; also logged, as one line, by the logger "fastdpo" at INFO.
@@ -86,7 +97,8 @@ def patch(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY
         PatchError: a target that was named can't be entered, or was entered with other options; with
             `FASTDPO_STRICT=1`, anything is off. Nothing is changed then.
     """
-    options = Options(share_prompts, memory_budget)
+    kept = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
+    options = Options(share_prompts, memory_budget, kept)
     modules = _integrations()
     unknown = [t for t in targets if not any(t in (m.NAME, m.PACKAGE) for m in modules)]
     if unknown:
@@ -118,10 +130,17 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched(*targets: str, share_prompts: bool = True, memory_budget: int = MEMORY_BUDGET) -> Iterator[PatchReport]:
+def patched(
+    *targets: str,
+    share_prompts: bool = True,
+    memory_budget: int = MEMORY_BUDGET,
+    reference_memory: bool | str | os.PathLike = False,
+) -> Iterator[PatchReport]:
     """`with fastdpo.patched():` patches for the block. Takes the arguments of `patch`; a patch from outside stays."""
     before = set(_patched)
-    report = patch(*targets, share_prompts=share_prompts, memory_budget=memory_budget)
+    report = patch(
+        *targets, share_prompts=share_prompts, memory_budget=memory_budget, reference_memory=reference_memory
+    )
     try:
         yield report
     finally:

@@ -6,17 +6,21 @@ import dataclasses
 import functools
 import gc
 import inspect
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from . import qualify
+from .deferred_metrics import Ledger, deferring, settle
 from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger
 from .replacements import Replacements
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    from .trl_dpo_memory import ReferenceMemory
 
 NAME = "trl.DPOTrainer"
 PACKAGE = "trl"
@@ -25,6 +29,8 @@ SUPPORTED = SpecifierSet(">=1.15,<1.17")
 _HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
 _PRECOMPUTE_PARAMETERS = ["self", "dataset", "name", "batch_size"]
+_LOSS_PARAMETERS = ["self", "model", "inputs", "return_outputs"]
+_LOG_PARAMETERS = ["self", "logs", "start_time"]
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
@@ -33,7 +39,16 @@ _STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
+_OWN = "_fastdpo"
+
 _replacements = Replacements()
+
+
+class _Own(NamedTuple):
+    """What a trainer that was built patched has of ours."""
+
+    ledger: Ledger
+    memory: ReferenceMemory
 
 
 def why_not() -> str | None:
@@ -44,6 +59,8 @@ def why_not() -> str | None:
         (getattr(dpo_trainer, "add_fused_lm_head", None), _HEAD_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "compute_ref_log_probs", None), _REFERENCE_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "_precompute_ref_logps", None), _PRECOMPUTE_PARAMETERS),
+        (getattr(dpo_trainer.DPOTrainer, "_compute_loss", None), _LOSS_PARAMETERS),
+        (dpo_trainer.DPOTrainer.log, _LOG_PARAMETERS),
         (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
     ):
         found = None if function is None else list(inspect.signature(function).parameters)
@@ -62,10 +79,14 @@ def why_not() -> str | None:
 def enable(options: Options) -> None:
     from trl.trainer import dpo_trainer
 
+    from .trl_dpo_memory import ReferenceMemory
+
     stock_add = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
     stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
+    stock_loss = dpo_trainer.DPOTrainer._compute_loss
+    stock_log = dpo_trainer.DPOTrainer.log
 
     @functools.wraps(stock_add)
     def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
@@ -90,8 +111,22 @@ def enable(options: Options) -> None:
             return stock_precompute(self, dataset, name, batch_size)
         return trl_dpo_precompute.precompute(self, dataset, name, batch_size)
 
+    @functools.wraps(stock_loss)
+    def _compute_loss(self, model, inputs, return_outputs):
+        own: _Own | None = vars(self).get(_OWN)
+        if own is None:  # built before
+            return stock_loss(self, model, inputs, return_outputs)
+        with own.memory.serving(self, inputs) as inputs, deferring(self.accelerator, own.ledger):
+            return stock_loss(self, model, inputs, return_outputs)
+
+    @functools.wraps(stock_log)
+    def log(self, logs, start_time=None):
+        _settle(self)
+        stock_log(self, logs, start_time)
+
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
+        vars(self)[_OWN] = _Own(Ledger(), ReferenceMemory(options.reference_memory))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         if config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
@@ -107,19 +142,34 @@ def enable(options: Options) -> None:
 
     _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
+    _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
+    _replacements.put(dpo_trainer.DPOTrainer, "log", log)
     _replacements.put(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
     _replacements.put(dpo_trainer.DPOTrainer, "_precompute_ref_logps", _precompute_ref_logps)
 
 
 def disable() -> None:
     _replacements.undo()
+    for trainer in living_trainers():
+        _settle(trainer)
+        vars(trainer).pop(_OWN, None)
 
 
-def living_trainers() -> list[object]:
+def living_trainers() -> list[DPOTrainer]:
     """Trainers that exist already: their models were given their heads before any patch."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
     return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+
+
+def _settle(trainer: DPOTrainer) -> None:
+    """Makes plain numbers of all metrics."""
+    own: _Own | None = vars(trainer).get(_OWN)
+    metrics = vars(trainer).get("_metrics")
+    if own is not None and metrics is not None:  # its constructor may have failed
+        for values in metrics.values():
+            settle(own.ledger, values)
+        trainer._total_train_tokens = int(trainer._total_train_tokens)
 
 
 def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:

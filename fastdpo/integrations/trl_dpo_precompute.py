@@ -7,6 +7,7 @@ computed, under a key of all that it depends on.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,7 +18,6 @@ from .trl_dpo import NAME
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -28,7 +28,7 @@ def is_ours(trainer: DPOTrainer, dataset: Dataset) -> bool:
     """Whether a trainer's values are computed here. If not for a reason of its own, that is logged."""
     from datasets import Dataset
 
-    built_patched = is_wrapped(_reference(trainer), NAME)
+    built_patched = is_wrapped(reference_of(trainer), NAME)
     if not built_patched or not isinstance(dataset, Dataset):  # streaming data are refused by TRL
         return False
     reason = _why_not(trainer)
@@ -67,18 +67,19 @@ def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int
         logger.warning("%s: %s of the %s dataset are used as they are", NAME, " and ".join(given), name)
         return dataset
 
-    model = _reference(trainer)
+    model = reference_of(trainer)
     accelerator = trainer.accelerator
     collator = cast(DataCollatorForPreference, trainer.data_collator)
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode)
     precision = f"accelerate {accelerator.mixed_precision}"
     key = keys.key(rows, _model_digest(trainer), precision, trainer.ld_alpha)
-    passes.same_everywhere(f"the {name} dataset or the model", key)
     directory = _cache_directory(dataset)
     # Padded, the model is given as many pairs as TRL would give it.
     bounds = passes.Bounds(
         pairs=cast("DPOConfig", trainer.args).precompute_ref_batch_size if is_fused(model) else batch_size
     )
+
+    passes.same_everywhere(key, bounds, directory is None)
 
     def score(examples):
         batch = send_to_device(collator(examples), accelerator.device)
@@ -96,20 +97,36 @@ def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int
     return with_ref_logps(dataset, logps)
 
 
-def _reference(trainer: DPOTrainer) -> nn.Module:
+def reference_of(trainer: DPOTrainer) -> nn.Module:
+    """Its own model, or the policy's, see `as_reference`."""
     return cast(nn.Module, trainer.ref_model or trainer.model)
+
+
+def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
+    """While it lasts a policy with adapters is its own reference: they are off, or the copy named "ref" is on."""
+    from ..ref_logps import models
+
+    adapters = _adapters(trainer)
+    if adapters is None:
+        return nullcontext()
+    return models.with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None)
+
+
+def _adapters(trainer: DPOTrainer) -> dict | None:
+    """Of a policy that is its own reference."""
+    unwrapped = trainer.accelerator.unwrap_model(reference_of(trainer))
+    return getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None
 
 
 def _model_digest(trainer: DPOTrainer) -> str:
     """Of the reference, without the policy's adapter. Of a whole model TRL has hashed the tensors already."""
     from ..ref_logps import keys, models
 
-    unwrapped = cast("PreTrainedModel", trainer.accelerator.unwrap_model(_reference(trainer)))
-    adapters = getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None
-    if adapters is None:
-        return f"{trainer._precompute_model_hash} {keys.config_digest(unwrapped.config)}"
-    with models.with_adapter(unwrapped, "ref" if "ref" in adapters else None):
-        return keys.model_digest(models.base_of(unwrapped))
+    base = models.base_of(reference_of(trainer))
+    if _adapters(trainer) is None:
+        return f"{trainer._precompute_model_hash} {keys.config_digest(base.config)}"
+    with as_reference(trainer):
+        return keys.model_digest(base)
 
 
 def _cache_directory(dataset: Dataset) -> Path | None:

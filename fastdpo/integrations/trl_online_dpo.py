@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,12 +26,14 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
+from .deferred_metrics import Ledger, deferring, settle
 from .fused_forward import Options, Request, Scored, install, is_wrapped
 from .replacements import Replacements
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+    from trl.experimental.online_dpo import OnlineDPOTrainer
 
 NAME = "trl.OnlineDPOTrainer"
 PACKAGE = "trl"
@@ -40,6 +43,11 @@ _FORWARD_PARAMETERS = [
     *("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")
 ]
 _CREATE_PARAMETERS = ["self"]
+_STEP_PARAMETERS = ["self", "model", "inputs", "num_items_in_batch"]
+_LOG_PARAMETERS = [
+    *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate")
+]
+_LEDGER = "_fastdpo_ledger"
 
 _replacements = Replacements()
 
@@ -51,6 +59,8 @@ def why_not() -> str | None:
     for name, expected in (
         ("_forward", _FORWARD_PARAMETERS),
         ("create_accelerator_and_postprocess", _CREATE_PARAMETERS),
+        ("training_step", _STEP_PARAMETERS),
+        ("_maybe_log_save_evaluate", _LOG_PARAMETERS),
     ):
         function = getattr(OnlineDPOTrainer, name, None)
         found = None if function is None else list(inspect.signature(function).parameters)
@@ -64,16 +74,31 @@ def enable(options: Options) -> None:
 
     stock_forward = OnlineDPOTrainer._forward
     stock_create = OnlineDPOTrainer.create_accelerator_and_postprocess
+    stock_step = OnlineDPOTrainer.training_step
+    stock_log = OnlineDPOTrainer._maybe_log_save_evaluate
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
         """The last step before models are prepared: what accelerate puts around their forwards goes around ours."""
         again = hasattr(self, "accelerator")  # a search of hyperparameters makes a new one
         stock_create(self)
+        vars(self).setdefault(_LEDGER, Ledger())
         if not again:
             _install(self.model, "policy", options)
             if self.ref_model is not None:  # else it is the policy without its adapters
                 _install(self.ref_model, "reference", options)
+
+    @functools.wraps(stock_step)
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        ledger = vars(self).get(_LEDGER)
+        with nullcontext() if ledger is None else deferring(self.accelerator, ledger):
+            return stock_step(self, model, inputs, num_items_in_batch)
+
+    @functools.wraps(stock_log)
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        if self.control.should_log:
+            _settle(self)
+        return stock_log(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
     def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
@@ -89,14 +114,25 @@ def enable(options: Options) -> None:
         return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
 
     _replacements.put(OnlineDPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    _replacements.put(OnlineDPOTrainer, "training_step", training_step)
+    _replacements.put(OnlineDPOTrainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
     _replacements.put(OnlineDPOTrainer, "_forward", _forward)
 
 
 def disable() -> None:
     _replacements.undo()
+    for trainer in living_trainers():
+        _settle(trainer)
+        vars(trainer).pop(_LEDGER, None)
 
 
-def living_trainers() -> list[object]:
+def _settle(trainer: OnlineDPOTrainer) -> None:
+    ledger = vars(trainer).get(_LEDGER)
+    if ledger is not None:
+        settle(ledger, trainer.stats)
+
+
+def living_trainers() -> list[OnlineDPOTrainer]:
     """Trainers that exist already: their models have been prepared without any patch."""
     from trl.experimental.online_dpo import OnlineDPOTrainer
 

@@ -87,12 +87,12 @@ def precompute(
     pairs = Pairs(dataset, max_length, truncation_mode)
     device = models.device_of(base)
     with models.evaluating(model), models.with_adapter(model, adapter), models.scoring(model, pairs, ld_alpha) as score:
+        bounds = passes.Bounds(tokens_per_batch, None if is_fused(base) else 1)
         shards = None
         if cache_dir is not None:
             key = keys.key(pairs, keys.model_digest(base), _precision(device), ld_alpha)
             shards = Shards(Path(cache_dir) / key, key, len(pairs))
-        passes.same_everywhere("model, dataset or an option", shards.key if shards else pairs.digest)
-        bounds = passes.Bounds(tokens_per_batch, None if is_fused(base) else 1)
+        passes.same_everywhere(pairs.digest, max_length, truncation_mode, ld_alpha, bounds, shards and shards.key)
         return passes.run(score, pairs, shards, bounds, device)
 
 

@@ -73,6 +73,12 @@ def model_digest(model: PreTrainedModel) -> str:
     return hashlib.sha256(_json(whole).encode()).hexdigest()
 
 
+def active_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of the model as it would run now: without those of adapters that are off."""
+    inactive = _InactiveAdapters(model)
+    return [x for name, x in model.named_parameters() if _unwrapped(name) not in inactive]
+
+
 def tensor_digest(name: str, tensor: Tensor) -> str:
     """Of a tensor's dtype, shape and bytes."""
     if isinstance(tensor, DTensor):

@@ -85,10 +85,11 @@ def _fill(values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bou
     rank, world = _rank_and_world()
     sizes = pairs.sizes()
     todo = (values[:, 0] == MISSING).numpy()
-    values[torch.from_numpy(todo & ~sizes.scored)] = 0.0
+    empty = (todo & ~sizes.scored).nonzero()[0]
+    values[empty] = 0.0
     todo &= sizes.scored
     plan = batches(todo.nonzero()[0], sizes, *bounds)
-    pending: list[int] = []
+    pending: list[int] = empty.tolist() if rank == 0 else []
 
     def store() -> None:
         if shards is not None and pending:
@@ -130,14 +131,17 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def same_everywhere(name: str, value: str) -> None:
-    """Raises on every rank if one was given something else."""
+def same_everywhere(*work: object) -> None:
+    """Raises on every rank if one was given something else: they could not share it."""
     rank, world = _rank_and_world()
     if world > 1:
         found: list = [None] * world
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, repr(work))
         if len(set(found)) > 1:
-            raise ValueError(f"precompute: {name} must be the same on every rank; rank {rank} of {world} got {value}")
+            raise ValueError(
+                "precompute: model, dataset and options must be the same on every rank; "
+                f"rank {rank} of {world} got {found[rank]}, others {sorted(set(found) - {found[rank]})}"
+            )
 
 
 def _agreed(read: Callable[[], Tensor], device: torch.device) -> Tensor:

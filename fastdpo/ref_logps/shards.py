@@ -74,7 +74,7 @@ class Shards:
             ValueError: a file is not one that `write` has made for this key.
         """
         values = missing(self.n_rows)
-        for path in self._paths():
+        for path in files(self.directory):
             try:
                 rows, found = self._load(path)
             except FileNotFoundError:
@@ -86,52 +86,67 @@ class Shards:
     def write(self, rows: Tensor, values: Tensor) -> None:
         """Adds the values [n, 2] of these rows [n]."""
         tensors = {"rows": rows.long(), "chosen": values[:, 0].contiguous(), "rejected": values[:, 1].contiguous()}
-        data = safetensors.torch.save(tensors, {"key": self.key, "digest": _digest(tensors)})
-        self.directory.mkdir(parents=True, exist_ok=True)  # the lock's holder may have another disk
-        temporary = self.directory / f".{uuid4().hex}.tmp"
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.directory / f"{uuid4().hex}.safetensors")
+        write_file(self.directory, self.key, tensors)  # the lock's holder may have another disk
 
     def merge(self, values: Tensor) -> None:
         """One file of all rows instead of many. Only under the lock."""
-        old = self._paths()
+        old = files(self.directory)
         if len(old) > 1:
             self.write(torch.arange(self.n_rows), values)
             for path in old:
                 path.unlink(missing_ok=True)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self.directory.glob("*.safetensors"))
-
     def _load(self, path: Path) -> tuple[Tensor, Tensor]:
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("key") != self.key:
-                    raise _refused(path, f"have the key {self.key}", metadata.get("key"))
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                dtypes = {name: x.get_dtype() for name, x in slices.items()}
-                shapes = {tuple(x.get_shape()) for x in slices.values()}
-                if dtypes != DTYPES or len(shapes) != 1 or len(next(iter(shapes))) != 1:
-                    raise _refused(path, f"hold {DTYPES}, all of one length", f"{dtypes} of shapes {sorted(shapes)}")
-                tensors = {name: file.get_tensor(name).clone() for name in DTYPES}  # not the mapped file
-        except SafetensorError as error:
-            raise _refused(path, "be a whole safetensors file", error) from error
-        rows, values = tensors["rows"], torch.stack([tensors["chosen"], tensors["rejected"]], 1)
+        rows, chosen, rejected = read_file(path, self.key, DTYPES).values()
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
             bounds = f"{int(rows.min())} to {int(rows.max())}"
             raise _refused(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
         if len(rows.unique()) != len(rows):
             raise _refused(path, "hold each row once", f"{len(rows) - len(rows.unique())} of {len(rows)} repeated")
-        if not values.isfinite().all():
-            bad = int(rows[~values.isfinite().all(1)][0])
-            raise _refused(path, "hold finite values", f"others, of row {bad} first")
-        if metadata.get("digest") != _digest(tensors):
-            raise _refused(path, f"have the digest {_digest(tensors)} of its values", metadata.get("digest"))
-        return rows, values
+        return rows, torch.stack([chosen, rejected], 1)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
+    """A new file, by a random name, whole or not at all."""
+    data = safetensors.torch.save(tensors, {"key": key, "digest": _digest(tensors)})
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".{uuid4().hex}.tmp"
+    with temporary.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / f"{uuid4().hex}.safetensors")
+
+
+def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors [n] of these names and dtypes, in their order, if the file is what `write_file` makes of them.
+
+    Raises:
+        ValueError: it is not, or a value is not finite.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("key") != key:
+                raise _refused(path, f"have the key {key}", metadata.get("key"))
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: x.get_dtype() for name, x in slices.items()}
+            shapes = {tuple(x.get_shape()) for x in slices.values()}
+            if found != dtypes or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+                raise _refused(path, f"hold {dtypes}, all of one length", f"{found} of shapes {sorted(shapes)}")
+            tensors = {name: file.get_tensor(name).clone() for name in dtypes}  # not the mapped file
+    except SafetensorError as error:
+        raise _refused(path, "be a whole safetensors file", error) from error
+    finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
+    if not finite.all():
+        raise _refused(path, "hold finite values", f"others, at place {int((~finite).nonzero()[0])} first")
+    if metadata.get("digest") != _digest(tensors):
+        raise _refused(path, f"have the digest {_digest(tensors)} of its values", metadata.get("digest"))
+    return tensors
 
 
 def missing(n_rows: int) -> Tensor:
@@ -140,8 +155,8 @@ def missing(n_rows: int) -> Tensor:
 
 def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for name in DTYPES:
-        digest.update(tensors[name].numpy().data)
+    for x in tensors.values():
+        digest.update(x.numpy().data)
     return digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from families import tiny_family
-from trl_runs import assert_fused, assert_same, tiny_model, train
+from trl_runs import assert_fused, assert_same, assert_same_bits, tiny_model, train
 
 import fastdpo
 from fastdpo import attention, packing
@@ -89,7 +89,7 @@ def test_sabotage_is_noticed(both, monkeypatch, sabotage):
 def test_what_the_probe_notices_trains_stock(both, monkeypatch, caplog, sabotage):
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
-    assert_same(stock, patched, rtol=0, atol=0)
+    assert_same_bits(stock, patched)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
     assert caplog.text.count("the packed hidden states of LlamaForCausalLM differ from its padded ones") == 2
 

@@ -110,9 +110,14 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
         assert f"{path} must be a whole safetensors file" in message
 
 
-def test_ranks_must_be_given_the_same(tmp_path):
+@pytest.mark.parametrize("what", ["model", "dataset", "tokens_per_batch", "cache_dir"])
+def test_ranks_must_be_given_the_same(tmp_path, what):
     def work(rank: int):
-        return ref_logps.precompute(tiny_model(seed=rank), tokens(4), cache_dir=tmp_path / "cache")
+        model = tiny_model(seed=rank if what == "model" else 0)
+        rows = tokens(4, seed=rank if what == "dataset" else 0)
+        cache = None if what == "cache_dir" and rank == 0 else tmp_path / "cache"
+        budget = 100 + rank if what == "tokens_per_batch" else 100
+        return ref_logps.precompute(model, rows, cache_dir=cache, tokens_per_batch=budget)
 
     for message in ranks(2, tmp_path / "ranks", work):
         assert "must be the same on every rank" in message

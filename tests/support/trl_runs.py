@@ -194,6 +194,17 @@ def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6
             assert error <= rtol * size + 1e-7, f"step {step}: gradient of {name} differs by {error} of {size}"
 
 
+def assert_same_bits(stock: Run, patched: Run) -> None:
+    """Losses and gradients to the last bit. TRL's metrics are the same but for how their means are rounded."""
+    assert_same(stock, patched, rtol=1e-6, atol=1e-7)
+    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
+        for name in a.keys() & {"loss", "eval_loss", "train_loss", "grad_norm"}:
+            assert a[name] == b[name], f"step {step}: {name} {a[name]} {b[name]}"
+    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        for name in a:
+            assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
+
+
 def assert_fused(run: Run, **expected: int) -> None:
     """Exactly these calls ran, all of them fused: the test that a path is not silently off."""
     assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})

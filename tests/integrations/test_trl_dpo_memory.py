@@ -1,0 +1,224 @@
+"""The reference memory of TRL's DPOTrainer: the same training with the reference run once for each pair."""
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from trl import DPOTrainer
+from trl_runs import assert_same, config, dataset, pairs, tiny_model, tokenizer, train
+
+import fastdpo
+from fastdpo.integrations.fused_forward import NotFused
+from fastdpo.integrations.trl_dpo_memory import digests_of_pairs
+
+WORKER = Path(__file__).parents[1] / "support" / "trl_ranks_worker.py"
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8)
+TWICE = dict(EPOCHS, eval_strategy="epoch")
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
+
+
+def remembering(directory, model, reference, memory=True, **options):
+    with fastdpo.patched("trl.DPOTrainer", reference_memory=memory):
+        return train(directory, model, reference, **options)
+
+
+def trained_adapter():
+    torch.manual_seed(5)
+    return get_peft_model(tiny_model(), LoraConfig(**LORA))
+
+
+MODELS = {
+    "full": lambda: dict(model=tiny_model(), reference=tiny_model(seed=1)),
+    "adapter": lambda: dict(model=tiny_model(), reference=None, peft_config=LoraConfig(**LORA)),
+    "adapter with dropout": lambda: dict(
+        model=tiny_model(), reference=None, peft_config=LoraConfig(**{**LORA, "lora_dropout": 1e-9})
+    ),
+    "loaded adapter": lambda: dict(model=trained_adapter(), reference=None),
+    "not packed": lambda: dict(model=tiny_model("mamba", **MAMBA), reference=tiny_model("mamba", seed=1, **MAMBA)),
+}
+MAMBA = dict(without=("head_dim", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"))
+OPTIONS = {
+    "as it is": dict(),
+    "ld_alpha": dict(ld_alpha=0.3),
+    "ipo": dict(loss_type="ipo"),
+    "truncated": dict(max_length=12),
+    "accumulation": dict(gradient_accumulation_steps=2, per_device_train_batch_size=2),
+    "checkpointing": dict(gradient_checkpointing=True),
+    "other batches in evaluation": dict(per_device_eval_batch_size=3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_training(tmp_path, name):
+    stock = train(tmp_path / "stock", **MODELS[name](), **TWICE)
+    patched = remembering(tmp_path / "patched", **MODELS[name](), **TWICE)
+    assert_same(stock, patched)
+    path = "stock" if name == "not packed" else "fused"
+    # 2 batches an epoch and 2 an evaluation: 3 epochs, and 4 evaluations, the last by hand
+    of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
+    assert of_reference == {("reference", path): 4, ("reference", "remembered"): 4 + 6}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(tmp_path, option):
+    models = MODELS["full"]
+    stock = train(tmp_path / "stock", **models(), **{**TWICE, **OPTIONS[option]})
+    patched = remembering(tmp_path / "patched", **models(), **{**TWICE, **OPTIONS[option]})
+    assert_same(stock, patched)
+    assert patched.calls["reference", "remembered"] > patched.calls["reference", "fused"]
+
+
+def test_only_pairs_that_are_new_are_run(tmp_path):
+    rows = []
+
+    class Trainer(DPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            handle = self.ref_model.register_forward_pre_hook(
+                lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+            )
+            try:
+                return super()._compute_loss(model, inputs, return_outputs)
+            finally:
+                handle.remove()
+
+    # Epoch 2 finds all; an evaluation on the training data in batches of 3 finds all but nothing of 8 new pairs.
+    patched = remembering(
+        tmp_path, tiny_model(), tiny_model(seed=1), data=pairs(6), evaluate=0, trainer_class=Trainer, max_steps=3
+    )
+    assert rows == [8, 4]  # two rows a pair: a batch of 4, one of 2
+    assert patched.calls["reference", "remembered"] == 1
+
+
+def test_a_batch_of_old_and_new_pairs(tmp_path):
+    with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        trainer = DPOTrainer(
+            model=tiny_model(),
+            ref_model=tiny_model(seed=1),
+            args=config(tmp_path),
+            train_dataset=dataset(8, tmp_path / "data"),
+            processing_class=tokenizer(),
+        )
+        examples = list(trainer.train_dataset)
+        collated = {n: trainer.data_collator(examples[:n]) for n in (3, 8)}
+        losses = [trainer.compute_loss(trainer.model, collated[n]) for n in (3, 8, 8)]
+        assert fastdpo.calls["trl.DPOTrainer", "reference", "remembered"] >= 1
+    stock = DPOTrainer(
+        model=tiny_model(),
+        ref_model=tiny_model(seed=1),
+        args=config(tmp_path),
+        train_dataset=dataset(8, tmp_path / "again"),
+        processing_class=tokenizer(),
+    )
+    expected = [stock.compute_loss(stock.model, collated[n]) for n in (3, 8, 8)]
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert losses[1] == losses[2]
+
+
+def test_a_directory_outlives_the_process(tmp_path):
+    first = remembering(tmp_path / "1", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
+    second = remembering(tmp_path / "2", **MODELS["full"](), memory=str(tmp_path / "memory"), **EPOCHS)
+    assert_same(first, second, rtol=0, atol=0)
+    assert first.calls["reference", "fused"] == 4
+    assert second.calls["reference", "fused"] == 0
+    assert second.calls["reference", "remembered"] == 6 + 2
+
+    others = {  # none of what was remembered is theirs
+        "model": dict(MODELS["full"](), reference=tiny_model(seed=2)),
+        "ld_alpha": dict(MODELS["full"](), ld_alpha=0.5),
+        "precision": dict(MODELS["full"](), bf16=True),
+        "tokens": dict(MODELS["full"](), max_length=12),
+    }
+    for name, other in others.items():
+        run = remembering(tmp_path / name, memory=tmp_path / "memory", **{**EPOCHS, **other})
+        assert run.calls["reference", "fused"] > 0, name
+    adapter = remembering(tmp_path / "3", memory=tmp_path / "memory", **MODELS["adapter"](), **EPOCHS)
+    again = remembering(tmp_path / "4", memory=tmp_path / "memory", **MODELS["adapter"](), **EPOCHS)
+    assert (adapter.calls["reference", "fused"], again.calls["reference", "fused"]) == (4, 0)
+    assert_same(adapter, again, rtol=0, atol=0)
+
+
+def test_a_file_that_is_torn_is_named(tmp_path):
+    remembering(tmp_path / "1", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
+    path, *_ = (tmp_path / "memory").rglob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=re.escape(f"{path} must be a whole safetensors file")):
+        remembering(tmp_path / "2", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
+
+
+def adapter_on(model, **options) -> dict:
+    return dict(model=model, reference=None, peft_config=LoraConfig(**{**LORA, **options}))
+
+
+OFF = {
+    "the reference follows the policy": lambda: dict(
+        sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=1, **MODELS["full"]()
+    ),
+    "NEFTune's noise reaches the reference": lambda: dict(neftune_noise_alpha=5.0, **MODELS["adapter"]()),
+    "dropout is active in the reference": lambda: adapter_on(tiny_model(attention_dropout=0.5)),
+    "weights that the reference has are trained": lambda: adapter_on(tiny_model(attention_bias=True), bias="all"),
+}
+
+
+@pytest.mark.parametrize("reason", OFF)
+def test_it_is_off_where_the_reference_is_not_the_same_again(tmp_path, caplog, monkeypatch, reason):
+    with caplog.at_level(logging.WARNING, "fastdpo"):
+        run = remembering(tmp_path, data=pairs(4), max_steps=2, **OFF[reason]())
+    said = [record.message for record in caplog.records if "reference_memory" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(f"trl.DPOTrainer: reference_memory is off, {reason}")
+    assert not run.calls["reference", "remembered"]
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(NotFused, match="reference_memory is off"):
+        remembering(tmp_path / "strict", data=pairs(4), max_steps=2, **OFF[reason]())
+
+
+def test_precomputed_values_need_no_memory(tmp_path):
+    run = remembering(tmp_path, **MODELS["full"](), data=pairs(8), precompute_ref_log_probs=True)
+    assert run.calls["reference", "remembered"] == 0
+
+
+def test_only_the_tokens_of_a_pair_count():
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 0], [5, 6, 8, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "completion_mask": torch.tensor([[0, 0, 1, 0], [0, 0, 1, 1]]),
+    }
+
+    def changed(**values) -> bool:
+        other = {name: x.clone() for name, x in batch.items()}
+        for name, (row, column, value) in values.items():
+            other[name][row, column] = value
+        return digests_of_pairs(other) != digests_of_pairs(batch)
+
+    assert not changed(input_ids=(0, 3, 42))  # padding
+    assert changed(input_ids=(0, 0, 42))
+    assert changed(input_ids=(1, 3, 42))
+    assert changed(completion_mask=(0, 1, 1))
+    assert changed(attention_mask=(1, 3, 0), completion_mask=(1, 3, 0))
+    padded = {name: torch.nn.functional.pad(x, (2, 3)) for name, x in batch.items()}
+    assert digests_of_pairs(padded) == digests_of_pairs(batch)
+    swapped = {name: x.flip(0) for name, x in batch.items()}
+    assert digests_of_pairs(swapped) != digests_of_pairs(batch)
+
+
+def test_ranks_tell_each_other(tmp_path):
+    """Shuffled, each rank meets pairs in the second epoch that another one has seen in the first."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*launch, str(WORKER), str(tmp_path), "memory"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(tmp_path / f"rank{rank}of2.pt") for rank in range(2)]
+    for rank in ranks:
+        calls = {key[1:]: n for key, n in rank["calls"].items()}
+        assert calls["reference", "fused"] == 2  # 8 pairs, 2 ranks, 2 a batch: those of the first epoch
+        assert calls["reference", "remembered"] == 4

@@ -1,0 +1,71 @@
+"""One rank of a training: `torchrun trl_ranks_worker.py DIRECTORY stock|uncut|patched|memory`. Leaves its logs there.
+
+"uncut" is stock with an accelerate that takes ranks for ranks. With the logs: fastdpo's counters, and how many
+collectives Python code has called in each step.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import TrainerCallback
+from trl import DPOTrainer
+from trl_runs import config, dataset, numbers, tiny_model, tokenizer
+
+import fastdpo
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
+
+
+def main(directory: Path, kind: str) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    counts: list[int] = [0]
+    for name in COLLECTIVES:
+        stock = getattr(dist, name)
+
+        def counting(*args, stock=stock, **kwargs):
+            counts[-1] += 1
+            return stock(*args, **kwargs)
+
+        setattr(dist, name, counting)
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            counts.append(0)  # what comes until the next one is called is of logging and of the next step
+
+    if kind == "uncut":
+        Accelerator.gather_for_metrics = Accelerator.gather
+    elif kind != "stock":
+        fastdpo.patch("trl.DPOTrainer", reference_memory=kind == "memory")
+    trainer = DPOTrainer(
+        model=tiny_model(seed=0),
+        ref_model=tiny_model(seed=1),
+        args=config(
+            directory / f"out{rank}",
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            max_steps=-1,
+            num_train_epochs=3,
+            logging_steps=2,
+        ),
+        train_dataset=dataset(8, directory / f"data{rank}"),
+        eval_dataset=dataset(5, directory / f"eval{rank}", seed=1),
+        processing_class=tokenizer(),
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    counts.append(0)
+    if kind != "memory":
+        trainer.evaluate()
+    world = dist.get_world_size()
+    logs = [numbers(log) for log in trainer.state.log_history]
+    torch.save({"logs": logs, "calls": dict(fastdpo.calls), "counts": counts}, directory / f"rank{rank}of{world}.pt")
+    dist.barrier()
+    os._exit(0)  # gloo workers that have imported transformers may abort while they shut down
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
