@@ -1,0 +1,76 @@
+"""DPO in a plain PyTorch loop: packed batches, shared prompts, no logits.
+
+    python examples/dpo_loop.py --model MODEL --dataset PAIRS.jsonl
+
+The pairs have the columns prompt, chosen and rejected, as text.
+"""
+
+import argparse
+import itertools
+
+import torch
+from datasets import Dataset
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastdpo import attention, metrics, ops, ref_logps
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", required=True, help="a causal LM with its tokenizer")
+parser.add_argument("--dataset", required=True, help="pairs as .jsonl")
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+parser.add_argument("--beta", type=float, default=0.1)
+args = parser.parse_args()
+
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+policy = AutoModelForCausalLM.from_pretrained(args.model)
+
+
+def tokenize(row: dict) -> dict:
+    answers = {f"{name}_ids": tokenizer(row[name])["input_ids"] + [tokenizer.eos_token_id] for name in NAMES}
+    return {"prompt_ids": tokenizer(row["prompt"])["input_ids"], **answers}
+
+
+def collate(pairs: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, mask and labels [2B, L]: the chosen rows, then the rejected ones, padded on the right."""
+    rows = [(pair["prompt_ids"], pair[f"{name}_ids"]) for name in NAMES for pair in pairs]
+    ids = torch.zeros(len(rows), max(len(p) + len(a) for p, a in rows), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (prompt, answer) in enumerate(rows):
+        n = len(prompt) + len(answer)
+        ids[i, :n], mask[i, :n] = torch.tensor(prompt + answer), 1
+        labels[i, len(prompt) : n] = torch.tensor(answer)
+    return ids, mask, labels
+
+
+NAMES = ("chosen", "rejected")
+data = Dataset.from_json(args.dataset).map(tokenize)
+# The policy is still its own reference: once over the data, and it needs no reference model any more.
+data = ref_logps.with_ref_logps(data, ref_logps.precompute(policy, data))
+
+attention.switch(policy)  # rows of a packed batch see themselves and the prompt that they share
+optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
+means = metrics.PreferenceMeans()
+loader = torch.utils.data.DataLoader(list(data), args.batch_size, shuffle=True, collate_fn=list)
+batches = itertools.chain.from_iterable(itertools.repeat(loader))
+
+for pairs in (bar := tqdm(itertools.islice(batches, args.steps), total=args.steps)):
+    ids, mask, labels = collate(pairs)
+    layout = ops.pack_pairs(ids, mask, labels)
+    hidden = policy.base_model(
+        input_ids=layout.pack(ids), attention_mask=layout.mask, position_ids=layout.position_ids[None], use_cache=False
+    ).last_hidden_state[0]  # [T, D]: each distinct token once
+    logps = ops.linear_logps(hidden[layout.score_index], policy.get_output_embeddings().weight, layout.targets).logps
+    chosen, rejected = layout.unpack(logps).sum(1).chunk(2)  # [B] each
+    reference = (torch.tensor([pair[f"ref_{name}_logps"] for pair in pairs]) for name in NAMES)
+    objective = ops.PreferenceObjective(beta=args.beta)
+    loss = ops.preference_loss(chosen, rejected, *reference, objective=objective)
+    loss.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    means.update_pairs(loss, chosen, rejected)
+    if bar.n % 10 == 9 or bar.n == args.steps - 1:
+        logged = means.compute()
+        bar.set_postfix({name: f"{logged[name]:.4f}" for name in ("loss", "rewards/margins", "rewards/accuracies")})

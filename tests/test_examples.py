@@ -1,0 +1,59 @@
+"""Every example runs, on a tiny model, and goes the fused way."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl_runs import pairs, tiny_model, tokenizer
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RUNS = {
+    "dpo_loop": ["--steps", "4", "--batch-size", "4"],
+    "trl_dpo": ["--epochs", "2", "--batch-size", "4"],
+    "trl_online_dpo": ["--steps", "2", "--batch-size", "2", "--max-new-tokens", "4"],
+    "precompute": ["--steps", "2", "--batch-size", "4"],
+}
+CALLS = {
+    "dpo_loop": set(),
+    "trl_dpo": {
+        ("trl.DPOTrainer", "policy", "fused"),
+        ("trl.DPOTrainer", "eval", "fused"),
+        ("trl.DPOTrainer", "reference", "fused"),
+        ("trl.DPOTrainer", "reference", "remembered"),
+    },
+    "trl_online_dpo": {("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")},
+    "precompute": {("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")},
+}
+
+
+@pytest.fixture(scope="module")
+def model_and_pairs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("example")
+    tiny_model().save_pretrained(directory / "model")
+    tokenizer().save_pretrained(directory / "model")
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(20)))
+    return directory / "model", directory / "pairs.jsonl"
+
+
+def test_all_of_them_are_run():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RUNS) == set(CALLS)
+
+
+def run(name: str, model: Path, data: Path, directory: Path) -> set[tuple[str, ...]]:
+    """What it says of the calls that it made."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--model", str(model), "--dataset", str(data), *RUNS[name]]
+    environment = {**os.environ, "FASTDPO_STRICT": "1", "HF_HOME": str(directory / "hf"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return set(re.findall(r"^(\S+): \d+ calls of the (\w+) went the way: (\w+)$", done.stdout, re.M))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example(name, model_and_pairs, tmp_path):
+    assert run(name, *model_and_pairs, tmp_path) == CALLS[name]
+    if name == "precompute":
+        assert run(name, *model_and_pairs, tmp_path) == {("trl.DPOTrainer", "policy", "fused")}
