@@ -128,7 +128,7 @@ def scaling(result: Result) -> None:
         axes.set_title(case["name"] + ("" if fit is None else f": power {fit['value']:.2f}"), fontsize=9)
 
 
-PLOTS = {"step": bars, "head": bars, "memory": memory, "scaling": scaling}
+PLOTS = {"step": bars, "precompute": bars, "online": bars, "head": bars, "memory": memory, "scaling": scaling}
 
 
 def plot(result: Result, path: Path) -> None:

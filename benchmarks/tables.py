@@ -7,7 +7,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.step import FLOOR, LABELLED, STOCK
+from benchmarks.suites.step import FLOOR, LABELLED, REMEMBERED, STOCK
 from benchmarks.turns import NOT_EQUAL
 
 Result = dict[str, Any]
@@ -59,7 +59,7 @@ def step(result: Result) -> str:
         rows.append(
             [
                 case["name"],
-                *(cell(case, side, of_case["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT)),
+                *(cell(case, side, of_case["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT, REMEMBERED)),
                 times(ratios.get(STOCK)),
                 times(ratios.get(LABELLED)),
                 times(ratios.get(FLOOR), inverse=True),
@@ -70,16 +70,26 @@ def step(result: Result) -> str:
     for group, others in summary["groups"].items():
         means = times(others.get(STOCK)), times(others.get(LABELLED)), times(others.get(FLOOR), inverse=True)
         count = max(other["cases"] for other in others.values())
-        rows.append([f"{group}, geometric mean of {count}", "", "", "", *means, "", ""])
-    headers = ["", STOCK, LABELLED, SUBJECT, "faster than shipped", "faster than labelled only", "over the floor"]
+        rows.append([f"{group}, geometric mean of {count}", "", "", "", "", *means, "", ""])
+    headers = [
+        "",
+        STOCK,
+        LABELLED,
+        SUBJECT,
+        REMEMBERED,
+        "faster than shipped",
+        "faster than labelled only",
+        "over the floor",
+    ]
     text = render(rows, [*headers, "tokens, TRL / fastdpo", "peak MiB, shipped / labelled / fastdpo"])
     return f"{text}\n\n{STEP_NOTE}"
 
 
 STEP_NOTE = (
-    "Medians; in brackets 95 % bootstrap intervals of the ratios. Tokens are those that went through a backbone in a "
-    "step, padding included. Memory is each process's own peak above the loaded models. The floor is the model's own "
-    "layers on the distinct tokens and the head's bare matrix products: less work than any step can do "
+    "Medians; in brackets 95 % bootstrap intervals of the ratios. With the reference remembered, its log-probabilities "
+    "are known from an earlier pass over the data (`reference_memory=True`). Tokens are those that went through a "
+    "backbone in a step, padding included. Memory is each process's own peak above the loaded models. The floor is the "
+    "model's own layers on the distinct tokens and the head's bare matrix products: less work than any step can do "
     "(`benchmarks/sides/floor.py`)."
 )
 
@@ -88,9 +98,9 @@ def _median(estimate: dict[str, Any]) -> str:
     return seconds(estimate["value"])
 
 
-def head(result: Result) -> str:
-    """One row a shape; of each peer the time, how many times fastdpo's that is, and its peak."""
-    peers = list(dict.fromkeys(name for case in result["cases"] for name in case["sides"]))
+def sides(result: Result) -> str:
+    """One row a case; of each side the time, how many times fastdpo's that is, and its peak."""
+    names = list(dict.fromkeys(name for case in result["cases"] for name in case["sides"]))
     rows = []
     for case in result["cases"]:
         of_case = result["summary"]["cases"][case["name"]]
@@ -101,12 +111,12 @@ def head(result: Result) -> str:
             parts = [seconds(estimate["value"]), *([f"{ratio['value']:.2f}x"] if ratio else []), peak]
             return ", ".join(parts)
 
-        cells = [cell(case, p, of_case["seconds"], lambda estimate, p=p: show(estimate, p)) for p in peers]
+        cells = [cell(case, n, of_case["seconds"], lambda estimate, n=n: show(estimate, n)) for n in names]
         rows.append([case["name"], *cells])
     for group, others in result["summary"]["groups"].items():
         count = max(other["cases"] for other in others.values())
-        rows.append([f"{group}, geometric mean of {count}", *(times(others.get(peer)) for peer in peers)])
-    return f"{render(rows, ['', *peers])}\n\nMedian time, how many times fastdpo's that is, and peak memory."
+        rows.append([f"{group}, geometric mean of {count}", *(times(others.get(name)) for name in names)])
+    return f"{render(rows, ['', *names])}\n\nMedian time, how many times fastdpo's that is, and peak memory."
 
 
 def memory(result: Result) -> str:
@@ -141,7 +151,7 @@ def scaling(result: Result) -> str:
     return f"{render(rows, ['axis', 'x', 'time grows as x to the power of', 'x and median time'])}\n\n{note}"
 
 
-TABLES = {"step": step, "head": head, "memory": memory, "scaling": scaling}
+TABLES = {"step": step, "precompute": sides, "online": sides, "head": sides, "memory": memory, "scaling": scaling}
 
 
 def table(result: Result) -> str:

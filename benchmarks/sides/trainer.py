@@ -70,11 +70,13 @@ class TrainerStep:
     """Forward and backward of the policy and the reference's forward; no optimizer."""
 
     def __init__(self, workload: Workload, mode: str, memory_budget: int = ops.MEMORY_BUDGET) -> None:
-        """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo"."""
-        self.fused = mode == "fastdpo"
+        """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo";
+        "remembered", fastdpo with the reference's log-probabilities known.
+        """
+        self.fused = mode in ("fastdpo", "remembered")
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a path that is off is an error
-            fastdpo.patch(memory_budget=memory_budget)
+            fastdpo.patch("trl.DPOTrainer", memory_budget=memory_budget, reference_memory=mode == "remembered")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL does not choose positions by `_use_triton`")

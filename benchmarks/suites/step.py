@@ -8,6 +8,7 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
+REMEMBERED = "fastdpo, reference remembered"
 
 
 class Profile(NamedTuple):
@@ -27,16 +28,16 @@ PROFILES = {
 }
 SPREAD = 0.6
 BOUNDS = 2, 1536  # tokens of a part
-PAIRS, BATCHES = 6, 3
+PAIRS = 6
 IN_BF16 = ("HH", "UltraFeedback")
-BF16_PAIRS, BF16_BATCHES = 2, 1  # where bfloat16 is emulated, a step takes some 50 times as long as in float32
+BF16_PAIRS = 2  # where bfloat16 is emulated, a step takes some 50 times as long as in float32
 
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": Profile(40, 2.15)}
 
 
-def workload(profile: Profile, lora: bool, bf16: bool, quick: bool) -> Workload:
-    pairs, batches = (BF16_PAIRS, BF16_BATCHES) if bf16 else (PAIRS, BATCHES)
+def workload(profile: Profile, lora: bool, bf16: bool, quick: bool, batches: int = 1) -> Workload:
+    pairs = BF16_PAIRS if bf16 else PAIRS
     pairs, batches, size = (2, 2, QUICK_SIZE) if quick else (pairs, batches, ModelSize())
     lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=BOUNDS) for seed in range(batches)]
     return Workload(tuple(lengths), lora=lora, bf16=bf16, size=size)
@@ -48,6 +49,7 @@ def sides(work: Workload) -> tuple[Side, ...]:
         Side(STOCK, trainer, work, {"mode": "stock"}),
         Side(LABELLED, trainer, work, {"mode": "labelled"}),
         Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
+        *([] if work.bf16 else [Side(REMEMBERED, trainer, work, {"mode": "remembered"})]),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
 

@@ -24,6 +24,8 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
     ("suite", "cases"),
     [
         ("step", "full|LoRA|bf16"),
+        ("precompute", ""),
+        ("online", ""),
         ("head", "frozen|trainable"),
         ("memory", "head/512|knob"),
         ("scaling", "pairs|scored"),

@@ -1,0 +1,93 @@
+"""Where a step with fastdpo spends its time, by kind of work, from torch's profiler.
+
+    python -m benchmarks.profile [--case full/HH] [--side fastdpo] [--threads 2]
+
+The cases and sides are those of the suite `step`. Operators are told apart by their inputs: what has the vocabulary as
+its last dimension is a pass over logits. The profiler itself slows small operators down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections import Counter
+from time import perf_counter
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import profile
+
+from benchmarks.cases import SUBJECT
+from benchmarks.suites.step import cases
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
+KINDS = (
+    "products of the backbone",
+    "products of the head",
+    "attention",
+    "passes over logits",
+    "gradients and rows of [V, D] weights",
+    "the rest of torch",
+)
+
+
+def kind(name: str, shapes: list[Any], vocabulary: int) -> str:
+    """One of KINDS."""
+    sizes = [shape for shape in shapes if isinstance(shape, list) and shape and isinstance(shape[0], int)]
+    has_vocabulary = any(vocabulary in shape for shape in sizes)
+    if name in PRODUCTS:
+        return KINDS[1] if has_vocabulary else KINDS[0]
+    if "scaled_dot_product" in name:
+        return KINDS[2]
+    if any(shape[-1] == vocabulary and len(shape) > 1 for shape in sizes):
+        return KINDS[3]
+    return KINDS[4] if has_vocabulary else KINDS[5]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Profile one step of a case of the suite `step`.")
+    parser.add_argument("--case", default="full/HH")
+    parser.add_argument("--side", default=SUBJECT)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    found = {case.name: case for case in cases(quick=False)}
+    if args.case not in found:
+        parser.error(f"--case must be one of {', '.join(found)}; got {args.case}")
+    sides = {side.name: side for side in found[args.case].sides}
+    if args.side not in sides:
+        parser.error(f"--side must be one of {', '.join(sides)}; got {args.side}")
+    side = sides[args.side]
+
+    torch.set_num_threads(args.threads)
+    module, _, name = side.build.partition(":")
+    stepper = getattr(importlib.import_module(module), name)(side.workload, **side.options)
+    for _ in range(2):
+        stepper.step(0)
+        stepper.rest()
+    began = perf_counter()
+    stepper.step(0)
+    alone = perf_counter() - began
+    stepper.rest()
+    with profile(record_shapes=True) as profiler:
+        began = perf_counter()
+        stepper.step(0)
+        wall = perf_counter() - began
+
+    times: Counter[str] = Counter()
+    for event in profiler.key_averages(group_by_input_shape=True):
+        if event.key.startswith("aten::"):
+            times[kind(event.key, event.input_shapes, side.workload.size.vocabulary)] += event.self_cpu_time_total / 1e6
+    times["Python, and what lies between operators"] = wall - times.total()
+    table = Table("kind of work", "seconds", "share", title=f"{args.case}, {args.side}: {alone:.2f} s a step")
+    for name, seconds in times.most_common():
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / wall:.0%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Reference log-probabilities of a data set, at the lengths of six preference datasets."""
+
+from __future__ import annotations
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, STOCK, workload
+
+BATCHES = 3  # of 6 pairs
+
+
+def cases(quick: bool) -> list[Case]:
+    found = []
+    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+        work = workload(profile, lora=False, bf16=False, quick=quick, batches=BATCHES)
+        sides = tuple(
+            Side(side, "benchmarks.sides.precompute:Precompute", work, {"mode": mode})
+            for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+        )
+        facts = {"dtype": work.dtype, "median": profile.median, "ratio": profile.ratio}
+        found.append(Case(name, "all", sides, facts))
+    return found
+
+
+SUITE = Suite(
+    name="precompute",
+    title="Reference log-probabilities of 18 pairs, by TRL's precompute_ref_log_probs",
+    truth="benchmarks.sides.precompute:ExactPass",
+    cases=cases,
+    rounds=3,
+)
