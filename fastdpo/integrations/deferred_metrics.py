@@ -121,6 +121,9 @@ class Number:
     def __int__(self) -> int:
         return int(float(self))
 
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
     def item(self) -> Number:
         return self
 

@@ -70,6 +70,7 @@ def test_a_number_can_be_asked_for_early():
     assert float(first) == 2.0
     assert float(second) == 6.0
     assert int(first + second) == 8
+    assert f"{first / 3:.2f}" == "0.67"
 
 
 def test_a_long_sum_is_not_deep(monkeypatch):
