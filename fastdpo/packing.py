@@ -152,10 +152,10 @@ def pack(
     output_index = torch.from_numpy(np.flatnonzero(scored.numpy()))  # [M]
     index_of_row = torch.zeros(n_rows, dtype=torch.long).index_copy_(0, row, torch.arange(len(row)))
     per_row = row * scored.shape[1] + offset[row], prefix, prefix_start, own_zero
-    start, prefix, prefix_start, own_zero = (_repeat(x[index_of_row], scored.sum(1)) for x in per_row)
-    position = output_index - start
-    in_prefix = position < prefix
-    packed = position + torch.where(in_prefix, prefix_start, own_zero)
+    first, shared, shared_zero, zero = (_repeat(x[index_of_row], scored.sum(1)) for x in per_row)  # [M] each
+    position = output_index - first
+    in_prefix = position < shared
+    packed = position + torch.where(in_prefix, shared_zero, zero)
     score_index, score_targets, output_source = _score_once(packed, target, in_prefix)
 
     tensors = (token_index, position_ids, score_index, score_targets, output_index, output_source, multiplicity)

@@ -68,10 +68,10 @@ class Gathered:
     """A tensor as it would be gathered from all ranks, of which only sums and means are wanted."""
 
     def __init__(self, ledger: Ledger, x: Tensor):
-        self._ledger, self._x, self._total = ledger, x, None
+        self._ledger, self._x = ledger, x
 
     def _number(self, value: Callable[[_Total], float]) -> Number:
-        self._total = total = self._total or self._ledger.total(self._x)
+        total = self._ledger.total(self._x)
         return Number(self._ledger, lambda: value(total))
 
     def sum(self) -> Number:
@@ -125,9 +125,6 @@ class Number:
         return format(float(self), spec)
 
     def item(self) -> Number:
-        return self
-
-    def sum(self) -> Number:
         return self
 
     def __add__(self, other: Any) -> Number:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .fused_forward import NotFused, calls, logger, strict
@@ -69,11 +68,10 @@ class ReferenceMemory:
 
     def share(self) -> None:
         """Tells the other ranks what is new, and writes it to the directory. Every rank must call this."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, self._new)
-            for others in of_ranks:
-                self._values |= others
+        from ..ref_logps.passes import of_all_ranks
+
+        for new in of_all_ranks(self._new):
+            self._values |= new
         if self._directory is not None and self._new:
             _write(self._directory / self._key, self._key, self._new)
         self._new = {}

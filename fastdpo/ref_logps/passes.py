@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,17 +131,23 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
+def of_all_ranks(x: Any) -> list[Any]:
+    """What each rank has given, in their order. Every rank must call this."""
+    found = [x] * _rank_and_world()[1]
+    if len(found) > 1:
+        dist.all_gather_object(found, x)
+    return found
+
+
 def same_everywhere(*work: object) -> None:
     """Raises on every rank if one was given something else: they could not share it."""
-    rank, world = _rank_and_world()
-    if world > 1:
-        found: list = [None] * world
-        dist.all_gather_object(found, repr(work))
-        if len(set(found)) > 1:
-            raise ValueError(
-                "precompute: model, dataset and options must be the same on every rank; "
-                f"rank {rank} of {world} got {found[rank]}, others {sorted(set(found) - {found[rank]})}"
-            )
+    found = of_all_ranks(repr(work))
+    if len(set(found)) > 1:
+        rank, world = _rank_and_world()
+        raise ValueError(
+            "precompute: model, dataset and options must be the same on every rank; "
+            f"rank {rank} of {world} got {found[rank]}, others {sorted(set(found) - {found[rank]})}"
+        )
 
 
 def _agreed(read: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -152,11 +158,7 @@ def _agreed(read: Callable[[], Tensor], device: torch.device) -> Tensor:
         values = read()
     except (ValueError, OSError) as caught:
         error = caught
-    world = _rank_and_world()[1]
-    errors: list[str | None] = [None if error is None else str(error)]
-    if world > 1:
-        errors *= world
-        dist.all_gather_object(errors, None if error is None else str(error))
+    errors = of_all_ranks(None if error is None else str(error))
     if error is not None:
         raise error
     for other in filter(None, errors):

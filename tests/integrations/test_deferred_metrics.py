@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
-from trl import DPOTrainer
-from trl_online_runs import build, writer
-from trl_runs import assert_same, config, dataset, tiny_model, tokenizer, train
+from trl_online_runs import build as build_online
+from trl_online_runs import writer
+from trl_runs import assert_same, build, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import deferred_metrics
@@ -113,13 +113,7 @@ class Peek(TrainerCallback):
 
 def test_nothing_is_read_before_a_log(tmp_path):
     with fastdpo.patched("trl.DPOTrainer"):
-        trainer = DPOTrainer(
-            model=tiny_model(),
-            ref_model=tiny_model(seed=1),
-            args=config(tmp_path, logging_steps=3),
-            train_dataset=dataset(16, tmp_path / "data"),
-            processing_class=tokenizer(),
-        )
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
         peek = Peek(lambda: trainer._metrics["train"])
         trainer.add_callback(peek)
         trainer.train()
@@ -131,13 +125,7 @@ def test_nothing_is_read_before_a_log(tmp_path):
 
 def test_unpatched_in_the_middle_numbers_are_plain(tmp_path):
     fastdpo.patch("trl.DPOTrainer")
-    trainer = DPOTrainer(
-        model=tiny_model(),
-        ref_model=tiny_model(seed=1),
-        args=config(tmp_path, logging_steps=3),
-        train_dataset=dataset(16, tmp_path / "data"),
-        processing_class=tokenizer(),
-    )
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
 
     class Unpatch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -153,7 +141,7 @@ def test_unpatched_in_the_middle_numbers_are_plain(tmp_path):
 
 def test_online_dpo_reads_nothing_before_a_log(tmp_path):
     with fastdpo.patched("trl.OnlineDPOTrainer"):
-        trainer = build(tmp_path, writer(0), writer(1), logging_steps=3)
+        trainer = build_online(tmp_path, writer(0), writer(1), logging_steps=3)
         peek = Peek(lambda: trainer.stats)
         trainer.add_callback(peek)
         trainer.train()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trl import DPOTrainer
-from trl_runs import assert_same, config, dataset, pairs, tiny_model, tokenizer, train
+from trl_runs import assert_same, build, pairs, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations.fused_forward import NotFused
@@ -92,34 +92,22 @@ def test_only_pairs_that_are_new_are_run(tmp_path):
             finally:
                 handle.remove()
 
-    # Epoch 2 finds all; an evaluation on the training data in batches of 3 finds all but nothing of 8 new pairs.
+    # Batches of 4 and of 2 pairs, then the first of the second epoch.
     patched = remembering(
         tmp_path, tiny_model(), tiny_model(seed=1), data=pairs(6), evaluate=0, trainer_class=Trainer, max_steps=3
     )
-    assert rows == [8, 4]  # two rows a pair: a batch of 4, one of 2
+    assert rows == [8, 4]  # two rows a pair
     assert patched.calls["reference", "remembered"] == 1
 
 
 def test_a_batch_of_old_and_new_pairs(tmp_path):
     with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
-        trainer = DPOTrainer(
-            model=tiny_model(),
-            ref_model=tiny_model(seed=1),
-            args=config(tmp_path),
-            train_dataset=dataset(8, tmp_path / "data"),
-            processing_class=tokenizer(),
-        )
+        trainer = build(tmp_path / "data", tiny_model(), tiny_model(seed=1), 8)
         examples = list(trainer.train_dataset)
         collated = {n: trainer.data_collator(examples[:n]) for n in (3, 8)}
         losses = [trainer.compute_loss(trainer.model, collated[n]) for n in (3, 8, 8)]
         assert fastdpo.calls["trl.DPOTrainer", "reference", "remembered"] >= 1
-    stock = DPOTrainer(
-        model=tiny_model(),
-        ref_model=tiny_model(seed=1),
-        args=config(tmp_path),
-        train_dataset=dataset(8, tmp_path / "again"),
-        processing_class=tokenizer(),
-    )
+    stock = build(tmp_path / "again", tiny_model(), tiny_model(seed=1), 8)
     expected = [stock.compute_loss(stock.model, collated[n]) for n in (3, 8, 8)]
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-6)
     assert losses[1] == losses[2]

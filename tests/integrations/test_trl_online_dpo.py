@@ -7,9 +7,6 @@ others are compared with stock as it is.
 import gc
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,7 @@ from trl_online_runs import (
     train_online,
     writer,
 )
-from trl_runs import assert_fused, assert_same_bits
+from trl_runs import assert_fused, assert_same_bits, run_with_oldest
 
 import fastdpo
 from fastdpo import packing
@@ -373,17 +370,7 @@ def test_a_changed_seam_is_refused(monkeypatch, caplog, name):
 
 
 def test_oldest(tmp_path):
-    directory = os.environ.get("OLDEST_TRL")
-    if directory is None:
-        pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": directory, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_with_oldest(WORKER, tmp_path)
     result = torch.load(tmp_path / "runs.pt")
     assert result["version"] == "1.15.0"
     runs = [OnlineRun(**run) for run in result["runs"]]

@@ -11,7 +11,7 @@ import torch
 from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl_runs import WORDS, Gradients, Run, assert_same, numbers, on_disk, pairs, tiny_model, tokenizer
+from trl_runs import OPTIONS, WORDS, Gradients, Run, assert_same, numbers, on_disk, pairs, tiny_model, tokenizer
 
 import fastdpo
 
@@ -57,28 +57,7 @@ def masked(trainer_class: type[OnlineDPOTrainer]) -> type[OnlineDPOTrainer]:
 
 
 def config(directory: Path, **overrides) -> OnlineDPOConfig:
-    return OnlineDPOConfig(
-        **{
-            **dict(
-                output_dir=str(directory / "out"),
-                bf16=False,
-                use_cpu=True,
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                logging_steps=1,
-                optim="sgd",
-                learning_rate=0.01,
-                lr_scheduler_type="constant",
-                max_grad_norm=1e9,
-                per_device_train_batch_size=4,
-                max_steps=3,
-                gradient_checkpointing=False,
-                max_new_tokens=8,
-            ),
-            **overrides,
-        }
-    )
+    return OnlineDPOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "max_new_tokens": 8, **overrides})
 
 
 def build(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from datasets import Dataset, IterableDataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -103,28 +107,36 @@ class Gradients(TrainerCallback):
         self.gradients.append({n: p.grad.clone() for n, p in named if p.requires_grad and p.grad is not None})
 
 
+OPTIONS = dict(
+    bf16=False,
+    use_cpu=True,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    logging_steps=1,
+    optim="sgd",  # Adam's normalised steps would blow rounding up
+    learning_rate=0.01,
+    lr_scheduler_type="constant",
+    max_grad_norm=1e9,
+    per_device_train_batch_size=4,
+    max_steps=3,
+    gradient_checkpointing=False,
+)
+"""Of any of TRL's trainers."""
+
+
 def config(directory: Path, **overrides) -> DPOConfig:
-    return DPOConfig(
-        **{
-            **dict(
-                output_dir=str(directory / "out"),
-                bf16=False,
-                use_cpu=True,
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                logging_steps=1,
-                optim="sgd",  # Adam's normalised steps would blow rounding up
-                learning_rate=0.01,
-                lr_scheduler_type="constant",
-                max_grad_norm=1e9,
-                per_device_train_batch_size=4,
-                per_device_eval_batch_size=4,
-                max_steps=3,
-                gradient_checkpointing=False,
-            ),
-            **overrides,
-        }
+    return DPOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides})
+
+
+def build(directory: Path, model: PreTrainedModel, reference: PreTrainedModel, n: int = 4, **overrides) -> DPOTrainer:
+    """A trainer on n of `pairs`. `overrides` are fields of `DPOConfig`."""
+    return DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=config(directory, **overrides),
+        train_dataset=dataset(n, directory / "train"),
+        processing_class=tokenizer(),
     )
 
 
@@ -168,6 +180,21 @@ def train(
     run.logs = [numbers(log) for log in trainer.state.log_history]
     run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
     return run
+
+
+def run_with_oldest(worker: Path, directory: Path) -> None:
+    """Runs a script in a process that has the oldest TRL that is supported; skips the test where there is none."""
+    oldest = os.environ.get("OLDEST_TRL")
+    if oldest is None:
+        pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
+    done = subprocess.run(
+        [sys.executable, str(worker), str(directory)],
+        env={**os.environ, "PYTHONPATH": oldest, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def numbers(log: dict) -> dict[str, float]:
