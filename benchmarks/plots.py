@@ -128,12 +128,13 @@ def scaling(result: Result) -> None:
         axes.set_title(case["name"] + ("" if fit is None else f": power {fit['value']:.2f}"), fontsize=9)
 
 
-PLOTS = {"step": bars, "precompute": bars, "online": bars, "head": bars, "memory": memory, "scaling": scaling}
+PLOTS = {"memory": memory, "scaling": scaling}
+"""Of suites that are not drawn as `bars`."""
 
 
 def plot(result: Result, path: Path) -> None:
     with plt.rc_context(STYLE):
-        PLOTS[result["suite"]](result)
+        PLOTS.get(result["suite"], bars)(result)
         path.parent.mkdir(parents=True, exist_ok=True)
         plt.savefig(path, metadata={"Date": None})
         plt.close()

@@ -151,11 +151,12 @@ def scaling(result: Result) -> str:
     return f"{render(rows, ['axis', 'x', 'time grows as x to the power of', 'x and median time'])}\n\n{note}"
 
 
-TABLES = {"step": step, "precompute": sides, "online": sides, "head": sides, "memory": memory, "scaling": scaling}
+TABLES = {"step": step, "memory": memory, "scaling": scaling}
+"""Of suites that are not shown as `sides`."""
 
 
 def table(result: Result) -> str:
-    return TABLES[result["suite"]](result)
+    return TABLES.get(result["suite"], sides)(result)
 
 
 def where(result: Result) -> str:

@@ -14,7 +14,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 import fastdpo
 from benchmarks.cases import Arrays
 from benchmarks.sides import workload as w
-from benchmarks.sides.trainer import tokenizer
+from benchmarks.sides.trainer import options, tokenizer
 from benchmarks.sides.workload import Workload
 
 FUSED = {("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")}
@@ -66,22 +66,11 @@ class OnlineStep:
         self.given = [completions(workload, batch) for batch in range(self.batches)]
 
     def _build(self, workload: Workload, directory: Path) -> GivenCompletions:
-        config = OnlineDPOConfig(
-            output_dir=str(directory),
-            per_device_train_batch_size=len(workload.batches[0]),
-            max_length=workload.max_length,
-            max_new_tokens=1,  # of the generation that does not happen
-            bf16=workload.bf16,
-            gradient_checkpointing=False,
-            use_cpu=not torch.accelerator.is_available(),
-            report_to="none",
-            disable_tqdm=True,
-        )
         trainer = GivenCompletions(
             model=w.build_model(workload, w.POLICY),
             ref_model=w.build_model(workload, w.REFERENCE),
             reward_funcs=first_is_better,
-            args=config,
+            args=OnlineDPOConfig(**options(workload, directory), max_new_tokens=1),  # generation does not happen
             train_dataset=Dataset.from_list([{"prompt": "<eos>"}] * len(workload.batches[0])),
             processing_class=tokenizer(),
         )

@@ -1,4 +1,6 @@
-"""`DPOTrainer.training_step` on prepared batches: as TRL ships it, with its CUDA way of choosing positions, patched."""
+"""`DPOTrainer` on prepared batches, a step of training or of evaluation: as TRL ships it, with its CUDA way of choosing
+positions, patched.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,6 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo import ops
 
-FUSED = {("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")}
-
 
 class TokenizedTrainer(DPOTrainer):
     """Takes a dataset that holds ids already."""
@@ -39,19 +39,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
+def options(workload: Workload, directory: Path) -> dict[str, Any]:
+    """Of the configuration of any of TRL's trainers."""
+    return {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": len(workload.batches[0]),
+        "max_length": workload.max_length,
+        "bf16": workload.bf16,
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.accelerator.is_available(),
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def build_trainer(workload: Workload, directory: Path) -> DPOTrainer:
     """Default loss (sigmoid, beta 0.1), no gradient checkpointing."""
     quiet_datasets()
-    config = DPOConfig(
-        output_dir=str(directory),
-        per_device_train_batch_size=len(workload.batches[0]),
-        max_length=workload.max_length,
-        bf16=workload.bf16,
-        gradient_checkpointing=False,
-        use_cpu=not torch.accelerator.is_available(),
-        report_to="none",
-        disable_tqdm=True,
-    )
+    config = DPOConfig(**options(workload, directory))
     trainer = TokenizedTrainer(
         model=w.build_model(workload, w.POLICY),
         ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE),
@@ -68,6 +73,9 @@ def build_trainer(workload: Workload, directory: Path) -> DPOTrainer:
 
 class TrainerStep:
     """Forward and backward of the policy and the reference's forward; no optimizer."""
+
+    FUSED = frozenset({("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
+    """The calls that must have gone the fused way, and none another."""
 
     def __init__(self, workload: Workload, mode: str, memory_budget: int = ops.MEMORY_BUDGET) -> None:
         """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo";
@@ -94,21 +102,23 @@ class TrainerStep:
     def check(self) -> Arrays:
         """Log-probabilities of every labelled token and the loss of all batches, the gradient of the first."""
         logps = {"policy": [], "reference": []}
+        reference = self.trainer.ref_model
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            role = "policy" if torch.is_grad_enabled() else "reference"
+            is_reference = not torch.is_grad_enabled() if reference is None else module is reference
+            role = "reference" if is_reference else "policy"
             logps[role].append(output.log_probs.detach()[output.label_mask].float())
 
-        models = [self.model] if self.trainer.ref_model is None else [self.model, self.trainer.ref_model]
+        models = [self.model] if reference is None else [self.model, reference]
         hooks = [model.register_forward_hook(record) for model in models]
         losses, gradient = [], None
         for batch in range(self.batches):
-            losses.append(self._training_step(batch))
+            losses.append(self._run(batch))
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.rest()
         for hook in hooks:
             hook.remove()
-        if self.fused and set(fastdpo.calls) != FUSED:
+        if self.fused and set(fastdpo.calls) != self.FUSED:
             raise RuntimeError(f"not every call went the fused way: {dict(fastdpo.calls)}")
         for counter in self.counters:
             counter.take()
@@ -116,11 +126,12 @@ class TrainerStep:
         found |= {"loss": torch.stack(losses), "gradient": gradient}
         return {name: value.numpy() for name, value in found.items()}
 
-    def _training_step(self, batch: int) -> torch.Tensor:
+    def _run(self, batch: int) -> torch.Tensor:
+        """The loss."""
         return self.trainer.training_step(self.model, dict(self.inputs[batch]))
 
     def step(self, batch: int) -> None:
-        self._training_step(batch)
+        self._run(batch)
         self.steps += 1
 
     def rest(self) -> None:

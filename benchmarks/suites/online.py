@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import Workload, draw_lengths
-from benchmarks.suites.step import PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, ModelSize
+from benchmarks.suites.step import PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of
 
 SHORT = ("HH", "TL;DR", "UltraFeedback")
 """Profiles whose rows stock can hold the logits of, several times over."""
@@ -21,8 +21,7 @@ def cases(quick: bool) -> list[Case]:
             Side(side, "benchmarks.sides.online:OnlineStep", work, {"mode": mode})
             for side, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo"))
         )
-        facts = {"dtype": work.dtype, "median": profile.median, "ratio": profile.ratio}
-        found.append(Case(name, "all", sides, facts))
+        found.append(case_of(name, "all", profile, sides))
     return found
 
 

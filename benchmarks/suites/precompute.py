@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, STOCK, workload
+from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
 
-BATCHES = 3  # of 6 pairs
+BATCHES = 2  # of 6 pairs
 
 
 def cases(quick: bool) -> list[Case]:
@@ -16,14 +16,13 @@ def cases(quick: bool) -> list[Case]:
             Side(side, "benchmarks.sides.precompute:Precompute", work, {"mode": mode})
             for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
         )
-        facts = {"dtype": work.dtype, "median": profile.median, "ratio": profile.ratio}
-        found.append(Case(name, "all", sides, facts))
+        found.append(case_of(name, "all", profile, sides))
     return found
 
 
 SUITE = Suite(
     name="precompute",
-    title="Reference log-probabilities of 18 pairs, by TRL's precompute_ref_log_probs",
+    title="Reference log-probabilities of 12 pairs, by TRL's precompute_ref_log_probs",
     truth="benchmarks.sides.precompute:ExactPass",
     cases=cases,
     rounds=3,

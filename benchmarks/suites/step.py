@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
@@ -43,6 +43,11 @@ def workload(profile: Profile, lora: bool, bf16: bool, quick: bool, batches: int
     return Workload(tuple(lengths), lora=lora, bf16=bf16, size=size)
 
 
+def case_of(name: str, group: str, profile: Profile, sides: tuple[Side, ...]) -> Case:
+    facts = {"dtype": sides[0].workload.dtype, "median": profile.median, "ratio": profile.ratio}
+    return Case(name, group, sides, facts)
+
+
 def sides(work: Workload) -> tuple[Side, ...]:
     trainer = "benchmarks.sides.trainer:TrainerStep"
     return (
@@ -61,9 +66,7 @@ def cases(quick: bool) -> list[Case]:
         for name, profile in profiles.items():
             if bf16 and name not in IN_BF16:
                 continue
-            work = workload(profile, lora, bf16, quick)
-            facts: dict[str, Any] = {"dtype": work.dtype, "median": profile.median, "ratio": profile.ratio}
-            found.append(Case(f"{group}/{name}", group, sides(work), facts))
+            found.append(case_of(f"{group}/{name}", group, profile, sides(workload(profile, lora, bf16, quick))))
     return found
 
 

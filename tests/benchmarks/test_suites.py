@@ -24,6 +24,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
     ("suite", "cases"),
     [
         ("step", "full|LoRA|bf16"),
+        ("evaluation", ""),
         ("precompute", ""),
         ("online", ""),
         ("head", "frozen|trainable"),
