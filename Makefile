@@ -6,13 +6,24 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
 
-.PHONY: demo test lint docs bench bench-ops clean
+LEGACY := .venv-legacy
+OPENRLHF := .venv-openrlhf
+
+.PHONY: demo test test-legacy test-openrlhf lint docs bench bench-ops clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 test: $(READY) $(OLDEST_TRL)
 	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest $(ARGS)
+
+# TRL before its rewrite, the newest and the oldest that is supported.
+test-legacy: $(LEGACY)/.ready
+	$(LEGACY)/bin/python -m pytest tests/legacy $(ARGS)
+	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest tests/legacy $(ARGS)
+
+test-openrlhf: $(OPENRLHF)/.ready
+	$(OPENRLHF)/bin/python -m pytest tests/openrlhf $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -35,13 +46,33 @@ bench-ops: $(READY)
 		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
+define torch_in
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --upgrade-strategy only-if-needed "$(TORCH)"
+endef
+
+# pip's options: Triton is pinned beside a CPU build of torch.
+triton_for = $$($(1)/bin/python -c "import torch; print(end='' if torch.version.cuda or torch.version.hip else '-c constraints/cpu.txt')")
+
 $(READY): pyproject.toml $(wildcard constraints/*.txt)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade-strategy only-if-needed "$(TORCH)"
-	constraints="-c constraints/pins.txt"; \
-	$(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None or torch.version.hip is not None)" \
-		&& constraints="$$constraints -c constraints/cpu.txt"; \
-	$(BIN)/pip install --quiet $$constraints setuptools -e ".[trl,bench,dev]"
+	$(call torch_in,$(VENV))
+	$(BIN)/pip install --quiet -c constraints/pins.txt $(call triton_for,$(VENV)) setuptools -e ".[trl,bench,dev]"
+	touch $@
+
+$(LEGACY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(LEGACY))
+	$(LEGACY)/bin/pip install --quiet -c constraints/legacy.txt $(call triton_for,$(LEGACY)) setuptools -e ".[trl-legacy]" \
+		"pytest>=9" "pytest-benchmark>=5"
+	$(LEGACY)/bin/pip install --quiet --no-deps --target $(LEGACY)/trl-0.24.0 trl==0.24.0
+	touch $@
+
+# OpenRLHF without its dependencies: among them is flash-attn, which needs a GPU's compiler.
+$(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(OPENRLHF))
+	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt $(call triton_for,$(OPENRLHF)) setuptools wheel -e . \
+		accelerate datasets einops peft psutil pylatexenc sympy torchdata tqdm transformers "pytest>=9" "pytest-benchmark>=5"
+	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt --no-build-isolation deepspeed
+	$(OPENRLHF)/bin/pip install --quiet --no-deps openrlhf==0.11.2
 	touch $@
 
 # The oldest TRL that is supported, for the tests that put it in front of the other.
@@ -51,4 +82,4 @@ $(OLDEST_TRL): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) build dist out *.egg-info

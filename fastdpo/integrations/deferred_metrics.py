@@ -80,6 +80,9 @@ class Gathered:
     def mean(self) -> Number:
         return self._number(lambda total: _known(total.sum) / _known(total.count))
 
+    def detach(self) -> Gathered:
+        return self
+
     def float(self) -> Gathered:
         return Gathered(self._ledger, self._x.float())
 

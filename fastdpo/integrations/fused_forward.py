@@ -34,7 +34,8 @@ from ..packing import Layout, NotPackable
 from . import qualify
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, Trainer
 
 logger = logging.getLogger("fastdpo")
 
@@ -181,7 +182,53 @@ def is_fused(model: nn.Module) -> bool:
 
 def is_wrapped(model: nn.Module, integration: str) -> bool:
     """Whether a model, or one that is inside of it, is wrapped for this integration."""
-    return any(module in _models and vars(module)["_fastdpo"].integration == integration for module in model.modules())
+    return _wrapped(model, integration) is not None
+
+
+def models_to_enter(trainer: Trainer, integration: str) -> list[tuple[str, PreTrainedModel]]:
+    """Role and causal LM of each of a trainer's models that is not wrapped yet.
+
+    To be asked where its accelerator is made, and again when it is built: transformers 4 takes the policy in between.
+    """
+    from accelerate.utils import is_peft_model
+
+    found = []
+    for role, name in (("policy", "model"), ("reference", "ref_model")):
+        model = vars(trainer).get(name)  # without a reference, it is the policy without its adapters
+        if model is not None and not is_wrapped(model, integration):
+            found.append((role, cast("PeftModel", model).get_base_model() if is_peft_model(model) else model))
+    return found
+
+
+def _wrapped(model: nn.Module, integration: str) -> PreTrainedModel | None:
+    """The model, or the one inside of it, that is wrapped for this integration."""
+    found = (m for m in model.modules() if m in _models and vars(m)["_fastdpo"].integration == integration)
+    return cast("PreTrainedModel | None", next(found, None))
+
+
+def reason_off(model: nn.Module, integration: str) -> str | None:
+    """Why every call of a wrapped model goes to stock's path; None if that is not so, or not known yet."""
+    base = _wrapped(model, integration)
+    return None if base is None else vars(base)["_fastdpo"].off
+
+
+def decline(model: nn.Module, integration: str, reason: str) -> None:
+    """Counts and says a call that an integration leaves to stock's path before the model sees it."""
+    base = cast("PreTrainedModel", _wrapped(model, integration))
+    wrapper = vars(base)["_fastdpo"]
+    calls[integration, _kind_of_call(base, wrapper), "stock"] += 1
+    _say(wrapper, wrapper.off or reason)
+
+
+def router_loss(config: PretrainedConfig, scored: Scored) -> Tensor:
+    """The load-balancing loss of a mixture of experts, over the real tokens of the batch."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    # Its mask weighs tokens: a shared one counts as often as it stands in the batch.
+    router_logits = cast(tuple[Tensor], scored.router_logits)
+    experts = getattr(config, "num_experts", None) or config.num_local_experts  # Mixtral's name in transformers 4
+    weights = scored.router_weights
+    return cast(Tensor, load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, weights))
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -405,9 +452,14 @@ def _adapter_is_reference(model: PreTrainedModel) -> bool:
 
 
 def _say(wrapper: _Wrapper, reason: str | None) -> None:
-    """Each reason once; under FASTDPO_STRICT=1 it is an error."""
-    if strict():
-        raise NotFused(f"{wrapper.integration} ({wrapper.role}): not fused, {reason} (FASTDPO_STRICT=1)")
-    if reason not in wrapper.said:
+    """Each reason once."""
+    if strict() or reason not in wrapper.said:
         wrapper.said.add(str(reason))
-        logger.warning("%s (%s): not fused, %s", wrapper.integration, wrapper.role, reason)
+        say_off(f"{wrapper.integration} ({wrapper.role}): not fused, {reason}")
+
+
+def say_off(text: str) -> None:
+    """Logs what is off and why; under FASTDPO_STRICT=1 it is an error."""
+    if strict():
+        raise NotFused(f"{text} (FASTDPO_STRICT=1)")
+    logger.warning("%s", text)

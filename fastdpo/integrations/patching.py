@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..ops.linear_logps import MEMORY_BUDGET
@@ -20,8 +22,23 @@ from .fused_forward import Options
 
 logger = logging.getLogger("fastdpo")
 
-INTEGRATIONS = ("trl_dpo", "trl_online_dpo")
-"""Modules of this package, one a trainer. Each names itself, its package, and the versions that it was tested with."""
+
+class Line(NamedTuple):
+    """Versions of a trainer that were tested, and the module of this package that enters them."""
+
+    trainer: str
+    package: str
+    versions: str
+    module: str
+
+
+LINES = (
+    Line("trl.DPOTrainer", "trl", ">=1.15,<1.17", "trl_dpo"),
+    Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl_dpo_legacy"),
+    Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl_online_dpo"),
+    Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl_online_dpo"),
+)
+PACKAGES = {line.trainer: line.package for line in LINES}
 
 
 class PatchError(RuntimeError):
@@ -67,7 +84,15 @@ class PatchReport:
         return "fastdpo: " + " | ".join(map(str, self.seams))
 
 
-_patched: dict[str, tuple[Seam, Options]] = {}
+class _Patched(NamedTuple):
+    """A trainer that is entered."""
+
+    seam: Seam
+    options: Options
+    module: ModuleType
+
+
+_patched: dict[str, _Patched] = {}
 
 
 def patch(
@@ -99,27 +124,21 @@ def patch(
     """
     kept = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
     options = Options(share_prompts, memory_budget, kept)
-    modules = _integrations()
-    unknown = [t for t in targets if not any(t in (m.NAME, m.PACKAGE) for m in modules)]
-    if unknown:
-        known = ", ".join(m.NAME for m in modules)
-        raise ValueError(f"patch: targets must be among {known} or their packages; got {', '.join(unknown)}")
-    chosen = [m for m in modules if not targets or m.NAME in targets or m.PACKAGE in targets]
-
-    seams = []
-    for module in chosen:
-        seam, old_options = _patched.get(module.NAME, (None, options))
-        if old_options != options:
-            raise PatchError(f"patch: {module.NAME} is patched with {old_options}; call fastdpo.unpatch() first")
-        seams.append(seam or _examine(module))
-    report = PatchReport(tuple(seams))
-    if (targets or fused_forward.strict()) and not all(seam.on for seam in seams):
+    names = _chosen(targets)
+    found: list[tuple[Seam, ModuleType | None]] = []
+    for name in names:
+        entered = _patched.get(name)
+        if entered is not None and entered.options != options:
+            raise PatchError(f"patch: {name} is patched with {entered.options}; call fastdpo.unpatch() first")
+        found.append(_examine(name) if entered is None else (entered.seam, entered.module))
+    report = PatchReport(tuple(seam for seam, _ in found))
+    if (targets or fused_forward.strict()) and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
 
-    for module, seam in zip(chosen, seams, strict=True):
-        if seam.on and module.NAME not in _patched:
+    for seam, module in found:
+        if module is not None and seam.name not in _patched:
             module.enable(options)
-            _patched[module.NAME] = (seam, options)
+            _patched[seam.name] = _Patched(seam, options, module)
     logger.info("%s", report)
     return report
 
@@ -148,27 +167,46 @@ def patched(
 
 
 def _undo(names: set[str]) -> None:
-    for module in _integrations():
-        if module.NAME in names:
-            del _patched[module.NAME]
-            module.disable()
-            fused_forward.uninstall_all(module.NAME)
+    for name in names:
+        _patched.pop(name).module.disable()
+        fused_forward.uninstall_all(name)
 
 
-def _integrations() -> list[ModuleType]:
-    return [importlib.import_module(f".{name}", __package__) for name in INTEGRATIONS]
+def _chosen(targets: tuple[str, ...]) -> list[str]:
+    """Names of trainers. All whose packages are installed if none is named; simply all if there is no such package."""
+    unknown = [t for t in targets if t not in PACKAGES and t not in PACKAGES.values()]
+    if unknown:
+        known = ", ".join(PACKAGES)
+        raise ValueError(f"patch: targets must be among {known} or their packages; got {', '.join(unknown)}")
+    if targets:
+        return [name for name, package in PACKAGES.items() if {name, package} & set(targets)]
+    return [name for name, package in PACKAGES.items() if _version(package) is not None] or list(PACKAGES)
 
 
-def _examine(module: ModuleType) -> Seam:
+def _version(package: str) -> str | None:
     try:
-        version = importlib.metadata.version(module.PACKAGE)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return Seam(module.NAME, None, f"{module.PACKAGE} is not installed")
-    if not module.SUPPORTED.contains(Version(version), prereleases=True):
-        return Seam(module.NAME, version, f"supported versions of {module.PACKAGE}: {module.SUPPORTED}")
+        return None
+
+
+def _examine(name: str) -> tuple[Seam, ModuleType | None]:
+    """What is installed, and the module that enters it; None if nothing can be."""
+    package = PACKAGES[name]
+    version = _version(package)
+    if version is None:
+        return Seam(name, None, f"{package} is not installed"), None
+    lines = [line for line in LINES if line.trainer == name]
+    line = next((x for x in lines if SpecifierSet(x.versions).contains(Version(version), prereleases=True)), None)
+    if line is None:
+        install = " or ".join(f"'{package}{line.versions}'" for line in lines)
+        return Seam(name, version, f"this version is not supported: install {install}"), None
+    module = importlib.import_module(f".{line.module}", __package__)
     try:
         reason = module.why_not()
     except ImportError as error:
-        reason = f"{module.PACKAGE} can't be imported: {error}"
-    stock = () if reason else tuple(sorted(type(trainer).__name__ for trainer in module.living_trainers()))
-    return Seam(module.NAME, version, reason, stock)
+        reason = f"{package} can't be imported: {error}"
+    if reason is not None:
+        return Seam(name, version, reason), None
+    stock = tuple(sorted(type(trainer).__name__ for trainer in module.living_trainers()))
+    return Seam(name, version, None, stock), module

@@ -6,14 +6,11 @@ import dataclasses
 import functools
 import gc
 import inspect
-from typing import TYPE_CHECKING, NamedTuple, cast
-
-from packaging.specifiers import SpecifierSet
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
-from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger
+from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss
 from .replacements import Replacements
 
 if TYPE_CHECKING:
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
     from .trl_dpo_memory import ReferenceMemory
 
 NAME = "trl.DPOTrainer"
-PACKAGE = "trl"
-SUPPORTED = SpecifierSet(">=1.15,<1.17")
 
 _HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
@@ -181,12 +176,7 @@ def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:
         count = scored.label_mask.sum().clamp(min=1)
     loss, aux_loss = -logps.logps.sum() / count, None
     if scored.router_logits is not None:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        # Its mask weighs tokens: a shared one counts as often as it stands in the batch.
-        router_logits = cast(tuple[Tensor], scored.router_logits)
-        experts = (config.num_experts, config.num_experts_per_tok)
-        aux_loss = cast(Tensor, load_balancing_loss_func(router_logits, *experts, scored.router_weights))
+        aux_loss = router_loss(config, scored)
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     return FusedCausalLMOutput(
         loss=loss,

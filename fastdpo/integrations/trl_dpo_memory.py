@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .fused_forward import NotFused, calls, logger, strict
+from .fused_forward import calls, say_off
 from .trl_dpo import NAME
 from .trl_dpo_precompute import as_reference, reference_of
 
@@ -92,10 +92,7 @@ class ReferenceMemory:
 
     def _turn_off(self, reason: str) -> None:
         self._on = False
-        text = f"{NAME}: reference_memory is off, {reason}"
-        if strict():
-            raise NotFused(f"{text} (FASTDPO_STRICT=1)")
-        logger.warning("%s", text)
+        say_off(f"{NAME}: reference_memory is off, {reason}")
 
     def _log_probs(self, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Chosen and rejected, [B] each."""

@@ -18,26 +18,21 @@ import functools
 import gc
 import inspect
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
-from .fused_forward import Options, Request, Scored, install, is_wrapped
+from .fused_forward import Options, Request, Scored, install, is_wrapped, models_to_enter
 from .replacements import Replacements
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
     from trl.experimental.online_dpo import OnlineDPOTrainer
 
 NAME = "trl.OnlineDPOTrainer"
-PACKAGE = "trl"
-SUPPORTED = SpecifierSet(">=1.15,<1.17")
 
 _FORWARD_PARAMETERS = [
     *("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")
@@ -52,17 +47,24 @@ _LEDGER = "_fastdpo_ledger"
 _replacements = Replacements()
 
 
+def trainer_class() -> type[OnlineDPOTrainer]:
+    """From where this TRL keeps it."""
+    try:
+        from trl.experimental.online_dpo import OnlineDPOTrainer
+    except ModuleNotFoundError:  # before it moved
+        from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # pyright: ignore[reportMissingImports]
+    return OnlineDPOTrainer
+
+
 def why_not() -> str | None:
     """What of the seam is not as this module knows it; None if all is."""
-    from trl.experimental.online_dpo import OnlineDPOTrainer
-
     for name, expected in (
         ("_forward", _FORWARD_PARAMETERS),
         ("create_accelerator_and_postprocess", _CREATE_PARAMETERS),
         ("training_step", _STEP_PARAMETERS),
         ("_maybe_log_save_evaluate", _LOG_PARAMETERS),
     ):
-        function = getattr(OnlineDPOTrainer, name, None)
+        function = getattr(trainer_class(), name, None)
         found = None if function is None else list(inspect.signature(function).parameters)
         if found != expected:
             return f"OnlineDPOTrainer.{name} must have the parameters {expected}; found {found}"
@@ -70,23 +72,24 @@ def why_not() -> str | None:
 
 
 def enable(options: Options) -> None:
-    from trl.experimental.online_dpo import OnlineDPOTrainer
-
-    stock_forward = OnlineDPOTrainer._forward
-    stock_create = OnlineDPOTrainer.create_accelerator_and_postprocess
-    stock_step = OnlineDPOTrainer.training_step
-    stock_log = OnlineDPOTrainer._maybe_log_save_evaluate
+    trainer = trainer_class()
+    stock_init = trainer.__init__
+    stock_create = trainer.create_accelerator_and_postprocess
+    stock_forward = trainer._forward
+    stock_step = trainer.training_step
+    stock_log = trainer._maybe_log_save_evaluate
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
         """The last step before models are prepared: what accelerate puts around their forwards goes around ours."""
-        again = hasattr(self, "accelerator")  # a search of hyperparameters makes a new one
         stock_create(self)
-        vars(self).setdefault(_LEDGER, Ledger())
-        if not again:
-            _install(self.model, "policy", options)
-            if self.ref_model is not None:  # else it is the policy without its adapters
-                _install(self.ref_model, "reference", options)
+        _install_models(self, options)
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        vars(self)[_LEDGER] = Ledger()
+        stock_init(self, *args, **kwargs)
+        _install_models(self, options)
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -113,10 +116,11 @@ def enable(options: Options) -> None:
             return stock_forward(self, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
         return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
 
-    _replacements.put(OnlineDPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
-    _replacements.put(OnlineDPOTrainer, "training_step", training_step)
-    _replacements.put(OnlineDPOTrainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
-    _replacements.put(OnlineDPOTrainer, "_forward", _forward)
+    _replacements.put(trainer, "__init__", __init__)
+    _replacements.put(trainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    _replacements.put(trainer, "training_step", training_step)
+    _replacements.put(trainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
+    _replacements.put(trainer, "_forward", _forward)
 
 
 def disable() -> None:
@@ -134,17 +138,14 @@ def _settle(trainer: OnlineDPOTrainer) -> None:
 
 def living_trainers() -> list[OnlineDPOTrainer]:
     """Trainers that exist already: their models have been prepared without any patch."""
-    from trl.experimental.online_dpo import OnlineDPOTrainer
+    kind = trainer_class()
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
-    return [x for x in gc.get_objects() if issubclass(type(x), OnlineDPOTrainer)]
 
-
-def _install(model: PreTrainedModel, role: str, options: Options) -> None:
-    from accelerate.utils import is_peft_model
-
-    base = cast("PreTrainedModel", cast("PeftModel", model).get_base_model() if is_peft_model(model) else model)
-    request = Request((), 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
-    install(base, NAME, role, request, options, _answer, stock_scores=False)
+def _install_models(trainer: OnlineDPOTrainer, options: Options) -> None:
+    for role, base in models_to_enter(trainer, NAME):
+        request = Request((), 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
+        install(base, NAME, role, request, options, _answer, stock_scores=False)
 
 
 def _answer(scored: Scored, kwargs: dict) -> Tensor:

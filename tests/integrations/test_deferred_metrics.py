@@ -1,9 +1,6 @@
 """What TRL's trainers gather and read every step is reduced once a log, and is the same."""
 
 import gc
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +8,11 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 from trl_online_runs import build as build_online
 from trl_online_runs import writer
-from trl_runs import assert_same, build, tiny_model, train
+from trl_runs import assert_same, build, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import deferred_metrics
 from fastdpo.integrations.deferred_metrics import Ledger, Number, deferring, settle
-
-WORKER = Path(__file__).parents[1] / "support" / "trl_ranks_worker.py"
 
 
 @pytest.fixture(autouse=True)
@@ -155,15 +150,7 @@ CUT = {"eval_entropy", "eval_logits/chosen", "eval_logits/rejected", "eval_mean_
 
 def test_two_ranks(tmp_path):
     """The logs of stock, at one collective a log in place of fifteen a step."""
-
-    def run(kind: str) -> list[dict]:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        command = [*launch, str(WORKER), str(tmp_path / kind), kind]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [torch.load(tmp_path / kind / f"rank{rank}of2.pt") for rank in range(2)]
-
-    stock, uncut, patched = run("stock"), run("uncut"), run("patched")
+    stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
     assert patched[0]["logs"] == patched[1]["logs"]
     different = set()
     for a, b, c in zip(stock[0]["logs"], uncut[0]["logs"], patched[0]["logs"], strict=True):

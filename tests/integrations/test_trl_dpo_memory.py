@@ -2,21 +2,17 @@
 
 import logging
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trl import DPOTrainer
-from trl_runs import assert_same, build, pairs, tiny_model, train
+from trl_runs import assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations.fused_forward import NotFused
 from fastdpo.integrations.trl_dpo_memory import digests_of_pairs
 
-WORKER = Path(__file__).parents[1] / "support" / "trl_ranks_worker.py"
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8)
 TWICE = dict(EPOCHS, eval_strategy="epoch")
@@ -202,11 +198,7 @@ def test_only_the_tokens_of_a_pair_count():
 
 def test_ranks_tell_each_other(tmp_path):
     """Shuffled, each rank meets pairs in the second epoch that another one has seen in the first."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launch, str(WORKER), str(tmp_path), "memory"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [torch.load(tmp_path / f"rank{rank}of2.pt") for rank in range(2)]
-    for rank in ranks:
+    for rank in run_two_ranks("memory", tmp_path):
         calls = {key[1:]: n for key, n in rank["calls"].items()}
         assert calls["reference", "fused"] == 2  # 8 pairs, 2 ranks, 2 a batch: those of the first epoch
         assert calls["reference", "remembered"] == 4

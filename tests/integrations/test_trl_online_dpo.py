@@ -4,6 +4,7 @@ Stock sums four metrics over padding. `masked` is stock with zeros there, which 
 others are compared with stock as it is.
 """
 
+import functools
 import gc
 import json
 import logging
@@ -17,12 +18,14 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl_online_runs import (
     SUMS_OVER_PADDING,
     OnlineRun,
+    assert_all_same,
     assert_same_online,
     build,
     masked,
     reward,
     reward_model,
     train_online,
+    train_three,
     writer,
 )
 from trl_runs import assert_fused, assert_same_bits, run_with_oldest
@@ -45,24 +48,7 @@ def _unpatched():
 
 @pytest.fixture
 def three(tmp_path):
-    """Trains stock, masked stock, and patched, from the same start. `prepare` is done with each model before."""
-
-    def run(kind="llama", tiny=None, reference=True, prepare=lambda model: model, **options) -> list[OnlineRun]:
-        def once(name: str, trainer_class: type[OnlineDPOTrainer] = OnlineDPOTrainer) -> OnlineRun:
-            models = [prepare(writer(seed, kind, **(tiny or {}))) for seed in range(1 + reference)]
-            return train_online(tmp_path / name, models[0], models[-1] if reference else None, trainer_class, **options)
-
-        runs = [once("stock"), once("masked", masked(OnlineDPOTrainer))]
-        with fastdpo.patched("trl.OnlineDPOTrainer"):
-            return [*runs, once("patched")]
-
-    return run
-
-
-def assert_all_same(stock: OnlineRun, masked_stock: OnlineRun, patched: OnlineRun) -> None:
-    assert not stock.calls
-    assert_same_online(masked_stock, patched)
-    assert_same_online(stock, patched, except_for=SUMS_OVER_PADDING)
+    return functools.partial(train_three, tmp_path)
 
 
 def prompts(*sizes: int) -> list[dict]:

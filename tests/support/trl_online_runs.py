@@ -10,7 +10,11 @@ from pathlib import Path
 import torch
 from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+try:
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+except ModuleNotFoundError:  # TRL before they moved
+    from trl import OnlineDPOConfig, OnlineDPOTrainer
 from trl_runs import OPTIONS, WORDS, Gradients, Run, assert_same, numbers, on_disk, pairs, tiny_model, tokenizer
 
 import fastdpo
@@ -127,3 +131,23 @@ def assert_same_online(stock: OnlineRun, patched: OnlineRun, except_for: set[str
         for run in (stock, patched)
     ]
     assert_same(*compared, **tolerances)
+
+
+def train_three(
+    directory: Path, kind: str = "llama", tiny=None, reference: bool = True, prepare=lambda model: model, **options
+) -> list[OnlineRun]:
+    """Trains stock, `masked` stock, and patched, from the same start. `prepare` is done with each model before."""
+
+    def once(name: str, kind_of_trainer: type[OnlineDPOTrainer] = OnlineDPOTrainer) -> OnlineRun:
+        models = [prepare(writer(seed, kind, **(tiny or {}))) for seed in range(1 + reference)]
+        return train_online(directory / name, models[0], models[-1] if reference else None, kind_of_trainer, **options)
+
+    runs = [once("stock"), once("masked", masked(OnlineDPOTrainer))]
+    with fastdpo.patched("trl.OnlineDPOTrainer"):
+        return [*runs, once("patched")]
+
+
+def assert_all_same(stock: OnlineRun, masked_stock: OnlineRun, patched: OnlineRun) -> None:
+    assert not stock.calls
+    assert_same_online(masked_stock, patched)
+    assert_same_online(stock, patched, except_for=SUMS_OVER_PADDING)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,6 +183,22 @@ def train(
     return run
 
 
+def train_both(
+    directory: Path, kind: str = "llama", tiny=None, reference: bool = True, prepare=lambda model: model, **options
+) -> list[Run]:
+    """Trains stock, then patched, from the same start.
+
+    `prepare` is what is done with each model before a trainer gets it.
+    """
+    results = []
+    for name in ("stock", "patched"):
+        model = prepare(tiny_model(kind, seed=0, **(tiny or {})))
+        ref = prepare(tiny_model(kind, seed=1, **(tiny or {}))) if reference else None
+        with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
+            results.append(train(directory / name, model, ref, **options))
+    return results
+
+
 def run_with_oldest(worker: Path, directory: Path) -> None:
     """Runs a script in a process that has the oldest TRL that is supported; skips the test where there is none."""
     oldest = os.environ.get("OLDEST_TRL")
@@ -195,6 +212,15 @@ def run_with_oldest(worker: Path, directory: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def run_two_ranks(kind: str, directory: Path) -> list[dict]:
+    """What `trl_ranks_worker` leaves of each rank."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, str(Path(__file__).with_name("trl_ranks_worker.py")), str(directory / kind), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(directory / kind / f"rank{rank}of2.pt") for rank in range(2)]
 
 
 def numbers(log: dict) -> dict[str, float]:

@@ -1,0 +1,270 @@
+"""TRL's DPOTrainer of the line before its rewrite, entered where it scores a batch, in `concatenated_forward`.
+
+Training, evaluation, the reference and precomputing all go through there. What stock makes of logits is made here of
+per-token results, in the same way, its oddities included: `ld_alpha` counts positions from the beginning of a row, and
+`use_weighting` takes the log-probability of a token with the weight of the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from . import qualify
+from .deferred_metrics import Ledger, deferring, settle
+from .fused_forward import (
+    Options,
+    Request,
+    Scored,
+    decline,
+    install,
+    is_fused,
+    is_wrapped,
+    kind_of_calls,
+    logger,
+    models_to_enter,
+    router_loss,
+    say_off,
+)
+from .replacements import Replacements
+
+if TYPE_CHECKING:
+    DPOTrainer = Any  # of another TRL than types are checked with
+
+NAME = "trl.DPOTrainer"
+
+_PARAMETERS = {
+    "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
+    "concatenated_inputs": ["batch", "padding_value"],
+    "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
+    "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+    "create_accelerator_and_postprocess": ["self"],
+    "log": ["self", "logs", "start_time"],
+}
+_OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
+_LEDGER = "_fastdpo_ledger"
+
+_replacements = Replacements()
+
+
+def why_not() -> str | None:
+    """What of the seam is not as this module knows it; None if all is."""
+    from trl.trainer import dpo_trainer
+
+    for name, expected in _PARAMETERS.items():
+        function = getattr(dpo_trainer.DPOTrainer, name, None)
+        found = None if function is None else list(inspect.signature(function).parameters)
+        if found != expected:
+            return f"DPOTrainer.{name} must have the parameters {expected}; found {found}"
+    for name in ("flush_left", "flush_right"):
+        if not hasattr(dpo_trainer, name):
+            return f"trl.trainer.dpo_trainer must have {name}"
+    return None
+
+
+def enable(options: Options) -> None:
+    from trl.trainer import dpo_trainer
+
+    DPOTrainer: Any = dpo_trainer.DPOTrainer
+    stock_init = DPOTrainer.__init__
+    stock_create = DPOTrainer.create_accelerator_and_postprocess
+    stock_forward = DPOTrainer.concatenated_forward
+    stock_metrics = DPOTrainer.get_batch_loss_metrics
+    stock_prediction = DPOTrainer.prediction_step
+    stock_log = DPOTrainer.log
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        vars(self)[_LEDGER] = Ledger()
+        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
+        flattens = config is not None and config.padding_free
+        with _padded(config) if flattens else nullcontext():  # else TRL would warn of other attentions than its own
+            stock_init(self, *args, **kwargs)
+        _install_models(self, options)
+        self.padding_free = flattens
+        if flattens and not is_fused(self.model):
+            logger.warning("%s: padding_free=True goes TRL's own way, see above", NAME)
+
+    @functools.wraps(stock_create)
+    def create_accelerator_and_postprocess(self):
+        """The last step before the reference is prepared: what accelerate puts around its forward goes around ours."""
+        stock_create(self)
+        _install_models(self, options)
+
+    @functools.wraps(stock_forward)
+    def concatenated_forward(self, model, batch, is_ref_model=False):
+        if not is_wrapped(model, NAME):  # of a trainer that was built before
+            return stock_forward(self, model, batch, is_ref_model)
+        with kind_of_calls("reference") if is_ref_model else nullcontext():
+            inputs = _inputs(self, batch)
+            if isinstance(inputs, str):
+                decline(model, NAME, inputs)
+                return stock_forward(self, model, batch, is_ref_model)
+            output = model(**inputs, fused_lm_head=True)
+        if "log_probs" in output:
+            return _results(self, inputs["input_ids"], inputs["labels"] != IGNORE_INDEX, output, is_ref_model)
+        with _padded(self):  # logits: stock goes on from them
+            return stock_forward(self, lambda *args, **kwargs: output, batch, is_ref_model)
+
+    @functools.wraps(stock_metrics)
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        ledger = vars(self).get(_LEDGER)
+        with nullcontext() if ledger is None else deferring(self.accelerator, ledger):
+            return stock_metrics(self, model, batch, train_eval)
+
+    @functools.wraps(stock_prediction)
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        ledger = vars(self).get(_LEDGER)
+        if not prediction_loss_only:  # stock reads metrics at once
+            vars(self)[_LEDGER] = None
+        try:
+            return stock_prediction(self, model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            vars(self)[_LEDGER] = ledger
+
+    @functools.wraps(stock_log)
+    def log(self, logs, start_time=None):
+        _settle(self)
+        stock_log(self, logs, start_time)
+
+    _replacements.put(DPOTrainer, "__init__", __init__)
+    _replacements.put(DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
+    _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
+    _replacements.put(DPOTrainer, "prediction_step", prediction_step)
+    _replacements.put(DPOTrainer, "log", log)
+
+
+def disable() -> None:
+    _replacements.undo()
+    for trainer in living_trainers():
+        _settle(trainer)
+        vars(trainer).pop(_LEDGER, None)
+
+
+def living_trainers() -> list[DPOTrainer]:
+    """Trainers that exist already: their reference has been prepared without any patch."""
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+
+
+def _settle(trainer: DPOTrainer) -> None:
+    """Makes plain numbers of all metrics."""
+    ledger = vars(trainer).get(_LEDGER)
+    stored = vars(trainer).get("_stored_metrics")
+    if ledger is not None and stored is not None:  # its constructor may have failed
+        for metrics in stored.values():
+            settle(ledger, metrics)
+
+
+@contextmanager
+def _padded(owner: Any) -> Iterator[None]:
+    """Without `padding_free`, of a trainer or its configuration."""
+    before, owner.padding_free = owner.padding_free, False
+    try:
+        yield
+    finally:
+        owner.padding_free = before
+
+
+def _install_models(trainer: DPOTrainer, options: Options) -> None:
+    liger = [name for name in ("use_liger_loss", "use_liger_kernel") if getattr(trainer.args, name, False)]
+    for role, base in models_to_enter(trainer, NAME):
+        if liger:
+            say_off(f"{NAME} ({role}): not fused, {liger[0]} is set")
+            continue
+        statistics = ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
+        wanted = statistics if role == "policy" else ()  # of a reference only log-probabilities are
+        request = Request(wanted, 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
+        install(base, NAME, role, request, options, functools.partial(_answer, base.config), stock_scores=False)
+
+
+def _answer(config: Any, scored: Scored, kwargs: dict) -> dict[str, Tensor]:
+    """`log_probs` and statistics [2B, L-1], of the token after each position; `aux_loss` of a router."""
+    found = {"log_probs": scored.logps.logps}
+    found |= {name: x for name, x in scored.logps._asdict().items() if name != "logps" and x is not None}
+    if scored.router_logits is not None:
+        found["aux_loss"] = router_loss(config, scored)
+    return found
+
+
+def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
+    """Ids, mask and labels [2B, L], flushed and cut as stock does it; or why it can't be fused."""
+    from trl.trainer import dpo_trainer
+
+    flush_left, flush_right = (getattr(dpo_trainer, name) for name in ("flush_left", "flush_right"))
+    if trainer.is_encoder_decoder:
+        return "the model is an encoder-decoder"
+    other = [name for name in _OTHER_INPUTS if batch.get(name) is not None]
+    if other:
+        return f"batches hold {', '.join(other)} too"
+    whole = trainer.concatenated_inputs(batch, padding_value=trainer.pad_token_id)
+    ids, mask = (
+        torch.cat([whole[f"prompt_{name}"], whole[f"completion_{name}"]], dim=1)
+        for name in ("input_ids", "attention_mask")
+    )
+    scored = torch.cat([torch.zeros_like(whole["prompt_attention_mask"]), whole["completion_attention_mask"]], dim=1)
+
+    longest = mask.shape[1] if trainer.max_length is None else trainer.max_length
+    cut = longest < mask.shape[1]
+    if cut and trainer.truncation_mode == "keep_end":
+        mask, ids, scored = (x[:, -longest:] for x in flush_right(mask, ids, scored))
+    mask, ids, scored = flush_left(mask, ids, scored)
+    if cut:
+        mask, ids, scored = (x[:, :longest] for x in (mask, ids, scored))
+        if scored[:, 0].any():  # stock counts a token there that nothing predicts
+            return "a prompt was cut away whole"
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(scored == 0, IGNORE_INDEX),
+        "use_cache": False,
+        **({"output_router_logits": True} if trainer.aux_loss_enabled else {}),
+    }
+
+
+def _results(
+    trainer: DPOTrainer, ids: Tensor, scored: Tensor, output: dict[str, Tensor], is_ref_model: bool
+) -> dict[str, Tensor]:
+    """What stock returns. `ids` and `scored` are [2B, L], scored tokens are never the first of a row."""
+    n = len(ids) // 2
+    start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of stock's logits
+    logps = F.pad(output["log_probs"], (1, 0))[:, start:]  # of each token
+    predicts = scored[:, 1:].to(logps.device)  # where the next token is scored
+    scored = scored[:, start:].to(logps.device)
+    counts = scored.sum(1)
+    sums = logps.sum(1)
+    found = {}
+
+    if "log_sum_sq_probs" in output:  # arXiv 2406.11827, eq. 2
+        with torch.no_grad():
+            weights = ((F.pad(output["log_probs"], (1, -1)) - output["log_sum_sq_probs"]) * predicts).sum(1) / counts
+            found["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
+    if trainer.args.rpo_alpha is not None or "sft" in trainer.loss_type:
+        kept = scored[:n] & (ids[:n, start:] != 0).to(logps.device)  # stock ignores the token 0
+        found["nll_loss"] = -(logps[:n] * kept).sum() / kept.sum()
+    if "ipo" in trainer.loss_type:
+        sums = sums / counts
+    if trainer.args.ld_alpha is not None and not is_ref_model:
+        shorter = torch.minimum(counts[:n], counts[n:]).repeat(2)
+        position = torch.arange(logps.shape[1], device=logps.device)
+        front, rear = (position < shorter[:, None]), (position < counts[:, None])
+        sums = (logps * (front + trainer.args.ld_alpha * (rear & ~front))).sum(1)
+
+    found |= {"chosen_logps": sums[:n], "rejected_logps": sums[n:]}
+    if "mean_logits" in output:
+        for name, rows in (("chosen", slice(0, n)), ("rejected", slice(n, None))):
+            found[f"mean_{name}_logits"] = (output["mean_logits"][rows] * predicts[rows]).sum() / predicts[rows].sum()
+    if trainer.aux_loss_enabled:
+        found["aux_loss"] = output["aux_loss"]
+    return found

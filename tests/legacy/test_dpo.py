@@ -1,0 +1,233 @@
+"""TRL's DPOTrainer before its rewrite: every option that changes what it computes, stock against patched.
+
+Its logs round losses to four digits; gradients are compared to seven.
+"""
+
+import random
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from trl import DPOTrainer
+from trl_runs import assert_fused, assert_same, pairs, run_two_ranks, tiny_model, train
+
+import fastdpo
+
+LOSSES = (
+    *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
+    *("discopop", "sft"),
+)
+FULL = dict(policy=3, reference=3)
+
+
+def adapter(**options) -> dict:
+    lora = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return dict(reference=False, peft_config=LoraConfig(**{**lora, **options}))
+
+
+def checkpointed(reentrant: bool) -> dict:
+    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def long_pairs() -> list[dict[str, str]]:
+    """On either side of 12 tokens: truncation cuts answers short, and prompts short."""
+    rng = random.Random(3)
+
+    def words(n: int) -> str:
+        return " ".join(f"w{rng.randrange(94)}" for _ in range(n))
+
+    sizes = [(1, 9, 8), (11, 1, 3), (5, 3, 2), (14, 7, 6), (30, 4, 9), (2, 7, 1), (10, 8, 9), (8, 4, 3)]
+    return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in sizes]
+
+
+# option: (what it changes, how often each kind of call runs)
+OPTIONS = {
+    "two_losses": (dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]), FULL),
+    "exo_pair": (dict(loss_type="exo_pair", label_smoothing=1e-3), FULL),
+    "robust": (dict(loss_type="robust", label_smoothing=0.1), FULL),
+    "label_smoothing": (dict(label_smoothing=0.2), FULL),
+    "rpo": (dict(rpo_alpha=0.7), FULL),
+    "rpo_ipo": (dict(rpo_alpha=0.7, loss_type="ipo"), FULL),
+    "ld": (dict(ld_alpha=0.5), FULL),
+    "wpo": (dict(use_weighting=True), FULL),
+    "wpo_ld_rpo": (dict(use_weighting=True, ld_alpha=0.5, rpo_alpha=0.3), FULL),
+    "js_divergence": (dict(f_divergence_type="js_divergence"), FULL),
+    "alpha_divergence": (dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.7), FULL),
+    "reference_free": (dict(reference_free=True), FULL),
+    "logits_to_keep": (dict(use_logits_to_keep=True), FULL),
+    "logits_to_keep_ld": (dict(use_logits_to_keep=True, ld_alpha=0.5, use_weighting=True), FULL),
+    "keep_start": (dict(max_length=12, truncation_mode="keep_start", data=long_pairs()), FULL),
+    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=long_pairs()), FULL),
+    "max_prompt_length": (dict(max_prompt_length=6, max_completion_length=4, data=long_pairs()), FULL),
+    "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=4 + 1)),
+    "precompute_batch": (
+        dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
+        dict(policy=3, eval=1, reference=3 + 1),
+    ),
+    "precompute_adapter": (dict(precompute_ref_log_probs=True, **adapter()), dict(policy=3, reference=4)),
+    "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),
+    "evaluation_alone": (dict(evaluate=6, only_evaluate=True), dict(reference=2, eval=2)),
+    "evaluation_with_metrics": (
+        dict(evaluate=6, compute_metrics=lambda prediction: {"mean": float(prediction.predictions.mean())}),
+        dict(policy=3, reference=3 + 2, eval=2),
+    ),
+    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
+    "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),
+    "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, reference=3 + 1, eval=1)),
+    "adapter_everywhere": (adapter(target_modules="all-linear"), FULL),
+    "checkpointing": (checkpointed(False), FULL),
+    "checkpointing_reentrant": (checkpointed(True), FULL),
+    "checkpointed_adapter": (dict(**checkpointed(False), **adapter()), FULL),
+    "sync_ref_model": (dict(sync_ref_model=True, ref_model_sync_steps=1), FULL),
+    "tied": (dict(tiny=dict(tie_word_embeddings=True)), FULL),
+    "eager": (dict(tiny=dict(attn_implementation="eager")), FULL),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss(both, loss):
+    stock, patched = both(loss_type=loss, max_steps=2)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(both, option):
+    changes, calls = OPTIONS[option]
+    stock, patched = both(**changes)
+    assert_same(stock, patched)
+    assert_fused(patched, **calls)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma", "phi3", "cohere", "olmo2"])
+def test_family(both, kind):
+    stock, patched = both(kind, max_steps=2, tiny=dict(without=("head_dim",) if kind in ("qwen2", "phi3") else ()))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+def test_router_loss(both):
+    sizes = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
+    stock, patched = both("mixtral", tiny=sizes)
+    assert "aux_loss" in stock.logs[0]
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_bf16(both, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it, and leaves it set
+    stock, patched = both(bf16=True)
+    assert_fused(patched, policy=3, reference=3)
+    for a, b in zip(stock.logs[:3], patched.logs[:3], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 2e-2
+    for name, a in stock.gradients[0].items():
+        assert (a - patched.gradients[0][name]).norm() <= 5e-2 * a.norm(), name
+
+
+def test_padding_free_equals_padded(both, tmp_path, caplog):
+    """Stock's own flattening divides ipo's sums by the lengths of all rows together, and needs FlashAttention."""
+    padded, _ = both(loss_type="ipo", rpo_alpha=0.5, use_weighting=True)
+    with fastdpo.patched("trl.DPOTrainer"):
+        options = dict(padding_free=True, loss_type="ipo", rpo_alpha=0.5, use_weighting=True)
+        free = train(tmp_path / "free", tiny_model(seed=0), tiny_model(seed=1), **options)
+    assert_same(padded, free)
+    assert_fused(free, policy=3, reference=3)
+    assert "Padding-free training is enabled" not in caplog.text
+
+
+def test_a_prompt_that_is_cut_away_whole_goes_to_stock(both, caplog):
+    data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * n) for n in (3, 25, 7, 9)]
+    stock, patched = both(max_length=12, truncation_mode="keep_end", data=data, max_steps=1)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "a prompt was cut away whole" in caplog.text
+
+
+def test_models_that_cant_be_packed_go_to_stock(both, caplog):
+    sizes = dict(without=("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
+    stock, patched = both("bloom", tiny=sizes, evaluate=4)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 4, ("eval", "stock"): 1}
+    assert "not fused" in caplog.text
+
+
+def test_an_encoder_decoder_goes_to_stock(tmp_path, caplog):
+    config = transformers.T5Config(
+        vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0
+    )
+    runs = []
+    for name in ("stock", "patched"):
+        torch.manual_seed(0)
+        models = [transformers.T5ForConditionalGeneration(config) for _ in range(2)]
+        if name == "stock":
+            runs.append(train(tmp_path / name, *models))
+        else:
+            with fastdpo.patched("trl.DPOTrainer"):
+                runs.append(train(tmp_path / name, *models))
+    assert_same(*runs)
+    assert runs[1].calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert "is an encoder-decoder" in caplog.text
+
+
+class OwnLoss(DPOTrainer):
+    """As LLaMA-Factory's: another loss, from the log-probabilities of the trainer's own forward."""
+
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        found = self.concatenated_forward(model, batch)
+        with torch.no_grad():
+            reference = self.concatenated_forward(self.ref_model, batch, is_ref_model=True)
+        margin = sum(
+            sign * (found[name] - reference[name]) for sign, name in ((1, "chosen_logps"), (-1, "rejected_logps"))
+        )
+        return torch.nn.functional.softplus(-margin).mean(), {"margin": 0.1 * margin.mean().item()}
+
+
+class OwnForward(DPOTrainer):
+    """As ms-swift's: another forward, from logits."""
+
+    def concatenated_forward(self, model, batch, is_ref_model=False):
+        found = super().concatenated_forward(model, batch, is_ref_model)
+        ids = batch["chosen_input_ids"]
+        logits = model(ids, attention_mask=batch["chosen_attention_mask"]).logits
+        logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        return found | {"chosen_logps": found["chosen_logps"] + (logps * batch["chosen_attention_mask"][:, 1:]).sum(1)}
+
+
+@pytest.mark.parametrize("trainer_class", [OwnLoss, OwnForward])
+def test_subclass(both, trainer_class):
+    stock, patched = both(trainer_class=trainer_class)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_two_ranks(tmp_path):
+    """The logs of stock, where accelerate leaves no rank out, at one collective a log in place of eight a step."""
+    stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
+    assert patched[0]["logs"] == patched[1]["logs"]
+    for a, b in zip(uncut[0]["logs"], patched[0]["logs"], strict=True):
+        assert {k: x for k, x in b.items() if k != "eval_loss"} == pytest.approx(
+            {k: x for k, x in a.items() if k != "eval_loss"}, rel=1e-5, abs=2e-6
+        )
+    # six steps with their logs, two, for which Trainer itself has two collectives; and an evaluation of two steps
+    assert [sum(run[0]["counts"][:6]) for run in (stock, patched)] == [6 * 8 + 2 * 2, 2 * (2 + 1)]
+    assert [run[0]["counts"][-1] for run in (stock, patched)] == [2 * (8 + 1), 2 * 1 + 1]
+
+
+def test_unpatching_ends_it(tmp_path):
+    model = tiny_model()
+    with fastdpo.patched("trl.DPOTrainer"):
+        train(tmp_path / "first", model, tiny_model(seed=1), data=pairs(4), max_steps=1)
+        assert model.config._attn_implementation == "fastdpo_sdpa"
+    assert model.config._attn_implementation == "sdpa"
+    assert "forward" not in vars(model)
+    run = train(tmp_path / "second", model, tiny_model(seed=1), data=pairs(4), max_steps=1)
+    assert not run.calls
+    assert "fastdpo" not in DPOTrainer.concatenated_forward.__module__
+
+
+def test_strict(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
+    with fastdpo.patched("trl.DPOTrainer"), pytest.raises(fastdpo.NotFused, match="a prompt was cut away whole"):
+        train(tmp_path, tiny_model(), tiny_model(seed=1), max_length=12, truncation_mode="keep_end", data=data)
