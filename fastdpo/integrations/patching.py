@@ -37,6 +37,7 @@ LINES = (
     Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl_dpo_legacy"),
     Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl_online_dpo"),
     Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl_online_dpo"),
+    Line("openrlhf.DPOTrainer", "openrlhf", ">=0.9.10,<0.12", "openrlhf_dpo"),
 )
 PACKAGES = {line.trainer: line.package for line in LINES}
 
@@ -106,7 +107,8 @@ def patch(
     Calling it again changes nothing. What can't be entered is left exactly as it was, and the report says why.
 
     Args:
-        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl"). Default: whatever is installed.
+        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl", "openrlhf"). Default: whatever is
+            installed.
         share_prompts: compute the tokens that the two answers of a prompt have in common once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward (`ops.linear_logps`).
         reference_memory: remember the reference's log-probabilities of each pair when they are first computed, so that

@@ -1,0 +1,185 @@
+"""OpenRLHF's DPOTrainer, entered where it scores a batch, in `concatenated_forward`.
+
+Not in `Actor.forward`, which PPO and SFT share. Stock, logits and their float32 copy are stored for every token of
+prompts and answers. Packed, padding is not computed whether or not `packing_samples` is set.
+
+OpenRLHF reduces each number of its log by itself; here a log is one collective.
+"""
+
+# pyright: reportMissingImports=false
+# OpenRLHF is not installed where types are checked.
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from . import qualify
+from .fused_forward import Options, Request, Scored, decline, install, is_wrapped, reason_off, router_loss
+from .replacements import Replacements
+
+if TYPE_CHECKING:
+    from openrlhf.models import Actor
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+    from transformers import PreTrainedModel
+
+NAME = "openrlhf.DPOTrainer"
+
+_PARAMETERS = {
+    "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
+    "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
+    "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens"],
+}
+_REDUCE_PARAMETERS = ["self", "data", "op"]
+
+_replacements = Replacements()
+
+
+def why_not() -> str | None:
+    """What of the seam is not as this module knows it; None if all is."""
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+    from openrlhf.utils.deepspeed import DeepspeedStrategy
+
+    expected = {(DPOTrainer, name): parameters for name, parameters in _PARAMETERS.items()}
+    expected[DeepspeedStrategy, "all_reduce"] = _REDUCE_PARAMETERS
+    for (owner, name), parameters in expected.items():
+        function = getattr(owner, name, None)
+        found = None if function is None else list(inspect.signature(function).parameters)
+        if found != parameters:
+            return f"{owner.__name__}.{name} must have the parameters {parameters}; found {found}"
+    return None
+
+
+def enable(options: Options) -> None:
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+    from openrlhf.utils.deepspeed import DeepspeedStrategy
+
+    stock_init = DPOTrainer.__init__
+    stock_forward = DPOTrainer.concatenated_forward
+    stock_reduce = DeepspeedStrategy.all_reduce
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        stock_init(self, *args, **kwargs)
+        for role, actor in (("policy", self.model), ("reference", self.ref_model)):
+            _install(actor, role, options)
+
+    @functools.wraps(stock_forward)
+    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
+        batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
+        if not is_wrapped(model, NAME):  # of a trainer that was built before
+            return stock_forward(self, model, *batch)
+        reason = _why_not_here(self) or reason_off(model, NAME)
+        if reason is not None:
+            decline(model, NAME, reason)
+            return stock_forward(self, model, *batch)
+        return _forward(self, model, *batch)
+
+    @functools.wraps(stock_reduce)
+    def all_reduce(self, data, op="mean"):
+        if not isinstance(data, dict) or any(isinstance(x, Tensor | dict) for x in data.values()):
+            return stock_reduce(self, data, op)
+        reduced = stock_reduce(self, torch.tensor(list(data.values()), dtype=torch.float32), op)
+        return dict(zip(data, reduced.tolist(), strict=True))
+
+    _replacements.put(DPOTrainer, "__init__", __init__)
+    _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
+    _replacements.put(DeepspeedStrategy, "all_reduce", all_reduce)
+
+
+def disable() -> None:
+    _replacements.undo()
+
+
+def living_trainers() -> list[DPOTrainer]:
+    """Trainers that exist already: their models were not entered."""
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+
+    return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+
+
+def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:
+    """The labels of a batch of pairs: its answers' real tokens, those of chosen and of rejected answers alike.
+
+    A prompt is as long as its tokens are by themselves, which need not be how the two rows begin: a tokenizer may merge
+    the end of a prompt with an answer. So rows are masked by that length, not by what they have in common.
+
+    Args:
+        ids: [2B, L], chosen rows first, padded on the right.
+        mask: [2B, L], 0 where padded.
+        prompt_lengths: of the B prompts.
+
+    Raises:
+        ValueError: there is not one length for each pair.
+    """
+    lengths = torch.as_tensor(prompt_lengths, device=ids.device).flatten()
+    if 2 * len(lengths) != len(ids):
+        raise ValueError(
+            f"answer_labels: prompt_lengths must have one entry for each of {len(ids) // 2} pairs; got {len(lengths)}"
+        )
+    in_prompt = torch.arange(ids.shape[1], device=ids.device) < lengths.repeat(2)[:, None]
+    return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)
+
+
+def _forward(
+    trainer: DPOTrainer,
+    actor: Actor,
+    chosen_ids: Tensor,
+    c_mask: Tensor,
+    reject_ids: Tensor,
+    r_mask: Tensor,
+    prompt_id_lens: list[int] | Tensor,
+) -> tuple[Tensor, Tensor, Any, Tensor]:
+    """What stock returns: sums of chosen and rejected answers [B], the router's loss, and chosen answers' mean loss."""
+    ids, mask, lengths = trainer.concatenated_inputs(chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
+    labels = answer_labels(ids, mask, prompt_id_lens)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    if hasattr(_base(actor).config, "output_router_logits"):  # which an actor turns on, wanted or not
+        inputs["output_router_logits"] = trainer.aux_loss
+    output = actor.model(**inputs, fused_lm_head=True)
+    n = len(chosen_ids)
+    if "log_probs" in output:
+        sums = output["log_probs"].sum(-1)
+        means = sums / (labels[:, 1:] != IGNORE_INDEX).sum(-1).to(sums.device)
+    else:  # logits: of a batch, or a first one, that can't be fused
+        from openrlhf.models.utils import log_probs_from_logits
+
+        logits = output["logits"].float() / actor.temperature
+        logps = log_probs_from_logits(logits, ids.roll(-1, 1))[:, :-1]
+        sums, means = trainer._get_batch_logps(logps, mask, lengths)
+    return sums[:n], sums[n:], output.get("aux_loss", []), -means[:n].mean()
+
+
+def _base(actor: Actor) -> PreTrainedModel:
+    """The causal LM in an actor, below DeepSpeed's engine and PEFT."""
+    model = cast(Any, actor.model)
+    model = getattr(model, "module", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _install(actor: Actor, role: str, options: Options) -> None:
+    base = _base(actor)
+    request = Request((), actor.temperature, False, *qualify.logit_transform(base.config.get_text_config()))
+    install(base, NAME, role, request, options, functools.partial(_answer, base.config), stock_scores=False)
+
+
+def _answer(config: Any, scored: Scored, kwargs: dict) -> dict[str, Tensor]:
+    found = {"log_probs": scored.logps.logps}
+    if scored.router_logits is not None:
+        found["aux_loss"] = router_loss(config, scored)
+    return found
+
+
+def _why_not_here(trainer: DPOTrainer) -> str | None:
+    strategy = trainer.strategy
+    if strategy.ring_attn_group is not None:
+        return "sequences are spread over ranks (ring attention)"
+    if getattr(strategy, "ds_tensor_parallel_size", 1) > 1:
+        return "the model is spread over ranks (tensor parallelism)"
+    return None

@@ -1,0 +1,203 @@
+"""Tiny trainings in OpenRLHF with its real trainer, actor and data set, recorded step by step.
+
+`DeepspeedStrategy` needs CUDA. `Strategy` does what the trainer asks of it, with a torch optimizer or DeepSpeed's
+engine on a CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from openrlhf.datasets import RewardDataset
+from openrlhf.models import Actor
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import fastdpo
+
+VOCABULARY = 160
+RATE = 0.01
+
+
+def rows(n: int, seed: int = 0) -> list[dict[str, str]]:
+    """Prompts end in a space, answers begin with letters."""
+    rng = random.Random(seed)
+
+    def text(low: int, high: int) -> str:
+        return " ".join("".join(rng.choices("abcdef", k=rng.randint(1, 4))) for _ in range(rng.randint(low, high)))
+
+    return [{"prompt": text(1, 9) + " ", "chosen": text(1, 8), "rejected": text(1, 8)} for _ in range(n)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A BPE of bytes, which merges a space with the word behind it: a prompt's last token is not in its rows."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words = [" ".join(row.values()) for row in rows(200, seed=9)]
+    alphabet = sorted({letter for text in words for letter in text.replace(" ", "Ġ")})
+    special = ["<pad>", "<eos>"]
+    bpe.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+
+
+def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> Path:
+    """A tiny model on disk, as actors are made of."""
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    kept = {name: size for name, size in sizes.items() if name not in without}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**kept, **config}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.2)
+    path = directory / f"{kind}{seed}"
+    model.save_pretrained(path)
+    return path
+
+
+class Strategy:
+    """What DPOTrainer asks of a strategy.
+
+    Attributes:
+        gradients: of every parameter, before each optimizer step. Without DeepSpeed.
+    """
+
+    ring_attn_group = None
+    accumulated_gradient = 1
+
+    def __init__(self, packing_samples: bool = False, **loss: Any) -> None:
+        model = dict(label_smoothing=0.0, ipo_enable=False, aux_loss_coef=0.0, nll_loss_coef=0.0) | loss
+        self.args = Namespace(
+            model=Namespace(**model),
+            ds=Namespace(packing_samples=packing_samples),
+            data=Namespace(prompt_key="prompt", chosen_key="chosen", rejected_key="rejected"),
+            logger=Namespace(wandb=Namespace(key=None), tensorboard_dir=None, logging_steps=1),
+            eval=Namespace(steps=-1),
+            ckpt=Namespace(save_steps=-1),
+            train=Namespace(batch_size=4),
+        )
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def is_rank_0(self) -> bool:
+        return True
+
+    def backward(self, loss: torch.Tensor, model: Actor, optimizer: Any) -> None:
+        engine = hasattr(model.model, "backward")
+        model.model.backward(loss) if engine else loss.backward()
+
+    def optimizer_step(self, optimizer: Any, model: Actor, scheduler: Any) -> None:
+        if hasattr(model.model, "step"):
+            model.model.step()
+            return
+        named = model.named_parameters()
+        self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def get_grad_norm(self, model: Actor) -> float:
+        return 0.0
+
+    def all_reduce(self, data: dict[str, float]) -> dict[str, float]:
+        return data
+
+
+class Recorded(DPOTrainer):
+    """Keeps what it logs."""
+
+    def save_logs_and_checkpoints(self, args, global_step, step_bar, logs_dict=None, client_states=None):
+        vars(self).setdefault("logs", []).append(logs_dict)
+        super().save_logs_and_checkpoints(args, global_step, step_bar, logs_dict, client_states)
+
+    def evaluate(self, eval_dataloader, steps=0):
+        reduce = self.strategy.all_reduce
+        self.strategy.all_reduce = lambda logs: vars(self).setdefault("logs", []).append(logs) or logs
+        try:
+            super().evaluate(eval_dataloader, steps)
+        finally:
+            self.strategy.all_reduce = reduce
+
+
+class Run:
+    """Logs of each step and of evaluations, gradients of each step, fastdpo's counters."""
+
+    def __init__(self, trainer: Recorded, calls: Counter) -> None:
+        self.logs, self.gradients = trainer.logs, trainer.strategy.gradients
+        self.calls = Counter({key[1:]: n for key, n in calls.items()})
+
+
+def actor(path: Path, packing_samples: bool, attention: str = "sdpa", **options: Any) -> Actor:
+    """In float32, to compare with; OpenRLHF loads 16 bits."""
+    return Actor(str(path), attn_implementation=attention, packing_samples=packing_samples, **options).float()
+
+
+def loader(strategy: Strategy, n: int, seed: int = 0) -> DataLoader:
+    data = RewardDataset(Dataset.from_list(rows(n, seed)), tokenizer(), 64, strategy, is_dpo=True, num_processors=None)
+    return DataLoader(data, batch_size=4, collate_fn=data.collate_fn)
+
+
+def train(
+    policy: Path,
+    reference: Path,
+    strategy: Strategy,
+    evaluate: int = 0,
+    trainer_class: type[Recorded] = Recorded,
+    attention: str = "sdpa",
+    epochs: int = 1,
+    **options: Any,
+) -> Run:
+    """A short training with whatever is patched at the moment. `options` are those of `Actor`."""
+    before = Counter(fastdpo.calls)
+    packing = strategy.args.ds.packing_samples
+    torch.manual_seed(0)  # adapters
+    models = actor(policy, packing, attention, **options), actor(reference, packing, attention)
+    optimizer = torch.optim.SGD([p for p in models[0].parameters() if p.requires_grad], lr=RATE)
+    trainer = trainer_class(
+        *models,
+        strategy,
+        tokenizer(),
+        optimizer,
+        loader(strategy, 12),
+        loader(strategy, evaluate, seed=1) if evaluate else None,
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        beta=0.1,
+        max_epochs=epochs,
+    )
+    trainer.fit(strategy.args)
+    return Run(trainer, fastdpo.calls - before)
+
+
+def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6) -> None:
+    """Every number of every log and every parameter's gradient of every step agree."""
+    assert len(stock.logs) == len(patched.logs) > 0
+    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} logs other metrics"
+        for name in a:
+            assert abs(a[name] - b[name]) <= rtol * abs(a[name]) + atol, f"step {step}: {name} {a[name]} {b[name]}"
+    assert len(stock.gradients) == len(patched.gradients) > 0
+    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
+        for name in a:
+            error, size = (a[name] - b[name]).norm().item(), a[name].norm().item()
+            assert error <= rtol * size + 1e-7, f"step {step}: gradient of {name} differs by {error} of {size}"

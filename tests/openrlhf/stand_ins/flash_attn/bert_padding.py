@@ -1,0 +1,23 @@
+"""Rows of a padded batch without their padding, and back."""
+
+import torch.nn.functional as F
+from einops import rearrange
+
+__all__ = ["index_first_axis", "pad_input", "rearrange", "unpad_input"]
+
+
+def index_first_axis(x, indices):
+    return x[indices]
+
+
+def unpad_input(x, attention_mask):
+    """x [B, L, ...] -> [tokens, ...], indices [tokens], cu_seqlens [B + 1], longest, lengths [B]"""
+    lengths = attention_mask.sum(1)
+    indices = attention_mask.flatten().nonzero().flatten()
+    return x.flatten(0, 1)[indices], indices, F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max()), lengths
+
+
+def pad_input(x, indices, batch, seqlen):
+    """[tokens, ...] -> [B, L, ...]"""
+    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
+    return padded.view(batch, seqlen, *x.shape[1:])

@@ -1,0 +1,2 @@
+def all_gather(x, group):
+    raise NotImplementedError("ring attention is not tested here")

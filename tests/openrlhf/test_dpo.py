@@ -1,0 +1,151 @@
+"""OpenRLHF's DPOTrainer: real trainer, actor and data set, stock against patched."""
+
+import logging
+
+import pytest
+import torch
+from openrlhf.trainer import dpo_trainer
+from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
+
+import fastdpo
+from fastdpo.integrations import openrlhf_dpo
+
+FUSED = {("policy", "fused"): 3, ("reference", "fused"): 3}
+MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)
+ADAPTER = dict(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Trains stock, then patched, from the same start. `loss` are fields of the arguments' model."""
+
+    def run(kind="llama", packing=False, tiny=None, loss=None, **options):
+        paths = [checkpoint(tmp_path, kind, seed, **(tiny or {})) for seed in range(2)]
+        stock = train(*paths, Strategy(packing, **(loss or {})), **options)
+        assert not stock.calls
+        with fastdpo.patched("openrlhf"):
+            return stock, train(*paths, Strategy(packing, **(loss or {})), **options)
+
+    return run
+
+
+OPTIONS = {
+    "as it is": dict(),
+    "ipo": dict(loss=dict(ipo_enable=True)),
+    "label smoothing": dict(loss=dict(label_smoothing=0.2)),
+    "nll": dict(loss=dict(nll_loss_coef=0.5)),
+    "router": dict(kind="mixtral", tiny=MOE, loss=dict(aux_loss_coef=0.5)),
+    "router, unused": dict(kind="mixtral", tiny=MOE),
+    "adapter": ADAPTER,
+    "eager": dict(attention="eager"),
+    "temperature": dict(temperature=1.7),
+    "qwen3": dict(kind="qwen3", tiny=dict(head_dim=8)),
+    "two epochs": dict(epochs=2),
+}
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(both, option, packing):
+    stock, patched = both(packing=packing, **OPTIONS[option])
+    assert_same(stock, patched, rtol=5e-5 if option == "ipo" else 1e-5)  # a square of differences of sums
+    epochs = OPTIONS[option].get("epochs", 1)
+    assert patched.calls == {call: n * epochs for call, n in FUSED.items()}
+    if "nll_loss_coef" in OPTIONS[option].get("loss", {}):
+        assert "nll_loss" in stock.logs[0]
+
+
+def test_evaluation(both):
+    stock, patched = both(evaluate=6)
+    assert_same(stock, patched)
+    assert patched.calls == {**FUSED, ("reference", "fused"): 5, ("eval", "fused"): 2}
+    assert any("eval_loss" in log for log in stock.logs)
+
+
+def test_the_data_has_prompts_that_are_not_how_their_rows_begin():
+    words, differ = tokenizer(), 0
+    for row in rows(40):
+        n = len(words(row["prompt"], add_special_tokens=False)["input_ids"])
+        ids = [
+            words(row["prompt"] + row[name], add_special_tokens=False)["input_ids"] for name in ("chosen", "rejected")
+        ]
+        differ += ids[0][:n] != ids[1][:n]
+    assert differ > 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_are_those_of_a_loop_over_tokens(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    pairs, width = int(draw(1, 5)), int(draw(3, 12))
+    ids, lengths = draw(0, 9, 2 * pairs, width), draw(1, width + 1, 2 * pairs)
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    prompts = draw(1, width + 1, pairs)
+
+    expected = torch.full_like(ids, -100)
+    for row in range(2 * pairs):
+        for token in range(width):
+            if token >= prompts[row % pairs] and token < lengths[row]:
+                expected[row, token] = ids[row, token]
+    assert torch.equal(openrlhf_dpo.answer_labels(ids, mask, prompts.tolist()), expected)
+    assert torch.equal(openrlhf_dpo.answer_labels(ids, mask, prompts), expected)
+
+
+def test_a_mask_of_another_size_is_refused():
+    ids = torch.ones(4, 6, dtype=torch.long)
+    with pytest.raises(ValueError, match="one entry for each of 2 pairs; got 4"):
+        openrlhf_dpo.answer_labels(ids, ids, [3, 3, 3, 3])
+
+
+def test_what_cant_be_packed_goes_to_stock(both, caplog):
+    sizes = dict(without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
+    stock, patched = both("bloom", tiny=sizes, attention="eager")
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert caplog.text.count("not fused") == 2
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [("ring_attn_group", "a group", "ring attention"), ("ds_tensor_parallel_size", 2, "tensor parallelism")],
+)
+def test_what_is_spread_over_ranks_goes_to_stock(tmp_path, monkeypatch, caplog, attribute, value, reason):
+    monkeypatch.setattr(Strategy, attribute, value, raising=False)
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    with fastdpo.patched("openrlhf"):
+        patched = train(*paths, Strategy())
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert reason in caplog.text
+
+
+class OwnLogps(Recorded):
+    """A subclass that makes something else of the trainer's forward."""
+
+    def concatenated_forward(self, model, *batch):
+        chosen, rejected, aux_loss, nll_loss = super().concatenated_forward(model, *batch)
+        return 2 * chosen, rejected, aux_loss, nll_loss
+
+
+def test_subclass(both):
+    stock, patched = both(trainer_class=OwnLogps)
+    assert_same(stock, patched)
+    assert patched.calls == FUSED
+
+
+def test_report_and_undoing(tmp_path, caplog):
+    stock = dpo_trainer.DPOTrainer.concatenated_forward
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    with caplog.at_level(logging.INFO, logger="fastdpo"), fastdpo.patched() as report:
+        assert str(report) == "fastdpo: openrlhf.DPOTrainer (0.11.2): on"
+        assert dpo_trainer.DPOTrainer.concatenated_forward is not stock
+    assert dpo_trainer.DPOTrainer.concatenated_forward is stock
+    assert not train(*paths, Strategy()).calls
+
+
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.8.0" if package == "openrlhf" else "0")
+    with pytest.raises(fastdpo.PatchError, match="install 'openrlhf"):
+        fastdpo.patch("openrlhf.DPOTrainer")

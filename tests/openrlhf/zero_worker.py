@@ -1,0 +1,90 @@
+"""One rank of a training under DeepSpeed's ZeRO: python zero_worker.py STAGE OUT, under torchrun.
+
+Stock, then patched, from the same start; writes both logs, the weights at the end, and the counters.
+"""
+
+import functools
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf_runs import RATE, Recorded, Strategy, actor, loader, tokenizer
+
+import fastdpo
+
+
+def engine(model: torch.nn.Module, stage: int, trained: bool):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    options = dict(model=model, config=config, dist_init_required=False)
+    if not trained:
+        return deepspeed.initialize(**options)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return deepspeed.initialize(**options, optimizer=optimizer)[0]
+
+
+class ZeroStrategy(Strategy):
+    """Its logs are reduced as `DeepspeedStrategy` does it."""
+
+    world_size = 2
+
+    def is_rank_0(self) -> bool:
+        return dist.get_rank() == 0
+
+    def all_reduce(self, data, op="mean"):
+        return DeepspeedStrategy.all_reduce(self, data, op)
+
+
+def counted(reduce, counts: Counter, name: str, *args, **kwargs):
+    """`reduce`, and one more if it was OpenRLHF that called."""
+    counts[name] += "openrlhf" in sys._getframe(1).f_code.co_filename
+    return reduce(*args, **kwargs)
+
+
+def main() -> None:
+    stage, out = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where `DeepspeedStrategy` reduces
+    rank = dist.get_rank()
+    collectives = Counter()
+    stock_reduce = dist.all_reduce
+    found = {}
+    for name in ("stock", "patched"):
+        if name == "patched":
+            fastdpo.patch("openrlhf")
+        before = Counter(fastdpo.calls)
+        torch.manual_seed(0)
+        models = [actor(out / f"llama{seed}", packing_samples=False) for seed in range(2)]
+        models[0].model = engine(models[0].model, stage, trained=True)
+        models[1].model = engine(models[1].model, stage if stage == 3 else 0, trained=False)
+        strategy = ZeroStrategy()
+        data = loader(strategy, 12, seed=rank)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=RATE), 1.0)
+        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler, beta=0.1, max_epochs=1)
+
+        dist.all_reduce = functools.partial(counted, stock_reduce, collectives, name)
+        trainer.fit(strategy.args)
+        dist.all_reduce = stock_reduce
+        module = models[0].model.module
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+        calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
+        found[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
+    found["collectives"] = dict(collectives)
+    torch.save(found, out / f"rank{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo aborts now and then when it is torn down
+
+
+main()
