@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import os
 import sys
 import weakref
@@ -21,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,27 @@ class _Wrapper:
     forward: Callable | None = None  # ours
     found: qualify.Found | None = None  # by running the model; None before its first call
     said: set[str] = field(default_factory=set)
+
+
+T = TypeVar("T")
+
+
+class Latest(Generic[T]):
+    """What was made last, kept for the next call with the same tensors: the reference's, after the policy's.
+
+    Layouts are found again by the tensors that they were made for.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Tensor, ...] = ()
+        self._made: T | None = None
+
+    def get(self, tensors: tuple[Tensor, ...], make: Callable[[], T]) -> T:
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if self._made is None or not same:
+            self._made = make()
+            self._tensors = tensors
+        return self._made
 
 
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()

@@ -14,14 +14,17 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
-from .fused_forward import Options, Request, Scored, decline, install, is_wrapped, reason_off, router_loss
+from .fused_forward import Latest, Options, Request, Scored, decline, install, reason_off, router_loss
+from .reference_memory import Memory, digests_of_pairs, key_of
 from .replacements import Replacements
 
 if TYPE_CHECKING:
@@ -38,7 +41,42 @@ _PARAMETERS = {
 }
 _REDUCE_PARAMETERS = ["self", "data", "op"]
 
+_OWN = "_fastdpo"
+
 _replacements = Replacements()
+
+
+@dataclass
+class _Own:
+    """What a trainer that was built patched has of ours."""
+
+    memory: Memory
+    batch: Latest[_Batch] = field(default_factory=Latest)
+
+
+class _Batch(NamedTuple):
+    """Of the rows of a batch, [2B, L], chosen ones first."""
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+
+class _Epochs:
+    """A loader that says when an epoch has ended."""
+
+    def __init__(self, loader: Any, ended: Callable[[], None]):
+        self._loader, self._ended = loader, ended
+
+    def __iter__(self) -> Iterator:
+        yield from self._loader
+        self._ended()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def why_not() -> str | None:
@@ -62,24 +100,52 @@ def enable(options: Options) -> None:
 
     stock_init = DPOTrainer.__init__
     stock_forward = DPOTrainer.concatenated_forward
+    stock_fit = DPOTrainer.fit
+    stock_evaluate = DPOTrainer.evaluate
     stock_reduce = DeepspeedStrategy.all_reduce
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
+        vars(self)[_OWN] = _Own(Memory(options.reference_memory, NAME))
         for role, actor in (("policy", self.model), ("reference", self.ref_model)):
             _install(actor, role, options)
+
+    @functools.wraps(stock_fit)
+    def fit(self, *args, **kwargs):
+        own: _Own | None = vars(self).get(_OWN)
+        if own is None or not own.memory.on:
+            return stock_fit(self, *args, **kwargs)
+        loader, self.train_dataloader = self.train_dataloader, _Epochs(self.train_dataloader, own.memory.share)
+        try:
+            return stock_fit(self, *args, **kwargs)
+        finally:
+            self.train_dataloader = loader
+
+    @functools.wraps(stock_evaluate)
+    def evaluate(self, *args, **kwargs):
+        stock_evaluate(self, *args, **kwargs)
+        own: _Own | None = vars(self).get(_OWN)
+        if own is not None and own.memory.on:
+            own.memory.share()
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        if not is_wrapped(model, NAME):  # of a trainer that was built before
+        own: _Own | None = vars(self).get(_OWN)
+        if own is None:  # built before
             return stock_forward(self, model, *batch)
-        reason = _why_not_here(self) or reason_off(model, NAME)
-        if reason is not None:
-            decline(model, NAME, reason)
-            return stock_forward(self, model, *batch)
-        return _forward(self, model, *batch)
+
+        def score(*batch):
+            reason = _why_not_here(self) or reason_off(model, NAME)
+            if reason is not None:
+                decline(model, NAME, reason)
+                return stock_forward(self, model, *batch)
+            return _forward(self, own, model, *batch)
+
+        if model is self.ref_model and _remembers(self, own.memory):
+            return _remembered(self, own, score, *batch)
+        return score(*batch)
 
     @functools.wraps(stock_reduce)
     def all_reduce(self, data, op="mean"):
@@ -90,11 +156,15 @@ def enable(options: Options) -> None:
 
     _replacements.put(DPOTrainer, "__init__", __init__)
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
+    _replacements.put(DPOTrainer, "fit", fit)
+    _replacements.put(DPOTrainer, "evaluate", evaluate)
     _replacements.put(DeepspeedStrategy, "all_reduce", all_reduce)
 
 
 def disable() -> None:
     _replacements.undo()
+    for trainer in living_trainers():
+        vars(trainer).pop(_OWN, None)
 
 
 def living_trainers() -> list[DPOTrainer]:
@@ -127,23 +197,28 @@ def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor)
     return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)
 
 
-def _forward(
-    trainer: DPOTrainer,
-    actor: Actor,
-    chosen_ids: Tensor,
-    c_mask: Tensor,
-    reject_ids: Tensor,
-    r_mask: Tensor,
-    prompt_id_lens: list[int] | Tensor,
-) -> tuple[Tensor, Tensor, Any, Tensor]:
-    """What stock returns: sums of chosen and rejected answers [B], the router's loss, and chosen answers' mean loss."""
-    ids, mask, lengths = trainer.concatenated_inputs(chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-    labels = answer_labels(ids, mask, prompt_id_lens)
+def _batch(trainer: DPOTrainer, own: _Own, *batch: Any) -> _Batch:
+    """The same tensors for policy and reference."""
+    *tensors, prompt_lengths = batch
+
+    def make() -> _Batch:
+        ids, mask, _ = trainer.concatenated_inputs(*batch)
+        return _Batch(ids, mask, answer_labels(ids, mask, prompt_lengths))
+
+    return own.batch.get(tuple(tensors), make)
+
+
+Results = tuple[Tensor, Tensor, Any, Tensor]
+"""What stock returns: sums of chosen and rejected answers [B], the router's loss, and chosen answers' mean loss."""
+
+
+def _forward(trainer: DPOTrainer, own: _Own, actor: Actor, *batch: Any) -> Results:
+    ids, mask, labels = _batch(trainer, own, *batch)
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
     if hasattr(_base(actor).config, "output_router_logits"):  # which an actor turns on, wanted or not
         inputs["output_router_logits"] = trainer.aux_loss
     output = actor.model(**inputs, fused_lm_head=True)
-    n = len(chosen_ids)
+    n = len(ids) // 2
     if "log_probs" in output:
         sums = output["log_probs"].sum(-1)
         means = sums / (labels[:, 1:] != IGNORE_INDEX).sum(-1).to(sums.device)
@@ -152,8 +227,34 @@ def _forward(
 
         logits = output["logits"].float() / actor.temperature
         logps = log_probs_from_logits(logits, ids.roll(-1, 1))[:, :-1]
-        sums, means = trainer._get_batch_logps(logps, mask, lengths)
+        sums, means = trainer._get_batch_logps(logps, mask, batch[-1] * 2)
     return sums[:n], sums[n:], output.get("aux_loss", []), -means[:n].mean()
+
+
+def _remembers(trainer: DPOTrainer, memory: Memory) -> bool:
+    if memory.on and not memory.begun:
+        from ..ref_logps import keys
+
+        actor = trainer.ref_model
+        together = getattr(trainer.strategy, "stage", 0) == 3
+        reason = "ranks run the reference together (ZeRO-3), and could disagree on leaving it out" if together else None
+        memory.begin(reason, lambda: key_of("openrlhf", keys.model_digest(_base(actor)), actor.temperature))
+    return memory.on
+
+
+def _remembered(trainer: DPOTrainer, own: _Own, score: Callable[..., Results], *batch: Any) -> Results:
+    """What `score` returns of a reference, run on the pairs that are new."""
+    *tensors, prompt_lengths = batch
+    ids, mask, labels = _batch(trainer, own, *batch)
+    scored = labels != IGNORE_INDEX
+
+    def compute(missing: list[int]) -> Tensor:
+        chosen, rejected, *_ = score(*(x[missing] for x in tensors), [prompt_lengths[i] for i in missing])
+        return torch.stack([chosen, rejected], 1)
+
+    found = own.memory.log_probs(digests_of_pairs(ids, mask, scored), compute)
+    chosen, rejected = found.to(ids.device, torch.float32).unbind(1)
+    return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()
 
 
 def _base(actor: Actor) -> PreTrainedModel:

@@ -11,7 +11,8 @@ import functools
 import gc
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from ..packing import IGNORE_INDEX
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
 from .fused_forward import (
+    Latest,
     Options,
     Request,
     Scored,
@@ -35,7 +37,10 @@ from .fused_forward import (
     router_loss,
     say_off,
 )
+from .reference_memory import Memory, digests_of_pairs, key_of
 from .replacements import Replacements
+from .trl_dpo_memory import model_digest, precision_of, sharing
+from .trl_dpo_memory import why_not as why_not_remember
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # of another TRL than types are checked with
@@ -51,9 +56,18 @@ _PARAMETERS = {
     "log": ["self", "logs", "start_time"],
 }
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
-_LEDGER = "_fastdpo_ledger"
+_OWN = "_fastdpo"
 
 _replacements = Replacements()
+
+
+@dataclass
+class _Own:
+    """What a trainer that was built patched has of ours. Without a ledger, metrics are read at once."""
+
+    memory: Memory
+    ledger: Ledger | None = field(default_factory=Ledger)
+    batch: Latest[dict[str, Any] | str] = field(default_factory=Latest)
 
 
 def why_not() -> str | None:
@@ -84,7 +98,7 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[_LEDGER] = Ledger()
+        vars(self)[_OWN] = _Own(Memory(options.reference_memory, NAME))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         flattens = config is not None and config.padding_free
         with _padded(config) if flattens else nullcontext():  # else TRL would warn of other attentions than its own
@@ -105,7 +119,7 @@ def enable(options: Options) -> None:
         if not is_wrapped(model, NAME):  # of a trainer that was built before
             return stock_forward(self, model, batch, is_ref_model)
         with kind_of_calls("reference") if is_ref_model else nullcontext():
-            inputs = _inputs(self, batch)
+            inputs = _inputs_once(self, batch)
             if isinstance(inputs, str):
                 decline(model, NAME, inputs)
                 return stock_forward(self, model, batch, is_ref_model)
@@ -117,19 +131,23 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_metrics)
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        ledger = vars(self).get(_LEDGER)
-        with nullcontext() if ledger is None else deferring(self.accelerator, ledger):
+        own: _Own | None = vars(self).get(_OWN)
+        if own is None:  # built before
+            return stock_metrics(self, model, batch, train_eval)
+        batch = {**batch, **_remembered(self, own.memory, batch)}
+        with nullcontext() if own.ledger is None else deferring(self.accelerator, own.ledger):
             return stock_metrics(self, model, batch, train_eval)
 
     @functools.wraps(stock_prediction)
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        ledger = vars(self).get(_LEDGER)
-        if not prediction_loss_only:  # stock reads metrics at once
-            vars(self)[_LEDGER] = None
+        own: _Own | None = vars(self).get(_OWN)
+        if own is None or prediction_loss_only:
+            return stock_prediction(self, model, inputs, prediction_loss_only, ignore_keys)
+        ledger, own.ledger = own.ledger, None  # stock reads metrics at once
         try:
             return stock_prediction(self, model, inputs, prediction_loss_only, ignore_keys)
         finally:
-            vars(self)[_LEDGER] = ledger
+            own.ledger = ledger
 
     @functools.wraps(stock_log)
     def log(self, logs, start_time=None):
@@ -148,7 +166,7 @@ def disable() -> None:
     _replacements.undo()
     for trainer in living_trainers():
         _settle(trainer)
-        vars(trainer).pop(_LEDGER, None)
+        vars(trainer).pop(_OWN, None)
 
 
 def living_trainers() -> list[DPOTrainer]:
@@ -160,11 +178,11 @@ def living_trainers() -> list[DPOTrainer]:
 
 def _settle(trainer: DPOTrainer) -> None:
     """Makes plain numbers of all metrics."""
-    ledger = vars(trainer).get(_LEDGER)
+    own: _Own | None = vars(trainer).get(_OWN)
     stored = vars(trainer).get("_stored_metrics")
-    if ledger is not None and stored is not None:  # its constructor may have failed
+    if own is not None and own.ledger is not None and stored is not None:  # its constructor may have failed
         for metrics in stored.values():
-            settle(ledger, metrics)
+            settle(own.ledger, metrics)
 
 
 @contextmanager
@@ -196,6 +214,13 @@ def _answer(config: Any, scored: Scored, kwargs: dict) -> dict[str, Tensor]:
     if scored.router_logits is not None:
         found["aux_loss"] = router_loss(config, scored)
     return found
+
+
+def _inputs_once(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
+    """`_inputs`, the same tensors for policy and reference."""
+    own: _Own = vars(trainer)[_OWN]
+    tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
+    return own.batch.get(tensors, lambda: _inputs(trainer, batch))
 
 
 def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
@@ -231,6 +256,41 @@ def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
         "use_cache": False,
         **({"output_router_logits": True} if trainer.aux_loss_enabled else {}),
     }
+
+
+def _remembered(trainer: DPOTrainer, memory: Memory, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """The reference's log-probabilities [B] by their names in a batch; nothing where the memory is off."""
+    if not memory.on or "ref_chosen_logps" in batch:  # precomputed
+        return {}
+    if not memory.begun:
+        _begin(trainer, memory)
+    inputs = _inputs_once(trainer, batch) if memory.on else "it is off"
+    if isinstance(inputs, str):  # what can't be fused is said where it isn't
+        return {}
+    digests = digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["labels"] != IGNORE_INDEX)
+
+    def compute(missing: list[int]) -> Tensor:
+        part = {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
+        return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
+
+    chosen, rejected = memory.log_probs(digests, compute).to(inputs["input_ids"].device, torch.float32).unbind(1)
+    return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
+
+def _begin(trainer: DPOTrainer, memory: Memory) -> None:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    def as_reference(trainer: Any) -> AbstractContextManager:
+        return nullcontext() if trainer.ref_model is not None else trainer.null_ref_context()
+
+    def key() -> str:
+        normalized = "ipo" in trainer.loss_type
+        return key_of("legacy", model_digest(trainer, as_reference), precision_of(trainer), normalized)
+
+    reason = "the model is an encoder-decoder" if trainer.is_encoder_decoder else None
+    memory.begin(reason or why_not_remember(trainer, DPOTrainer, as_reference), key)
+    if memory.on:
+        trainer.add_callback(sharing(memory))
 
 
 def _results(

@@ -11,7 +11,7 @@ from trl_runs import assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations.fused_forward import NotFused
-from fastdpo.integrations.trl_dpo_memory import digests_of_pairs
+from fastdpo.integrations.reference_memory import digests_of_pairs
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8)
@@ -183,7 +183,7 @@ def test_only_the_tokens_of_a_pair_count():
         other = {name: x.clone() for name, x in batch.items()}
         for name, (row, column, value) in values.items():
             other[name][row, column] = value
-        return digests_of_pairs(other) != digests_of_pairs(batch)
+        return digests_of_pairs(*other.values()) != digests_of_pairs(*batch.values())
 
     assert not changed(input_ids=(0, 3, 42))  # padding
     assert changed(input_ids=(0, 0, 42))
@@ -191,9 +191,9 @@ def test_only_the_tokens_of_a_pair_count():
     assert changed(completion_mask=(0, 1, 1))
     assert changed(attention_mask=(1, 3, 0), completion_mask=(1, 3, 0))
     padded = {name: torch.nn.functional.pad(x, (2, 3)) for name, x in batch.items()}
-    assert digests_of_pairs(padded) == digests_of_pairs(batch)
+    assert digests_of_pairs(*padded.values()) == digests_of_pairs(*batch.values())
     swapped = {name: x.flip(0) for name, x in batch.items()}
-    assert digests_of_pairs(swapped) != digests_of_pairs(batch)
+    assert digests_of_pairs(*swapped.values()) != digests_of_pairs(*batch.values())
 
 
 def test_ranks_tell_each_other(tmp_path):

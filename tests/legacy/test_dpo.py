@@ -4,6 +4,7 @@ Its logs round losses to four digits; gradients are compared to seven.
 """
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -199,6 +200,32 @@ def test_subclass(both, trainer_class):
     stock, patched = both(trainer_class=trainer_class)
     assert_same(stock, patched)
     assert_fused(patched, policy=3, reference=3)
+
+
+REMEMBERED = {
+    "full": dict(),
+    "adapter": adapter(),
+    "ipo": dict(loss_type="ipo"),
+    "truncated": dict(max_length=12, truncation_mode="keep_start", data=long_pairs()),
+    "other batches in evaluation": dict(per_device_eval_batch_size=3),
+}
+
+
+@pytest.mark.parametrize("option", REMEMBERED)
+def test_a_remembered_reference(tmp_path, option):
+    epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8, eval_strategy="epoch")
+    options = {**epochs, **REMEMBERED[option]}
+    of_reference = options.pop("reference", True)
+    runs = []
+    for name in ("stock", "patched"):
+        models = tiny_model(), tiny_model(seed=1) if of_reference else None
+        with fastdpo.patched("trl.DPOTrainer", reference_memory=True) if name == "patched" else nullcontext():
+            runs.append(train(tmp_path / name, *models, **options))
+    assert_same(*runs)
+    batches = 2 + (3 if "evaluation" in option else 2)  # an epoch's, and an evaluation's
+    calls = runs[1].calls
+    assert calls["reference", "fused"] == batches
+    assert calls["reference", "remembered"] == calls["policy", "fused"] + calls["eval", "fused"] - batches
 
 
 def test_two_ranks(tmp_path):

@@ -121,6 +121,29 @@ def test_what_is_spread_over_ranks_goes_to_stock(tmp_path, monkeypatch, caplog, 
     assert reason in caplog.text
 
 
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
+def test_a_remembered_reference(tmp_path, packing):
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    options = dict(epochs=3, evaluate=6)
+    stock = train(*paths, Strategy(packing, nll_loss_coef=0.5), **options)
+    for n, memory in enumerate((True, tmp_path / "memory", tmp_path / "memory")):
+        with fastdpo.patched("openrlhf", reference_memory=memory):
+            patched = train(*paths, Strategy(packing, nll_loss_coef=0.5), **options)
+        assert_same(stock, patched)
+        first = 3 + 2 if n < 2 else 0  # batches of an epoch and of an evaluation; the last finds them in the directory
+        assert patched.calls["reference", "fused"] == first
+        assert patched.calls["reference", "remembered"] == 3 * (3 + 2) - first
+
+
+def test_zero_3_remembers_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Strategy, "stage", 3, raising=False)
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    with fastdpo.patched("openrlhf", reference_memory=True):
+        patched = train(*paths, Strategy(), epochs=2)
+    assert patched.calls == {call: 2 * n for call, n in FUSED.items()}
+    assert caplog.text.count("reference_memory is off, ranks run the reference together (ZeRO-3)") == 1
+
+
 class OwnLogps(Recorded):
     """A subclass that makes something else of the trainer's forward."""
 
