@@ -6,7 +6,10 @@ engine on a CPU.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -23,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import fastdpo
 
+HERE = Path(__file__).parent
 VOCABULARY = 160
 RATE = 0.01
 
@@ -152,9 +156,9 @@ def actor(path: Path, packing_samples: bool, attention: str = "sdpa", **options:
     return Actor(str(path), attn_implementation=attention, packing_samples=packing_samples, **options).float()
 
 
-def loader(strategy: Strategy, n: int, seed: int = 0) -> DataLoader:
-    data = RewardDataset(Dataset.from_list(rows(n, seed)), tokenizer(), 64, strategy, is_dpo=True, num_processors=None)
-    return DataLoader(data, batch_size=4, collate_fn=data.collate_fn)
+def loader(strategy: Strategy, data: list[dict[str, str]], batch: int = 4) -> DataLoader:
+    whole = RewardDataset(Dataset.from_list(data), tokenizer(), 64, strategy, is_dpo=True, num_processors=None)
+    return DataLoader(whole, batch_size=batch, collate_fn=whole.collate_fn)
 
 
 def train(
@@ -165,9 +169,14 @@ def train(
     trainer_class: type[Recorded] = Recorded,
     attention: str = "sdpa",
     epochs: int = 1,
+    data: list[dict[str, str]] | None = None,
+    batch: int = 4,
     **options: Any,
 ) -> Run:
-    """A short training with whatever is patched at the moment. `options` are those of `Actor`."""
+    """A short training on `data` (default: 12 of `rows`), with whatever is patched at the moment.
+
+    `evaluate` rows are evaluated after each epoch. `options` are those of `Actor`.
+    """
     before = Counter(fastdpo.calls)
     packing = strategy.args.ds.packing_samples
     torch.manual_seed(0)  # adapters
@@ -178,14 +187,31 @@ def train(
         strategy,
         tokenizer(),
         optimizer,
-        loader(strategy, 12),
-        loader(strategy, evaluate, seed=1) if evaluate else None,
+        loader(strategy, data or rows(12), batch),
+        loader(strategy, rows(evaluate, seed=1)) if evaluate else None,
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         beta=0.1,
         max_epochs=epochs,
     )
     trainer.fit(strategy.args)
     return Run(trainer, fastdpo.calls - before)
+
+
+def run_two_ranks(directory: Path, stage: int) -> list[dict]:
+    """What `zero_worker.py` leaves of each rank, trained on `rows(12, seed=rank)`."""
+    for seed in range(2):
+        checkpoint(directory, seed=seed)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    paths = [str(HERE), str(HERE / "stand_ins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6) -> None:

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from openrlhf.utils.deepspeed import DeepspeedStrategy
-from openrlhf_runs import RATE, Recorded, Strategy, actor, loader, tokenizer
+from openrlhf_runs import RATE, Recorded, Strategy, actor, loader, rows, tokenizer
 
 import fastdpo
 
@@ -22,6 +22,7 @@ def engine(model: torch.nn.Module, stage: int, trained: bool):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.0,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
@@ -68,7 +69,7 @@ def main() -> None:
         models[0].model = engine(models[0].model, stage, trained=True)
         models[1].model = engine(models[1].model, stage if stage == 3 else 0, trained=False)
         strategy = ZeroStrategy()
-        data = loader(strategy, 12, seed=rank)
+        data = loader(strategy, rows(12, seed=rank))
         scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=RATE), 1.0)
         trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler, beta=0.1, max_epochs=1)
 
