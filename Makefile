@@ -19,11 +19,11 @@ test: $(READY) $(OLDEST_TRL)
 
 # TRL before its rewrite, the newest and the oldest that is supported.
 test-legacy: $(LEGACY)/.ready
-	$(LEGACY)/bin/python -m pytest tests/legacy $(ARGS)
-	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest tests/legacy $(ARGS)
+	$(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ARGS)
+	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ARGS)
 
 test-openrlhf: $(OPENRLHF)/.ready
-	$(OPENRLHF)/bin/python -m pytest tests/openrlhf $(ARGS)
+	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

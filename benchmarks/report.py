@@ -1,9 +1,8 @@
-"""Brings README.md's tables and docs/plots up to the results that are committed.
+"""Brings README.md's overview, docs/benchmarks.md and docs/plots up to the results that are committed.
 
     python -m benchmarks.report
 
-The table of a suite stands between `<!-- SUITE:begin -->` and `<!-- SUITE:end -->`; suites without a result are left
-alone.
+The overview stands between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`; docs/benchmarks.md is made whole.
 """
 
 from __future__ import annotations
@@ -18,44 +17,61 @@ from benchmarks.suites import SUITES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "plots"
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+HEADER = """# Benchmarks
+
+Made by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/results), which has every sample; a test
+says when it is stale. `make bench` measures again. All sides of a case take turns, each in a process of its own; before
+a side is timed, its numbers are checked against float64, and one that is wrong gets no time. Brackets hold 95 %
+bootstrap intervals. What each suite is made of: [benchmarks/suites](../benchmarks/suites)."""
 
 
 def results(directory: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The committed runs of suites, by suite."""
-    paths = {name: directory / f"{name}.json" for name in SUITES}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-
-
-def section(result: dict[str, Any]) -> str:
-    plot = (PLOTS / f"{result['suite']}.svg").relative_to(ROOT)
-    return f"{tables.table(result)}\n\n{tables.where(result)}\n\n![{result['title']}]({plot})"
-
-
-def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
-    """A text with the tables of these results between their markers.
+    """The committed runs of suites, by suite.
 
     Raises:
-        ValueError: a result has no markers, or it comes from a quick run.
+        ValueError: one comes from a quick run.
     """
+    paths = {name: directory / f"{name}.json" for name in SUITES}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for name, result in found.items():
         if result["quick"]:
             raise ValueError(f"report: {name}.json must come from a full run; it was made with --quick")
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not found_begin or not found_end:
-            raise ValueError(f"report: README.md must hold {begin} and {end}; they are missing")
-        text = f"{before}{begin}\n{section(result)}\n{end}{after}"
-    return text
+    return found
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """docs/benchmarks.md"""
+    sections = [
+        f"## {result['title']}\n\n{tables.table(result)}\n\n{tables.where(result)}\n\n"
+        f"![{result['title']}](plots/{name}.svg)"
+        for name, result in found.items()
+    ]
+    return "\n\n".join([HEADER, *sections]) + "\n"
+
+
+def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
+    """A text with the overview between its markers.
+
+    Raises:
+        ValueError: it has none.
+    """
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not found_begin or not found_end:
+        raise ValueError(f"report: README.md must hold {BEGIN} and {END}; they are missing")
+    return f"{before}{BEGIN}\n{tables.overview(found)}\n{END}{after}"
 
 
 def main() -> None:
     found = results()
     README.write_text(filled(README.read_text(), found))
+    PAGE.write_text(page(found))
     for name, result in found.items():
         plots.plot(result, PLOTS / f"{name}.svg")
-    print(f"README.md and {PLOTS.relative_to(ROOT)}: {', '.join(found) or 'no results yet'}")
+    print(f"README.md, {PAGE.relative_to(ROOT)} and {PLOTS.relative_to(ROOT)}: {', '.join(found) or 'no results yet'}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,15 @@ def _ratios(case: Record) -> dict[str, tuple[Batches, Batches]]:
     return {} if subject is None else {name: (other, subject) for name, other in measured.items()}
 
 
+def mean_over(cases: list[Record], other: str, subject: str) -> dict[str, Any] | None:
+    """How many times the subject's cost the other's is, in the geometric mean of cases; None if one is nowhere."""
+    measured = [case["sides"] for case in cases]
+    if not measured or not all(x.get(name, {}).get("samples") for x in measured for name in (other, subject)):
+        return None
+    pairs = [tuple(samples_by_batch(x[name]) for name in (other, subject)) for x in measured]
+    return intervals.geometric_mean_of_ratios(pairs)._asdict()
+
+
 def summarize(suite: Suite, cases: list[Record]) -> Record:
     """`cases`: medians in seconds, peaks in bytes, ratios of others to fastdpo; `groups`: their geometric means."""
     of_cases, groups = {}, {}

@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.step import FLOOR, LABELLED, REMEMBERED, STOCK
+from benchmarks.summary import mean_over
 from benchmarks.turns import NOT_EQUAL
 
 Result = dict[str, Any]
@@ -154,13 +155,55 @@ def scaling(result: Result) -> str:
 TABLES = {"step": step, "memory": memory, "scaling": scaling}
 """Of suites that are not shown as `sides`."""
 
+WORK = {
+    "step": "a training step",
+    "evaluation": "an evaluation step",
+    "precompute": "precomputing the reference",
+    "online": "an online training step, generation apart",
+}
+"""What the suites of whole trainers measure."""
+
 
 def table(result: Result) -> str:
     return TABLES.get(result["suite"], sides)(result)
+
+
+def overview(results: dict[str, Result]) -> str:
+    """One row a group of cases of whole trainers; then heads by themselves. Geometric means."""
+    rows = []
+    for name in WORK.keys() & results.keys():
+        rows += _groups(WORK[name], results[name]["cases"])
+    rows.sort(key=lambda row: [row[0].startswith(work) for work in WORK.values()], reverse=True)
+    shipped, labelled, floor = (
+        "faster than TRL as shipped",
+        "than TRL scoring labelled positions only",
+        "over the floor",
+    )
+    text = [render(rows, ["", "datasets", shipped, labelled, floor])] if rows else []
+    if "head" in results:
+        groups = results["head"]["summary"]["groups"]
+        peers = list(dict.fromkeys(peer for others in groups.values() for peer in others))
+        rows = [[f"head, {group}", *(times(others.get(peer)) for peer in peers)] for group, others in groups.items()]
+        text.append(render(rows, ["fastdpo is faster than", *peers]))
+    return "\n\n".join(text)
+
+
+def _groups(work: str, cases: list[Result]) -> list[list[str]]:
+    rows = []
+    for group in dict.fromkeys(case["group"] for case in cases):
+        of_group = [case for case in cases if case["group"] == group]
+        title = work if group == "all" else f"{work}, {group}"
+        for subject, what in ((SUBJECT, title), (REMEMBERED, f"{title}, the reference remembered")):
+            means = {other: mean_over(of_group, other, subject) for other in (STOCK, LABELLED, FLOOR)}
+            if means[STOCK] is not None:
+                over_floor = times(means[FLOOR], inverse=True) if subject == SUBJECT else ""
+                rows.append([what, str(len(of_group)), times(means[STOCK]), times(means[LABELLED]), over_floor])
+    return rows
 
 
 def where(result: Result) -> str:
     """One line: machine, versions, precision, command and commit."""
     described = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     packages = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v != "not installed")
-    return f"`{result['command']}` on {described}; {packages}; {result['date'][:10]}, commit {result['commit'][:7]}."
+    command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
+    return f"`{command}` on {described}; {packages}; {result['date'][:10]}, commit {result['commit'][:7]}."

@@ -89,8 +89,8 @@ def why_not() -> str | None:
     for (owner, name), parameters in expected.items():
         function = getattr(owner, name, None)
         found = None if function is None else list(inspect.signature(function).parameters)
-        if found != parameters:
-            return f"{owner.__name__}.{name} must have the parameters {parameters}; found {found}"
+        if found is None or found[: len(parameters)] != parameters:  # `_get_batch_logps` had one more, which stays
+            return f"{owner.__name__}.{name} must begin with the parameters {parameters}; found {found}"
     return None
 
 

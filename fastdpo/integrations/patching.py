@@ -113,7 +113,7 @@ def patch(
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward (`ops.linear_logps`).
         reference_memory: remember the reference's log-probabilities of each pair when they are first computed, so that
             later epochs and evaluations after the first don't run the reference. A directory: across processes too.
-            Of "trl.DPOTrainer". Off, with a logged reason, where the reference moves or anything in it is random, and
+            Of both DPOTrainers. Off, with a logged reason, where the reference moves or anything in it is random, and
             where ranks compute it together.
 
     Returns:

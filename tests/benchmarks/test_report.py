@@ -1,11 +1,10 @@
-"""README's tables and the plots are those of the results that are committed."""
+"""README's overview, docs/benchmarks.md and the plots are those of the results that are committed."""
 
 import json
 
 import pytest
 
-from benchmarks import report
-from benchmarks.suites import SUITES
+from benchmarks import report, tables
 
 
 def estimate(value: float) -> dict:
@@ -31,6 +30,7 @@ def result() -> dict:
         "machine": {"cpu": "a processor", "threads": 2},
         "versions": {"python": "3.11", "torch": "2.13", "liger-kernel": "not installed"},
         "quick": False,
+        "rounds": 3,
         "cases": [
             {"name": "a case", "group": "g", "sides": {"TRL": side, "other": lost, "fastdpo": side}, "facts": {}}
         ],
@@ -38,9 +38,10 @@ def result() -> dict:
     }
 
 
-def test_readme_is_up_to_date():
-    text = report.README.read_text()
-    assert report.filled(text, report.results()) == text, "run `python -m benchmarks.report`"
+def test_readme_and_page_are_up_to_date():
+    found, text = report.results(), report.README.read_text()
+    assert report.filled(text, found) == text, "run `python -m benchmarks.report`"
+    assert report.page(found) == report.PAGE.read_text(), "run `python -m benchmarks.report`"
 
 
 def test_every_result_has_its_plot():
@@ -48,42 +49,61 @@ def test_every_result_has_its_plot():
         assert (report.PLOTS / f"{name}.svg").exists(), "run `python -m benchmarks.report`"
 
 
-def test_readme_has_markers_for_every_suite():
-    text = report.README.read_text()
-    for name in SUITES:
-        assert text.index(f"<!-- {name}:begin -->") < text.index(f"<!-- {name}:end -->")
+def test_the_page_shows_what_was_measured_and_what_was_not(result):
+    text = report.page({"head": result})
+    assert "## A title" in text
+    assert "2.00 s, 4.00x, 8 MiB" in text
+    assert "not equal: log-probs off by 1.0e-01" in text
+    assert "4.00x (3.60 to 4.40)" in text
+    assert "`python -m benchmarks.run --suite head --rounds 3` on cpu a processor, threads 2;" in text
+    assert "python 3.11, torch 2.13; 2026-01-02, commit 0123456." in text
+    assert "](plots/head.svg)" in text
 
 
-def test_a_table_is_put_between_its_markers(result):
-    text = "before\n<!-- head:begin -->\nold\n<!-- head:end -->\nafter <!-- step:begin -->\n<!-- step:end -->\n"
+def samples(*seconds: float) -> dict:
+    return {"samples": [{"batch": 0, "seconds": x} for x in seconds]}
+
+
+def test_the_overview_is_of_geometric_means(result):
+    sides = {"TRL as shipped": samples(8.0, 8.0), "fastdpo": samples(2.0, 2.0), "floor": samples(1.6, 1.6)}
+    sides["fastdpo, reference remembered"] = samples(1.0, 1.0)
+    twice = {**sides, "TRL as shipped": samples(32.0, 32.0)}
+    cases = [{"name": str(i), "group": "full", "sides": case} for i, case in enumerate((sides, twice))]
+    text = tables.overview({"head": result, "step": result | {"suite": "step", "cases": cases}})
+    step, remembered, head = (line for line in text.splitlines() if line.startswith(("| a training", "| head")))
+    assert [cell.strip() for cell in step.split("|")[1:-1]] == [
+        *("a training step, full", "2", "8.00x (8.00 to 8.00)", "1.25x (1.25 to 1.25)"),
+    ]
+    assert "16.00x (16.00 to 16.00)" in remembered
+    assert "4.00x (3.60 to 4.40)" in head
+
+
+def test_the_overview_is_put_between_its_markers(result):
+    text = "before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n"
     found = report.filled(text, {"head": result})
-    assert found.startswith("before\n<!-- head:begin -->\n")
-    assert found.endswith("\n<!-- head:end -->\nafter <!-- step:begin -->\n<!-- step:end -->\n")
+    assert found.startswith("before\n<!-- benchmarks:begin -->\n|")
+    assert found.endswith("|\n<!-- benchmarks:end -->\nafter\n")
     assert "old" not in found
-    assert "2.00 s, 4.00x, 8 MiB" in found
-    assert "not equal: log-probs off by 1.0e-01" in found
-    assert "4.00x (3.60 to 4.40)" in found
-    assert "cpu a processor, threads 2; python 3.11, torch 2.13; 2026-01-02, commit 0123456." in found
-    assert "](docs/plots/head.svg)" in found
     assert report.filled(found, {"head": result}) == found
-
-
-def test_a_result_without_markers_and_a_quick_one_are_refused(result):
-    with pytest.raises(ValueError, match="must hold <!-- head:begin -->"):
+    with pytest.raises(ValueError, match="must hold <!-- benchmarks:begin -->"):
         report.filled("", {"head": result})
-    with pytest.raises(ValueError, match="full run"):
-        report.filled("<!-- head:begin --><!-- head:end -->", {"head": result | {"quick": True}})
 
 
-def test_the_report_writes_tables_and_plots(result, monkeypatch, tmp_path):
+def test_the_report_is_written(result, monkeypatch, tmp_path):
     readme, directory = tmp_path / "README.md", tmp_path / "results"
     directory.mkdir()
     (directory / "head.json").write_text(json.dumps(result))
-    readme.write_text("<!-- head:begin -->\n<!-- head:end -->\n")
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    (tmp_path / "docs").mkdir()
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "README", readme)
+    monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(report, "results", lambda read=report.results: read(directory))
     report.main()
-    assert "| a case" in readme.read_text()
+    assert "| head, g" in readme.read_text()
+    assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
     assert (tmp_path / "docs" / "plots" / "head.svg").exists()
+    (directory / "head.json").write_text(json.dumps(result | {"quick": True}))
+    with pytest.raises(ValueError, match="full run"):
+        report.main()

@@ -11,9 +11,11 @@ import torch
 import transformers
 from peft import LoraConfig
 from trl import DPOTrainer
-from trl_runs import assert_fused, assert_same, pairs, run_two_ranks, tiny_model, train
+from trl_runs import assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
+from fastdpo.integrations import trl_dpo_legacy
+from fastdpo.integrations.fused_forward import Options
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
@@ -169,6 +171,34 @@ def test_an_encoder_decoder_goes_to_stock(tmp_path, caplog):
     assert_same(*runs)
     assert runs[1].calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
     assert "is an encoder-decoder" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "image_sizes", "token_type_ids"])
+def test_other_inputs_go_to_stock(tmp_path, caplog, monkeypatch, name):
+    given = []
+    stock = DPOTrainer.concatenated_forward
+
+    def watched(self, model, batch, is_ref_model=False):
+        given.append(batch)
+        return stock(self, model, batch, is_ref_model)
+
+    monkeypatch.setattr(DPOTrainer, "concatenated_forward", watched)
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        batch[name] = torch.zeros_like(batch["prompt_input_ids"])
+        trainer.concatenated_forward(trainer.model, batch)  # a Llama does without
+    assert given == [batch]
+    assert f"batches hold {name} too" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["use_liger_loss", "use_liger_kernel"])
+def test_liger_stays_stock(tmp_path, caplog, flag):
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
+    setattr(trainer.args, flag, True)  # without Liger, the configuration refuses it
+    trl_dpo_legacy._install_models(trainer, Options())
+    assert caplog.text.count(f"not fused, {flag} is set") == 2
+    assert "forward" not in vars(trainer.model)
 
 
 class OwnLoss(DPOTrainer):
