@@ -12,7 +12,6 @@ OpenRLHF reduces each number of its log by itself; here a log is one collective.
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from ..packing import IGNORE_INDEX
 from . import qualify
 from .fused_forward import Latest, Options, Request, Scored, decline, install, reason_off, router_loss
 from .reference_memory import Memory, digests_of_pairs, key_of
-from .replacements import Replacements
+from .replacements import Replacements, living
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
@@ -171,7 +170,7 @@ def living_trainers() -> list[DPOTrainer]:
     """Trainers that exist already: their models were not entered."""
     from openrlhf.trainer.dpo_trainer import DPOTrainer
 
-    return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+    return living(DPOTrainer)
 
 
 def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:
@@ -248,11 +247,14 @@ def _remembered(trainer: DPOTrainer, own: _Own, score: Callable[..., Results], *
     ids, mask, labels = _batch(trainer, own, *batch)
     scored = labels != IGNORE_INDEX
 
+    digests = digests_of_pairs(ids, mask, scored)
+
     def compute(missing: list[int]) -> Tensor:
-        chosen, rejected, *_ = score(*(x[missing] for x in tensors), [prompt_lengths[i] for i in missing])
+        part = (*(x[missing] for x in tensors), [prompt_lengths[i] for i in missing])
+        chosen, rejected, *_ = score(*(batch if len(missing) == len(digests) else part))
         return torch.stack([chosen, rejected], 1)
 
-    found = own.memory.log_probs(digests_of_pairs(ids, mask, scored), compute)
+    found = own.memory.log_probs(digests, compute)
     chosen, rejected = found.to(ids.device, torch.float32).unbind(1)
     return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()
 

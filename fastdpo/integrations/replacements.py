@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Replacements:
@@ -23,3 +27,8 @@ class Replacements:
     def undo(self) -> None:
         """The last first."""
         self._undo.close()
+
+
+def living(kind: type[T]) -> list[T]:
+    """Every object of a class, or of one that inherits from it, that exists by now."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import inspect
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
 from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss
-from .replacements import Replacements
+from .replacements import Replacements, living
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -154,7 +153,7 @@ def living_trainers() -> list[DPOTrainer]:
     """Trainers that exist already: their models were given their heads before any patch."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+    return living(DPOTrainer)
 
 
 def _settle(trainer: DPOTrainer) -> None:

@@ -8,7 +8,6 @@ per-token results, in the same way, its oddities included: `ld_alpha` counts pos
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +37,7 @@ from .fused_forward import (
     say_off,
 )
 from .reference_memory import Memory, digests_of_pairs, key_of
-from .replacements import Replacements
+from .replacements import Replacements, living
 from .trl_dpo_memory import model_digest, precision_of, sharing
 from .trl_dpo_memory import why_not as why_not_remember
 
@@ -116,7 +115,7 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, batch, is_ref_model=False):
-        if not is_wrapped(model, NAME):  # of a trainer that was built before
+        if _OWN not in vars(self) or not is_wrapped(model, NAME):  # built before
             return stock_forward(self, model, batch, is_ref_model)
         with kind_of_calls("reference") if is_ref_model else nullcontext():
             inputs = _inputs_once(self, batch)
@@ -173,7 +172,7 @@ def living_trainers() -> list[DPOTrainer]:
     """Trainers that exist already: their reference has been prepared without any patch."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    return [x for x in gc.get_objects() if issubclass(type(x), DPOTrainer)]
+    return living(DPOTrainer)
 
 
 def _settle(trainer: DPOTrainer) -> None:
@@ -270,7 +269,8 @@ def _remembered(trainer: DPOTrainer, memory: Memory, batch: dict[str, Any]) -> d
     digests = digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["labels"] != IGNORE_INDEX)
 
     def compute(missing: list[int]) -> Tensor:
-        part = {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
+        all_are = len(missing) == len(digests)  # the same tensors are packed once
+        part = batch if all_are else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
         return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
 
     chosen, rejected = memory.log_probs(digests, compute).to(inputs["input_ids"].device, torch.float32).unbind(1)

@@ -15,7 +15,6 @@ positions (GPT-2, say) see other ones behind left padding in `_forward` than tho
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from ..packing import IGNORE_INDEX
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
 from .fused_forward import Options, Request, Scored, install, is_wrapped, models_to_enter
-from .replacements import Replacements
+from .replacements import Replacements, living
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -138,8 +137,7 @@ def _settle(trainer: OnlineDPOTrainer) -> None:
 
 def living_trainers() -> list[OnlineDPOTrainer]:
     """Trainers that exist already: their models have been prepared without any patch."""
-    kind = trainer_class()
-    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+    return living(trainer_class())
 
 
 def _install_models(trainer: OnlineDPOTrainer, options: Options) -> None:

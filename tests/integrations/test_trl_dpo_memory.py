@@ -7,13 +7,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trl import DPOTrainer
-from trl_runs import assert_same, build, pairs, run_two_ranks, tiny_model, train
+from trl_runs import LORA, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations.fused_forward import NotFused
 from fastdpo.integrations.reference_memory import digests_of_pairs
 
-LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8)
 TWICE = dict(EPOCHS, eval_strategy="epoch")
 

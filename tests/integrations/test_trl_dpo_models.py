@@ -6,12 +6,11 @@ from accelerate import dispatch_model
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from torch.autograd.graph import saved_tensors_hooks
 from trl.trainer import dpo_trainer
-from trl_runs import Run, assert_fused, assert_same, tiny_model, train
+from trl_runs import LORA, Run, assert_fused, assert_same, tiny_model, train
 
 import fastdpo
 from fastdpo import packing
 
-LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 

@@ -9,26 +9,17 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from trl_runs import assert_fused, assert_same, pairs, tiny_model, train
+from trl_runs import LORA, adapter, assert_fused, assert_same, checkpointed, pairs, tiny_model, train
 
 import fastdpo
 
-LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 FULL = dict(policy=3, reference=3)
-
-
-def adapter(**options) -> dict:
-    return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
 
 
 def trained_adapter(model):
     """As a user loads one: TRL keeps a frozen copy of it, named "ref"."""
     torch.manual_seed(5)
     return get_peft_model(model, LoraConfig(**LORA))
-
-
-def checkpointed(reentrant: bool) -> dict:
-    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def long_pairs() -> list[dict[str, str]]:

@@ -10,9 +10,7 @@ from itertools import combinations, product
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from trl_runs import assert_fused, assert_same
-
-LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+from trl_runs import LORA, assert_fused, assert_same
 
 AXES = {
     "loss": {

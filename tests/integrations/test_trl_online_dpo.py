@@ -28,7 +28,7 @@ from trl_online_runs import (
     train_three,
     writer,
 )
-from trl_runs import assert_fused, assert_same_bits, run_with_oldest
+from trl_runs import LORA, assert_fused, assert_same_bits, run_with_oldest
 
 import fastdpo
 from fastdpo import packing
@@ -36,7 +36,6 @@ from fastdpo.integrations import qualify, trl_online_dpo
 from fastdpo.ops import logit_rows
 
 FULL = dict(policy=3, reference=3)
-LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 WORKER = Path(__file__).parents[1] / "support" / "trl_online_worker.py"
 
 

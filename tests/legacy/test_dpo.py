@@ -9,9 +9,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
 from trl import DPOTrainer
-from trl_runs import assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
+from trl_runs import adapter, assert_fused, assert_same, build, checkpointed, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import trl_dpo_legacy
@@ -22,15 +21,6 @@ LOSSES = (
     *("discopop", "sft"),
 )
 FULL = dict(policy=3, reference=3)
-
-
-def adapter(**options) -> dict:
-    lora = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
-    return dict(reference=False, peft_config=LoraConfig(**{**lora, **options}))
-
-
-def checkpointed(reentrant: bool) -> dict:
-    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def long_pairs() -> list[dict[str, str]]:

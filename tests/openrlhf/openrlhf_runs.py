@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import SIZES, assert_same_gradients, assert_same_logs, sharpen
 from datasets import Dataset
 from openrlhf.datasets import RewardDataset
 from openrlhf.models import Actor
@@ -56,26 +57,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> Path:
     """A tiny model on disk, as actors are made of."""
-    sizes = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
     torch.manual_seed(seed)
-    kept = {name: size for name, size in sizes.items() if name not in without}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**kept, **config}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 0.2)
+    sizes = {name: size for name, size in {**SIZES, "vocab_size": VOCABULARY}.items() if name not in without}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
+    sharpen(model)
     path = directory / f"{kind}{seed}"
     model.save_pretrained(path)
     return path
@@ -202,10 +187,13 @@ def run_two_ranks(directory: Path, stage: int) -> list[dict]:
     for seed in range(2):
         checkpoint(directory, seed=seed)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = [str(HERE), str(HERE / "stand_ins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        *map(str, (HERE, HERE / "stand_ins", HERE.parent / "support")),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     done = subprocess.run(
         [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         timeout=400,
@@ -216,14 +204,6 @@ def run_two_ranks(directory: Path, stage: int) -> list[dict]:
 
 def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     """Every number of every log and every parameter's gradient of every step agree."""
-    assert len(stock.logs) == len(patched.logs) > 0
-    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} logs other metrics"
-        for name in a:
-            assert abs(a[name] - b[name]) <= rtol * abs(a[name]) + atol, f"step {step}: {name} {a[name]} {b[name]}"
+    assert_same_logs(stock.logs, patched.logs, rtol, atol)
     assert len(stock.gradients) == len(patched.gradients) > 0
-    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
-        for name in a:
-            error, size = (a[name] - b[name]).norm().item(), a[name].norm().item()
-            assert error <= rtol * size + 1e-7, f"step {step}: gradient of {name} differs by {error} of {size}"
+    assert_same_gradients(stock.gradients, patched.gradients, rtol)

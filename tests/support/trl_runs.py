@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparison import SIZES, assert_same_gradients, assert_same_logs, sharpen
 from datasets import Dataset, IterableDataset, load_from_disk
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer
@@ -56,29 +58,11 @@ def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
-    sizes = dict(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
+    sizes = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8}
     torch.manual_seed(seed)
     sizes = {name: size for name, size in sizes.items() if name not in without}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
-    with torch.no_grad():  # the usual 0.02 makes every attention uniform, and a wrong mask nearly right
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 0.2)
-            elif name.endswith(("bias", "sinks")):
-                parameter.normal_(0, 0.1)
+    sharpen(model)
     return model
 
 
@@ -124,6 +108,18 @@ OPTIONS = dict(
     gradient_checkpointing=False,
 )
 """Of any of TRL's trainers."""
+
+
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+
+
+def adapter(**options) -> dict:
+    """What a training with LoRA is given."""
+    return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
+
+
+def checkpointed(reentrant: bool) -> dict:
+    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def config(directory: Path, **overrides) -> DPOConfig:
@@ -234,17 +230,9 @@ def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6
 
     `atol` is what rounding leaves of the difference of two sums of some 50 nats in float32, times beta.
     """
-    assert len(stock.logs) == len(patched.logs) > 0
-    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} logs other metrics"
-        for name in a:
-            assert abs(a[name] - b[name]) <= rtol * abs(a[name]) + atol, f"step {step}: {name} {a[name]} {b[name]}"
+    assert_same_logs(stock.logs, patched.logs, rtol, atol)
     assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
-    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
-        for name in a:
-            error, size = (a[name] - b[name]).norm().item(), a[name].norm().item()
-            assert error <= rtol * size + 1e-7, f"step {step}: gradient of {name} differs by {error} of {size}"
+    assert_same_gradients(stock.gradients, patched.gradients, rtol)
 
 
 def assert_same_bits(stock: Run, patched: Run) -> None:
