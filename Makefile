@@ -33,7 +33,7 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
 
-SUITES ?= step evaluation precompute online head memory scaling
+SUITES ?= step bf16 evaluation precompute online head memory scaling
 
 bench: $(READY)
 	status=0; for suite in $(SUITES); do \

@@ -152,11 +152,12 @@ def scaling(result: Result) -> str:
     return f"{render(rows, ['axis', 'x', 'time grows as x to the power of', 'x and median time'])}\n\n{note}"
 
 
-TABLES = {"step": step, "memory": memory, "scaling": scaling}
+TABLES = {"step": step, "bf16": step, "memory": memory, "scaling": scaling}
 """Of suites that are not shown as `sides`."""
 
 WORK = {
     "step": "a training step",
+    "bf16": "a training step in bfloat16, emulated",
     "evaluation": "an evaluation step",
     "precompute": "precomputing the reference",
     "online": "an online training step, generation apart",

@@ -1,5 +1,6 @@
 """The suites by name."""
 
-from benchmarks.suites import evaluation, head, memory, online, precompute, scaling, step
+from benchmarks.suites import bf16, evaluation, head, memory, online, precompute, scaling, step
 
-SUITES = {module.SUITE.name: module.SUITE for module in (step, evaluation, precompute, online, head, memory, scaling)}
+_MODULES = (step, bf16, evaluation, precompute, online, head, memory, scaling)
+SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}

@@ -9,7 +9,7 @@ from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, REMEMBERE
 def cases(quick: bool) -> list[Case]:
     found = []
     for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
-        work = workload(profile, lora=False, bf16=False, quick=quick)
+        work = workload(profile, quick)
         modes = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo", REMEMBERED: "remembered"}
         sides = tuple(
             Side(side, "benchmarks.sides.evaluation:EvaluationStep", work, {"mode": mode})

@@ -11,7 +11,7 @@ BATCHES = 2  # of 6 pairs
 def cases(quick: bool) -> list[Case]:
     found = []
     for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
-        work = workload(profile, lora=False, bf16=False, quick=quick, batches=BATCHES)
+        work = workload(profile, quick, batches=BATCHES)
         sides = tuple(
             Side(side, "benchmarks.sides.precompute:Precompute", work, {"mode": mode})
             for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))

@@ -29,18 +29,15 @@ PROFILES = {
 SPREAD = 0.6
 BOUNDS = 2, 1536  # tokens of a part
 PAIRS = 6
-IN_BF16 = ("HH", "UltraFeedback")
-BF16_PAIRS = 2  # where bfloat16 is emulated, a step takes some 50 times as long as in float32
 
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": Profile(40, 2.15)}
 
 
-def workload(profile: Profile, lora: bool, bf16: bool, quick: bool, batches: int = 1) -> Workload:
-    pairs = BF16_PAIRS if bf16 else PAIRS
-    pairs, batches, size = (2, 2, QUICK_SIZE) if quick else (pairs, batches, ModelSize())
+def workload(profile: Profile, quick: bool, lora: bool = False, batches: int = 1) -> Workload:
+    pairs, batches, size = (2, 2, QUICK_SIZE) if quick else (PAIRS, batches, ModelSize())
     lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=BOUNDS) for seed in range(batches)]
-    return Workload(tuple(lengths), lora=lora, bf16=bf16, size=size)
+    return Workload(tuple(lengths), lora=lora, size=size)
 
 
 def case_of(name: str, group: str, profile: Profile, sides: tuple[Side, ...]) -> Case:
@@ -54,20 +51,17 @@ def sides(work: Workload) -> tuple[Side, ...]:
         Side(STOCK, trainer, work, {"mode": "stock"}),
         Side(LABELLED, trainer, work, {"mode": "labelled"}),
         Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
-        *([] if work.bf16 else [Side(REMEMBERED, trainer, work, {"mode": "remembered"})]),
+        Side(REMEMBERED, trainer, work, {"mode": "remembered"}),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
 
 
 def cases(quick: bool) -> list[Case]:
-    found = []
-    for group, lora, bf16 in (("full", False, False), ("LoRA", True, False), ("bf16", False, True)):
-        profiles = QUICK_PROFILES if quick else PROFILES
-        for name, profile in profiles.items():
-            if bf16 and name not in IN_BF16:
-                continue
-            found.append(case_of(f"{group}/{name}", group, profile, sides(workload(profile, lora, bf16, quick))))
-    return found
+    return [
+        case_of(f"{group}/{name}", group, profile, sides(workload(profile, quick, lora)))
+        for group, lora in (("full", False), ("LoRA", True))
+        for name, profile in (QUICK_PROFILES if quick else PROFILES).items()
+    ]
 
 
 SUITE = Suite(
