@@ -172,15 +172,10 @@ def table(result: Result) -> str:
 def overview(results: dict[str, Result]) -> str:
     """One row a group of cases of whole trainers; then heads by themselves. Geometric means."""
     rows = []
-    for name in WORK.keys() & results.keys():
-        rows += _groups(WORK[name], results[name]["cases"])
-    rows.sort(key=lambda row: [row[0].startswith(work) for work in WORK.values()], reverse=True)
-    shipped, labelled, floor = (
-        "faster than TRL as shipped",
-        "than TRL scoring labelled positions only",
-        "over the floor",
-    )
-    text = [render(rows, ["", "datasets", shipped, labelled, floor])] if rows else []
+    for name, work in WORK.items():
+        rows += _groups(work, results[name]["cases"]) if name in results else []
+    headers = ["", "datasets", "faster than TRL as shipped", "faster than labelled only", "over the floor"]
+    text = [render(rows, headers)] if rows else []
     if "head" in results:
         groups = results["head"]["summary"]["groups"]
         peers = list(dict.fromkeys(peer for others in groups.values() for peer in others))
