@@ -1,0 +1,24 @@
+"""What was made of tensors is made once, until one is another or has been written to."""
+
+import torch
+
+from fastdpo.integrations.fused_forward import Latest
+
+
+def test_made_once_for_the_same_tensors():
+    made, latest = [], Latest()
+    a, b = torch.zeros(2), torch.zeros(2)
+
+    def get(*tensors) -> int:
+        return latest.get(tensors, lambda: made.append(1) or len(made))
+
+    assert [get(a, b), get(a, b)] == [1, 1]
+    assert get(b, a) == 2
+    assert get(a) == 3
+    assert get(a, b) == 4
+    a.add_(1)
+    assert [get(a, b), get(a, b)] == [5, 5]
+    assert get(a.clone(), b) == 6
+    with torch.inference_mode():
+        unversioned = torch.zeros(2)
+    assert [get(unversioned), get(unversioned)] == [7, 8]
