@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from trl_runs import LORA, adapter, assert_fused, assert_same, checkpointed, pairs, tiny_model, train
+from trl_runs import LORA, adapter, assert_fused, assert_same, pairs, tiny_model, train
 
 import fastdpo
 
@@ -20,6 +20,10 @@ def trained_adapter(model):
     """As a user loads one: TRL keeps a frozen copy of it, named "ref"."""
     torch.manual_seed(5)
     return get_peft_model(model, LoraConfig(**LORA))
+
+
+def checkpointed(reentrant: bool) -> dict:
+    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def long_pairs() -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from trl import DPOTrainer
-from trl_runs import adapter, assert_fused, assert_same, build, checkpointed, pairs, run_two_ranks, tiny_model, train
+from trl_runs import adapter, assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import trl_dpo_legacy
@@ -21,6 +21,7 @@ LOSSES = (
     *("discopop", "sft"),
 )
 FULL = dict(policy=3, reference=3)
+CHECKPOINTED = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def long_pairs() -> list[dict[str, str]]:
@@ -69,9 +70,12 @@ OPTIONS = {
     "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),
     "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, reference=3 + 1, eval=1)),
     "adapter_everywhere": (adapter(target_modules="all-linear"), FULL),
-    "checkpointing": (checkpointed(False), FULL),
-    "checkpointing_reentrant": (checkpointed(True), FULL),
-    "checkpointed_adapter": (dict(**checkpointed(False), **adapter()), FULL),
+    "checkpointing": (CHECKPOINTED, FULL),
+    "checkpointing_reentrant": (
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
+        FULL,
+    ),
+    "checkpointed_adapter": (dict(**CHECKPOINTED, **adapter()), FULL),
     "sync_ref_model": (dict(sync_ref_model=True, ref_model_sync_steps=1), FULL),
     "tied": (dict(tiny=dict(tie_word_embeddings=True)), FULL),
     "eager": (dict(tiny=dict(attn_implementation="eager")), FULL),

@@ -118,10 +118,6 @@ def adapter(**options) -> dict:
     return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
 
 
-def checkpointed(reentrant: bool) -> dict:
-    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-
-
 def config(directory: Path, **overrides) -> DPOConfig:
     return DPOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides})
 
