@@ -4,6 +4,7 @@ Stock, then patched, from the same start; writes both logs, the weights at the e
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections import Counter
@@ -46,8 +47,8 @@ class ZeroStrategy(Strategy):
 
 
 def counted(reduce, counts: Counter, name: str, *args, **kwargs):
-    """`reduce`, and one more if it was OpenRLHF that called."""
-    counts[name] += "openrlhf" in sys._getframe(1).f_code.co_filename
+    """`reduce`, and one more if it was OpenRLHF's strategy that called."""
+    counts[name] += sys._getframe(1).f_code.co_filename == inspect.getsourcefile(DeepspeedStrategy)
     return reduce(*args, **kwargs)
 
 
