@@ -210,17 +210,25 @@ def is_wrapped(model: nn.Module, integration: str) -> bool:
     return _wrapped(model, integration) is not None
 
 
-def models_to_enter(trainer: Trainer, integration: str) -> list[tuple[str, PreTrainedModel]]:
-    """Role and causal LM of each of a trainer's models that is not wrapped yet.
+ENTERED = "_fastdpo_entered"
+
+
+def models_to_enter(trainer: Trainer) -> list[tuple[str, PreTrainedModel]]:
+    """Role and causal LM of each model that a trainer has by now, each once.
 
     To be asked where its accelerator is made, and again when it is built: transformers 4 takes the policy in between.
+    A model that has served another trainer is entered anew, for what this one wants of it.
     """
-    from accelerate.utils import is_peft_model
+    from accelerate.utils import extract_model_from_parallel, is_peft_model
 
-    found = []
+    entered, found = vars(trainer).setdefault(ENTERED, weakref.WeakSet()), []
     for role, name in (("policy", "model"), ("reference", "ref_model")):
-        model = vars(trainer).get(name)  # without a reference, it is the policy without its adapters
-        if model is not None and not is_wrapped(model, integration):
+        given = vars(trainer).get(name)  # without a reference, it is the policy without its adapters
+        if given is None:
+            continue
+        model = extract_model_from_parallel(given, keep_torch_compile=False)
+        if model not in entered:
+            entered.add(model)
             found.append((role, cast("PeftModel", model).get_base_model() if is_peft_model(model) else model))
     return found
 

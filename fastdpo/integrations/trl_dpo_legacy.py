@@ -22,6 +22,7 @@ from ..packing import IGNORE_INDEX
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
 from .fused_forward import (
+    ENTERED,
     Latest,
     Options,
     Request,
@@ -165,7 +166,8 @@ def disable() -> None:
     _replacements.undo()
     for trainer in living_trainers():
         _settle(trainer)
-        vars(trainer).pop(_OWN, None)
+        for name in (_OWN, ENTERED):
+            vars(trainer).pop(name, None)
 
 
 def living_trainers() -> list[DPOTrainer]:
@@ -196,7 +198,7 @@ def _padded(owner: Any) -> Iterator[None]:
 
 def _install_models(trainer: DPOTrainer, options: Options) -> None:
     liger = [name for name in ("use_liger_loss", "use_liger_kernel") if getattr(trainer.args, name, False)]
-    for role, base in models_to_enter(trainer, NAME):
+    for role, base in models_to_enter(trainer):
         if liger:
             say_off(f"{NAME} ({role}): not fused, {liger[0]} is set")
             continue

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..packing import IGNORE_INDEX
 from . import qualify
 from .deferred_metrics import Ledger, deferring, settle
-from .fused_forward import Options, Request, Scored, install, is_wrapped, models_to_enter
+from .fused_forward import ENTERED, Options, Request, Scored, install, is_wrapped, models_to_enter
 from .replacements import Replacements, living
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ def disable() -> None:
     _replacements.undo()
     for trainer in living_trainers():
         _settle(trainer)
-        vars(trainer).pop(_LEDGER, None)
+        for name in (_LEDGER, ENTERED):
+            vars(trainer).pop(name, None)
 
 
 def _settle(trainer: OnlineDPOTrainer) -> None:
@@ -141,7 +142,7 @@ def living_trainers() -> list[OnlineDPOTrainer]:
 
 
 def _install_models(trainer: OnlineDPOTrainer, options: Options) -> None:
-    for role, base in models_to_enter(trainer, NAME):
+    for role, base in models_to_enter(trainer):
         request = Request((), 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
         install(base, NAME, role, request, options, _answer, stock_scores=False)
 

@@ -277,6 +277,17 @@ def test_unpatching_ends_it(tmp_path):
     assert "fastdpo" not in DPOTrainer.concatenated_forward.__module__
 
 
+def test_a_model_can_serve_a_second_trainer(tmp_path):
+    runs = []
+    for name in ("stock", "patched"):
+        model, reference = tiny_model(), tiny_model(seed=1)
+        with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
+            build(tmp_path / f"{name} first", reference, model)  # in the other roles
+            runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # asks for other statistics
+    assert_same(*runs)
+    assert_fused(runs[1], policy=3, reference=3)
+
+
 def test_strict(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
