@@ -187,7 +187,7 @@ def overview(results: dict[str, Result]) -> str:
 def _groups(work: str, cases: list[Result]) -> list[list[str]]:
     rows = []
     for group in dict.fromkeys(case["group"] for case in cases):
-        of_group = [case for case in cases if case["group"] == group]
+        of_group = [case for case in cases if case["group"] == group and case["sides"][STOCK].get("samples")]
         title = work if group == "all" else f"{work}, {group}"
         for subject, what in ((SUBJECT, title), (REMEMBERED, f"{title}, the reference remembered")):
             means = {other: mean_over(of_group, other, subject) for other in (STOCK, LABELLED, FLOOR)}
