@@ -16,6 +16,10 @@ Per row, in float32, with t = z_y and m the largest z but the target's:
 
 The target stays out of the sums until the end, so that neither logp nor 1 - p_y cancels where p_y is near 1. Rows whose
 target is -100 are not read: their results and gradients are zero. Other targets outside the vocabulary make logp NaN.
+
+A head gives t apart, more precise than its logits, which the statistics are taken over with their own z_y; and it has
+the gradient left unscaled, as a tile that it multiplies with its weight: exp(z_v - m), and -others at y, which times
+-scale / total is d logp / d x (with a cap also times 1 - tanh^2).
 """
 
 from __future__ import annotations
@@ -62,6 +66,39 @@ def _log1p(w):
 
 
 @triton.jit
+def _log_sigmoid(odds):
+    return tl.minimum(odds, 0.0) - _log1p(tl.exp2(-tl.abs(odds) * LOG2E))
+
+
+@triton.jit
+def _load(row_ptr, off_v, end, read):
+    """The columns off_v < end of a row, 0 from `read` on. A block that lies before pays for no mask."""
+    if end <= read:  # noqa: SIM108 - on values of the device Triton has no such expression
+        x = tl.load(row_ptr + off_v)
+    else:
+        x = tl.load(row_ptr + off_v, mask=off_v < read, other=0.0)
+    return x
+
+
+@triton.jit
+def _store(row_ptr, off_v, end, V, values):
+    if end <= V:
+        tl.store(row_ptr + off_v, values)
+    else:
+        tl.store(row_ptr + off_v, values, mask=off_v < V)
+
+
+@triton.jit
+def _gradient_tile(z, off_v, y, shift, others, cap):
+    """exp(z - m), and -others at the target; times the slope of the cap."""
+    tile = tl.where(off_v == y, -others, tl.exp2((z - shift) * LOG2E))
+    if cap is not None:
+        tanh = z * (1.0 / tl.cast(cap, tl.float32))
+        tile *= 1.0 - tanh * tanh
+    return tile
+
+
+@triton.jit
 def _rebase(others, weighted, squares, old, new):
     """Sums of e, of e log e and of e^2 over e = exp(z - old), as sums over e = exp(z - new), new >= old."""
     step = tl.maximum(old - tl.where(new == -float("inf"), 0.0, new), NEVER)
@@ -70,9 +107,23 @@ def _rebase(others, weighted, squares, old, new):
 
 
 @triton.jit
+def _over_all_words(others, weighted, squares, shift, own):
+    """Entropy and log sum_v p_v^2 of a row, from its sums over all but the target, and the target's z."""
+    top = tl.maximum(shift, own)
+    confident = -_log_sigmoid(own - shift - tl.log(others))
+    others, weighted, squares = _rebase(others, weighted, squares, shift, top)
+    d = tl.maximum(own - top, NEVER)
+    e = tl.exp2(d * LOG2E)
+    log_total = tl.where(own > shift, confident, tl.log(others + e))
+    return log_total - (weighted + e * d) / (others + e), tl.log(squares + e * e) - 2.0 * log_total
+
+
+@triton.jit
 def _token_logps_fwd_kernel(
     logits_ptr,  # [N, V], rows `stride` apart
     targets_ptr,  # [N]
+    target_logits_ptr,  # [N] float32 t, or None: that of the logits
+    tile_ptr,  # [N, V] the gradient tile, rows `tile_stride` apart; may be the logits. Or None
     logps_ptr,  # [N] float32, as all results but is_top1
     shift_ptr,  # [N] m
     others_ptr,  # [N]
@@ -82,6 +133,7 @@ def _token_logps_fwd_kernel(
     is_top1_ptr,  # bool
     log_sum_sq_probs_ptr,
     stride,
+    tile_stride,
     V,
     scale,  # float or None
     cap,  # float or None
@@ -93,13 +145,17 @@ def _token_logps_fwd_kernel(
 
     The columns of a lane lie in one thread, so that the loop has neither shuffles nor barriers, and move its maximum
     once together: that is one exponential a column, not two. After the loop the lanes are summed up, in a fixed order.
+    The gradient tile takes a second loop, over a row that the caches hold.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     y = tl.load(targets_ptr + row).to(tl.int32)
     scored = y != IGNORE_INDEX
     x = tl.load(logits_ptr + y, mask=(y >= 0) & (y < V), other=float("nan"))
-    t = tl.where(scored, _transform(x, scale, cap), 0.0)
+    own = tl.where(scored, _transform(x, scale, cap), 0.0)
+    t = own
+    if target_logits_ptr is not None:
+        t = tl.where(scored, tl.load(target_logits_ptr + row), 0.0)
 
     lane, vec = tl.arange(0, LANES)[:, None], tl.arange(0, VEC)[None, :]
     # Loads are vectors along a lane or, of rows that are not aligned for those, scalars side by side across the lanes.
@@ -141,8 +197,7 @@ def _token_logps_fwd_kernel(
     others, weighted, squares = _rebase(others, weighted, squares, m, shift)
     others = tl.sum(others, 0)
     shift = tl.where(shift == -float("inf"), t, shift)  # nothing but the target is possible
-    odds = t - shift - tl.log(others)
-    logps = tl.minimum(odds, 0.0) - _log1p(tl.exp2(-tl.abs(odds) * LOG2E))
+    logps = _log_sigmoid(t - shift - tl.log(others))
     tl.store(logps_ptr + row, tl.where(scored, logps, 0.0))
     tl.store(shift_ptr + row, shift)
     tl.store(others_ptr + row, others)
@@ -151,34 +206,36 @@ def _token_logps_fwd_kernel(
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + row, tl.sum(sum_z, 0) / V)
     if is_top1_ptr is not None:
-        tl.store(is_top1_ptr + row, scored & (t >= shift) & (t > tl.max(before, 0)))
+        tl.store(is_top1_ptr + row, scored & (own >= shift) & (own > tl.max(before, 0)))
     if entropy_ptr is not None or log_sum_sq_probs_ptr is not None:
-        # Over all words, the target too: relative to the larger of m and t.
-        top = tl.maximum(shift, t)
         weighted, squares = tl.sum(weighted, 0), tl.sum(squares, 0)
-        others, weighted, squares = _rebase(others, weighted, squares, shift, top)
-        d = tl.maximum(t - top, NEVER)
-        e = tl.exp2(d * LOG2E)
-        log_total = tl.where(t > shift, -logps, tl.log(others + e))
+        entropy, log_sum_sq_probs = _over_all_words(others, weighted, squares, shift, own)
         if entropy_ptr is not None:
-            entropy = log_total - (weighted + e * d) / (others + e)
             tl.store(entropy_ptr + row, tl.where(scored, entropy, 0.0))
         if log_sum_sq_probs_ptr is not None:
-            log_sum_sq_probs = tl.log(squares + e * e) - 2.0 * log_total
             tl.store(log_sum_sq_probs_ptr + row, tl.where(scored, log_sum_sq_probs, 0.0))
+
+    if tile_ptr is not None:
+        tile_ptr += row * tile_stride
+        for start in range(0, V, LANES * VEC):
+            off_v, end = start + off_tile, start + LANES * VEC
+            z = _transform(_load(logits_ptr, off_v, end, tl.where(scored, V, 0)), scale, cap)
+            tile = _gradient_tile(z, off_v, y, shift, others, cap)
+            _store(tile_ptr, off_v, end, V, tl.where(scored, tile, 0.0))
 
 
 @triton.jit
 def _token_logps_bwd_kernel(
-    grad_ptr,  # [N, V] d loss / d x, contiguous, in the logits' dtype
+    grad_ptr,  # [N, V] d loss / d x, or the gradient tile, rows `grad_stride` apart; may be the logits
     grad_logps_ptr,  # [N] float32 or None
-    grad_entropy_ptr,  # [N] float32 or None
+    grad_entropy_ptr,  # [N] float32 or None; without either, the gradient tile is what is asked for
     logits_ptr,  # [N, V], rows `stride` apart
     targets_ptr,  # [N]
     shift_ptr,  # [N] float32, as the next two: what the forward returned
     others_ptr,
     total_ptr,
     stride,
+    grad_stride,
     V,
     scale,  # float or None
     cap,  # float or None
@@ -190,47 +247,51 @@ def _token_logps_bwd_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    grad_ptr += row * V
+    grad_ptr += row * grad_stride
     y = tl.load(targets_ptr + row).to(tl.int32)
     scored = y != IGNORE_INDEX
     read = tl.where(scored, V, 0)
     shift = tl.load(shift_ptr + row)
     others = tl.load(others_ptr + row)
-    total = tl.load(total_ptr + row)
 
     gain = 1.0  # d z / d x where tanh is steepest
     if scale is not None:
         gain *= tl.cast(scale, tl.float32)
     if cap is not None:
         gain *= tl.cast(cap, tl.float32)
+    of_tile = 1.0
     if grad_logps_ptr is not None:
-        of_logps = tl.load(grad_logps_ptr + row) * gain / total
+        of_tile = -tl.load(grad_logps_ptr + row) * gain / tl.load(total_ptr + row)
     if grad_entropy_ptr is not None:
         of_entropy = tl.load(grad_entropy_ptr + row) * gain
-        log_total = tl.log(total)  # inf where exp(t - m) overflows: then every p log p is 0, as it should be
-        p_log_p = tl.zeros([BLOCK_V], tl.float32)
+        x = tl.load(logits_ptr + y, mask=(y >= 0) & (y < V), other=float("nan"))
+        top = tl.maximum(shift, tl.where(scored, _transform(x, scale, cap), 0.0))
+        total = tl.zeros([BLOCK_V], tl.float32)  # sum of e = exp(z - top)
+        weighted = tl.zeros([BLOCK_V], tl.float32)  # sum of e (z - top)
         for start in range(0, read, BLOCK_V):
             off_v = start + tl.arange(0, BLOCK_V)
-            inside = off_v < V
-            z = _transform(tl.load(logits_ptr + off_v, mask=inside, other=0.0), scale, cap)
-            log_p = tl.maximum(z - shift - log_total, NEVER)
-            p_log_p += tl.where(inside, tl.exp2(log_p * LOG2E) * log_p, 0.0)
-        entropy = -tl.sum(p_log_p, 0)
+            z = _transform(tl.load(logits_ptr + off_v, mask=off_v < V, other=0.0), scale, cap)
+            d = tl.where(off_v < V, tl.maximum(z - top, NEVER), NEVER)
+            e = tl.exp2(d * LOG2E)
+            total += e
+            weighted += e * d
+        mean_d = tl.sum(weighted, 0) / tl.sum(total, 0)
+        log_total = tl.log(tl.sum(total, 0))
 
     for start in range(tl.program_id(1) * BLOCK_V, V, tl.num_programs(1) * BLOCK_V):
-        off_v = start + tl.arange(0, BLOCK_V)
-        inside = off_v < V
-        z = _transform(tl.load(logits_ptr + off_v, mask=off_v < read, other=0.0), scale, cap)  # [BLOCK_V]
+        off_v, end = start + tl.arange(0, BLOCK_V), start + BLOCK_V
+        z = _transform(_load(logits_ptr, off_v, end, read), scale, cap)  # [BLOCK_V]
         grad = tl.zeros([BLOCK_V], tl.float32)
-        if grad_logps_ptr is not None:
-            grad += of_logps * tl.where(off_v == y, others, -tl.exp2((z - shift) * LOG2E))
+        if grad_logps_ptr is not None or grad_entropy_ptr is None:
+            grad += of_tile * _gradient_tile(z, off_v, y, shift, others, cap)
         if grad_entropy_ptr is not None:
-            log_p = tl.maximum(z - shift - log_total, NEVER)
-            grad -= of_entropy * tl.exp2(log_p * LOG2E) * (log_p + entropy)
-        if cap is not None:
-            tanh = z * (1.0 / tl.cast(cap, tl.float32))
-            grad *= 1.0 - tanh * tanh
-        tl.store(grad_ptr + off_v, tl.where(scored, grad, 0.0), mask=inside)
+            d = tl.maximum(z - top, NEVER)
+            of_z = of_entropy * tl.exp2((d - log_total) * LOG2E) * (d - mean_d)  # log p + entropy is d less its mean
+            if cap is not None:
+                tanh = z * (1.0 / tl.cast(cap, tl.float32))
+                of_z *= 1.0 - tanh * tanh
+            grad -= of_z
+        _store(grad_ptr, off_v, end, V, tl.where(scored, grad, 0.0))
 
 
 def token_logps_fwd(
@@ -240,10 +301,12 @@ def token_logps_fwd(
     logit_scale: float,
     temperature: float,
     statistics: str,
+    target_logits: Tensor | None = None,  # [N] float32
+    tile: Tensor | None = None,  # [N, V], the last stride 1: filled; may be the logits
 ) -> list[Tensor]:
     """logps, shift, others, total, then the statistics; each [N]."""
-    (n, vocabulary), stride = logits.shape, logits.stride(0)
-    scale, cap = _scale_and_cap(softcap, logit_scale, temperature)
+    n, vocabulary = logits.shape
+    scale, cap = scale_and_cap(softcap, logit_scale, temperature)
     results = {
         name: torch.empty(n, dtype=torch.bool if name == "is_top1" else torch.float32, device=logits.device)
         for name in ("logps", "shift", "others", "total", *filter(None, statistics.split(",")))
@@ -252,6 +315,8 @@ def token_logps_fwd(
         _token_logps_fwd_kernel[(n,)](
             logits,
             targets.contiguous(),
+            target_logits,
+            tile,
             results["logps"],
             results["shift"],
             results["others"],
@@ -260,13 +325,14 @@ def token_logps_fwd(
             results.get("mean_logits"),
             results.get("is_top1"),
             results.get("log_sum_sq_probs"),
-            stride,
+            logits.stride(0),
+            None if tile is None else tile.stride(0),
             vocabulary,
             scale,
             cap,
             LANES=LANES,
             VEC=16 // logits.itemsize,
-            ALIGNED=all(x % 16 == 0 for x in (logits.data_ptr(), stride, vocabulary)),  # as Triton specialises
+            ALIGNED=_takes_vectors(logits) and (tile is None or _takes_vectors(tile)),
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
@@ -274,18 +340,18 @@ def token_logps_fwd(
 
 
 def token_logps_bwd(
-    grad_logps: Tensor | None,  # [N]
-    grad_entropy: Tensor | None,  # [N]
+    grad: Tensor,  # [N, V], the last stride 1: filled; may be the logits
+    grad_logps: Tensor | None,  # [N] float32
+    grad_entropy: Tensor | None,  # [N] float32; without either, the gradient tile is made
     logits: Tensor,  # [N, V], the last stride 1
     targets: Tensor,  # [N]
     sums: Sequence[Tensor],  # logps, shift, others, total, each [N]
     softcap: float | None,
     logit_scale: float,
     temperature: float,
-) -> Tensor:
-    """d loss / d logits, [N, V]."""
+) -> None:
+    """Writes d loss / d logits."""
     n, vocabulary = logits.shape
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _, shift, others, total = sums
     programs = 1 if grad_entropy is not None else triton.cdiv(vocabulary, BLOCK_V)
     with torch.cuda.device_of(logits):
@@ -299,16 +365,21 @@ def token_logps_bwd(
             others,
             total,
             logits.stride(0),
+            grad.stride(0),
             vocabulary,
-            *_scale_and_cap(softcap, logit_scale, temperature),
+            *scale_and_cap(softcap, logit_scale, temperature),
             BLOCK_V=BLOCK_V,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
-    return grad
 
 
-def _scale_and_cap(softcap: float | None, logit_scale: float, temperature: float) -> tuple[float | None, float | None]:
+def _takes_vectors(rows: Tensor) -> bool:
+    """Whether 16 bytes can be loaded at once, as far as Triton's specialisation of arguments tells the compiler."""
+    return rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0
+
+
+def scale_and_cap(softcap: float | None, logit_scale: float, temperature: float) -> tuple[float | None, float | None]:
     """`softcap * tanh(logit_scale * x / softcap) / temperature` in the kernels' terms; None if it changes nothing."""
     if softcap is not None:
         return logit_scale / softcap, softcap / temperature

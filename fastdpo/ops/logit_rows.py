@@ -21,27 +21,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_BYTES = 64 << 20
+KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes: a GPU multiplies fewer rows than fit here less well
 TILE_ROWS = 256  # fewer would read the head's weight too often
 BLOCK_BYTES = 8 << 20  # of a tile: what a CPU's caches hold while several passes go over it
 NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 
-def tiles(n: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
-    """Rows [0, n) in slices whose tile of logits takes TILE_BYTES, or has TILE_ROWS: the same cuts for every n."""
-    step = tile_rows(vocabulary, dtype)
-    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+def cuts(n: int, rows: int) -> list[slice]:
+    """Rows [0, n) in slices of so many: the same cuts for every n."""
+    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
 def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    """Rows of a tile that several passes are made over, each in its own memory."""
     return max(TILE_ROWS, TILE_BYTES // (vocabulary * dtype.itemsize))
+
+
+def kernel_tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    """Rows of a tile that one kernel makes all passes over: whole blocks of a matrix product."""
+    return max(TILE_ROWS, KERNEL_TILE_BYTES // (vocabulary * dtype.itemsize) // TILE_ROWS * TILE_ROWS)
 
 
 def blocks(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
     """Rows [0, n) in slices that several passes are made over: what a CPU's caches hold; elsewhere tiles."""
     if device.type != "cpu":
-        return tiles(n, vocabulary, dtype)
-    step = max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize))
-    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+        return cuts(n, tile_rows(vocabulary, dtype))
+    return cuts(n, max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize)))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

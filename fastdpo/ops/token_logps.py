@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
+from .devices import suits_triton
 from .logit_rows import BlockSums, RowSums, Transform, accumulator, blocks, conclude, fold, logit_gradient
 from .results import TokenLogps
 
 OP = "token_logps"
 
 
-def _torch_fwd(
+@torch.library.custom_op("fastdpo::token_logps_fwd", mutates_args=())
+def _fwd(
     logits: Tensor,
     targets: Tensor,
     softcap: float | None,
@@ -26,6 +27,10 @@ def _torch_fwd(
 ) -> list[Tensor]:
     """logps, shift, others, total, then the statistics; each [N]."""
     transform = Transform(softcap, logit_scale, temperature)
+    if _takes_kernels(logits):
+        from ..kernels.token_logps import token_logps_fwd
+
+        return token_logps_fwd(logits, targets, *transform, statistics)
     dtype = accumulator(logits.dtype)
     ignored, index = split_targets(OP, targets, logits.shape[1])
     parts = []
@@ -37,24 +42,39 @@ def _torch_fwd(
     return results_of(parts, logits, ignored, statistics)
 
 
-_fwd = torch.library.custom_op("fastdpo::token_logps_fwd", _torch_fwd, mutates_args=())
-
-
-@_fwd.register_kernel("cuda")
-def _device_fwd(logits: Tensor, *rest) -> list[Tensor]:
-    if not suits_triton(logits):
-        return _torch_fwd(logits, *rest)
-    from ..kernels.token_logps import token_logps_fwd
-
-    return token_logps_fwd(logits, *rest)
-
-
 @_fwd.register_fake
 def _(logits, targets, softcap, logit_scale, temperature, statistics):
     return empty_results(logits, statistics)
 
 
-def _torch_bwd(
+def _write_gradient(
+    grad: Tensor,
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    transform: Transform,
+) -> None:
+    """Fills grad [N, V], which may be the logits."""
+    if _takes_kernels(logits):
+        from ..kernels.token_logps import token_logps_bwd
+
+        token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
+        return
+    dtype = accumulator(logits.dtype)
+    ignored, index = split_targets(OP, targets, logits.shape[1])
+    for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
+        z = transform.apply_(logits[rows].to(dtype, copy=True))
+        of_logps, of_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
+        own_sums = RowSums(*(x[rows] for x in sums))
+        tile = logit_gradient(z, index[rows], own_sums, of_logps, of_entropy, transform)
+        grad[rows] = tile.masked_fill_(ignored[rows, None], 0)
+        del z, tile  # before the next ones are made
+
+
+@torch.library.custom_op("fastdpo::token_logps_bwd", mutates_args=())
+def _bwd(
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
     logits: Tensor,
@@ -64,30 +84,10 @@ def _torch_bwd(
     logit_scale: float,
     temperature: float,
 ) -> Tensor:
-    transform = Transform(softcap, logit_scale, temperature)
-    dtype = accumulator(logits.dtype)
-    ignored, index = split_targets(OP, targets, logits.shape[1])
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
-        z = transform.apply_(logits[rows].to(dtype, copy=True))
-        of_logps, of_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
-        own_sums = RowSums(*(x[rows] for x in sums))
-        tile = logit_gradient(z, index[rows], own_sums, of_logps, of_entropy, transform)
-        grad[rows] = tile.masked_fill_(ignored[rows, None], 0)
-        del z, tile  # before the next ones are made
+    transform = Transform(softcap, logit_scale, temperature)
+    _write_gradient(grad, grad_logps, grad_entropy, logits, targets, sums, transform)
     return grad
-
-
-_bwd = torch.library.custom_op("fastdpo::token_logps_bwd", _torch_bwd, mutates_args=())
-
-
-@_bwd.register_kernel("cuda")
-def _device_bwd(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest) -> Tensor:
-    if not suits_triton(logits):
-        return _torch_bwd(grad_logps, grad_entropy, logits, *rest)
-    from ..kernels.token_logps import token_logps_bwd
-
-    return token_logps_bwd(grad_logps, grad_entropy, logits, *rest)
 
 
 @_bwd.register_fake
@@ -95,13 +95,29 @@ def _(grad_logps, grad_entropy, logits, targets, sums, softcap, logit_scale, tem
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("fastdpo::token_logps_bwd_", mutates_args=("logits",))
+def _bwd_(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> None:
+    """The gradient in the place of the logits."""
+    transform = Transform(softcap, logit_scale, temperature)
+    _write_gradient(logits, grad_logps, grad_entropy, logits, targets, sums, transform)
+
+
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics):
+    def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics, inplace_backward):
         ctx.set_materialize_grads(False)
         logps, shift, others, total, *extra = _fwd(logits, targets, softcap, logit_scale, temperature, statistics)
         ctx.save_for_backward(logits, targets, logps, shift, others, total)
-        ctx.transform = (softcap, logit_scale, temperature)
+        ctx.transform, ctx.inplace = (softcap, logit_scale, temperature), inplace_backward
         ctx.entropy = bool(extra) and "entropy" in statistics
         ctx.mark_non_differentiable(*extra[ctx.entropy :])
         return (logps, *extra)
@@ -109,8 +125,11 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
         logits, targets, *sums = ctx.saved_tensors
-        grad_entropy = grad_extra[0] if ctx.entropy else None
-        return _bwd(grad_logps, grad_entropy, logits, targets, sums, *ctx.transform), None, None, None, None, None
+        arguments = (grad_logps, grad_extra[0] if ctx.entropy else None, logits, targets, sums, *ctx.transform)
+        if ctx.inplace:
+            _bwd_(*arguments)
+            return logits, *[None] * 6
+        return _bwd(*arguments), *[None] * 6
 
 
 def token_logps(
@@ -121,6 +140,7 @@ def token_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
+    inplace_backward: bool = False,
 ) -> TokenLogps:
     """Log-probability of each target under `softmax(z)`, with `z = cap(logit_scale * logits) / temperature`.
 
@@ -129,8 +149,8 @@ def token_logps(
 
     Extra memory: two blocks of logits in float32, each of at most 8 MiB on a CPU, elsewhere 64 MiB or 256 tokens (one
     more with `softcap`, one more in the backward if a gradient reaches `entropy`), none on CUDA; in the backward also
-    the gradient, as large as the logits. Logits that are no view of `[N, V]` rows, such as `logits[:, :-1]` of a batch,
-    are copied.
+    the gradient, as large as the logits, if it does not take their place. Logits that are no view of `[N, V]` rows,
+    such as `logits[:, :-1]` of a batch, are copied.
 
     Args:
         logits: [..., V] float16, bfloat16, float32 or float64.
@@ -139,6 +159,8 @@ def token_logps(
         logit_scale: multiplies the logits before the cap.
         temperature: divides them after it.
         outputs: names of the fields of `TokenLogps` to fill; `logps` always is.
+        inplace_backward: write the gradient over the logits. Nothing else may need them by then: not another op's
+            backward, which autograd detects, nor the caller, which it does not.
 
     Returns:
         `TokenLogps` with fields of the shape of targets.
@@ -151,15 +173,17 @@ def token_logps(
     checks.require_targets(OP, targets, logits.shape[:-1])
     checks.require_same_device(OP, logits=logits, targets=targets)
     checks.require_transform(OP, softcap, temperature)
+    owned = not inplace_backward or 0 not in logits.stride()
+    checks.require(owned, OP, "logits", "not be expanded with inplace_backward", logits.stride())
     statistics = checks.requested(OP, outputs)
     rows = logits.reshape(-1, logits.shape[-1])
-    logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), softcap, logit_scale, temperature, statistics)
+    options = (softcap, logit_scale, temperature, statistics, inplace_backward)
+    logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), *options)
     return named_results(logps, extra, statistics, targets.shape)
 
 
-def suits_triton(logits: Tensor) -> bool:
-    """Whether the kernels take them: float32 sums over rows that are contiguous. Not every CUDA build has Triton."""
-    return logits.dtype != torch.float64 and logits.stride(-1) == 1 and find_spec("triton") is not None
+def _takes_kernels(logits: Tensor) -> bool:
+    return suits_triton(logits.device, logits.dtype) and logits.stride(-1) == 1
 
 
 def split_targets(op: str, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -278,6 +278,22 @@ def test_strided_inputs(name, way):
         assert all(error(leaves[leaf].grad, expected_gradients[leaf]) < 1e-6 for leaf in options["needs"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["kept", "some kept", "recomputed", "weight alone"])
+def test_a_main_grad_takes_the_gradient_of_the_weight(name, dtype, way):
+    inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
+    options = way(name, dtype)
+    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    wide = torch.promote_types(dtype, torch.float32)
+    before = torch.randn(131, 24, dtype=wide)
+    main_grad = before.clone()
+    again, others = results_and_gradients(linear_logps, inputs, upstream, main_grad=main_grad, **options)
+    assert torch.equal(again.logps, results.logps)
+    assert others.pop("weight") is None
+    assert all(torch.equal(others[leaf], gradients[leaf]) for leaf in others)
+    assert error(main_grad - before, gradients["weight"]) < 2 * torch.finfo(dtype).eps + 1e-6
+
+
 def test_int32_targets():
     inputs = head_inputs(9, 11, 5)
     expected, expected_gradients = results_and_gradients(linear_logps, inputs)
@@ -468,7 +484,7 @@ def test_compiles_with_inductor():
 def test_number_of_products(name, forward, backward, way, trace):
     options = way(name, torch.float32)
     inputs = head_inputs(8, 131, 24)  # one tile
-    leaves = {leaf: inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES}
+    leaves = {leaf: inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES if leaf != "bias"}
     targets, budget = inputs["targets"], options["memory_budget"]
     results, record = trace(lambda: linear_logps(**leaves, targets=targets, memory_budget=budget))
     assert record.products == forward
@@ -580,6 +596,11 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
         dict(weight=torch.zeros(5, 4, device="meta")),
         ValueError,
         r"weight must be on the device of hidden \(cpu\); got meta",
+    ),
+    "main_grad of another dtype": (
+        dict(main_grad=torch.zeros(5, 4).bfloat16()),
+        ValueError,
+        r"main_grad must be \[5, 4\] in torch.float32; got \[5, 4\] torch.bfloat16",
     ),
     "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive; got 0.0"),
     "negative softcap": (dict(softcap=-30.0), ValueError, "softcap must be positive or None; got -30.0"),

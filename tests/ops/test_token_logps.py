@@ -122,6 +122,34 @@ def test_same_bits_twice(rows_of_a_tile):
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
+def test_a_gradient_in_the_place_of_the_logits(differentiate, dtype, rows_of_a_tile):
+    rows_of_a_tile(8, 131, dtype)
+    logits, targets = logits_and_targets(37, 131, dtype)
+    upstream = torch.randn(2, 37)
+    results, expected = results_and_gradient(token_logps, logits, targets, upstream, differentiate, **OPTIONS["all"])
+    leaf = logits.clone().requires_grad_()
+    rows = leaf * 1
+    again = token_logps(rows, targets, outputs=OUTPUTS, inplace_backward=True, **OPTIONS["all"])
+    terms = zip(("logps", "entropy"), upstream, strict=True)
+    loss = sum((getattr(again, name) * g).sum() for name, g in terms if name in differentiate)
+    loss.backward(retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
+    assert torch.equal(rows, expected)
+    assert torch.equal(leaf.grad, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the logits are gone
+        loss.backward()
+
+
+def test_expanded_logits_have_no_place_for_their_gradient():
+    logits = torch.randn(1, 11, requires_grad=True).expand(3, 11)
+    with pytest.raises(
+        ValueError, match=r"^token_logps: logits must not be expanded with inplace_backward; got \(0, 1\)"
+    ):
+        token_logps(logits, torch.zeros(3, dtype=torch.long), inplace_backward=True)
+
+
 @pytest.mark.parametrize("poison", [INF, -INF, float("nan")])
 def test_ignored_rows_are_exactly_zero(poison):
     logits, targets = logits_and_targets(9, 11)

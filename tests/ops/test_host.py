@@ -1,0 +1,86 @@
+"""What the host does for a GPU, on tensors without memory: it waits for no value, and launches what it should."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from fastdpo.kernels import linear_logps as head_kernels
+from fastdpo.kernels import token_logps as kernels
+from fastdpo.ops import devices
+from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd, _Tiles
+from fastdpo.ops.results import STATISTICS
+from fastdpo.ops.token_logps import _bwd as token_bwd
+from fastdpo.ops.token_logps import _fwd as token_fwd
+
+N, V, D = 4096, 151_936, 64
+TRANSFORM = (30.0, 1.0, 1.0)
+
+
+class Recorder:
+    """In the place of a kernel."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.grids.append(grid)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """On which grids each kernel was launched, for tensors on the device "meta", which have no values to ask for."""
+    monkeypatch.setattr(devices, "TRITON_DEVICES", ("meta",))
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(kernels, "_takes_vectors", lambda rows: True)
+    recorders = {}
+    places = {"forward": (kernels, "_token_logps_fwd_kernel"), "backward": (kernels, "_token_logps_bwd_kernel")}
+    places["targets"] = (head_kernels, "_target_logits_kernel")
+    for name, place in places.items():
+        recorders[name] = Recorder()
+        monkeypatch.setattr(*place, recorders[name])
+    return {name: recorder.grids for name, recorder in recorders.items()}
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def head_arguments():
+    hidden, weight = empty(N, D, dtype=torch.bfloat16), empty(V, D, dtype=torch.bfloat16)
+    return hidden, weight, None, empty(N, dtype=torch.long)
+
+
+def test_a_value_that_is_asked_for_is_an_error(launches):
+    for ask in (lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], bool):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            ask(empty(1))
+
+
+@pytest.mark.parametrize("statistics", ["", ",".join(STATISTICS)])
+@pytest.mark.parametrize("way", ["nothing", "frozen", "kept", "recomputed"])
+def test_a_head_waits_for_nothing(way, statistics, launches):
+    tiles = _Tiles.of(V, torch.bfloat16, torch.device("meta"))
+    keep = {"kept": N, "recomputed": tiles.kept(N, torch.bfloat16, MEMORY_BUDGET)}.get(way, 0)
+    inputs = head_arguments()
+    kept, jacobian, *results = _fwd._init_fn(*inputs, *TRANSFORM, statistics, torch.bfloat16, keep, way == "frozen")
+    steps = -(-N // tiles.rows)
+    assert len(launches["forward"]) == len(launches["targets"]) == steps > 1
+    assert sum(rows for (rows,) in launches["forward"]) == N
+    if way == "nothing":
+        return
+    of_entropy = empty(N) if statistics and way != "kept" else None
+    needs = [True, way != "frozen", False]
+    grads = _bwd._init_fn(empty(N), of_entropy, *inputs, kept, jacobian, results[:4], *TRANSFORM, torch.bfloat16, needs)
+    assert [x.shape for x in grads[:2]] == [(N, D), (V, D) if needs[1] else (0,)]
+    multiplied_again = steps if of_entropy is not None else steps - -(-keep // tiles.rows)
+    assert len(launches["backward"]) == (0 if way == "frozen" and of_entropy is None else multiplied_again)
+
+
+def test_logits_wait_for_nothing(launches):
+    logits, targets = empty(64, V, dtype=torch.bfloat16), empty(64, dtype=torch.long)
+    results = token_fwd._init_fn(logits, targets, *TRANSFORM, "")
+    grad = token_bwd._init_fn(empty(64), None, logits, targets, results[:4], *TRANSFORM)
+    assert grad.shape == logits.shape
+    assert len(launches["forward"]) == len(launches["backward"]) == 1
