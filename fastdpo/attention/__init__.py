@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from ..ops.packed_attention import packed_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PRIOR = ("sdpa", "eager")
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+PRIOR = ("sdpa", "eager", *FLASH)
 """Attention implementations that a model may have had before."""
 
 _PREFIX = "fastdpo_"
+_FLASH, _HIDDEN = "flash_attention_", "fa"  # a name with "flash" in it makes transformers look for a package of it
 
 HARMLESS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
 """What some families hand to their attention beside what `packed_attention` takes, and what it does without."""
@@ -65,7 +67,7 @@ def switch(model: PreTrainedModel) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     prior = implementation(model)
-    name = _PREFIX + prior
+    name = _PREFIX + prior.replace(_FLASH, _HIDDEN)
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     model.set_attn_implementation(name)
@@ -81,7 +83,8 @@ def restore(model: PreTrainedModel, prior: str) -> None:
 
 def implementation(model: PreTrainedModel) -> str:
     """The model's implementation, or the one it had before `switch`."""
-    return (model.config._attn_implementation or "eager").removeprefix(_PREFIX)
+    name = model.config._attn_implementation or "eager"
+    return name.removeprefix(_PREFIX).replace(_HIDDEN, _FLASH) if name.startswith(_PREFIX) else name
 
 
 def _attention(prior: str) -> Callable:
@@ -93,18 +96,40 @@ def _attention(prior: str) -> Callable:
             seen.windows.add(kwargs.get("sliding_window"))
             seen.dropout = max(seen.dropout, kwargs.pop("dropout", 0.0))  # seen, and left out
         if not packed:
-            return _prior_forward(prior, module)(module, query, key, value, attention_mask, *args, **kwargs)
+            return _prior_forward(prior, module, query, key, value, attention_mask, *args, **kwargs)
+        if prior in FLASH:
+            query, key, value = _halves(module, query, key, value)
         return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward
 
 
-def _prior_forward(prior: str, module: nn.Module) -> Callable:
+def _prior_forward(prior: str, module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     if prior == "eager":  # each modeling file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return ALL_ATTENTION_FUNCTIONS[prior]
+    if prior in FLASH:  # they take their name from the configuration
+        module = _Changed(module, config=_Changed(module.config, _attn_implementation=prior))
+    return ALL_ATTENTION_FUNCTIONS[prior](module, *args, **kwargs)
+
+
+class _Changed:
+    """An object, some of whose attributes are others."""
+
+    def __init__(self, base: object, **attributes: object) -> None:
+        self.__dict__.update(attributes, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def _halves(module: nn.Module, *tensors: Tensor) -> Iterator[Tensor]:
+    """As transformers hands them to flash attention: what layers in float32 left wide is brought back."""
+    from transformers.integrations.flash_attention import get_target_dtype
+
+    dtype = get_target_dtype(tensors[0], module)
+    return (x if dtype is None else x.to(dtype) for x in tensors)
 
 
 def _packed_forward(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from .attention_layouts import tiled
 from .logit_rows import Transform, accumulator
 
 BLOCK = 128  # queries of a window's block: it computes window + BLOCK scores a query, of which it needs window
@@ -41,12 +41,7 @@ def blocks(op: str, rows: Tensor, tokens: int, window: int, room: int | None) ->
         window: at most T.
         room: how many scores of a head a product may have; None if they are not stored.
     """
-    end = 0
-    for prefix, prefix_length, own, own_length in rows.tolist():
-        tiled = own == end and own_length > 0 and prefix >= 0 and prefix_length >= 0 and prefix + prefix_length <= own
-        row = (prefix, prefix_length, own, own_length)
-        checks.require(tiled, op, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
-        end = own + own_length
+    for prefix, prefix_length, own, own_length in tiled(op, rows, tokens):
         for a, b, sees_prefix in _cuts(prefix_length, own_length, window, room):
             first = max(0, a - window + 1)
             keys = [Keys(slice(own + first, own + b), a - first)]
@@ -55,7 +50,6 @@ def blocks(op: str, rows: Tensor, tokens: int, window: int, room: int | None) ->
                 first = max(0, position - window + 1)
                 keys.append(Keys(slice(prefix + first, prefix + prefix_length), position - first))
             yield slice(own + a, own + b), keys
-    checks.require(end == tokens, op, "rows", "tile [0, {})", f"[0, {end})", tokens)
 
 
 def _cuts(prefix_length: int, own_length: int, window: int, room: int | None) -> Iterator[tuple[int, int, bool]]:

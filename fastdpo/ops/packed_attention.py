@@ -1,6 +1,7 @@
-"""Attention over a packed buffer: rows see their prefix and, causally, themselves. Nothing is copied.
+"""Attention over a packed buffer: rows see their prefix and, causally, themselves.
 
-A row's queries attend in two parts, themselves (causal) and their prefix (everything), merged by log-sum-exp:
+GPUs compute a whole layout at once (`attention_backends`). Elsewhere it is computed in pieces, and nothing is copied:
+a row's queries attend in two parts, themselves (causal) and their prefix (everything), merged by log-sum-exp:
 `out = out_o exp(lse_o - lse) + out_p exp(lse_p - lse)`, `lse = log(exp(lse_o) + exp(lse_p))`. A sink s is a third part,
 whose out is 0 and whose lse is s. In the backward each part is given the merged `out` and `lse`, with which the
 flash-attention backward (arXiv 2307.08691, algorithm 2) yields that part's share of the whole softmax's gradient; that
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .attention_backends import backend
+from .attention_flash import Options, with_sinks
 from .attention_pieces import Flash, Math, blocks
 from .logit_rows import accumulator
 
@@ -33,6 +36,9 @@ def _fwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v] and log-sum-exp of the scores [H, T], sinks among them."""
+    whole = backend(query, value, rows, Options(scale, window, softcap))
+    if whole is not None:
+        return whole.forward(query, key, value, sinks)
     out, lse = _fwd_results(query, key, value, rows, sinks, scale, window, softcap)
     q, k, v, o = (x.transpose(0, 1)[None] for x in (query, key, value, out))  # [1, H, T, D]
     attend = _way(query, value, scale, window, softcap)
@@ -43,11 +49,7 @@ def _fwd(
             part, part_lse = reduce(_merge, parts)
             o[:, :, at] = part
             lse[None, :, at] = part_lse
-        if sinks is not None:
-            logits = sinks.to(lse.dtype)[:, None]
-            out.mul_(torch.sigmoid(lse - logits).t()[..., None])
-            lse = torch.logaddexp(lse, logits)
-    return out, lse
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def _fwd_results(query, key, value, rows, sinks, scale, window, softcap):
@@ -80,9 +82,22 @@ def _bwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks, the last empty where there are none."""
-    wide = accumulator(query.dtype)
+    whole = backend(query, value, rows, Options(scale, window, softcap))
+    if whole is not None:
+        gradients = whole.backward(grad, query, key, value, out, lse)
+    else:
+        gradients = _bwd_in_pieces(grad, query, key, value, out, lse, rows, scale, window, softcap)
+    dsinks = query.new_empty(0)
+    if sinks is not None:
+        wide = lse.dtype
+        p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
+        dsinks = -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
+    return *gradients, dsinks
+
+
+def _bwd_in_pieces(grad, query, key, value, out, lse, rows, scale, window, softcap) -> tuple[Tensor, Tensor, Tensor]:
     dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    dkey, dvalue = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (key, value))  # sums of many parts
+    dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # of many parts
     inputs = (grad, query, key, value, out, dquery, dkey, dvalue)
     g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
     attend = _way(query, value, scale, window, softcap)
@@ -93,11 +108,7 @@ def _bwd(
                 parts = attend.backward(grads, queries, outs, lses, k[:, :, seen], v[:, :, seen], offset)
                 for total, span, part in zip((dq, dk, dv), (at, seen, seen), parts, strict=True):
                     total[:, :, span].add_(part)
-        dsinks = query.new_empty(0)
-        if sinks is not None:
-            p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
-            dsinks = -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
-    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), dsinks
+    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
 
 
 @_bwd.register_fake
@@ -134,10 +145,11 @@ def packed_attention(
 ) -> Tensor:
     """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
 
-    Meaning: `fastdpo.ops.reference.packed_attention`. On a CPU it runs torch's flash attention a piece of a row at a
-    time. Elsewhere, and with a softcap, plain matrix products, in blocks of queries whose scores take at most 64 MiB
-    (16 on a CPU) or are one query's; a few such buffers at a time. Memory beside the result: `[H, T]` log-sum-exps.
-    With a window, time and memory are linear in the length of a row.
+    Meaning: `fastdpo.ops.reference.packed_attention`. On GPUs it runs torch's flash attention or fastdpo's kernels
+    (`fastdpo.ops.attention_backends` says which, and when); on a CPU torch's flash attention, a piece of a row at a
+    time. Elsewhere, and with a softcap on a CPU, plain matrix products, in blocks of queries whose scores take at most
+    64 MiB (16 on a CPU) or are one query's; a few such buffers at a time. Memory beside the result: `[H, T]`
+    log-sum-exps. With a window, time and memory are linear in the length of a row.
 
     Args:
         query: [T, H, D] floating point. Under autocast all three are cast, as in `scaled_dot_product_attention`.

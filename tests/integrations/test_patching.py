@@ -4,16 +4,19 @@ import inspect
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.trainer import dpo_trainer
-from trl_runs import assert_fused, build, tiny_model, train
+from trl_runs import assert_fused, assert_same, build, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import patching
@@ -215,6 +218,42 @@ def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
     assert torch.equal(model(**batch).logits, logits)
     assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), generated)
     assert "fastdpo" not in model.config.to_json_string(use_diff=False), "what is saved names nothing of ours"
+
+
+@pytest.fixture
+def flash_attention_2(monkeypatch):
+    """Lets models be set to flash attention, in whose place is torch's, over the 2-D mask that it gets."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        assert module.config._attn_implementation == "flash_attention_2"  # by which transformers finds the package
+        n_q, n_k = query.shape[2], key.shape[2]
+        visible = torch.ones(n_q, n_k, dtype=torch.bool).tril(n_k - n_q)[None, None]
+        if attention_mask is not None:
+            assert attention_mask.dim() == 2
+            visible = visible & attention_mask[:, None, None].bool()
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+        return out.nan_to_num().transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", attend)
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **options: name)
+
+
+def test_a_model_with_flash_attention(tmp_path, flash_attention_2):
+    runs = []
+    for name in ("stock", "patched"):
+        models = tiny_model(), tiny_model(seed=1)
+        for model in models:
+            model.set_attn_implementation("flash_attention_2")
+        with fastdpo.patched() if name == "patched" else nullcontext():
+            runs.append(train(tmp_path / name, *models))
+            if name == "patched":
+                assert models[0].config._attn_implementation == "fastdpo_fa2"
+                batch = dict(input_ids=IDS, attention_mask=(torch.arange(6) > torch.tensor([[0], [2]])).long())
+                padded = models[0].eval()(**batch).logits
+        assert models[0].config._attn_implementation == "flash_attention_2"
+    assert_same(*runs)
+    assert_fused(runs[1], policy=3, reference=3)
+    assert torch.equal(padded, models[0](**batch).logits)
 
 
 def test_signature_and_unwrapping_survive(tmp_path):

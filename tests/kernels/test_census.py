@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fastdpo.kernels import token_logps as kernels  # noqa: E402
+from fastdpo.kernels import gather_keys, linear_exp, linear_logps, packed_attention, token_logps  # noqa: E402
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -19,52 +19,64 @@ TARGETS = {
     "sm100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FORWARD, BACKWARD = kernels._token_logps_fwd_kernel, kernels._token_logps_bwd_kernel
-CASES = {  # a kernel, and the results or upstream gradients that TRL's DPOTrainer has it compute
-    "forward": (FORWARD, {}),  # of the reference model
-    "forward, statistics": (FORWARD, dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")),
-    "backward": (BACKWARD, dict(grad_logps_ptr="*fp32")),
-    "backward, entropy": (BACKWARD, dict(grad_logps_ptr="*fp32", grad_entropy_ptr="*fp32")),
+FORWARD, BACKWARD = token_logps._token_logps_fwd_kernel, token_logps._token_logps_bwd_kernel
+STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # that TRL's DPOTrainer shows
+OF_LOGITS = {
+    **dict.fromkeys(("logits_ptr", "grad_ptr"), "*bf16"),
+    **dict.fromkeys(("logps_ptr", "shift_ptr", "others_ptr", "total_ptr"), "*fp32"),
+    **dict(targets_ptr="*i64", stride="i32", grad_stride="i32", V="i32"),
+    **dict(LANES=token_logps.LANES, BLOCK_V=token_logps.BLOCK_V, VEC=8, ALIGNED=True),
+}
+TILE = dict(target_logits_ptr="*fp32", tile_ptr="*bf16", tile_stride="i32")
+CASES = {  # a kernel, and its arguments as the launchers give them: of bfloat16, and the results that are asked for
+    "forward": (FORWARD, OF_LOGITS),  # of the reference model
+    "forward, statistics": (FORWARD, {**OF_LOGITS, **STATISTICS}),
+    "forward of a head": (FORWARD, {**OF_LOGITS, **STATISTICS, **TILE}),
+    "backward": (BACKWARD, {**OF_LOGITS, "grad_logps_ptr": "*fp32"}),
+    "backward, entropy": (BACKWARD, {**OF_LOGITS, "grad_logps_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}),
+    "backward of a head": (BACKWARD, OF_LOGITS),  # a gradient tile, again
 }
 # Registers a thread may take, beside what Triton 3.9 came to. They are what occupancy depends on: a multiprocessor of
 # NVIDIA's holds 8 programs of 8 warps at 32 registers, 6 at 40, 5 at 48, 4 at 64; one of gfx942 is full at 64.
 CEILINGS = {
     "forward": dict(sm80=48, sm90=40, sm100=40, gfx942=48),  # 47, 32, 38, 36
     "forward, statistics": dict(sm80=64, sm90=64, sm100=64, gfx942=48),  # 61, 56, 53, 41
+    "forward of a head": dict(sm80=64, sm90=64, sm100=64, gfx942=64),
     "backward": dict(sm80=40, sm90=40, sm100=40, gfx942=48),  # 32, 30, 32, 31
-    "backward, entropy": dict(sm80=48, sm90=40, sm100=48, gfx942=48),  # 40, 32, 40, 36
+    "backward, entropy": dict(sm80=64, sm90=64, sm100=64, gfx942=64),
+    "backward of a head": dict(sm80=40, sm90=40, sm100=40, gfx942=48),
 }
 VARIANTS = {  # what other models bring
     "softcap": dict(scale="fp32", cap="fp32"),
-    "float32 logits": dict(logits_ptr="*fp32", grad_ptr="*fp32"),
+    "float32 logits": dict(logits_ptr="*fp32", grad_ptr="*fp32", tile_ptr="*fp32", VEC=4),
     "rows not aligned": dict(ALIGNED=False),
 }
+ALIGNED = {"logits_ptr", "grad_ptr", "tile_ptr", "targets_ptr", "stride", "grad_stride", "tile_stride", "V"}
 
 
-def compile_for(target, case, variant=None):
-    """The kernel as its launcher would have it compiled: bfloat16, a vocabulary that is a multiple of 16."""
-    kernel, asked = CASES[case]
-    given = {
-        **dict.fromkeys(("logits_ptr", "grad_ptr"), "*bf16"),
-        **dict.fromkeys(("logps_ptr", "shift_ptr", "others_ptr", "total_ptr"), "*fp32"),
-        **dict(targets_ptr="*i64", stride="i32", V="i32"),
-        **dict(LANES=kernels.LANES, BLOCK_V=kernels.BLOCK_V, VEC=8, ALIGNED=True),
-        **asked,
-        **VARIANTS.get(variant, {}),
-    }
-    if given["logits_ptr"] == "*fp32":
-        given["VEC"] = 4
-    types = {name: given.get(name) for name in kernel.arg_names}
+def compile_for(target, kernel, arguments, aligned=frozenset(), **options):
+    """The kernel for these types and constants; what is not named is None."""
+    types = {name: arguments.get(name) for name in kernel.arg_names}
     types = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in types.items()}
-    aligned = ("logits_ptr", "grad_ptr", "targets_ptr", "stride", "V") if given["ALIGNED"] else ()
     source = ASTSource(
         kernel,
         types,
-        {name: given.get(name) for name, kind in types.items() if kind == "constexpr"},
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in types},
+        {name: arguments.get(name) for name, kind in types.items() if kind == "constexpr"},
+        {
+            (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in types.items()
+            if name in aligned and kind != "constexpr"
+        },
     )
-    options = dict(num_warps=kernels.NUM_WARPS, enable_fp_fusion=True)
-    return triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=TARGETS[target], options={"enable_fp_fusion": True, **options})
+
+
+def compile_case(target, case, variant=None):
+    kernel, arguments = CASES[case]
+    given = VARIANTS.get(variant, {})
+    arguments = {**arguments, **{name: kind for name, kind in given.items() if name != "tile_ptr" or name in arguments}}
+    aligned = ALIGNED if arguments["ALIGNED"] else frozenset()
+    return compile_for(target, kernel, arguments, aligned, num_warps=token_logps.NUM_WARPS)
 
 
 def registers_and_spills(compiled, target, folder):
@@ -82,23 +94,23 @@ def registers_and_spills(compiled, target, folder):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_registers_leave_room_for_enough_programs(case, target, tmp_path):
-    registers, spills = registers_and_spills(compile_for(target, case), target, tmp_path)
+    registers, spills = registers_and_spills(compile_case(target, case), target, tmp_path)
     assert spills == 0
     assert registers <= CEILINGS[case][target]
 
 
 @pytest.mark.parametrize("target", ["sm80", "gfx942"])  # the most registers on either side
-@pytest.mark.parametrize("case", ["forward, statistics", "backward, entropy"])  # the most that each can be asked for
+@pytest.mark.parametrize("case", ["forward of a head", "backward, entropy"])  # the most that each can be asked for
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_variant_spills(variant, case, target, tmp_path):
-    assert registers_and_spills(compile_for(target, case, variant), target, tmp_path)[1] == 0
+    assert registers_and_spills(compile_case(target, case, variant), target, tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_addressed_in_64_bits(case):
     """16.7k tokens of 128k words are beyond int32; no CPU has the memory to try."""
-    ir = compile_for("sm90", case).asm["ttir"]
-    for pointer in ("logits_ptr", "grad_ptr") if case.startswith("backward") else ("logits_ptr",):
+    ir = compile_case("sm90", case).asm["ttir"]
+    for pointer in {"logits_ptr", "grad_ptr", "tile_ptr"} & {*re.findall(r"%(\w+)", ir)}:
         (offset,) = re.findall(rf"tt\.addptr %{pointer}, (%\S+) : !tt\.ptr<bf16>, i64", ir)
         row, size = re.search(rf"{offset} = arith\.muli (%\S+), (%\S+) : i64", ir).groups()
         for factor in (row, size):
@@ -108,7 +120,140 @@ def test_rows_are_addressed_in_64_bits(case):
 @pytest.mark.parametrize(("target", "load"), [("sm90", "ld.global.v4.b32"), ("gfx942", "global_load_dwordx4")])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_loaded_16_bytes_at_a_time(case, target, load):
-    asm = compile_for(target, case).asm
+    asm = compile_case(target, case).asm
     code = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
     assert load in code
     assert len(re.findall(r"ld\.global\S*b16|global_load_ushort", code)) <= 1  # the target's own
+
+
+def attention_arguments(d, d_v, size, **features):
+    """As the launchers give them: bfloat16, 32 heads of queries on 8 of keys."""
+    return {
+        **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
+        **dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32"),
+        **dict.fromkeys(("rows_ptr", "blocks_ptr", "readers_ptr", "first_reader_ptr"), "*i32"),
+        **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
+        **dict(T="i32", scale="fp32", gain="fp32", H=32, H_KV=8, D=d, D_V=d_v),
+        **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
+        **dict(BLOCK_Q=size.queries, BLOCK_K=size.keys),
+        **features,
+    }
+
+
+ATTENTION = {
+    "forward": packed_attention._packed_attention_fwd_kernel,
+    "queries": packed_attention._packed_attention_dq_kernel,
+    "keys": packed_attention._packed_attention_dkv_kernel,
+}
+FEATURES = {
+    "plain": {},
+    "all": dict(window="i32", cap="fp32", sinks_ptr="*fp32"),
+}
+PRODUCTS = {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm100": "tcgen05.mma", "gfx942": "v_mfma"}
+
+
+def compile_attention(target, name, d, features="plain"):
+    size = dict(zip(ATTENTION, packed_attention.cut(d, d), strict=True))[name]
+    arguments = attention_arguments(d, d, size, **FEATURES[features])
+    pointers = {name for name, kind in arguments.items() if isinstance(kind, str) and kind.startswith("*")}
+    aligned = pointers | {name for name in arguments if name.startswith("stride")}
+    return compile_for(target, ATTENTION[name], arguments, aligned, num_warps=size.warps, num_stages=size.stages)
+
+
+SPILLS = {  # bytes of the stack of heads 128 wide, beside what Triton 3.9 came to; of other kernels, none
+    ("forward", "sm80"): 64,  # 56
+    **dict.fromkeys([("forward", "sm100"), ("keys", "sm100")], 96),  # 48 and 88
+    ("keys", "gfx942"): 16,  # 11
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_spills_little_and_multiplies_on_tensor_cores(name, target, tmp_path):
+    compiled = compile_attention(target, name, 128)
+    _, spills = registers_and_spills(compiled, target, tmp_path)
+    assert spills <= SPILLS.get((name, target), 0)
+    assert PRODUCTS[target] in (compiled.asm.get("ptx") or compiled.asm["amdgcn"])
+
+
+@pytest.mark.parametrize(("d", "features"), [(64, "plain"), (256, "plain"), (128, "all")])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_other_models(name, d, features, tmp_path):
+    compiled = compile_attention("sm90", name, d, features)
+    assert d == 256 or registers_and_spills(compiled, "sm90", tmp_path)[1] <= 48
+    assert PRODUCTS["sm90"] in compiled.asm["ptx"]
+
+
+BLOCKS = linear_exp.Blocks()
+
+
+def compile_fused_head(target, tma, asked):
+    """The product that ends in the exponential, of bfloat16; `asked`: the pointers that are given beside."""
+    arguments = {
+        "hidden": f"tensordesc<bf16[{BLOCKS.tokens}, {BLOCKS.width}]>" if tma else "*bf16",
+        "weight": f"tensordesc<bf16[{BLOCKS.words}, {BLOCKS.width}]>" if tma else "*bf16",
+        **dict(targets_ptr="*i64", anchors_ptr="*fp32", others_ptr="*fp32"),
+        **dict(N="i32", V="i32", D="i32", stride_n="i32", stride_v="i32"),
+        **dict(BLOCK_N=BLOCKS.tokens, BLOCK_V=BLOCKS.words, BLOCK_D=BLOCKS.width, TMA=tma),
+        **asked,
+    }
+    aligned = {"hidden", "weight", "tile_ptr", "stride_n", "stride_v", "tile_stride", "V", "D"} - (
+        {"hidden", "weight"} if tma else set()
+    )
+    options = dict(num_warps=BLOCKS.warps, num_stages=BLOCKS.stages)
+    return compile_for(target, linear_exp._linear_exp_kernel, arguments, aligned, **options)
+
+
+@pytest.mark.parametrize(("target", "tma"), [("sm80", False), ("sm90", True), ("sm90", False), ("sm100", True)])
+@pytest.mark.parametrize("asked", ["nothing", "tile", "tile and statistics"])
+def test_a_fused_head_keeps_to_its_registers(asked, target, tma, tmp_path):
+    given = {} if asked == "nothing" else dict(tile_ptr="*bf16", tile_stride="i32")
+    if "statistics" in asked:
+        given |= dict(weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
+    compiled = compile_fused_head(target, tma, given)
+    _, spills = registers_and_spills(compiled, target, tmp_path)
+    assert spills <= 64
+    assert PRODUCTS[target] in compiled.asm["ptx"]
+    assert not tma or "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+SMALL = {  # kernels that only move bytes, and their arguments
+    "targets": (
+        linear_logps._target_logits_kernel,
+        {
+            **dict(out_ptr="*fp32", hidden_ptr="*bf16", weight_ptr="*bf16", bias_ptr="*bf16", targets_ptr="*i64"),
+            **dict(stride_n="i32", stride_v="i32", stride_d=1, D="i32", V="i32", BLOCK_D=linear_logps.BLOCK_D),
+        },
+        linear_logps.NUM_WARPS,
+    ),
+    "gather": (
+        gather_keys._gather_keys_fwd_kernel,
+        {
+            **dict.fromkeys(("key_out_ptr", "value_out_ptr", "key_ptr", "value_ptr"), "*bf16"),
+            **dict.fromkeys((f"{x}_stride_{y}" for x in ("key", "value") for y in "th"), "i32"),
+            **dict(index_ptr="*i32", HEADS=8, D=128, D_V=128, BLOCK=1024),
+        },
+        gather_keys.NUM_WARPS,
+    ),
+    "sums over readers": (
+        gather_keys._gather_keys_bwd_kernel,
+        {
+            **dict.fromkeys(("key_grad_ptr", "value_grad_ptr", "placed_key_ptr", "placed_value_ptr"), "*bf16"),
+            **dict(readers_ptr="*i32", first_reader_ptr="*i32", KEY_WIDTH=1024, VALUE_WIDTH=1024, BLOCK=1024),
+        },
+        gather_keys.NUM_WARPS,
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", SMALL)
+def test_kernels_that_move_bytes_load_vectors(name, target, tmp_path):
+    kernel, arguments, warps = SMALL[name]
+    aligned = {x for x, kind in arguments.items() if isinstance(kind, str) and (kind[0] == "*" or "stride" in x)}
+    compiled = compile_for(target, kernel, arguments, aligned | {"D", "V"}, num_warps=warps)
+    registers, spills = registers_and_spills(compiled, target, tmp_path)
+    assert spills == 0
+    assert registers <= 64
+    code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    assert re.search(r"ld\.global(\.\S+)?\.v[24]\.b32|(global|buffer)_load_dwordx[24]", code)

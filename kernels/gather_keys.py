@@ -1,0 +1,137 @@
+"""Keys and values of packed tokens laid out a row after the other, each behind the prefix that its row sees.
+
+    key [T, H_kv, D], value [T, H_kv, D_v]    any strides, but the last 1
+    index [M]                                 int32, the token that each place of the result holds
+    readers [M], first_reader [T + 1]         int32, the same the other way round: which places hold a token, ascending
+
+What flash attention over sequences of several lengths takes. The gradient of a token is the sum over its places, in
+float32 and in their order, rounded once: without atomics, the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_WARPS = 4
+
+
+@triton.jit
+def _copy(out_ptr, x_ptr, place, token, stride_t, stride_h, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """All heads of a token to their place, `BLOCK` values at a time."""
+    for start in tl.static_range(0, HEADS * D, BLOCK):
+        off = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + token * stride_t + (off // D) * stride_h + off % D, mask=off < HEADS * D)
+        tl.store(out_ptr + place * (HEADS * D) + off, x, mask=off < HEADS * D)
+
+
+@triton.jit
+def _gather_keys_fwd_kernel(
+    key_out_ptr,  # [M, H_kv, D]
+    value_out_ptr,  # [M, H_kv, D_v]
+    key_ptr,
+    value_ptr,
+    index_ptr,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a place."""
+    place = tl.program_id(0).to(tl.int64)
+    token = tl.load(index_ptr + place).to(tl.int64)
+    _copy(key_out_ptr, key_ptr, place, token, key_stride_t, key_stride_h, HEADS, D, BLOCK)
+    _copy(value_out_ptr, value_ptr, place, token, value_stride_t, value_stride_h, HEADS, D_V, BLOCK)
+
+
+@triton.jit
+def _sum(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        off = start + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in range(first, last):
+            place = tl.load(readers_ptr + i).to(tl.int64)
+            total += tl.load(placed_ptr + place * WIDTH + off, mask=off < WIDTH, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + token * WIDTH + off, total, mask=off < WIDTH)
+
+
+@triton.jit
+def _gather_keys_bwd_kernel(
+    key_grad_ptr,  # [T, H_kv, D]
+    value_grad_ptr,  # [T, H_kv, D_v]
+    placed_key_ptr,  # [M, H_kv, D]
+    placed_value_ptr,  # [M, H_kv, D_v]
+    readers_ptr,
+    first_reader_ptr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    first, last = tl.load(first_reader_ptr + token), tl.load(first_reader_ptr + token + 1)
+    _sum(key_grad_ptr, placed_key_ptr, token, first, last, readers_ptr, KEY_WIDTH, BLOCK)
+    _sum(value_grad_ptr, placed_value_ptr, token, first, last, readers_ptr, VALUE_WIDTH, BLOCK)
+
+
+def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, H_kv, D] and [M, H_kv, D_v], contiguous."""
+    (_, heads, d), d_v = key.shape, value.shape[2]
+    shapes = ((len(index), *x.shape[1:]) for x in (key, value))
+    placed_key, placed_value = (torch.empty(shape, dtype=key.dtype, device=key.device) for shape in shapes)
+    with torch.cuda.device_of(key):
+        _gather_keys_fwd_kernel[(len(index),)](
+            placed_key,
+            placed_value,
+            key,
+            value,
+            index,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            HEADS=heads,
+            D=d,
+            D_V=d_v,
+            BLOCK=_block(heads * max(d, d_v)),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )
+    return placed_key, placed_value
+
+
+def gather_keys_bwd(
+    placed_key: Tensor,  # [M, H_kv, D] gradient, contiguous
+    placed_value: Tensor,  # [M, H_kv, D_v] gradient, contiguous
+    readers: Tensor,
+    first_reader: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients [T, H_kv, D] and [T, H_kv, D_v]."""
+    tokens = len(first_reader) - 1
+    shapes = ((tokens, *x.shape[1:]) for x in (placed_key, placed_value))
+    key_grad, value_grad = (torch.empty(shape, dtype=placed_key.dtype, device=placed_key.device) for shape in shapes)
+    widths = [x.shape[1] * x.shape[2] for x in (placed_key, placed_value)]
+    with torch.cuda.device_of(placed_key):
+        _gather_keys_bwd_kernel[(tokens,)](
+            key_grad,
+            value_grad,
+            placed_key,
+            placed_value,
+            readers,
+            first_reader,
+            KEY_WIDTH=widths[0],
+            VALUE_WIDTH=widths[1],
+            BLOCK=_block(max(widths)),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )
+    return key_grad, value_grad
+
+
+def _block(width: int) -> int:
+    """Eight values a thread, or as many as there are."""
+    return min(triton.next_power_of_2(width), NUM_WARPS * 32 * 8)

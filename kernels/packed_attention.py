@@ -1,0 +1,556 @@
+"""Attention over a packed buffer: rows see their prefix and, causally, themselves. Nothing is copied.
+
+    q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v]   float16, bfloat16 or float32; any strides, but the last 1
+    rows [S, 4]     int32, (prefix start, prefix length, own start, own length); the own tokens tile [0, T)
+    sinks [H]       float32 or None
+    z = scale q.k, or cap tanh(scale q.k / cap)
+
+    lse_i = log(sum_j exp(z_ij) + exp(sink))        p_ij = exp(z_ij - lse_i)        out_i = sum_j p_ij v_j
+    delta_i = d out_i . out_i                       d z_ij = p_ij (d out_i . v_j - delta_i)
+
+The query at position b of its row sees the key at position a, of the prefix or of its own tokens, iff 0 <= b - a and,
+with a window, b - a < window (the algorithms of arXiv 2307.08691, over two ranges of keys).
+
+A program takes a block of a row's tokens: of queries, for the output and their gradient; of keys, for theirs, over the
+queries of the row itself and of the rows that have those keys in their prefix, in a fixed order. No atomics: the same
+bits every time. Exponentials are base 2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .token_logps import LOG2E, _transform
+
+LN2 = tl.constexpr(0.6931471805599453)
+BLOCK_T = 64  # of delta
+
+
+class Blocks(NamedTuple):
+    """A layout on the device, cut for the kernels. All int32, the blocks with the most work first."""
+
+    rows: Tensor  # [S, 4]
+    queries: Tensor  # [B, 2] row, and the first of the block among its own tokens
+    keys: Tensor  # [B', 2] likewise
+    readers: Tensor  # [R] rows, first those that have keys of row 0 in their prefix
+    first_reader: Tensor  # [S + 1] where those of each row begin
+
+
+class Sizes(NamedTuple):
+    """Of blocks, and how a program runs."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Cut(NamedTuple):
+    """The sizes of each kernel, of which the last block of every row is the rest."""
+
+    forward: Sizes
+    of_queries: Sizes  # the backward's
+    of_keys: Sizes
+
+
+def cut(d: int, d_v: int) -> Cut:
+    """Found with the compilers alone: blocks that spill nothing, or little, and that tensor cores take."""
+    width = max(d, d_v)
+    if width <= 64:
+        return Cut(Sizes(128, 64, 8, 3), Sizes(64, 32, 4, 2), Sizes(32, 64, 4, 2))
+    if width <= 128:
+        return Cut(Sizes(64, 64, 4, 2), Sizes(64, 32, 8, 2), Sizes(32, 64, 8, 1))
+    return Cut(Sizes(64, 32, 8, 2), Sizes(64, 32, 8, 1), Sizes(32, 64, 8, 1))
+
+
+@triton.jit
+def _rows_of(ptr, off_t, inside, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """[tokens, BLOCK_D] of a [T, D] operand, zero outside of it."""
+    off_d = tl.arange(0, BLOCK_D)
+    pointers = ptr + off_t.to(tl.int64)[:, None] * stride_t + off_d[None, :]
+    if MASKED and BLOCK_D != D:
+        x = tl.load(pointers, mask=inside[:, None] & (off_d < D)[None, :], other=0.0)
+    elif MASKED:
+        x = tl.load(pointers, mask=inside[:, None], other=0.0)
+    elif BLOCK_D != D:
+        x = tl.load(pointers, mask=(off_d < D)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def _put_rows(ptr, off_t, inside, stride_t, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    off_d = tl.arange(0, BLOCK_D)
+    pointers = ptr + off_t.to(tl.int64)[:, None] * stride_t + off_d[None, :]
+    tl.store(pointers, x, mask=inside[:, None] & (off_d < D)[None, :])
+
+
+@triton.jit
+def _sees(distance, window):
+    """Whether a query sees a key that is so many positions before it."""
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    return visible
+
+
+@triton.jit
+def _slope(z, cap):
+    """d z / d (scale q.k), from a capped z."""
+    tanh = z * (1.0 / tl.cast(cap, tl.float32))
+    return 1.0 - tanh * tanh
+
+
+@triton.jit
+def _seen_by(first, length, window, BLOCK_K: tl.constexpr):
+    """Which keys [begin, end) before its own a block sees whose first query is at this position, out of `length`.
+
+    And the end of the part of which every query sees everything, in whole blocks.
+    """
+    begin = 0
+    whole = length // BLOCK_K * BLOCK_K
+    if window is not None:
+        begin = tl.maximum(first - window + 1, 0)
+        whole = begin
+    return begin, whole
+
+
+@triton.jit
+def _fold(
+    acc, m, total, q, k_ptr, v_ptr, positions, begin, end, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Folds keys [begin, end) into a running output, maximum and sum of exponentials."""
+    for start in range(begin, end, BLOCK_K):
+        off_k = start + tl.arange(0, BLOCK_K)
+        inside = off_k < end
+        k = _rows_of(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
+        z = _transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
+        if MASKED:
+            visible = inside[None, :] & _sees(positions[:, None] - off_k[None, :], window)
+            z = tl.where(visible, z, -float("inf"))
+        old, m = m, tl.maximum(m, tl.max(z, 1))
+        shift = tl.where(m == -float("inf"), 0.0, m)
+        factor = tl.exp2(old - shift)
+        p = tl.exp2(z - shift[:, None])
+        total = total * factor + tl.sum(p, 1)
+        v = _rows_of(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
+    return acc, m, total
+
+
+@triton.jit(do_not_specialize=["T"])
+def _packed_attention_fwd_kernel(
+    out_ptr,  # [T, H, D_v] contiguous
+    lse_ptr,  # [H, T] float32
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,  # [H] float32 or None
+    rows_ptr,
+    blocks_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    T,
+    window,  # int or None
+    scale,  # float, as cap in base 2
+    cap,  # float or None
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program a block of a row's queries and a head."""
+    row = tl.load(blocks_ptr + 2 * tl.program_id(0))
+    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1).to(tl.int64)
+    prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
+    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    k_ptr += head // (H // H_KV) * stride_kh
+    v_ptr += head // (H // H_KV) * stride_vh
+
+    off_q = first + tl.arange(0, BLOCK_Q)
+    inside = off_q < own_length
+    q = _rows_of(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    if sinks_ptr is not None:
+        m = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks_ptr + head) * LOG2E
+        total = tl.full([BLOCK_Q], 1.0, tl.float32)
+    else:
+        m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+
+    k, v = k_ptr + prefix * stride_kt, v_ptr + prefix * stride_vt
+    begin, whole = _seen_by(length + first, length, window, BLOCK_K)
+    acc, m, total = _fold(
+        acc, m, total, q, k, v, length + off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    acc, m, total = _fold(
+        acc, m, total, q, k, v, length + off_q, whole, length, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
+    k, v = k_ptr + own * stride_kt, v_ptr + own * stride_vt
+    begin, whole = _seen_by(first, first, window, BLOCK_K)
+    end = tl.minimum(first + BLOCK_Q, own_length)
+    acc, m, total = _fold(
+        acc, m, total, q, k, v, off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    acc, m, total = _fold(
+        acc, m, total, q, k, v, off_q, whole, end, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
+    _put_rows(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, acc / total[:, None], D_V, BLOCK_DV)
+    tl.store(lse_ptr + head * T + own + off_q, (m + tl.log2(total)) * LN2, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _delta_kernel(
+    delta_ptr,  # [H, T] float32
+    out_ptr,  # [T, H, D_v] contiguous, as the next
+    grad_ptr,
+    T,
+    H: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    off_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = off_t < T
+    out = _rows_of(out_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
+    grad = _rows_of(grad_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(delta_ptr + head * T + off_t, delta, mask=inside)
+
+
+@triton.jit
+def _fold_dq(
+    dq, q, grad, lse, delta, k_ptr, v_ptr, positions, begin, end, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what keys [begin, end) contribute to the gradient of a block of queries."""
+    for start in range(begin, end, BLOCK_K):
+        off_k = start + tl.arange(0, BLOCK_K)
+        inside = off_k < end
+        k = _rows_of(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
+        v = _rows_of(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
+        z = _transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
+        p = tl.exp2(z - lse[:, None])
+        if MASKED:
+            p = tl.where(inside[None, :] & _sees(positions[:, None] - off_k[None, :], window), p, 0.0)
+        dz = p * (tl.dot(grad, v.T, input_precision="ieee") - delta[:, None])
+        if cap is not None:
+            dz *= _slope(z, cap)
+        dq = tl.dot(dz.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["T"])
+def _packed_attention_dq_kernel(
+    dq_ptr,  # [T, H, D] contiguous
+    grad_ptr,  # [T, H, D_v] contiguous
+    lse_ptr,  # [H, T] float32, as the next
+    delta_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    blocks_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    T,
+    window,  # int or None
+    scale,  # float, as cap in base 2
+    cap,  # float or None
+    gain,  # float, d z / d q.k
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program a block of a row's queries and a head."""
+    row = tl.load(blocks_ptr + 2 * tl.program_id(0))
+    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1).to(tl.int64)
+    prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
+    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    k_ptr += head // (H // H_KV) * stride_kh
+    v_ptr += head // (H // H_KV) * stride_vh
+
+    off_q = first + tl.arange(0, BLOCK_Q)
+    inside = off_q < own_length
+    q = _rows_of(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
+    grad = _rows_of(grad_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+    lse = tl.load(lse_ptr + head * T + own + off_q, mask=inside, other=0.0) * LOG2E
+    delta = tl.load(delta_ptr + head * T + own + off_q, mask=inside, other=0.0)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    k, v = k_ptr + prefix * stride_kt, v_ptr + prefix * stride_vt
+    begin, whole = _seen_by(length + first, length, window, BLOCK_K)
+    dq = _fold_dq(
+        dq, q, grad, lse, delta, k, v, length + off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    dq = _fold_dq(
+        dq, q, grad, lse, delta, k, v, length + off_q, whole, length, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
+    k, v = k_ptr + own * stride_kt, v_ptr + own * stride_vt
+    begin, whole = _seen_by(first, first, window, BLOCK_K)
+    end = tl.minimum(first + BLOCK_Q, own_length)
+    dq = _fold_dq(
+        dq, q, grad, lse, delta, k, v, off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    dq = _fold_dq(
+        dq, q, grad, lse, delta, k, v, off_q, whole, end, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
+    _put_rows(dq_ptr + (own * H + head) * D, off_q, inside, H * D, dq * gain, D, BLOCK_D)
+
+
+@triton.jit
+def _fold_dkv(
+    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, key_positions, valid, offset, begin, end,
+    stride_qt, window, scale, cap,
+    H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries [begin, end) of a row contribute to the gradients of a block of keys.
+
+    `offset` is the position of the row's first own token; `key_positions` are those of the keys, where `valid`.
+    """
+    for start in range(begin, end, BLOCK_Q):
+        off_q = start + tl.arange(0, BLOCK_Q)
+        inside = off_q < end
+        q = _rows_of(q_ptr, off_q, inside, stride_qt, D, BLOCK_D, True)
+        grad = _rows_of(grad_ptr, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+        lse = tl.load(lse_ptr + off_q, mask=inside, other=float("inf")) * LOG2E
+        delta = tl.load(delta_ptr + off_q, mask=inside, other=0.0)
+        z = _transform(tl.dot(k, q.T, input_precision="ieee"), scale, cap)  # [BLOCK_K, BLOCK_Q]
+        visible = valid[:, None] & _sees(offset + off_q[None, :] - key_positions[:, None], window)
+        p = tl.where(visible, tl.exp2(z - lse[None, :]), 0.0)
+        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+        dz = p * (tl.dot(v, grad.T, input_precision="ieee") - delta[None, :])
+        if cap is not None:
+            dz *= _slope(z, cap)
+        dk = tl.dot(dz.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["T"])
+def _packed_attention_dkv_kernel(
+    dk_ptr,  # [T, H_kv, D] contiguous
+    dv_ptr,  # [T, H_kv, D_v] contiguous
+    grad_ptr,  # [T, H, D_v] contiguous
+    lse_ptr,  # [H, T] float32, as the next
+    delta_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    blocks_ptr,
+    readers_ptr,
+    first_reader_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    T,
+    window,  # int or None
+    scale,  # float, as cap in base 2
+    cap,  # float or None
+    gain,  # float, d z / d q.k
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program a block of a row's keys and a head of theirs."""
+    row = tl.load(blocks_ptr + 2 * tl.program_id(0))
+    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1).to(tl.int64)
+    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    first_reader, last_reader = tl.load(first_reader_ptr + row), tl.load(first_reader_ptr + row + 1)
+
+    off_k = first + tl.arange(0, BLOCK_K)
+    inside = off_k < own_length
+    k = _rows_of(k_ptr + own * stride_kt + kv_head * stride_kh, off_k, inside, stride_kt, D, BLOCK_D, True)
+    v = _rows_of(v_ptr + own * stride_vt + kv_head * stride_vh, off_k, inside, stride_vt, D_V, BLOCK_DV, True)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    last = tl.minimum(first + BLOCK_K, own_length) - 1
+
+    for i in range(H // H_KV):
+        head = kv_head * (H // H_KV) + i
+        q, grad = q_ptr + head * stride_qh, grad_ptr + head * D_V
+        lse, delta = lse_ptr + head * T, delta_ptr + head * T
+        end = own_length
+        if window is not None:
+            end = tl.minimum(end, last + window)
+        dk, dv = _fold_dkv(
+            dk, dv, k, v, q + own * stride_qt, grad + own * (H * D_V), lse + own, delta + own,
+            off_k, inside, 0, first, end, stride_qt, window, scale, cap,
+            H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
+        )  # fmt: skip
+        for at in range(first_reader, last_reader):
+            reader = tl.load(readers_ptr + at)
+            prefix, length = tl.load(rows_ptr + 4 * reader), tl.load(rows_ptr + 4 * reader + 1)
+            start = tl.load(rows_ptr + 4 * reader + 2).to(tl.int64)
+            end = tl.load(rows_ptr + 4 * reader + 3)
+            before = own.to(tl.int32) - prefix
+            if window is not None:
+                end = tl.minimum(end, before + last + window - length)
+            end = tl.where((before + first < length) & (before + last >= 0), end, 0)  # the keys are beside its prefix
+            positions = before + off_k
+            dk, dv = _fold_dkv(
+                dk, dv, k, v, q + start * stride_qt, grad + start * (H * D_V), lse + start, delta + start,
+                positions, inside & (positions >= 0) & (positions < length), length, 0, end,
+                stride_qt, window, scale, cap,
+                H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
+            )  # fmt: skip
+    _put_rows(dk_ptr + (own * H_KV + kv_head) * D, off_k, inside, H_KV * D, dk * gain, D, BLOCK_D)
+    _put_rows(dv_ptr + (own * H_KV + kv_head) * D_V, off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
+
+
+def packed_attention_fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,  # [S, 4] int32, on the device
+    blocks: Tensor,  # [B, 2] int32, of queries
+    size: Sizes,
+    sinks: Tensor | None,  # [H] float32
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D_v] and lse [H, T]."""
+    t, h, _ = query.shape
+    d_v = value.shape[2]
+    out = torch.empty(t, h, d_v, dtype=query.dtype, device=query.device)
+    lse = torch.empty(h, t, dtype=torch.float32, device=query.device)
+    with torch.cuda.device_of(query):
+        _packed_attention_fwd_kernel[(len(blocks), h)](
+            out,
+            lse,
+            query,
+            key,
+            value,
+            sinks,
+            rows,
+            blocks,
+            *_strides(query, key, value),
+            t,
+            window,
+            *_base_2(scale, softcap),
+            **_shape(query, key, value),
+            **_options(size),
+        )
+    return out, lse
+
+
+def packed_attention_bwd(
+    grad: Tensor,  # [T, H, D_v]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: Blocks,
+    cut: Cut,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    t, h, _ = query.shape
+    d_v = value.shape[2]
+    grad, out = grad.contiguous(), out.contiguous()
+    delta = torch.empty_like(lse)
+    contiguous = torch.contiguous_format
+    dq, dk, dv = (torch.empty_like(x, memory_format=contiguous) for x in (query, key, value))
+    shape = _shape(query, key, value)
+    common = (*_strides(query, key, value), t, window, *_base_2(scale, softcap), scale)
+    with torch.cuda.device_of(query):
+        grid = (triton.cdiv(t, BLOCK_T), h)
+        _delta_kernel[grid](delta, out, grad, t, H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
+        operands = (grad, lse, delta, query, key, value, blocks.rows)
+        _packed_attention_dq_kernel[(len(blocks.queries), h)](
+            dq, *operands, blocks.queries, *common, **shape, **_options(cut.of_queries)
+        )
+        _packed_attention_dkv_kernel[(len(blocks.keys), key.shape[1])](
+            dk,
+            dv,
+            *operands,
+            blocks.keys,
+            blocks.readers,
+            blocks.first_reader,
+            *common,
+            **shape,
+            **_options(cut.of_keys),
+        )
+    return dq, dk, dv
+
+
+def _options(size: Sizes) -> dict[str, int | bool]:
+    return {
+        "BLOCK_Q": size.queries,
+        "BLOCK_K": size.keys,
+        "num_warps": size.warps,
+        "num_stages": size.stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _strides(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
+    return [stride for x in (query, key, value) for stride in x.stride()[:2]]
+
+
+def _base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """`z = scale q.k`, or `softcap tanh(scale q.k / softcap)`, in the kernels' terms."""
+    return (scale * LOG2E.value, None) if softcap is None else (scale / softcap, softcap * LOG2E.value)
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
+    d, d_v = query.shape[2], value.shape[2]
+    return {
+        "H": query.shape[1],
+        "H_KV": key.shape[1],
+        "D": d,
+        "D_V": d_v,
+        "BLOCK_D": max(16, triton.next_power_of_2(d)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(d_v)),
+    }

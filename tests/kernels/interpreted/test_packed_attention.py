@@ -1,0 +1,354 @@
+"""Attention over a whole layout: fastdpo's kernels, and libraries of flash attention behind a kernel that gathers keys.
+
+Those need GPUs. In their places stands what they compute, by definition, behind their own signatures. What tests/ops
+asks of the op is asked of the kernels too (`--device interpreter`).
+"""
+
+import contextlib
+import dataclasses
+import sys
+import types
+
+import pytest
+import torch
+
+from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
+from fastdpo.ops import attention_backends, attention_flash, attention_layouts, packed_attention, reference
+from fastdpo.testing import assert_as_accurate_as, error
+
+ROWS = torch.tensor([[0, 0, 0, 9], [0, 5, 9, 4], [0, 5, 13, 1], [14, 0, 14, 3], [17, 0, 17, 20], [17, 18, 37, 10]])
+ROWS = ROWS.int()
+HEADS = {"grouped": (4, 2, 16, 16), "narrow": (3, 1, 12, 12), "wide values": (4, 2, 8, 20)}
+
+
+def inputs_of(heads, dtype=torch.float32):
+    h, h_kv, d, d_v = HEADS[heads]
+    t = int(ROWS[-1, 2:].sum())
+    return [torch.randn(t, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
+
+
+class Definition:
+    """What a library of flash attention computes, on any device."""
+
+    def __init__(self, top_left=False, leaking=False):
+        self.top_left, self.leaking = top_left, leaking
+
+    def _sequences(self, q, k, cu_q, cu_k, max_q, max_k):
+        assert q.shape[2] % 8 == 0
+        assert len(q) == cu_q[-1]
+        assert len(k) == cu_k[-1]
+        for (a, b), (c, d) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
+            assert b - a <= max_q
+            assert d - c <= max_k
+            yield slice(a, b), slice(c, d)
+
+    def _scores(self, q, k, scale, sides, softcap):
+        """[H, n_q, n_k], -inf where hidden; and the derivative of a capped score."""
+        keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+        slope = torch.ones_like(scores)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+            slope = 1 - (scores / softcap) ** 2
+        offset = 0 if self.top_left else len(k) - len(q)
+        distance = torch.arange(len(q))[:, None] + offset - torch.arange(len(k))
+        hidden = distance < 0
+        if sides[0] not in (None, -1):
+            hidden |= distance > sides[0]
+        return scores.masked_fill(hidden, -torch.inf), slope
+
+    def forward(self, q, k, v, lengths, scale, sides, softcap):
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+        for at, seen in self._sequences(q, k, *lengths):
+            scores, _ = self._scores(q[at], k[seen], scale, sides, softcap)
+            values = v[seen].float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+            lse[:, at] = scores.logsumexp(-1)
+            out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+        return (out + 0 * v.sum() if self.leaking else out), lse
+
+    def backward(self, grad, q, k, v, out, lse, lengths, scale, sides, softcap):
+        group = q.shape[1] // k.shape[1]
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for at, seen in self._sequences(q, k, *lengths):
+            scores, slope = self._scores(q[at], k[seen], scale, sides, softcap)
+            p = (scores - lse[:, at, None]).exp()
+            keys, values = (x[seen].float().repeat_interleave(group, 1) for x in (k, v))
+            g = grad[at].float()
+            delta = (g * out[at].float()).sum(-1).t()[..., None]
+            ds = p * (torch.einsum("qhd,khd->hqk", g, values) - delta) * slope * scale
+            dq[at] = torch.einsum("hqk,khd->qhd", ds, keys).to(dq.dtype)
+            dk[seen] = torch.einsum("hqk,qhd->khd", ds, q[at].float()).unflatten(1, (-1, group)).sum(2).to(dk.dtype)
+            dv[seen] = torch.einsum("hqk,qhd->khd", p, g).unflatten(1, (-1, group)).sum(2).to(dv.dtype)
+        return dq, dk, dv
+
+
+# The libraries' functions, with the parameters of flash-attn 2.8.3, of its folder `hopper`, of flash-attn-4 4.0.0b36
+# and of torch 2.11 to 2.13.
+
+
+def modules(definition):
+    """name of a module -> what it holds"""
+
+    def forward_2(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert causal
+        assert dropout_p == 0
+        assert alibi_slopes is None
+        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+        return *definition.forward(q, k, v, lengths, softmax_scale, sides, softcap), None, None
+
+    def backward_2(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert causal
+        assert dropout_p == 0
+        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+        found = definition.backward(dout, q, k, v, out, softmax_lse, lengths, softmax_scale, sides, softcap)
+        for place, x in zip((dq, dk, dv), found, strict=True):
+            place.copy_(x)
+
+    def forward_3(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+        q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+        rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        assert causal
+        assert out is k_new is rotary_cos is q_descale is None
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return *definition.forward(q, k, v, lengths, softmax_scale, window_size, softcap), None, None
+
+    def backward_3(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
+        dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        assert causal
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        found = definition.backward(dout, q, k, v, out, softmax_lse, lengths, softmax_scale, window_size, softcap)
+        for place, x in zip((dq, dk, dv), found, strict=True):
+            place.copy_(x)
+
+    def forward_4(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+        window_size_right=None, learnable_sink=None, return_lse=False, out=None, lse=None,
+    ):  # fmt: skip
+        assert causal
+        assert return_lse
+        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+        return *definition.forward(q, k, v, lengths, softmax_scale, sides, softcap), None, None, None
+
+    def backward_4(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
+    ):  # fmt: skip
+        assert causal
+        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+        return definition.backward(dout, q, k, v, out, lse, lengths, softmax_scale, sides, softcap)
+
+    return {
+        "flash_attn.flash_attn_interface": dict(
+            _flash_attn_varlen_forward=types.SimpleNamespace(_init_fn=forward_2),  # a custom op
+            _flash_attn_varlen_backward=types.SimpleNamespace(_init_fn=backward_2),
+        ),
+        "flash_attn_interface": dict(_flash_attn_forward=forward_3, _flash_attn_backward=backward_3),
+        "flash_attn.cute.interface": dict(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4),
+    }
+
+
+def of_torch(definition):
+    def forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
+    ):  # fmt: skip
+        assert causal == (window_size_left == -1)
+        sides = (window_size_left, window_size_right)
+        return *definition.forward(q, k, v, (cu_q, cu_k, max_q, max_k), scale, sides, None), None, None, None
+
+    def backward(
+        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, unused, *,
+        scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        assert causal == (window_size_left == -1)
+        assert seed.dtype == torch.uint64
+        sides = (window_size_left, window_size_right)
+        return definition.backward(grad, q, k, v, out, lse, (cu_q, cu_k, max_q, max_k), scale, sides, None)
+
+    return forward, backward
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Puts stand-ins in the libraries' places, on a device that all of them have kernels for."""
+
+    def install(definition=None):
+        definition = definition or Definition()
+        for name, content in modules(definition).items():
+            monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
+        torchs = attention_flash.TorchCalls()
+        torchs.attend, torchs.attend_back = of_torch(definition)
+        given = attention_flash.LIBRARIES.items()
+        libraries = {name: dataclasses.replace(library, capabilities=(None,)) for name, library in given}
+        libraries["torch"] = dataclasses.replace(libraries["torch"], calls=lambda: torchs)
+        for module in (attention_flash, attention_backends):
+            monkeypatch.setattr(module, "LIBRARIES", libraries)
+        attention_flash.load.cache_clear()
+        attention_backends.is_sound.cache_clear()
+
+    yield install
+    attention_flash.load.cache_clear()
+    attention_backends.is_sound.cache_clear()
+
+
+@pytest.fixture(params=attention_backends.BACKENDS)
+def way(request, monkeypatch, installed):
+    installed()
+    monkeypatch.setenv(attention_backends.VARIABLE, request.param)
+    return request.param
+
+
+def results(op, tensors, **options):
+    *leaves, grad = (x.detach().clone() for x in tensors)
+    sinks = options.pop("sinks", None)
+    leaves += [] if sinks is None else [sinks.detach().clone()]
+    leaves = [x.requires_grad_() for x in leaves]
+    out = op(*leaves[:3], ROWS, sinks=leaves[3] if leaves[3:] else None, **options)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+OPTIONS = {
+    "plain": {},
+    "window": dict(window=6),
+    "softcap": dict(softcap=2.0),
+    "scale and sinks": dict(scale=0.7, sinks=torch.linspace(-1, 2, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "option"), [*(("grouped", option) for option in OPTIONS), ("narrow", "plain"), ("wide values", "plain")]
+)
+def test_as_accurate_as_eager(heads, option, way):
+    if way == "torch" and option == "softcap":
+        with pytest.raises(NotImplementedError, match="got torch: it has no softcap"):
+            results(packed_attention, inputs_of(heads, torch.float16), **OPTIONS[option])
+        return
+    tensors = inputs_of(heads, torch.float16)
+    options = {name: x[: HEADS[heads][0]] if name == "sinks" else x for name, x in OPTIONS[option].items()}
+    mine = results(packed_attention, tensors, **options)
+    eager = results(reference.packed_attention, tensors, **options)
+    wide = {name: x.double() if name == "sinks" else x for name, x in options.items()}
+    exact = results(reference.packed_attention, [x.double() for x in tensors], **wide)
+    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(x, of_eager, of_exact, torch.float16)
+
+
+def test_a_group_sees_nothing_of_another(way):
+    tensors = inputs_of("grouped", torch.float16)
+    clean = results(packed_attention, tensors)
+    for x in tensors:
+        x[14:17] = torch.nan
+    for x, expected in zip(results(packed_attention, tensors), clean, strict=True):
+        assert torch.equal(x[:14], expected[:14])
+        assert torch.equal(x[17:], expected[17:])
+
+
+def test_the_same_bits_twice(way):
+    tensors = inputs_of("grouped", torch.float16)
+    first, second = (results(packed_attention, tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 32)], ids=str)
+@pytest.mark.parametrize("window", [None, 2, 7, 17, 27])
+def test_blocks_of_every_size(window, sizes, monkeypatch):
+    """Rows of one and of many blocks, prefixes and windows that end within, at and beyond one."""
+    from fastdpo.kernels import packed_attention as kernels
+
+    size = kernels.Sizes(*sizes, 4, 2)
+    monkeypatch.setattr(kernels, "cut", lambda d, d_v: kernels.Cut(size, size, size))
+    tensors = inputs_of("grouped")
+    mine = results(packed_attention, tensors, window=window, softcap=2.0)
+    exact = results(reference.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
+    assert all(error(x, expected) < 2e-6 for x, expected in zip(mine, exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gathered_keys_and_the_sums_over_their_readers(dtype):
+    layout = attention_layouts.varlen("op", ROWS, int(ROWS[-1, 2:].sum()), torch.device("cpu"))
+    key, value = torch.randn(2, 47, 24).transpose(0, 1).to(dtype), torch.randn(47, 2, 1500).to(dtype)  # several blocks
+    placed = gather_keys_fwd(key, value, layout.places.index)
+    assert all(torch.equal(x, of[layout.places.index]) for x, of in zip(placed, (key, value), strict=True))
+    grads = [torch.randn_like(x) for x in placed]
+    summed = gather_keys_bwd(*grads, layout.places.readers, layout.places.first_reader)
+    for x, grad, of in zip(summed, grads, (key, value), strict=True):
+        exact = torch.zeros(of.shape, dtype=torch.float64).index_add_(0, layout.places.index.long(), grad.double())
+        assert error(x, exact) < torch.finfo(dtype).eps
+
+
+def test_an_unknown_backend_is_named(monkeypatch):
+    monkeypatch.setenv(attention_backends.VARIABLE, "cudnn")
+    with pytest.raises(ValueError, match=r"FASTDPO_ATTENTION must be one of flash-attn-4, .*, or unset; got cudnn"):
+        packed_attention(*inputs_of("grouped")[:3], ROWS)
+
+
+@pytest.mark.parametrize("name", attention_flash.LIBRARIES)
+def test_a_backend_that_cannot_says_why(name, monkeypatch):
+    monkeypatch.setenv(attention_backends.VARIABLE, name)
+    with pytest.raises(NotImplementedError, match=f"got {name}: it needs float16 or bfloat16; got torch.float32"):
+        packed_attention(*inputs_of("grouped")[:3], ROWS)
+    with pytest.raises(NotImplementedError, match=f"got {name}: it has no kernels for this device"):
+        packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
+
+
+def test_a_library_that_is_not_installed_says_so(installed, monkeypatch):
+    installed()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-3")
+    with pytest.raises(NotImplementedError, match=r"got flash-attn-3: ModuleNotFoundError: .*flash_attn_interface"):
+        packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
+
+
+def test_a_version_that_lacks_what_is_asked_of_it_is_not_called(installed, monkeypatch):
+    installed()
+    module = sys.modules["flash_attn.flash_attn_interface"]
+    monkeypatch.setattr(module, "_flash_attn_varlen_forward", lambda q, k, v, causal: None)
+    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-2")
+    with pytest.raises(NotImplementedError, match=r"must take alibi_slopes, cu_seqlens_k, .*; this version does not"):
+        packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
+
+
+def used(monkeypatch, tensors, **options):
+    """The backends whose results are those of the one that was chosen."""
+    found = results(packed_attention, tensors, **options)
+    equal = []
+    for name in attention_backends.BACKENDS:
+        monkeypatch.setenv(attention_backends.VARIABLE, name)
+        with contextlib.suppress(NotImplementedError):
+            others = results(packed_attention, tensors, **options)
+            equal += [name] if all(torch.equal(a, b) for a, b in zip(found, others, strict=True)) else []
+        monkeypatch.delenv(attention_backends.VARIABLE)
+    return equal
+
+
+def test_the_first_that_is_sound_is_chosen(installed, monkeypatch, caplog):
+    installed()
+    tensors = inputs_of("grouped", torch.float16)
+    assert used(monkeypatch, tensors) == list(attention_flash.LIBRARIES)  # one definition computes them all
+    assert used(monkeypatch, inputs_of("grouped")) == ["triton"]  # float32
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["top_left", "leaking"])
+def test_a_library_that_is_wrong_is_not_trusted(wrong, installed, monkeypatch, caplog):
+    installed(Definition(**{wrong: True}))
+    tensors = inputs_of("grouped", torch.float16)
+    assert used(monkeypatch, tensors) == ["triton"]
+    for name in attention_flash.LIBRARIES:
+        assert caplog.text.count(f"{name} is not used: it is wrong on a small case") == 1
