@@ -9,7 +9,7 @@ OLDEST_TRL := $(VENV)/trl-1.15.0
 LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
 
-.PHONY: demo test test-legacy test-openrlhf lint docs bench bench-ops clean
+.PHONY: demo test test-legacy test-openrlhf lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -33,7 +33,7 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
 
-SUITES ?= step bf16 evaluation precompute online head memory scaling
+SUITES ?= step bf16 evaluation precompute online head attention memory scaling
 
 bench: $(READY)
 	status=0; for suite in $(SUITES); do \
@@ -44,6 +44,17 @@ bench-ops: $(READY)
 	mkdir -p out
 	$(BIN)/python -m pytest benchmarks/ops --benchmark-enable --benchmark-only --benchmark-group-by=group \
 		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
+
+# On a machine with a GPU, with the Python that is there. Ops that are wrong on it are not timed.
+GPU_PYTHON ?= python3
+GPU_SUITES ?= attention head
+
+bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+bench-gpu:
+	$(GPU_PYTHON) -m pytest tests/ops --device cuda -q -p no:cacheprovider
+	status=0; for suite in $(GPU_SUITES); do \
+		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume --json out/gpu/$$suite.json $(ARGS) || status=1; \
+	done; exit $$status
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
 define torch_in

@@ -87,6 +87,7 @@ class Suite:
             judges by: arrays named "exact/...", "plain/..." and "slack/...".
         cases: given whether to be quick.
         rounds: passes over a case's batches.
+        together: whether sides share a process on a GPU, as those can that change nothing outside of themselves.
         conclude: what a suite says beyond medians and ratios, from the JSON's cases.
     """
 
@@ -95,4 +96,5 @@ class Suite:
     truth: str
     cases: Callable[[bool], list[Case]]
     rounds: int
+    together: bool = False
     conclude: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda cases: {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from benchmarks.cases import Arrays, Case, Side, Suite, Unavailable
 from benchmarks.equality import describe, judge
-from benchmarks.worker import Failed, Worker
+from benchmarks.worker import Failed, Guest, Worker
 
 MEASURED, NOT_EQUAL, FAILED, UNAVAILABLE = "measured", "not equal", "failed", "not runnable here"
 
@@ -20,8 +21,9 @@ class Turns:
     def __init__(self, suite: Suite, case: Case, rounds: int, threads: int, progress: Progress) -> None:
         self.suite, self.case, self.rounds, self.threads, self.progress = suite, case, rounds, threads, progress
         self.bar = progress.add_task(case.name, total=None)
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, Worker | Guest] = {}
         self.batches = 1
+        self.hold = Guest if suite.together and torch.cuda.is_available() else Worker
         self.records: dict[str, dict[str, Any]] = {
             side.name: {"status": MEASURED, "reason": None, "compared": side.compared, "options": side.options}
             for side in case.sides
@@ -54,7 +56,7 @@ class Turns:
         truths = {}
         for workload in dict.fromkeys(side.workload for side in self.case.sides if side.compared):
             self._say("computing the truth")
-            worker = Worker(self.suite.truth, workload, {}, self.threads)
+            worker = self.hold(self.suite.truth, workload, {}, self.threads)
             try:
                 worker.ready()
                 truths[workload] = worker.ask("check")
@@ -65,7 +67,7 @@ class Turns:
     def _build(self) -> None:
         self._say("loading")
         for side in self.case.sides:
-            self.workers[side.name] = Worker(side.build, side.workload, side.options, self.threads)
+            self.workers[side.name] = self.hold(side.build, side.workload, side.options, self.threads)
         for side in self.case.sides:
             batches = self._try(side.name, lambda worker: worker.ready())
             self.batches = batches or self.batches

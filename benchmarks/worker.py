@@ -1,7 +1,8 @@
-"""A process that holds one side, and does what it is asked, one message at a time."""
+"""What holds one side and does what it is asked, one thing at a time: a process of its own, or this one."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -9,12 +10,16 @@ import sys
 import tempfile
 import traceback
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Unavailable
+
+if TYPE_CHECKING:
+    from benchmarks.peak import PeakAboveLevel
 
 LOG_LINES = 15
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
@@ -82,6 +87,43 @@ class Worker:
         return value
 
 
+class Guest:
+    """A side in this process, used like a `Worker`: a GPU's context takes seconds to make, so sides may share one."""
+
+    def __init__(self, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
+        self._arguments = build, workload, options
+
+    def ready(self) -> int:
+        """As `Worker.ready`."""
+        with self._failing():
+            self._side = _build(*self._arguments)
+        return self._side.batches
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """As `Worker.ask`."""
+        from benchmarks.peak import PeakAboveLevel
+
+        with self._failing():
+            return _answer(self._side, PeakAboveLevel(), what, *arguments)
+
+    def close(self) -> None:
+        """Gives the memory back to the next side's allocations."""
+        import torch
+
+        self.__dict__.pop("_side", None)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Unavailable:
+            raise
+        except Exception as reason:
+            raise Failed("".join(traceback.format_exception_only(reason))) from None
+
+
 def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
     """The worker's whole life. What the side prints goes to the log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -101,25 +143,32 @@ def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[s
 def _serve(pipe: Connection, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
     import torch
 
-    from benchmarks.demo.meters import now
     from benchmarks.peak import PeakAboveLevel
 
     torch.set_num_threads(threads)
-    module, _, name = build.partition(":")
-    side = getattr(importlib.import_module(module), name)(workload, **options)
+    side = _build(build, workload, options)
     peak = PeakAboveLevel()
     pipe.send(("ready", side.batches))
     while True:
         what, *arguments = pipe.recv()
-        if what == "step":
-            with peak.watched():
-                start = now()
-                side.step(*arguments)
-                seconds = now() - start
-            side.rest()
-            answer = {"batch": arguments[0], "seconds": seconds, "peak_bytes": peak.bytes}
-        elif what == "check":
-            answer = side.check()
-        else:
-            answer = side.facts() | {"level_bytes": peak.level, "memory": peak.kind}
-        pipe.send((what, answer))
+        pipe.send((what, _answer(side, peak, what, *arguments)))
+
+
+def _build(build: str, workload: Any, options: dict[str, Any]) -> Any:
+    module, _, name = build.partition(":")
+    return getattr(importlib.import_module(module), name)(workload, **options)
+
+
+def _answer(side: Any, peak: PeakAboveLevel, what: str, *arguments: Any) -> Any:
+    from benchmarks.demo.meters import now
+
+    if what == "step":
+        with peak.watched():
+            start = now()
+            side.step(*arguments)
+            seconds = now() - start
+        side.rest()
+        return {"batch": arguments[0], "seconds": seconds, "peak_bytes": peak.bytes}
+    if what == "check":
+        return side.check()
+    return side.facts() | {"level_bytes": peak.level, "memory": peak.kind}

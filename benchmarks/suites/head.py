@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.heads import PEERS, HeadWorkload
 
@@ -12,15 +14,19 @@ SHAPES = (  # N scored tokens, V vocabulary, D hidden size
     (256, 151_936, 896),  # Qwen2-0.5B's
 )
 QUICK_SHAPES = ((64, 500, 16),)
+GPU_HEADS = ((128_256, 4096), (151_936, 896), (151_936, 4096), (256_000, 2304))  # of Llama 3, Qwen (two), Gemma 2
+GPU_SHAPES = tuple((n, v, d) for v, d in GPU_HEADS for n in (1024, 4096, 16_384, 65_536))
 
 
 def cases(quick: bool) -> list[Case]:
+    on_gpu = torch.cuda.is_available()
+    shapes, dtype = (GPU_SHAPES, "bfloat16") if on_gpu else (SHAPES, "float32")
     found = []
     for trainable in (True, False):
-        for n, v, d in QUICK_SHAPES if quick else SHAPES:
-            work = HeadWorkload(n, v, d, trainable)
+        for n, v, d in QUICK_SHAPES if quick else shapes:
+            work = HeadWorkload(n, v, d, trainable, dtype)
             sides = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", work, {"peer": peer}) for peer in PEERS)
-            found.append(Case(str(work), "trainable" if trainable else "frozen", sides, {"dtype": "float32"}))
+            found.append(Case(str(work), "trainable" if trainable else "frozen", sides, {"dtype": dtype}))
     return found
 
 
@@ -30,4 +36,5 @@ SUITE = Suite(
     truth="benchmarks.sides.heads:ExactHead",
     cases=cases,
     rounds=7,
+    together=True,
 )

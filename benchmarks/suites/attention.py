@@ -1,0 +1,57 @@
+"""One layer's attention, forward and backward: padded, packed, and packed with each prompt once."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.sides.attention import AttentionWorkload
+from benchmarks.sides.workload import draw_lengths
+from benchmarks.suites.step import BOUNDS, PROFILES, SPREAD
+
+PADDED, APART = "padded, torch's attention", "packed, prompts twice"
+SHAPES = {  # tokens of prompt, chosen and rejected
+    "as long as the answers": (512, 512, 512),
+    "short answers": (380, 35, 35),
+    "short rows": (200, 80, 80),
+    "long prompts": (3000, 300, 300),
+}
+PAIRS, GPU_PAIRS = 2, 16
+GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # of queries, of keys, and their width
+
+
+def sides(work: AttentionWorkload) -> tuple[Side, ...]:
+    packed = "benchmarks.sides.attention:Packed"
+    return (
+        Side(PADDED, "benchmarks.sides.attention:Padded", work),
+        Side(APART, packed, work, {"shared": False}),
+        Side(f"{APART}, kernels of fastdpo", packed, work, {"shared": False, "backend": "triton"}),
+        Side(SUBJECT, packed, work, {"shared": True}),
+        Side(f"{SUBJECT}, its kernels", packed, work, {"shared": True, "backend": "triton"}),
+    )
+
+
+def cases(quick: bool) -> list[Case]:
+    on_gpu = torch.cuda.is_available()
+    pairs = GPU_PAIRS if on_gpu else PAIRS
+    shape = dict(zip(("heads", "kv_heads", "d"), GPU_HEADS if on_gpu else HEADS, strict=True))
+    shape["dtype"] = "bfloat16" if on_gpu else "float32"
+    batches = {name: (lengths,) * pairs for name, lengths in SHAPES.items()}
+    batches |= {name: draw_lengths(*p, pairs, 0, spread=SPREAD, bounds=BOUNDS) for name, p in PROFILES.items()}
+    if quick:
+        batches = {"quick": ((20, 9, 14), (3, 5, 2))}
+    found = []
+    for name, lengths in batches.items():
+        group = "profiles" if name in PROFILES else "shapes"
+        found.append(Case(name, group, sides(AttentionWorkload(lengths, **shape)), {"dtype": shape["dtype"]}))
+    return found
+
+
+SUITE = Suite(
+    name="attention",
+    title="One layer's attention, forward and backward",
+    truth="benchmarks.sides.attention:Exact",
+    cases=cases,
+    rounds=7,
+    together=True,
+)
