@@ -29,12 +29,12 @@ from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
 RESULT, PAGE = ROOT / "benchmarks" / "results" / "accuracy.json", ROOT / "docs" / "accuracy.md"
-SEQUENCES, TOKENS, V, D = 32, 256, 8000, 512
+SEQUENCES, TOKENS, V, D = 8, 256, 4000, 256
 NOISE = 0.25  # standard deviation of hidden states around their targets' words
 REGIMES = {  # of the target, how far it stands out
     "a model at its start": 0.0,
-    "a trained model": 0.62,
-    "a confident model": 1.1,
+    "a trained model": 0.7,
+    "a confident model": 1.0,
 }
 PAGE_TEXT = """# Accuracy
 
