@@ -61,12 +61,14 @@ def tiled(op: str, rows: Tensor, tokens: int) -> list[tuple[int, int, int, int]]
 
 def blocks(op: str, rows: Tensor, tokens: int, of_queries: int, of_keys: int, device: torch.device) -> Blocks:
     """In blocks of so many tokens, for our kernels."""
-    return _blocks(op, _content(rows), tokens, of_queries, of_keys, device)
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        return _blocks(op, _content(rows), tokens, of_queries, of_keys, device)
 
 
 def varlen(op: str, rows: Tensor, tokens: int, device: torch.device) -> Varlen:
     """For kernels that take sequences of several lengths."""
-    return _varlen(op, _content(rows), tokens, device)
+    with torch.device("cpu"):
+        return _varlen(op, _content(rows), tokens, device)
 
 
 def _content(rows: Tensor) -> bytes:

@@ -18,6 +18,7 @@ from fastdpo.testing import assert_as_accurate_as, error
 
 ROWS = torch.tensor([[0, 0, 0, 9], [0, 5, 9, 4], [0, 5, 13, 1], [14, 0, 14, 3], [17, 0, 17, 20], [17, 18, 37, 10]])
 ROWS = ROWS.int()
+CPU = torch.device("cpu")
 HEADS = {"grouped": (4, 2, 16, 16), "narrow": (3, 1, 12, 12), "wide values": (4, 2, 8, 20)}
 
 
@@ -290,6 +291,18 @@ def test_gathered_keys_and_the_sums_over_their_readers(dtype):
     for x, grad, of in zip(summed, grads, (key, value), strict=True):
         exact = torch.zeros(of.shape, dtype=torch.float64).index_add_(0, layout.places.index.long(), grad.double())
         assert error(x, exact) < torch.finfo(dtype).eps
+
+
+def test_plans_are_made_on_the_host():
+    with torch.device("meta"):  # in the place of a GPU that somebody set as the default
+        plans = attention_layouts.varlen("op", ROWS, 47, CPU), attention_layouts.blocks("op", ROWS, 47, 16, 16, CPU)
+    for plan in (*plans, plans[0].places):
+        assert all(x.device == CPU for x in plan if isinstance(x, torch.Tensor))
+    assert plans[0].cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47]
+    assert plans[1].first_reader.tolist() == [0, 2, 2, 2, 2, 3, 3]
+    assert plans[1].readers.tolist() == [1, 2, 5]
+    assert plans[1].queries[:2].tolist() == [[5, 0], [4, 16]]  # those that see the most keys first: 28, then 20
+    assert plans[1].keys[0].tolist() == [4, 0]  # that most queries see
 
 
 def test_an_unknown_backend_is_named(monkeypatch):
