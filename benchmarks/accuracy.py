@@ -23,8 +23,7 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.cases import Unavailable
 from benchmarks.run import PACKAGES, commit
-from benchmarks.sides.heads import PEERS
-from fastdpo.ops import reference
+from benchmarks.sides.heads import PEERS, plain
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
@@ -70,17 +69,13 @@ def run(head: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Ten
     return logps.detach(), *torch.autograd.grad(logps.sum(), leaves)
 
 
-def exact(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return reference.linear_logps(hidden, weight, targets).logps
-
-
 def measure() -> dict[str, Any]:
     """For each regime the mean probability of a target, and each library's errors."""
     found: dict[str, Any] = {}
     for regime, strength in REGIMES.items():
         hidden, weight, targets = inputs(strength)
         wide = weight.double()
-        truths = [run(exact, h.double(), wide, y) for h, y in zip(hidden, targets, strict=True)]
+        truths = [run(plain, h.double(), wide, y) for h, y in zip(hidden, targets, strict=True)]
         found[regime] = {"probability": float(torch.cat([logps for logps, *_ in truths]).exp().mean()), "errors": {}}
         for name, build in track(PEERS.items(), description=regime):
             try:

@@ -31,7 +31,9 @@ from .token_logps import (
     _log_sigmoid,
     _over_all_words,
     _rebase,
+    _slope,
     _transform,
+    results_by_name,
     scale_and_cap,
 )
 
@@ -128,8 +130,7 @@ def _linear_exp_kernel(
             of_targets = tl.load(of_targets_ptr + rows, mask=in_n, other=0.0)
             tile = tl.where(is_target, -of_targets[:, None], tile)
         if cap is not None:
-            tanh = z * (1.0 / tl.cast(cap, tl.float32))
-            tile *= 1.0 - tanh * tanh
+            tile *= _slope(z, cap)
         tl.store(
             tile_ptr + rows[:, None] * tile_stride + off_v[None, :],
             tl.where((y != IGNORE_INDEX)[:, None], tile, 0.0),
@@ -241,8 +242,7 @@ def _linear_exp_sums_kernel(
     elif tile_ptr is not None:
         of_target = -others
         if cap is not None:
-            tanh = t * (1.0 / tl.cast(cap, tl.float32))
-            of_target *= 1.0 - tanh * tanh
+            of_target *= _slope(t, cap)
         tl.store(tile_ptr + y, of_target, mask=known)
 
     logps = _log_sigmoid(t - shift - tl.log(others))
@@ -289,10 +289,7 @@ def linear_exp_fwd(
             "above": "is_top1" in asked,
         }.items()
     }
-    results = {
-        name: torch.empty(n, dtype=torch.bool if name == "is_top1" else torch.float32, device=hidden.device)
-        for name in ("logps", "shift", "others", "total", *filter(None, statistics.split(",")))
-    }
+    results = results_by_name(n, statistics, hidden.device)
     transform = scale_and_cap(softcap, logit_scale, temperature)
     with torch.cuda.device_of(hidden):
         _launch(hidden, weight, bias, targets, target_logits, tile, None, of_blocks, transform, blocks)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .token_logps import LOG2E, _transform
+from .token_logps import LOG2E, _slope, _transform
 
 LN2 = tl.constexpr(0.6931471805599453)
 BLOCK_T = 64  # of delta
@@ -92,19 +92,26 @@ def _put_rows(ptr, off_t, inside, stride_t, x, D: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
+def _block(blocks_ptr):
+    """The program's row, and the first of its tokens among the row's own."""
+    return tl.load(blocks_ptr + 2 * tl.program_id(0)), tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+
+
+@triton.jit
+def _row(rows_ptr, row):
+    """Where its prefix begins, how long that is, where its own tokens begin, and how many they are."""
+    prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
+    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    return prefix, length, own, own_length
+
+
+@triton.jit
 def _sees(distance, window):
     """Whether a query sees a key that is so many positions before it."""
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
     return visible
-
-
-@triton.jit
-def _slope(z, cap):
-    """d z / d (scale q.k), from a capped z."""
-    tanh = z * (1.0 / tl.cast(cap, tl.float32))
-    return 1.0 - tanh * tanh
 
 
 @triton.jit
@@ -176,11 +183,9 @@ def _packed_attention_fwd_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program a block of a row's queries and a head."""
-    row = tl.load(blocks_ptr + 2 * tl.program_id(0))
-    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+    row, first = _block(blocks_ptr)
     head = tl.program_id(1).to(tl.int64)
-    prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
-    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    prefix, length, own, own_length = _row(rows_ptr, row)
     k_ptr += head // (H // H_KV) * stride_kh
     v_ptr += head // (H // H_KV) * stride_vh
 
@@ -295,11 +300,9 @@ def _packed_attention_dq_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program a block of a row's queries and a head."""
-    row = tl.load(blocks_ptr + 2 * tl.program_id(0))
-    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+    row, first = _block(blocks_ptr)
     head = tl.program_id(1).to(tl.int64)
-    prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
-    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    prefix, length, own, own_length = _row(rows_ptr, row)
     k_ptr += head // (H // H_KV) * stride_kh
     v_ptr += head // (H // H_KV) * stride_vh
 
@@ -399,10 +402,9 @@ def _packed_attention_dkv_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program a block of a row's keys and a head of theirs."""
-    row = tl.load(blocks_ptr + 2 * tl.program_id(0))
-    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
+    row, first = _block(blocks_ptr)
     kv_head = tl.program_id(1).to(tl.int64)
-    own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
+    _, _, own, own_length = _row(rows_ptr, row)
     first_reader, last_reader = tl.load(first_reader_ptr + row), tl.load(first_reader_ptr + row + 1)
 
     off_k = first + tl.arange(0, BLOCK_K)
@@ -427,10 +429,8 @@ def _packed_attention_dkv_kernel(
         )  # fmt: skip
         for at in range(first_reader, last_reader):
             reader = tl.load(readers_ptr + at)
-            prefix, length = tl.load(rows_ptr + 4 * reader), tl.load(rows_ptr + 4 * reader + 1)
-            start = tl.load(rows_ptr + 4 * reader + 2).to(tl.int64)
-            end = tl.load(rows_ptr + 4 * reader + 3)
-            before = own.to(tl.int32) - prefix
+            prefix, length, start, end = _row(rows_ptr, reader)
+            before = (own - prefix).to(tl.int32)
             if window is not None:
                 end = tl.minimum(end, before + last + window - length)
             end = tl.where((before + first < length) & (before + last >= 0), end, 0)  # the keys are beside its prefix

@@ -71,21 +71,34 @@ def _log_sigmoid(odds):
 
 
 @triton.jit
-def _load(row_ptr, off_v, end, read):
-    """The columns off_v < end of a row, 0 from `read` on. A block that lies before pays for no mask."""
-    if end <= read:  # noqa: SIM108 - on values of the device Triton has no such expression
-        x = tl.load(row_ptr + off_v)
+def _load(row_ptr, off_v, end, read, SPLIT: tl.constexpr):
+    """The columns off_v < end of a row, 0 from `read` on. If split, a block that lies before pays for no mask."""
+    if SPLIT:
+        if end <= read:  # noqa: SIM108 - on values of the device Triton has no such expression
+            x = tl.load(row_ptr + off_v)
+        else:
+            x = tl.load(row_ptr + off_v, mask=off_v < read, other=0.0)
     else:
         x = tl.load(row_ptr + off_v, mask=off_v < read, other=0.0)
     return x
 
 
 @triton.jit
-def _store(row_ptr, off_v, end, V, values):
-    if end <= V:
-        tl.store(row_ptr + off_v, values)
+def _store(row_ptr, off_v, end, V, values, SPLIT: tl.constexpr):
+    if SPLIT:
+        if end <= V:
+            tl.store(row_ptr + off_v, values)
+        else:
+            tl.store(row_ptr + off_v, values, mask=off_v < V)
     else:
         tl.store(row_ptr + off_v, values, mask=off_v < V)
+
+
+@triton.jit
+def _slope(z, cap):
+    """d z / d (scale * x), from a capped z."""
+    tanh = z * (1.0 / tl.cast(cap, tl.float32))
+    return 1.0 - tanh * tanh
 
 
 @triton.jit
@@ -93,8 +106,7 @@ def _gradient_tile(z, off_v, y, shift, others, cap):
     """exp(z - m), and -others at the target; times the slope of the cap."""
     tile = tl.where(off_v == y, -others, tl.exp2((z - shift) * LOG2E))
     if cap is not None:
-        tanh = z * (1.0 / tl.cast(cap, tl.float32))
-        tile *= 1.0 - tanh * tanh
+        tile *= _slope(z, cap)
     return tile
 
 
@@ -219,9 +231,9 @@ def _token_logps_fwd_kernel(
         tile_ptr += row * tile_stride
         for start in range(0, V, LANES * VEC):
             off_v, end = start + off_tile, start + LANES * VEC
-            z = _transform(_load(logits_ptr, off_v, end, tl.where(scored, V, 0)), scale, cap)
+            z = _transform(_load(logits_ptr, off_v, end, tl.where(scored, V, 0), True), scale, cap)
             tile = _gradient_tile(z, off_v, y, shift, others, cap)
-            _store(tile_ptr, off_v, end, V, tl.where(scored, tile, 0.0))
+            _store(tile_ptr, off_v, end, V, tl.where(scored, tile, 0.0), True)
 
 
 @triton.jit
@@ -265,22 +277,23 @@ def _token_logps_bwd_kernel(
     if grad_entropy_ptr is not None:
         of_entropy = tl.load(grad_entropy_ptr + row) * gain
         x = tl.load(logits_ptr + y, mask=(y >= 0) & (y < V), other=float("nan"))
-        top = tl.maximum(shift, tl.where(scored, _transform(x, scale, cap), 0.0))
-        total = tl.zeros([BLOCK_V], tl.float32)  # sum of e = exp(z - top)
+        own = tl.where(scored, _transform(x, scale, cap), 0.0)
+        top = tl.maximum(shift, own)
+        # Of e = exp(z - top), over all words: the others' sum is known.
+        total = others * tl.exp2((shift - top) * LOG2E) + tl.exp2((own - top) * LOG2E)
         weighted = tl.zeros([BLOCK_V], tl.float32)  # sum of e (z - top)
         for start in range(0, read, BLOCK_V):
             off_v = start + tl.arange(0, BLOCK_V)
             z = _transform(tl.load(logits_ptr + off_v, mask=off_v < V, other=0.0), scale, cap)
             d = tl.where(off_v < V, tl.maximum(z - top, NEVER), NEVER)
-            e = tl.exp2(d * LOG2E)
-            total += e
-            weighted += e * d
-        mean_d = tl.sum(weighted, 0) / tl.sum(total, 0)
-        log_total = tl.log(tl.sum(total, 0))
+            weighted += tl.exp2(d * LOG2E) * d
+        mean_d = tl.sum(weighted, 0) / total
+        log_total = tl.log(total)
 
+    SPLIT: tl.constexpr = grad_entropy_ptr is None  # with the entropy, branches would take registers that programs need
     for start in range(tl.program_id(1) * BLOCK_V, V, tl.num_programs(1) * BLOCK_V):
         off_v, end = start + tl.arange(0, BLOCK_V), start + BLOCK_V
-        z = _transform(_load(logits_ptr, off_v, end, read), scale, cap)  # [BLOCK_V]
+        z = _transform(_load(logits_ptr, off_v, end, read, SPLIT), scale, cap)  # [BLOCK_V]
         grad = tl.zeros([BLOCK_V], tl.float32)
         if grad_logps_ptr is not None or grad_entropy_ptr is None:
             grad += of_tile * _gradient_tile(z, off_v, y, shift, others, cap)
@@ -288,10 +301,9 @@ def _token_logps_bwd_kernel(
             d = tl.maximum(z - top, NEVER)
             of_z = of_entropy * tl.exp2((d - log_total) * LOG2E) * (d - mean_d)  # log p + entropy is d less its mean
             if cap is not None:
-                tanh = z * (1.0 / tl.cast(cap, tl.float32))
-                of_z *= 1.0 - tanh * tanh
+                of_z *= _slope(z, cap)
             grad -= of_z
-        _store(grad_ptr, off_v, end, V, tl.where(scored, grad, 0.0))
+        _store(grad_ptr, off_v, end, V, tl.where(scored, grad, 0.0), SPLIT)
 
 
 def token_logps_fwd(
@@ -307,10 +319,7 @@ def token_logps_fwd(
     """logps, shift, others, total, then the statistics; each [N]."""
     n, vocabulary = logits.shape
     scale, cap = scale_and_cap(softcap, logit_scale, temperature)
-    results = {
-        name: torch.empty(n, dtype=torch.bool if name == "is_top1" else torch.float32, device=logits.device)
-        for name in ("logps", "shift", "others", "total", *filter(None, statistics.split(",")))
-    }
+    results = results_by_name(n, statistics, logits.device)
     with torch.cuda.device_of(logits):
         _token_logps_fwd_kernel[(n,)](
             logits,
@@ -372,6 +381,14 @@ def token_logps_bwd(
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
+
+
+def results_by_name(n: int, statistics: str, device: torch.device) -> dict[str, Tensor]:
+    """Memory for what a forward returns, in its order. [n] each"""
+    return {
+        name: torch.empty(n, dtype=torch.bool if name == "is_top1" else torch.float32, device=device)
+        for name in ("logps", "shift", "others", "total", *filter(None, statistics.split(",")))
+    }
 
 
 def _takes_vectors(rows: Tensor) -> bool:

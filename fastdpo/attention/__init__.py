@@ -27,7 +27,7 @@ PRIOR = ("sdpa", "eager", *FLASH)
 """Attention implementations that a model may have had before."""
 
 _PREFIX = "fastdpo_"
-_FLASH, _HIDDEN = "flash_attention_", "fa"  # a name with "flash" in it makes transformers look for a package of it
+_LONG, _SHORT = "flash_attention_", "fa"  # a name with "flash" in it makes transformers look for a package of it
 
 HARMLESS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
 """What some families hand to their attention beside what `packed_attention` takes, and what it does without."""
@@ -67,7 +67,7 @@ def switch(model: PreTrainedModel) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     prior = implementation(model)
-    name = _PREFIX + prior.replace(_FLASH, _HIDDEN)
+    name = _PREFIX + prior.replace(_LONG, _SHORT)
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     model.set_attn_implementation(name)
@@ -84,7 +84,7 @@ def restore(model: PreTrainedModel, prior: str) -> None:
 def implementation(model: PreTrainedModel) -> str:
     """The model's implementation, or the one it had before `switch`."""
     name = model.config._attn_implementation or "eager"
-    return name.removeprefix(_PREFIX).replace(_HIDDEN, _FLASH) if name.startswith(_PREFIX) else name
+    return name.removeprefix(_PREFIX).replace(_SHORT, _LONG) if name.startswith(_PREFIX) else name
 
 
 def _attention(prior: str) -> Callable:

@@ -74,38 +74,6 @@ class FlashAttention2:
         self.attend, self.attend_back = module._flash_attn_varlen_forward, module._flash_attn_varlen_backward
 
     def forward(self, q, k, v, layout, options):
-        out, lse, *_ = _call(self.attend, q=q, k=k, v=v, **self._named(layout, options))
-        return out, lse
-
-    def backward(self, grad, q, k, v, out, lse, layout, options):
-        grads = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        given = self._named(layout, options) | grads | {"deterministic": deterministic}
-        _call(self.attend_back, dout=grad, q=q, k=k, v=v, out=out, softmax_lse=lse, **given)
-        return grads["dq"], grads["dk"], grads["dv"]
-
-    def _named(self, layout: Varlen, options: Options) -> dict[str, Any]:
-        left, right = _sides(options)
-        return {
-            **_named_lengths(layout),
-            "dropout_p": 0.0,
-            "softmax_scale": options.scale,
-            "causal": True,
-            "window_size_left": left,
-            "window_size_right": right,
-            "softcap": options.softcap or 0.0,
-            "alibi_slopes": None,
-        }
-
-
-class FlashAttention3:
-    """The package flash-attn-3 (arXiv 2407.08608), whose module is flash_attn_interface."""
-
-    def __init__(self) -> None:
-        module = import_module("flash_attn_interface")
-        self.attend, self.attend_back = module._flash_attn_forward, module._flash_attn_backward
-
-    def forward(self, q, k, v, layout, options):
         out, lse, *_ = _call(self.attend, q=q, k=k, v=v, **self._named(self.attend, layout, options))
         return out, lse
 
@@ -118,10 +86,31 @@ class FlashAttention3:
 
     def _named(self, function: Callable, layout: Varlen, options: Options) -> dict[str, Any]:
         left, right = _sides(options)
-        apart = "window_size_left" in inspect.signature(_plain(function)).parameters  # since it is a custom op
-        sides = {"window_size_left": left, "window_size_right": right} if apart else {"window_size": (left, right)}
-        common = {"softmax_scale": options.scale, "causal": True, "softcap": options.softcap or 0.0}
-        return {**_named_lengths(layout), **common, **sides}
+        return {
+            **_named_lengths(layout),
+            "softmax_scale": options.scale,
+            "causal": True,
+            "softcap": options.softcap or 0.0,
+            "window_size_left": left,
+            "window_size_right": right,
+            "dropout_p": 0.0,
+            "alibi_slopes": None,
+        }
+
+
+class FlashAttention3(FlashAttention2):
+    """The package flash-attn-3 (arXiv 2407.08608), whose module is flash_attn_interface."""
+
+    def __init__(self) -> None:
+        module = import_module("flash_attn_interface")
+        self.attend, self.attend_back = module._flash_attn_forward, module._flash_attn_backward
+
+    def _named(self, function: Callable, layout: Varlen, options: Options) -> dict[str, Any]:
+        named = super()._named(function, layout, options)
+        del named["dropout_p"], named["alibi_slopes"]
+        if "window_size" in inspect.signature(_plain(function)).parameters:  # before it was a custom op
+            named["window_size"] = named.pop("window_size_left"), named.pop("window_size_right")
+        return named
 
 
 class FlashAttention4:

@@ -61,14 +61,12 @@ def tiled(op: str, rows: Tensor, tokens: int) -> list[tuple[int, int, int, int]]
 
 def blocks(op: str, rows: Tensor, tokens: int, of_queries: int, of_keys: int, device: torch.device) -> Blocks:
     """In blocks of so many tokens, for our kernels."""
-    with torch.device("cpu"):  # whatever torch.set_default_device says
-        return _blocks(op, _content(rows), tokens, of_queries, of_keys, device)
+    return _blocks(op, _content(rows), tokens, of_queries, of_keys, device)
 
 
 def varlen(op: str, rows: Tensor, tokens: int, device: torch.device) -> Varlen:
     """For kernels that take sequences of several lengths."""
-    with torch.device("cpu"):
-        return _varlen(op, _content(rows), tokens, device)
+    return _varlen(op, _content(rows), tokens, device)
 
 
 def _content(rows: Tensor) -> bytes:
@@ -89,20 +87,21 @@ def _move(x: Tensor, device: torch.device) -> Tensor:
 def _blocks(op: str, content: bytes, tokens: int, of_queries: int, of_keys: int, device: torch.device) -> Blocks:
     from ..kernels.packed_attention import Blocks
 
-    rows = _rows(content)
-    tiled(op, rows, tokens)
-    prefix, prefix_length, own, own_length = rows.long().unbind(1)
-    row, first = _cut(own_length, of_queries)
-    seen = prefix_length[row] + torch.minimum(first + of_queries, own_length[row])
-    queries = torch.stack([row, first], 1)[seen.argsort(descending=True, stable=True)]
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        rows = _rows(content)
+        tiled(op, rows, tokens)
+        prefix, prefix_length, own, own_length = rows.long().unbind(1)
+        row, first = _cut(own_length, of_queries)
+        seen = prefix_length[row] + torch.minimum(first + of_queries, own_length[row])
+        queries = torch.stack([row, first], 1)[seen.argsort(descending=True, stable=True)]
 
-    overlap = prefix < (own + own_length)[:, None]  # [row, reader]
-    overlap &= (prefix + prefix_length > own[:, None]) & (prefix_length > 0)
-    row, first = _cut(own_length, of_keys)
-    seeing = own_length[row] - first + (overlap * own_length).sum(1)[row]
-    keys = torch.stack([row, first], 1)[seeing.argsort(descending=True, stable=True)]
-    readers = overlap.nonzero()[:, 1]
-    return Blocks(*(_move(x, device) for x in (rows, queries, keys, readers, _ends(overlap.sum(1)))))
+        overlap = prefix < (own + own_length)[:, None]  # [row, reader]
+        overlap &= (prefix + prefix_length > own[:, None]) & (prefix_length > 0)
+        row, first = _cut(own_length, of_keys)
+        seeing = own_length[row] - first + (overlap * own_length).sum(1)[row]
+        keys = torch.stack([row, first], 1)[seeing.argsort(descending=True, stable=True)]
+        readers = overlap.nonzero()[:, 1]
+        return Blocks(*(_move(x, device) for x in (rows, queries, keys, readers, _ends(overlap.sum(1)))))
 
 
 def _cut(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -119,18 +118,19 @@ def _ends(lengths: Tensor) -> Tensor:
 
 @lru_cache(LAYOUTS)
 def _varlen(op: str, content: bytes, tokens: int, device: torch.device) -> Varlen:
-    rows = _rows(content)
-    tiled(op, rows, tokens)
-    prefix, prefix_length, own, own_length = rows.long().unbind(1)
-    lengths = prefix_length + own_length
-    cu_queries, cu_keys = _ends(own_length), _ends(lengths)
-    longest, longest_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
-    places = None
-    if prefix_length.any():
-        row = torch.arange(len(rows)).repeat_interleave(lengths)
-        position = torch.arange(len(row)) - cu_keys[row]
-        in_prefix = position < prefix_length[row]
-        index = torch.where(in_prefix, prefix[row] + position, own[row] + position - prefix_length[row])
-        first_reader = _ends(index.bincount(minlength=tokens))
-        places = Places(*(_move(x, device) for x in (index, index.argsort(stable=True), first_reader)))
-    return Varlen(_move(cu_queries, device), _move(cu_keys, device), longest, longest_keys, places)
+    with torch.device("cpu"):  # whatever torch.set_default_device says
+        rows = _rows(content)
+        tiled(op, rows, tokens)
+        prefix, prefix_length, own, own_length = rows.long().unbind(1)
+        lengths = prefix_length + own_length
+        cu_queries, cu_keys = _ends(own_length), _ends(lengths)
+        longest, longest_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
+        places = None
+        if prefix_length.any():
+            row = torch.arange(len(rows)).repeat_interleave(lengths)
+            position = torch.arange(len(row)) - cu_keys[row]
+            in_prefix = position < prefix_length[row]
+            index = torch.where(in_prefix, prefix[row] + position, own[row] + position - prefix_length[row])
+            first_reader = _ends(index.bincount(minlength=tokens))
+            places = Places(*(_move(x, device) for x in (index, index.argsort(stable=True), first_reader)))
+        return Varlen(_move(cu_queries, device), _move(cu_keys, device), longest, longest_keys, places)

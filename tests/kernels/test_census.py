@@ -43,7 +43,7 @@ CEILINGS = {
     "forward, statistics": dict(sm80=64, sm90=64, sm100=64, gfx942=48),  # 61, 56, 53, 41
     "forward of a head": dict(sm80=64, sm90=64, sm100=64, gfx942=64),
     "backward": dict(sm80=40, sm90=40, sm100=40, gfx942=48),  # 32, 30, 32, 31
-    "backward, entropy": dict(sm80=64, sm90=64, sm100=64, gfx942=64),
+    "backward, entropy": dict(sm80=48, sm90=40, sm100=48, gfx942=48),  # 40, 40, 42, 38
     "backward of a head": dict(sm80=40, sm90=40, sm100=40, gfx942=48),
 }
 VARIANTS = {  # what other models bring

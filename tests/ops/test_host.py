@@ -52,6 +52,13 @@ def head_arguments():
     return hidden, weight, None, empty(N, dtype=torch.long)
 
 
+def test_gpus_run_kernels_where_triton_is_installed():
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert all(devices.suits_triton(gpu, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+    assert not devices.suits_triton(gpu, torch.float64)
+    assert not devices.suits_triton(cpu, torch.float32)
+
+
 def test_a_value_that_is_asked_for_is_an_error(launches):
     for ask in (lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], bool):
         with pytest.raises((RuntimeError, NotImplementedError)):
