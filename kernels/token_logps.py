@@ -20,6 +20,9 @@ target is -100 are not read: their results and gradients are zero. Other targets
 A head gives t apart, more precise than its logits, which the statistics are taken over with their own z_y; and it has
 the gradient left unscaled, as a tile that it multiplies with its weight: exp(z_v - m), and -others at y, which times
 -scale / total is d logp / d x (with a cap also times 1 - tanh^2).
+
+After the forward's pass over a row m becomes m + log(others / LEVEL), relative to which the others sum up to LEVEL:
+then the tile's entry at y has no rounding in 16 bits, and float16's range holds what matters of the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch import Tensor
 
 IGNORE_INDEX = tl.constexpr(-100)
 LOG2E = tl.constexpr(1.4426950408889634)
+LEVEL = tl.constexpr(1024.0)
 NEVER = tl.constexpr(-1e4)  # exp(NEVER) is 0, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 LANES = 512  # of the forward's tile, with 16 bytes of logits a lane
@@ -137,7 +141,7 @@ def _token_logps_fwd_kernel(
     target_logits_ptr,  # [N] float32 t, or None: that of the logits
     tile_ptr,  # [N, V] the gradient tile, rows `tile_stride` apart; may be the logits. Or None
     logps_ptr,  # [N] float32, as all results but is_top1
-    shift_ptr,  # [N] m
+    shift_ptr,  # [N] m, the leveled one
     others_ptr,  # [N]
     total_ptr,  # [N]
     entropy_ptr,  # [N] or None, as those that follow: not asked for
@@ -211,10 +215,6 @@ def _token_logps_fwd_kernel(
     shift = tl.where(shift == -float("inf"), t, shift)  # nothing but the target is possible
     logps = _log_sigmoid(t - shift - tl.log(others))
     tl.store(logps_ptr + row, tl.where(scored, logps, 0.0))
-    tl.store(shift_ptr + row, shift)
-    tl.store(others_ptr + row, others)
-    tl.store(total_ptr + row, others + tl.exp2((t - shift) * LOG2E))
-
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + row, tl.sum(sum_z, 0) / V)
     if is_top1_ptr is not None:
@@ -227,12 +227,17 @@ def _token_logps_fwd_kernel(
         if log_sum_sq_probs_ptr is not None:
             tl.store(log_sum_sq_probs_ptr + row, tl.where(scored, log_sum_sq_probs, 0.0))
 
+    level = shift + tl.where(others > 0, tl.log(others / LEVEL), 0.0)
+    others *= tl.exp2((shift - level) * LOG2E)
+    tl.store(shift_ptr + row, level)
+    tl.store(others_ptr + row, others)
+    tl.store(total_ptr + row, others + tl.exp2((t - level) * LOG2E))
     if tile_ptr is not None:
         tile_ptr += row * tile_stride
         for start in range(0, V, LANES * VEC):
             off_v, end = start + off_tile, start + LANES * VEC
             z = _transform(_load(logits_ptr, off_v, end, tl.where(scored, V, 0), True), scale, cap)
-            tile = _gradient_tile(z, off_v, y, shift, others, cap)
+            tile = _gradient_tile(z, off_v, y, level, others, cap)
             _store(tile_ptr, off_v, end, V, tl.where(scored, tile, 0.0), True)
 
 

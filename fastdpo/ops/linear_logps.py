@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from .logit_rows import (
     gradient_tile,
     gradient_tile_again,
     kernel_tile_rows,
+    level,
     logit_gradient,
     row_scale,
     tile_rows,
@@ -35,28 +35,25 @@ MEMORY_BUDGET = 512 << 20  # bytes
 ALIGNMENT = 16  # words: rows of a tile begin where kernels load vectors, whatever the vocabulary
 
 
-def tile_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """What gradient tiles are kept and multiplied in. float16 has too small a range for unscaled sums."""
-    return torch.float32 if compute_dtype == torch.float16 else compute_dtype
-
-
 class _Tiles(NamedTuple):
     """How the logits of a head are cut, at a time when they are not there yet."""
 
     rows: int  # of a tile
     columns: int  # of its memory, of which the vocabulary takes the first
     kernels: bool  # whether Triton's make the passes over it
+    dtype: torch.dtype  # that gradient tiles are kept and multiplied in
 
     @staticmethod
     def of(vocabulary: int, compute_dtype: torch.dtype, device: torch.device) -> _Tiles:
         if not suits_triton(device, compute_dtype):
-            return _Tiles(tile_rows(vocabulary, accumulator(compute_dtype)), vocabulary, False)
+            dtype = torch.float32 if compute_dtype == torch.float16 else compute_dtype  # CPUs multiply that fast
+            return _Tiles(tile_rows(vocabulary, accumulator(compute_dtype)), vocabulary, False, dtype)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        return _Tiles(kernel_tile_rows(columns, compute_dtype), columns, True)
+        return _Tiles(kernel_tile_rows(columns, compute_dtype), columns, True, compute_dtype)
 
-    def kept(self, n: int, compute_dtype: torch.dtype, budget: int) -> int:
+    def kept(self, n: int, budget: int) -> int:
         """How many tokens' gradient tiles fit in the budget: all, or whole tiles of the loop over tokens."""
-        fit = budget // (self.columns * tile_dtype(compute_dtype).itemsize)
+        fit = budget // (self.columns * self.dtype.itemsize)
         return min(n, n if n <= fit else fit // self.rows * self.rows)
 
 
@@ -74,11 +71,6 @@ class _Head:
         suits = self.tiles.kernels and self.weight.stride(1) == 1
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.fused = fused_blocks(weight.shape[1], dtype, weight.device) if suits else None
-
-    @cached_property
-    def tile_weight(self) -> Tensor:
-        """The weight that gradient tiles are multiplied with. [V, D]"""
-        return self.weight.to(tile_dtype(self.dtype))
 
     def rows(self, rows: slice) -> Tensor:
         """Hidden states [n, D]; zero where the target is ignored, so that nothing of them can spread."""
@@ -122,24 +114,24 @@ def _fwd(
     keep: int,
     form_jacobian: bool,
 ) -> list[Tensor]:
-    """kept gradient tiles [keep, V or more], jacobian [N or 0, D]; logps, shift, others, total, statistics; all [N]."""
+    """kept gradient tiles [keep, V], jacobian [N or 0, D]; logps, shift, others, total, statistics; all [N]."""
     transform = Transform(softcap, logit_scale, temperature)
-    kept_memory, jacobian, *empty = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
-    kept = kept_memory[:, : len(weight)]
+    kept, jacobian, *empty = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
         head = _Head(hidden, weight, bias, targets, compute_dtype)
+        weight = head.weight.to(kept.dtype)
         parts: list[list[Tensor]] = []
         for rows in cuts(len(hidden), head.tiles.rows):
             gradient = None
             if rows.stop <= keep:
                 gradient = kept[rows]
             elif form_jacobian:
-                gradient = head.scratch(jacobian.dtype)[: rows.stop - rows.start]
+                gradient = head.scratch(kept.dtype)[: rows.stop - rows.start]
             parts.append(_fwd_tile(head, rows, transform, statistics, gradient))
             if form_jacobian and gradient is not None:
-                torch.mm(gradient, head.tile_weight, out=jacobian[rows])
+                jacobian[rows] = _product(gradient, weight, jacobian.dtype)
         results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
-        return [kept_memory, jacobian, *results]
+        return [kept, jacobian, *results]
 
 
 def _fwd_tile(head: _Head, rows: slice, transform: Transform, statistics: str, gradient: Tensor | None) -> list[Tensor]:
@@ -157,23 +149,31 @@ def _fwd_tile(head: _Head, rows: slice, transform: Transform, statistics: str, g
         from ..kernels.token_logps import token_logps_fwd
 
         return token_logps_fwd(product, head.targets[rows], *transform, statistics, target_logits, gradient)
-    index, parts = head.index[rows], []
+    index, parts, narrow = head.index[rows], [], head.tiles.dtype != head.accumulator
     for block in blocks(len(product), len(head.weight), head.accumulator, product.device):
         z = transform.apply_(product[block].to(head.accumulator))
         slope = None if gradient is None else transform.slope(z)
         sums, exponentials = fold(z, index[block], target_logits[block], statistics)
         if gradient is not None:
-            _put(gradient[block], gradient_tile(exponentials, index[block], sums.others, slope))
+            others = sums.others
+            if narrow:
+                _, others, factor = level(sums.shift, others)
+                exponentials.mul_(factor[:, None])
+            _put(gradient[block], gradient_tile(exponentials, index[block], others, slope))
         parts.append(sums)
-    return results_of(parts, h, head.ignored[rows], statistics)
+    logps, shift, others, total, *extra = results_of(parts, h, head.ignored[rows], statistics)
+    if narrow:
+        shift, others, factor = level(shift, others)
+        total *= factor
+    return [logps, shift, others, total, *extra]
 
 
 def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
-    dtype = tile_dtype(compute_dtype)
     n, d = hidden.shape
-    columns = _Tiles.of(weight.shape[0], compute_dtype, hidden.device).columns
-    kept = torch.empty(keep, columns, dtype=dtype, device=hidden.device)
-    jacobian = torch.empty(n if form_jacobian else 0, d, dtype=dtype, device=hidden.device)
+    tiles = _Tiles.of(weight.shape[0], compute_dtype, hidden.device)
+    kept = torch.empty(keep, tiles.columns, dtype=tiles.dtype, device=hidden.device)[:, : weight.shape[0]]
+    wide = accumulator(compute_dtype)
+    jacobian = torch.empty(n if form_jacobian else 0, d, dtype=wide, device=hidden.device)
     return [kept, jacobian, *empty_results(hidden, statistics)]
 
 
@@ -213,50 +213,59 @@ def _gradients(
 ) -> list[Tensor]:
     """Gradients of hidden, weight and bias; empty where not needed. The weight's is added to main_grad if given."""
     transform = Transform(softcap, logit_scale, temperature)
-    needs_hidden, needs_weight, needs_bias = needs
+    needs_hidden, _, needs_bias = needs
     grad_hidden, grad_weight, grad_bias = _bwd_results(hidden, weight, bias, needs)
     with torch.autocast(hidden.device.type, enabled=False):
-        dtype, wide = tile_dtype(compute_dtype), accumulator(compute_dtype)
+        wide = accumulator(compute_dtype)
         of_logps, of_entropy = (
             torch.zeros_like(sums[-1]) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
             for grad in (grad_logps, grad_entropy)
         )
         scale = of_logps * row_scale(sums[-1], transform)  # [N]
         if len(jacobian) and grad_entropy is None:
-            grad_hidden.copy_(jacobian.to(wide) * scale[:, None])
+            torch.mul(jacobian, scale[:, None], out=grad_hidden)
             return [grad_hidden, grad_weight, grad_bias]
 
+        if not len(hidden):
+            return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
         head = _Head(hidden, weight, bias, targets, compute_dtype)
-        weight_sum = main_grad
-        if needs_weight:
-            weight_sum = grad_weight if weight.dtype == wide else torch.empty_like(grad_weight, dtype=wide)
+        dtype, keep = kept.dtype, len(kept)
+        if grad_entropy is not None:  # every tile again, and scaled: too small for float16
+            dtype, keep, scale = wide if dtype == torch.float16 else dtype, 0, torch.ones_like(scale)
+        tile_weight = head.weight.to(dtype)
+        # Upstream gradients are too small for float16 too: hidden states are multiplied by shares of the largest.
+        largest = scale.abs().amax().clamp(min=torch.finfo(wide).tiny) if dtype == torch.float16 else None
+        share = scale if largest is None else scale / largest
+        weight_sum = grad_weight if main_grad is None else main_grad
+        apart = largest is not None or weight_sum.dtype != wide
+        if apart:
+            weight_sum = torch.empty_like(weight_sum, dtype=wide)
         bias_sum = torch.zeros(len(weight) if needs_bias else 0, dtype=wide, device=weight.device)
-        kept = kept[:, : len(weight)]
-        keep = len(kept) if grad_entropy is None else 0
         # Kept tiles are multiplied at once, where that takes no wider copy of them.
         step = head.tiles.rows
         slices = [slice(0, keep)] if keep and (dtype == wide or head.tiles.kernels) else cuts(keep, step)
         slices += [slice(rows.start + keep, rows.stop + keep) for rows in cuts(len(hidden) - keep, step)]
         for rows in slices:
-            h, factor = head.rows(rows), scale[rows, None]
+            h = head.rows(rows)
             if rows.stop <= keep:
                 tile = kept[rows]
             else:
                 tile = head.scratch(dtype)[: len(h)]
                 upstream = None if grad_entropy is None else (of_logps[rows], of_entropy[rows])
                 _bwd_tile(head, h, rows, transform, tile, RowSums(*(x[rows] for x in sums)), upstream)
-                if upstream is not None:
-                    factor = torch.ones_like(factor)  # the tile is scaled already
             if needs_hidden:
-                torch.mul(_product(tile, head.tile_weight, wide), factor, out=grad_hidden[rows])
-            if weight_sum is not None:
-                first = rows.start == 0 and main_grad is None
-                _add_product(weight_sum, tile.t(), (h.to(wide) * factor).to(dtype), first)
+                torch.mul(_product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
+            if len(weight_sum):
+                first = rows.start == 0 and (apart or main_grad is None)
+                _add_product(weight_sum, tile.t(), (h.to(wide) * share[rows, None]).to(dtype), first)
             if needs_bias:
-                _add_product(bias_sum[:, None], tile.t(), factor, first=rows.start == 0)
-        if not len(hidden):
-            grad_weight.zero_()
-        elif needs_weight and weight_sum is not None and weight_sum is not grad_weight:
+                _add_product(bias_sum[:, None], tile.t(), share[rows, None], first=rows.start == 0)
+        if largest is not None:
+            weight_sum *= largest
+            bias_sum *= largest
+        if apart and main_grad is not None:
+            main_grad += weight_sum
+        elif apart:
             grad_weight.copy_(weight_sum)
         if needs_bias:
             grad_bias.copy_(bias_sum)
@@ -430,7 +439,7 @@ def linear_logps(
     Logits exist for one tile of tokens at a time. What the backward costs depends on what needs a gradient:
 
     - nothing: forward only, 1 GEMM over `[N, D] x [D, V]`;
-    - hidden alone (LoRA, a frozen head): the gradient is formed in the forward, 2 GEMMs, `[N, D]` kept;
+    - hidden alone (LoRA, a frozen head): the gradient is formed in the forward, 2 GEMMs, `[N, D]` float32 kept;
     - the head: tiles up to `memory_budget` are kept for the backward, 3 GEMMs; what does not fit is computed again, 4.
       A gradient that reaches `entropy` computes everything again. Under `torch.compile`, detach an entropy that leaves
       the graph only to be logged: a compiled graph can't tell that no gradient will come.
@@ -444,10 +453,10 @@ def linear_logps(
     of a trainable head.
 
     Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs one tile of logits (in float16 two), of at most 64 MiB in float32 or
-    256 tokens, whichever is more, and a few blocks of 8 MiB (off the CPU, tiles in float32); on CUDA instead one tile
-    of at most 256 MiB or 256 tokens (in float16 another in float32), and nothing else of its size. A copy of a weight
-    whose dtype is not the compute dtype, and in float16 another in float32 for its gradients. The weight's gradient is
+    the head needs a gradient, and while it runs one tile of logits (in float16 on a CPU two, tiles are float32 there),
+    of at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8 MiB (off the CPU, tiles in
+    float32); on CUDA instead one tile of at most 256 MiB or 256 tokens, and nothing else of its size. A copy of a
+    weight whose dtype is not the compute dtype, and in float16 on a CPU another in float32. The weight's gradient is
     summed in `[V, D]` float32.
 
     Args:
@@ -495,7 +504,7 @@ def linear_logps(
     grad = torch.is_grad_enabled()
     head_grad = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
     tiles = _Tiles.of(weight.shape[0], compute_dtype, hidden.device)
-    keep = tiles.kept(hidden.shape[0], compute_dtype, memory_budget) if head_grad else 0
+    keep = tiles.kept(hidden.shape[0], memory_budget) if head_grad else 0
     form_jacobian = grad and hidden.requires_grad and not head_grad
     transform = Transform(softcap, logit_scale, temperature)
     logps, *extra = _LinearLogps.apply(

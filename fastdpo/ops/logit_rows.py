@@ -24,6 +24,7 @@ TILE_BYTES = 64 << 20
 KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes: a GPU multiplies fewer rows than fit here less well
 TILE_ROWS = 256  # fewer would read the head's weight too often
 BLOCK_BYTES = 8 << 20  # of a tile: what a CPU's caches hold while several passes go over it
+LEVEL = 2.0**10  # what the others sum up to in a 16-bit tile
 NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
 
 
@@ -166,6 +167,16 @@ def _is_top1(z: Tensor, targets: Tensor, own: Tensor, peak: Tensor) -> Tensor:
     else:
         tied &= targets < z.argmax(-1)
     return tied | (own > peak)
+
+
+def level(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The shift relative to which the others sum up to LEVEL, that sum, and by what exponentials are multiplied. [n]
+
+    Rounded to 16 bits the gradient tile's entry at the target, -LEVEL, is exact then.
+    """
+    leveled = shift + torch.where(others > 0, (others / LEVEL).log(), 0.0)
+    factor = (shift - leveled).exp()  # of the shift as it was rounded
+    return leveled, others * factor, factor
 
 
 def gradient_tile(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:

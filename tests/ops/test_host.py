@@ -69,7 +69,7 @@ def test_a_value_that_is_asked_for_is_an_error(launches):
 @pytest.mark.parametrize("way", ["nothing", "frozen", "kept", "recomputed"])
 def test_a_head_waits_for_nothing(way, statistics, launches):
     tiles = _Tiles.of(V, torch.bfloat16, torch.device("meta"))
-    keep = {"kept": N, "recomputed": tiles.kept(N, torch.bfloat16, MEMORY_BUDGET)}.get(way, 0)
+    keep = {"kept": N, "recomputed": tiles.kept(N, MEMORY_BUDGET)}.get(way, 0)
     inputs = head_arguments()
     kept, jacobian, *results = _fwd._init_fn(*inputs, *TRANSFORM, statistics, torch.bfloat16, keep, way == "frozen")
     steps = -(-N // tiles.rows)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastdpo.ops import linear_logps, reference
+from fastdpo.ops.linear_logps import _Tiles
 from fastdpo.testing import assert_as_accurate_as, error
 
 INF = float("inf")
@@ -45,8 +46,8 @@ def way(rows_of_a_tile):
     def arguments(name, dtype):
         rows_of_a_tile(8, 131, dtype)
         needs, rows = WAYS[name]
-        kept_dtype = torch.float32 if dtype == torch.float16 else dtype
-        return dict(needs=needs, memory_budget=rows * 131 * kept_dtype.itemsize)
+        tiles = _Tiles.of(131, dtype, torch.zeros(0).device)
+        return dict(needs=needs, memory_budget=rows * tiles.columns * tiles.dtype.itemsize)
 
     return arguments
 
