@@ -3,101 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .devices import suits_triton
-from .head_table import fused_blocks
-from .logit_rows import (
-    RowSums,
-    Transform,
-    accumulator,
-    blocks,
-    cuts,
-    fold,
-    gradient_tile,
-    gradient_tile_again,
-    kernel_tile_rows,
-    level,
-    logit_gradient,
-    row_scale,
-    tile_rows,
-)
+from .head_tiles import OP, Head, Tiles, add_product, product
+from .logit_rows import Transform, accumulator, cuts, row_scale
 from .results import TokenLogps
-from .token_logps import empty_results, named_results, results_of, split_targets
+from .token_logps import empty_results, named_results
 
-OP = "linear_logps"
 MEMORY_BUDGET = 512 << 20  # bytes
-ALIGNMENT = 16  # words: rows of a tile begin where kernels load vectors, whatever the vocabulary
-
-
-class _Tiles(NamedTuple):
-    """How the logits of a head are cut, at a time when they are not there yet."""
-
-    rows: int  # of a tile
-    columns: int  # of its memory, of which the vocabulary takes the first
-    kernels: bool  # whether Triton's make the passes over it
-    dtype: torch.dtype  # that gradient tiles are kept and multiplied in
-
-    @staticmethod
-    def of(vocabulary: int, compute_dtype: torch.dtype, device: torch.device) -> _Tiles:
-        if not suits_triton(device, compute_dtype):
-            dtype = torch.float32 if compute_dtype == torch.float16 else compute_dtype  # CPUs multiply that fast
-            return _Tiles(tile_rows(vocabulary, accumulator(compute_dtype)), vocabulary, False, dtype)
-        columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        return _Tiles(kernel_tile_rows(columns, compute_dtype), columns, True, compute_dtype)
-
-    def kept(self, n: int, budget: int) -> int:
-        """How many tokens' gradient tiles fit in the budget: all, or whole tiles of the loop over tokens."""
-        fit = budget // (self.columns * self.dtype.itemsize)
-        return min(n, n if n <= fit else fit // self.rows * self.rows)
-
-
-class _Head:
-    """One call's operands, in the dtype that it computes in."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dtype: torch.dtype):
-        self.tiles = _Tiles.of(len(weight), dtype, weight.device)
-        self.ignored, self.index = split_targets(OP, targets, weight.shape[0])
-        self.targets = targets.contiguous()
-        self.hidden, self.dtype = hidden, dtype
-        self.weight = weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype).contiguous()
-        self.accumulator = accumulator(dtype)
-        suits = self.tiles.kernels and self.weight.stride(1) == 1
-        self._scratch: dict[torch.dtype, Tensor] = {}
-        self.fused = fused_blocks(weight.shape[1], dtype, weight.device) if suits else None
-
-    def rows(self, rows: slice) -> Tensor:
-        """Hidden states [n, D]; zero where the target is ignored, so that nothing of them can spread."""
-        return self.hidden[rows].to(self.dtype).masked_fill(self.ignored[rows, None], 0)
-
-    def product(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Logits [n, V] before their transform, rounded to the compute dtype."""
-        if self.bias is None:
-            return torch.mm(hidden, self.weight.t(), out=out)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-
-    def scratch(self, dtype: torch.dtype) -> Tensor:
-        """A tile's worth of memory, the same every time. [n, V]"""
-        if dtype not in self._scratch:
-            rows = min(len(self.hidden), self.tiles.rows)
-            memory = torch.empty(rows, self.tiles.columns, dtype=dtype, device=self.weight.device)
-            self._scratch[dtype] = memory[:, : len(self.weight)]
-        return self._scratch[dtype]
-
-    def target_logits(self, hidden: Tensor, rows: slice, transform: Transform) -> Tensor:
-        """The targets' transformed logits [n], never rounded below float32."""
-        if self.tiles.kernels:
-            from ..kernels.linear_logps import target_logits
-
-            return target_logits(hidden.contiguous(), self.weight, self.bias, self.targets[rows], *transform)
-        x = torch.linalg.vecdot(hidden.to(self.accumulator), self.weight[self.index[rows]].to(self.accumulator))
-        return transform.apply_(x if self.bias is None else x + self.bias[self.index[rows]])
 
 
 @torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
@@ -118,7 +35,7 @@ def _fwd(
     transform = Transform(softcap, logit_scale, temperature)
     kept, jacobian, *empty = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(hidden, weight, bias, targets, compute_dtype)
+        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
         weight = head.weight.to(kept.dtype)
         parts: list[list[Tensor]] = []
         for rows in cuts(len(hidden), head.tiles.rows):
@@ -126,54 +43,18 @@ def _fwd(
             if rows.stop <= keep:
                 gradient = kept[rows]
             elif form_jacobian:
-                gradient = head.scratch(kept.dtype)[: rows.stop - rows.start]
-            parts.append(_fwd_tile(head, rows, transform, statistics, gradient))
+                gradient = head.scratch(rows, kept.dtype)
+            parts.append(head.results(rows, statistics, gradient))
             if form_jacobian and gradient is not None:
-                jacobian[rows] = _product(gradient, weight, jacobian.dtype)
+                jacobian[rows] = product(gradient, weight, jacobian.dtype)
         results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
         return [kept, jacobian, *results]
 
 
-def _fwd_tile(head: _Head, rows: slice, transform: Transform, statistics: str, gradient: Tensor | None) -> list[Tensor]:
-    """The results of the rows; fills the gradient tile [n, V], if there is one."""
-    h = head.rows(rows)
-    target_logits = head.target_logits(h, rows, transform)
-    if head.fused is not None:
-        from ..kernels.linear_exp import linear_exp_fwd
-
-        operands = (h.contiguous(), head.weight, head.bias, head.targets[rows], target_logits)
-        return linear_exp_fwd(*operands, *transform, statistics, gradient, head.fused)
-    place = head.scratch(head.dtype)[: len(h)] if gradient is None or gradient.dtype != head.dtype else gradient
-    product = head.product(h, out=place)
-    if head.tiles.kernels:
-        from ..kernels.token_logps import token_logps_fwd
-
-        return token_logps_fwd(product, head.targets[rows], *transform, statistics, target_logits, gradient)
-    index, parts, narrow = head.index[rows], [], head.tiles.dtype != head.accumulator
-    for block in blocks(len(product), len(head.weight), head.accumulator, product.device):
-        z = transform.apply_(product[block].to(head.accumulator))
-        slope = None if gradient is None else transform.slope(z)
-        sums, exponentials = fold(z, index[block], target_logits[block], statistics)
-        if gradient is not None:
-            others = sums.others
-            if narrow:
-                _, others, factor = level(sums.shift, others)
-                exponentials.mul_(factor[:, None])
-            _put(gradient[block], gradient_tile(exponentials, index[block], others, slope))
-        parts.append(sums)
-    logps, shift, others, total, *extra = results_of(parts, h, head.ignored[rows], statistics)
-    if narrow:
-        shift, others, factor = level(shift, others)
-        total *= factor
-    return [logps, shift, others, total, *extra]
-
-
 def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
+    kept = Tiles.of(weight, compute_dtype).empty(keep, weight)
     n, d = hidden.shape
-    tiles = _Tiles.of(weight.shape[0], compute_dtype, hidden.device)
-    kept = torch.empty(keep, tiles.columns, dtype=tiles.dtype, device=hidden.device)[:, : weight.shape[0]]
-    wide = accumulator(compute_dtype)
-    jacobian = torch.empty(n if form_jacobian else 0, d, dtype=wide, device=hidden.device)
+    jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulator(compute_dtype))
     return [kept, jacobian, *empty_results(hidden, statistics)]
 
 
@@ -228,10 +109,11 @@ def _gradients(
 
         if not len(hidden):
             return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
-        head = _Head(hidden, weight, bias, targets, compute_dtype)
-        dtype, keep = kept.dtype, len(kept)
+        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        dtype, keep, upstream = kept.dtype, len(kept), None
         if grad_entropy is not None:  # every tile again, and scaled: too small for float16
-            dtype, keep, scale = wide if dtype == torch.float16 else dtype, 0, torch.ones_like(scale)
+            upstream, scale = (of_logps, of_entropy), torch.ones_like(scale)
+            dtype, keep = wide if dtype == torch.float16 else dtype, 0
         tile_weight = head.weight.to(dtype)
         # Upstream gradients are too small for float16 too: hidden states are multiplied by shares of the largest.
         largest = scale.abs().amax().clamp(min=torch.finfo(wide).tiny) if dtype == torch.float16 else None
@@ -246,20 +128,14 @@ def _gradients(
         slices = [slice(0, keep)] if keep and (dtype == wide or head.tiles.kernels) else cuts(keep, step)
         slices += [slice(rows.start + keep, rows.stop + keep) for rows in cuts(len(hidden) - keep, step)]
         for rows in slices:
-            h = head.rows(rows)
-            if rows.stop <= keep:
-                tile = kept[rows]
-            else:
-                tile = head.scratch(dtype)[: len(h)]
-                upstream = None if grad_entropy is None else (of_logps[rows], of_entropy[rows])
-                _bwd_tile(head, h, rows, transform, tile, RowSums(*(x[rows] for x in sums)), upstream)
+            tile = kept[rows] if rows.stop <= keep else head.gradient_again(rows, sums, upstream, dtype)
             if needs_hidden:
-                torch.mul(_product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
+                torch.mul(product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
             if len(weight_sum):
-                first = rows.start == 0 and (apart or main_grad is None)
-                _add_product(weight_sum, tile.t(), (h.to(wide) * share[rows, None]).to(dtype), first)
+                shares = (head.rows(rows).to(wide) * share[rows, None]).to(dtype)
+                add_product(weight_sum, tile.t(), shares, first=rows.start == 0 and (apart or main_grad is None))
             if needs_bias:
-                _add_product(bias_sum[:, None], tile.t(), share[rows, None], first=rows.start == 0)
+                add_product(bias_sum[:, None], tile.t(), share[rows, None], first=rows.start == 0)
         if largest is not None:
             weight_sum *= largest
             bias_sum *= largest
@@ -270,63 +146,6 @@ def _gradients(
         if needs_bias:
             grad_bias.copy_(bias_sum)
         return [grad_hidden, grad_weight, grad_bias]
-
-
-def _bwd_tile(
-    head: _Head,
-    h: Tensor,
-    rows: slice,
-    transform: Transform,
-    tile: Tensor,
-    sums: RowSums,
-    upstream: tuple[Tensor, Tensor] | None,
-) -> None:
-    """Fills `tile` [n, V] with the gradient tile of hidden states [n, D], or with what upstream makes of it."""
-    if head.fused is not None and upstream is None:
-        from ..kernels.linear_exp import linear_exp_tile
-
-        operands = (h.contiguous(), head.weight, head.bias, head.targets[rows], sums.shift, sums.others)
-        linear_exp_tile(*operands, *transform, tile, head.fused)
-        return
-    product = head.product(h, out=head.scratch(head.dtype)[: len(h)])
-    if head.tiles.kernels:
-        from ..kernels.token_logps import token_logps_bwd
-
-        of_logps, of_entropy = upstream or (None, None)
-        token_logps_bwd(tile, of_logps, of_entropy, product, head.targets[rows], sums, *transform)
-        return
-    index = head.index[rows]
-    for block in blocks(len(product), len(head.weight), head.accumulator, product.device):
-        z = transform.apply_(product[block].to(head.accumulator))
-        of_block = RowSums(*(x[block] for x in sums))
-        if upstream is None:
-            gradient = gradient_tile_again(z, index[block], of_block, transform.slope(z))
-        else:
-            of_logps, of_entropy = upstream[0][block], upstream[1][block]
-            gradient = logit_gradient(z, index[block], of_block, of_logps, of_entropy, transform)
-        _put(tile[block], gradient)
-
-
-def _put(place: Tensor, tile: Tensor) -> None:
-    """Writes a block of a gradient tile to its place, where it may have been made already."""
-    if tile.data_ptr() != place.data_ptr():
-        place.copy_(tile)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b` in a wider dtype than theirs, where that can be had not rounded to theirs first."""
-    if a.dtype != dtype and a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """`total (+)= a @ b` in the dtype of total, a wide one, whatever that of a and b."""
-    beta = 0 if first else 1  # with 0 what total holds is ignored, so nothing needs filling
-    if a.dtype != total.dtype and a.device.type == "cuda":
-        torch.addmm(total, a, b.to(a.dtype), beta=beta, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
 def _bwd_results(hidden, weight, bias, needs):
@@ -503,8 +322,7 @@ def linear_logps(
         checks.require(fits, OP, "main_grad", "be {} in {}", got, list(weight.shape), accumulator(compute_dtype))
     grad = torch.is_grad_enabled()
     head_grad = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    tiles = _Tiles.of(weight.shape[0], compute_dtype, hidden.device)
-    keep = tiles.kept(hidden.shape[0], memory_budget) if head_grad else 0
+    keep = Tiles.of(weight, compute_dtype).kept(hidden.shape[0], memory_budget) if head_grad else 0
     form_jacobian = grad and hidden.requires_grad and not head_grad
     transform = Transform(softcap, logit_scale, temperature)
     logps, *extra = _LinearLogps.apply(

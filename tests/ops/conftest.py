@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastdpo.ops import logit_rows
-from fastdpo.ops.linear_logps import _Tiles
+from fastdpo.ops.head_tiles import ALIGNMENT
 
 
 class Trace(NamedTuple):
@@ -27,7 +27,7 @@ def rows_of_a_tile(monkeypatch):
 
     def set_rows(rows, vocabulary, dtype):
         bytes_of_a_row = vocabulary * logit_rows.accumulator(dtype).itemsize
-        columns = _Tiles.of(vocabulary, dtype, torch.device("cuda")).columns
+        columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         monkeypatch.setattr(logit_rows, "TILE_BYTES", rows * bytes_of_a_row)
         monkeypatch.setattr(logit_rows, "KERNEL_TILE_BYTES", rows * columns * dtype.itemsize)
         monkeypatch.setattr(logit_rows, "TILE_ROWS", 1)

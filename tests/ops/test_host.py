@@ -8,7 +8,8 @@ import torch
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
-from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd, _Tiles
+from fastdpo.ops.head_tiles import Tiles
+from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd
 from fastdpo.ops.results import STATISTICS
 from fastdpo.ops.token_logps import _bwd as token_bwd
 from fastdpo.ops.token_logps import _fwd as token_fwd
@@ -68,7 +69,7 @@ def test_a_value_that_is_asked_for_is_an_error(launches):
 @pytest.mark.parametrize("statistics", ["", ",".join(STATISTICS)])
 @pytest.mark.parametrize("way", ["nothing", "frozen", "kept", "recomputed"])
 def test_a_head_waits_for_nothing(way, statistics, launches):
-    tiles = _Tiles.of(V, torch.bfloat16, torch.device("meta"))
+    tiles = Tiles.of(empty(V, D), torch.bfloat16)
     keep = {"kept": N, "recomputed": tiles.kept(N, MEMORY_BUDGET)}.get(way, 0)
     inputs = head_arguments()
     kept, jacobian, *results = _fwd._init_fn(*inputs, *TRANSFORM, statistics, torch.bfloat16, keep, way == "frozen")

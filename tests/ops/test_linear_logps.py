@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastdpo.ops import linear_logps, reference
-from fastdpo.ops.linear_logps import _Tiles
+from fastdpo.ops.head_tiles import Tiles
 from fastdpo.testing import assert_as_accurate_as, error
 
 INF = float("inf")
@@ -46,7 +46,7 @@ def way(rows_of_a_tile):
     def arguments(name, dtype):
         rows_of_a_tile(8, 131, dtype)
         needs, rows = WAYS[name]
-        tiles = _Tiles.of(131, dtype, torch.zeros(0).device)
+        tiles = Tiles.of(torch.empty(131, 24), dtype)
         return dict(needs=needs, memory_budget=rows * tiles.columns * tiles.dtype.itemsize)
 
     return arguments
