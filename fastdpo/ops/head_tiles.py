@@ -206,3 +206,24 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b.to(a.dtype), beta=beta, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+def shares(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """What a tile's hidden states are multiplied by before their product with it, and by what the product is then. [N]
+
+    In float16 shares of the largest, and that, for upstream gradients are too small for it.
+    """
+    if dtype != torch.float16:
+        return scale, None
+    largest = scale.abs().amax().clamp(min=torch.finfo(scale.dtype).tiny)
+    return scale / largest, largest
+
+
+def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+    """Memory for the gradients that are needed; nothing for the others."""
+    found = zip((hidden, weight, bias), needs, strict=True)
+    contiguous = torch.contiguous_format
+    return [
+        torch.empty_like(x, memory_format=contiguous) if needed and x is not None else hidden.new_empty(0)
+        for x, needed in found
+    ]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .head_tiles import OP, Head, Tiles, add_product, product
+from .head_tiles import OP, Head, Tiles, add_product, empty_gradients, product, shares
 from .logit_rows import Transform, accumulator, cuts, row_scale
+from .pruned_logps import PrunedLogps, pruned_tiles
 from .results import TokenLogps
 from .token_logps import empty_results, named_results
 
@@ -95,7 +96,7 @@ def _gradients(
     """Gradients of hidden, weight and bias; empty where not needed. The weight's is added to main_grad if given."""
     transform = Transform(softcap, logit_scale, temperature)
     needs_hidden, _, needs_bias = needs
-    grad_hidden, grad_weight, grad_bias = _bwd_results(hidden, weight, bias, needs)
+    grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = accumulator(compute_dtype)
         of_logps, of_entropy = (
@@ -115,9 +116,7 @@ def _gradients(
             upstream, scale = (of_logps, of_entropy), torch.ones_like(scale)
             dtype, keep = wide if dtype == torch.float16 else dtype, 0
         tile_weight = head.weight.to(dtype)
-        # Upstream gradients are too small for float16 too: hidden states are multiplied by shares of the largest.
-        largest = scale.abs().amax().clamp(min=torch.finfo(wide).tiny) if dtype == torch.float16 else None
-        share = scale if largest is None else scale / largest
+        share, largest = shares(scale, dtype)
         weight_sum = grad_weight if main_grad is None else main_grad
         apart = largest is not None or weight_sum.dtype != wide
         if apart:
@@ -132,8 +131,8 @@ def _gradients(
             if needs_hidden:
                 torch.mul(product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
             if len(weight_sum):
-                shares = (head.rows(rows).to(wide) * share[rows, None]).to(dtype)
-                add_product(weight_sum, tile.t(), shares, first=rows.start == 0 and (apart or main_grad is None))
+                h = (head.rows(rows).to(wide) * share[rows, None]).to(dtype)
+                add_product(weight_sum, tile.t(), h, first=rows.start == 0 and (apart or main_grad is None))
             if needs_bias:
                 add_product(bias_sum[:, None], tile.t(), share[rows, None], first=rows.start == 0)
         if largest is not None:
@@ -146,15 +145,6 @@ def _gradients(
         if needs_bias:
             grad_bias.copy_(bias_sum)
         return [grad_hidden, grad_weight, grad_bias]
-
-
-def _bwd_results(hidden, weight, bias, needs):
-    empty = hidden.new_empty(0)
-    return [
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else empty,
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else empty.clone(),
-        torch.empty_like(bias) if needs[2] else empty.clone(),
-    ]
 
 
 @torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=())
@@ -180,7 +170,7 @@ def _bwd(
 
 @_bwd.register_fake
 def _(grad_logps, grad_entropy, hidden, weight, bias, *rest):
-    return _bwd_results(hidden, weight, bias, rest[-1])
+    return empty_gradients(hidden, weight, bias, rest[-1])
 
 
 @torch.library.custom_op("fastdpo::linear_logps_bwd_main_grad", mutates_args=("main_grad",))
@@ -207,7 +197,7 @@ def _bwd_main_grad(
 
 @_bwd_main_grad.register_fake
 def _(grad_logps, grad_entropy, hidden, weight, bias, *rest):
-    return _bwd_results(hidden, weight, bias, rest[-2])
+    return empty_gradients(hidden, weight, bias, rest[-2])
 
 
 class _LinearLogps(torch.autograd.Function):
@@ -252,6 +242,7 @@ def linear_logps(
     outputs: Sequence[str] = ("logps",),
     memory_budget: int = MEMORY_BUDGET,
     main_grad: Tensor | None = None,
+    gradient_columns: int | None = None,
 ) -> TokenLogps:
     """Log-probability of each target under `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
 
@@ -290,6 +281,11 @@ def linear_logps(
         memory_budget: bytes of gradient tiles to keep for the backward of a trainable head.
         main_grad: [V, D] float32, as Megatron-LM keeps one for each parameter. The weight's gradient is added to it,
             unrounded, and `weight.grad` stays as it is: hooks on the weight see nothing.
+        gradient_columns: how many words of the vocabulary pass gradients on, or None: all. An approximation, for
+            models of which few words are likely anywhere: in each tile of tokens those with the most probability, the
+            targets among them. The backward's products shrink to as many columns, and so do the tiles that are kept;
+            results stay as they are. What each token's gradient lost is `TokenLogps.dropped`. Not with `main_grad`,
+            nor with a gradient that reaches `entropy`.
 
     Returns:
         `TokenLogps` with fields [N].
@@ -320,12 +316,20 @@ def linear_logps(
         fits = main_grad.shape == weight.shape and main_grad.dtype == accumulator(compute_dtype)
         got = f"{list(main_grad.shape)} {main_grad.dtype}"
         checks.require(fits, OP, "main_grad", "be {} in {}", got, list(weight.shape), accumulator(compute_dtype))
+    if gradient_columns is not None:
+        checks.require(gradient_columns >= 1, OP, "gradient_columns", "be at least 1 or None", gradient_columns)
+        checks.require(main_grad is None, OP, "main_grad", "be None with gradient_columns", "a tensor")
     grad = torch.is_grad_enabled()
     head_grad = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    keep = Tiles.of(weight, compute_dtype).kept(hidden.shape[0], memory_budget) if head_grad else 0
     form_jacobian = grad and hidden.requires_grad and not head_grad
     transform = Transform(softcap, logit_scale, temperature)
-    logps, *extra = _LinearLogps.apply(
-        hidden, weight, bias, targets, transform, statistics, compute_dtype, keep, form_jacobian, main_grad
-    )
-    return named_results(logps, extra, statistics, targets.shape)
+    inputs = (hidden, weight, bias, targets, transform, statistics, compute_dtype)
+    if gradient_columns is not None and (head_grad or form_jacobian):
+        columns = min(gradient_columns, len(weight))
+        keep = pruned_tiles(weight, compute_dtype, columns).kept(len(hidden), memory_budget) if head_grad else 0
+        logps, dropped, *extra = PrunedLogps.apply(*inputs, columns, keep, form_jacobian)
+    else:
+        keep = Tiles.of(weight, compute_dtype).kept(len(hidden), memory_budget) if head_grad else 0
+        logps, *extra = _LinearLogps.apply(*inputs, keep, form_jacobian, main_grad)
+        dropped = None if gradient_columns is None else torch.zeros_like(logps)
+    return named_results(logps, extra, statistics, targets.shape)._replace(dropped=dropped)

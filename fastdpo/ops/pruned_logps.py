@@ -1,0 +1,178 @@
+"""A head's log-probabilities whose gradient goes through some words only: the rest of the vocabulary is left out.
+
+For each tile of tokens the columns of its gradient tile are ranked by the probability that they hold, summed over the
+tokens; the first K are kept, with all of the tile's targets among them. Both products of the backward then have K
+columns instead of V. Probabilities stay those over the whole vocabulary, and what each token's gradient lost is known:
+
+    dropped_n = sum_{v left out} |d logp_n / d logit_nv|        without a softcap, the probability of those words
+
+K is the same for every tile, so that no size depends on a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..packing import IGNORE_INDEX
+from .head_tiles import OP, Head, Tiles, empty_gradients, product, shares
+from .logit_rows import Transform, accumulator, cuts, row_scale
+from .token_logps import empty_results
+
+
+def pruned_tiles(weight: Tensor, compute_dtype: torch.dtype, columns: int) -> Tiles:
+    """Of so many columns, and of no more tokens, whose targets may all differ."""
+    tiles = Tiles.of(weight, compute_dtype)
+    return tiles._replace(rows=min(tiles.rows, columns), columns=columns)
+
+
+@torch.library.custom_op("fastdpo::pruned_logps_fwd", mutates_args=())
+def _fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    statistics: str,
+    compute_dtype: torch.dtype,
+    columns: int,
+    keep: int,
+    form_jacobian: bool,
+) -> list[Tensor]:
+    """kept columns of gradient tiles [keep, K], their words [tiles, K], jacobian [N or 0, D]; dropped, logps, shift,
+    others, total, statistics; all [N].
+    """
+    transform = Transform(softcap, logit_scale, temperature)
+    sizes = (statistics, compute_dtype, columns, keep, form_jacobian)
+    kept, words, jacobian, dropped, *empty = _fwd_results(hidden, weight, *sizes)
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        parts: list[list[Tensor]] = []
+        for i, rows in enumerate(cuts(len(hidden), _rows(weight, compute_dtype, columns))):
+            tile = head.scratch(rows, kept.dtype)
+            parts.append(head.results(rows, statistics, tile))
+            scale = row_scale(parts[-1][3], transform).masked_fill(head.ignored[rows], 0)
+            words[i], dropped[rows] = _choose(tile, scale.abs(), head.index[rows], columns)
+            part = tile[:, words[i]]
+            if rows.stop <= keep:
+                kept[rows] = part
+            if form_jacobian:
+                jacobian[rows] = product(part, head.weight[words[i]].to(part.dtype), jacobian.dtype)
+        results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
+        return [kept, words, jacobian, dropped, *results]
+
+
+def _rows(weight: Tensor, compute_dtype: torch.dtype, columns: int) -> int:
+    return pruned_tiles(weight, compute_dtype, columns).rows
+
+
+def _choose(tile: Tensor, scale: Tensor, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The words [K] to keep of a gradient tile [n, V], ascending, and how much of each token's row is left out [n]."""
+    mass = torch.mv(tile.t(), scale.to(tile.dtype)).index_fill_(0, targets, torch.inf)  # [V]
+    words = mass.topk(columns, sorted=False).indices.sort().values
+    left_out = torch.ones_like(mass).index_fill_(0, words, 0)
+    return words, product(tile, left_out[:, None], scale.dtype)[:, 0] * scale
+
+
+def _fwd_results(hidden, weight, statistics, compute_dtype, columns, keep, form_jacobian):
+    tiles = pruned_tiles(weight, compute_dtype, columns)
+    n, d = hidden.shape
+    wide = accumulator(compute_dtype)
+    return [
+        hidden.new_empty(keep, columns, dtype=tiles.dtype),
+        hidden.new_empty(-(-n // tiles.rows), columns, dtype=torch.long),
+        hidden.new_empty(n if form_jacobian else 0, d, dtype=wide),
+        hidden.new_empty(n, dtype=wide),
+        *empty_results(hidden, statistics),
+    ]
+
+
+@_fwd.register_fake
+def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, *sizes):
+    return _fwd_results(hidden, weight, *sizes)
+
+
+@torch.library.custom_op("fastdpo::pruned_logps_bwd", mutates_args=())
+def _bwd(
+    grad_logps: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    kept: Tensor,
+    words: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of hidden, weight and bias; empty where not needed."""
+    transform = Transform(softcap, logit_scale, temperature)
+    grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide = accumulator(compute_dtype)
+        scale = grad_logps.to(wide).masked_fill(targets == IGNORE_INDEX, 0) * row_scale(sums[-1], transform)  # [N]
+        if len(jacobian):
+            torch.mul(jacobian, scale[:, None], out=grad_hidden)
+            return [grad_hidden, grad_weight, grad_bias]
+        if not len(hidden):
+            return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
+        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        share, largest = shares(scale, kept.dtype)
+        weight_sum, bias_sum = (torch.zeros_like(grad, dtype=wide) for grad in (grad_weight, grad_bias))
+        for i, rows in enumerate(cuts(len(hidden), _rows(weight, compute_dtype, words.shape[1]))):
+            if rows.stop <= len(kept):
+                part = kept[rows]
+            else:
+                part = head.gradient_again(rows, sums, None, kept.dtype)[:, words[i]]
+            if needs[0]:
+                of_words = head.weight[words[i]].to(part.dtype)
+                torch.mul(product(part, of_words, wide), scale[rows, None], out=grad_hidden[rows])
+            if needs[1]:
+                h = (head.rows(rows).to(wide) * share[rows, None]).to(part.dtype)
+                weight_sum.index_add_(0, words[i], product(part.t(), h, wide))
+            if needs[2]:
+                of_tile = product(part.t(), share[rows, None].to(part.dtype), wide)
+                bias_sum.index_add_(0, words[i], of_tile[:, 0])
+        for grad, total in ((grad_weight, weight_sum), (grad_bias, bias_sum)):
+            grad.copy_(total if largest is None else total * largest)
+        return [grad_hidden, grad_weight, grad_bias]
+
+
+@_bwd.register_fake
+def _(grad_logps, hidden, weight, bias, *rest):
+    return empty_gradients(hidden, weight, bias, rest[-1])
+
+
+class PrunedLogps(torch.autograd.Function):
+    """logps, dropped and statistics, [N] each. Only log-probabilities pass gradients on."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, transform, statistics, compute_dtype, columns, keep, form_jacobian):
+        ctx.set_materialize_grads(False)
+        kept, words, jacobian, dropped, *sums_and_extra = _fwd(
+            hidden, weight, bias, targets, *transform, statistics, compute_dtype, columns, keep, form_jacobian
+        )
+        sums, extra = sums_and_extra[:4], sums_and_extra[4:]
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, words, jacobian, *sums)
+        ctx.transform, ctx.compute_dtype, ctx.entropy = transform, compute_dtype, "entropy" in statistics
+        ctx.mark_non_differentiable(dropped, *extra[ctx.entropy :])
+        return (sums[0], dropped, *extra)
+
+    @staticmethod
+    def backward(ctx, grad_logps, _, *grad_extra):
+        if ctx.entropy and grad_extra[0] is not None:
+            rule = "gradient_columns must be None where a gradient reaches the entropy"
+            raise NotImplementedError(f"{OP}: {rule}; that needs the whole vocabulary. Detach it if it is only logged")
+        *inputs, logps, shift, others, total = ctx.saved_tensors
+        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+        sums = [logps, shift, others, total]
+        grads = _bwd(grad_logps, *inputs, sums, *ctx.transform, ctx.compute_dtype, needs)
+        return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *[None] * 7

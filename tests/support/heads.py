@@ -1,0 +1,34 @@
+"""Inputs of a head, and a call of it with its gradients."""
+
+import torch
+
+LEAVES = ("hidden", "weight", "bias")
+OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+
+
+def head_inputs(n, v, d, dtype=torch.float32):
+    """Hidden states of which every third is confident of its target, weight, bias, targets of which one is ignored."""
+    hidden, weight, bias, targets = torch.randn(n, d), torch.randn(v, d), torch.randn(v), torch.randint(v, (n,))
+    hidden[1::3] += weight[targets[1::3]]
+    targets[n // 2 + 1 :: n] = -100
+    return {"hidden": hidden.to(dtype), "weight": weight.to(dtype), "bias": bias.to(dtype), "targets": targets}
+
+
+def doubled(inputs):
+    return {name: x.double() if x is not None and x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def results_and_gradients(
+    op, inputs, upstream=None, needs=LEAVES, differentiate=("logps",), outputs=OUTPUTS, **options
+):
+    """What op returns, and by name the gradients of the inputs that need one."""
+    leaves = {name: None if inputs[name] is None else inputs[name].detach().clone() for name in LEAVES}
+    needs = [name for name in needs if leaves[name] is not None]
+    for name in needs:
+        leaves[name].requires_grad_()
+    results = op(leaves["hidden"], leaves["weight"], inputs["targets"], bias=leaves["bias"], outputs=outputs, **options)
+    if needs:
+        upstream = torch.ones(2, len(inputs["targets"])) if upstream is None else upstream
+        terms = zip(("logps", "entropy"), upstream, strict=True)
+        sum((getattr(results, name) * g).sum() for name, g in terms if name in differentiate).backward()
+    return results, {name: leaves[name].grad for name in needs}
