@@ -47,14 +47,15 @@ bench-ops: $(READY)
 
 # On a machine with a GPU, with the Python that is there. Ops that are wrong on it are not timed.
 GPU_PYTHON ?= python3
-GPU_SUITES ?= attention head
+GPU_SUITES ?= attention head step
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 bench-gpu:
 	$(GPU_PYTHON) -m pytest tests/ops --device cuda -q -p no:cacheprovider
 	status=0; for suite in $(GPU_SUITES); do \
 		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume --json out/gpu/$$suite.json $(ARGS) || status=1; \
-	done; exit $$status
+	done; \
+	$(GPU_PYTHON) -m benchmarks.accuracy --json out/gpu/accuracy.json || status=1; exit $$status
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
 define torch_in

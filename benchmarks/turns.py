@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class Turns:
         self.bar = progress.add_task(case.name, total=None)
         self.workers: dict[str, Worker | Guest] = {}
         self.batches = 1
-        self.hold = Guest if suite.together and torch.cuda.is_available() else Worker
+        self.on_gpu = torch.cuda.is_available()
+        self.hold = Guest if suite.together and self.on_gpu else Worker
         self.records: dict[str, dict[str, Any]] = {
             side.name: {"status": MEASURED, "reason": None, "compared": side.compared, "options": side.options}
             for side in case.sides
@@ -33,13 +35,16 @@ class Turns:
         """The case as it goes to the JSON."""
         try:
             truths = self._truths()
-            self._build()
-            for side in self.case.sides:
-                self._check(side, truths)
-            self._measure()
+            # Processes that share a GPU would each hold its memory: there one comes after another.
+            alone = self.on_gpu and not self.suite.together
+            for sides in [[side] for side in self.case.sides] if alone else [self.case.sides]:
+                self._build(sides)
+                for side in sides:
+                    self._check(side, truths)
+                self._measure()
+                self._close()
         finally:
-            for worker in self.workers.values():
-                worker.close()
+            self._close()
             self.progress.remove_task(self.bar)
         workloads = {side.name: dataclasses.asdict(side.workload) for side in self.case.sides}
         alike = len({side.workload for side in self.case.sides}) == 1
@@ -64,11 +69,11 @@ class Turns:
                 worker.close()
         return truths
 
-    def _build(self) -> None:
+    def _build(self, sides: Sequence[Side]) -> None:
         self._say("loading")
-        for side in self.case.sides:
+        for side in sides:
             self.workers[side.name] = self.hold(side.build, side.workload, side.options, self.threads)
-        for side in self.case.sides:
+        for side in sides:
             batches = self._try(side.name, lambda worker: worker.ready())
             self.batches = batches or self.batches
 
@@ -97,6 +102,10 @@ class Turns:
             facts = self._try(name, lambda worker: worker.ask("facts"))
             if facts is not None:
                 self.records[name] |= {"facts": facts, "samples": samples[name]}
+
+    def _close(self) -> None:
+        while self.workers:
+            self.workers.popitem()[1].close()
 
     def _try(self, name: str, question: Any) -> Any:
         """The answer of a side that is still in; None, and it drops out, if there is none."""

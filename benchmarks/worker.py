@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.peak import PeakAboveLevel
 
 LOG_LINES = 15
+PEERS = {"trl", "datasets"}  # what a machine may lack
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -156,7 +157,13 @@ def _serve(pipe: Connection, build: str, workload: Any, options: dict[str, Any],
 
 def _build(build: str, workload: Any, options: dict[str, Any]) -> Any:
     module, _, name = build.partition(":")
-    return getattr(importlib.import_module(module), name)(workload, **options)
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as reason:
+        if reason.name not in PEERS:
+            raise
+        raise Unavailable(f"{reason.name} is not installed") from None
+    return getattr(imported, name)(workload, **options)
 
 
 def _answer(side: Any, peak: PeakAboveLevel, what: str, *arguments: Any) -> Any:

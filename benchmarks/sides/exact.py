@@ -35,8 +35,7 @@ class ExactStep:
         self.batches = len(workload.batches)
 
     def check(self) -> Arrays:
-        exact = self._run(torch.float64)
-        plain = self._run(torch.float32)
+        exact, plain = self._run(exact=True), self._run(exact=False)
         names = ("log-probs of the policy", "log-probs of the reference", "loss", "gradient")
         arrays = {f"exact/{name}": value.numpy() for name, value in zip(names, exact, strict=True)}
         arrays |= {f"plain/{name}": value.numpy() for name, value in zip(names, plain, strict=True)}
@@ -49,16 +48,21 @@ class ExactStep:
         arrays["slack/loss"] = torch.tensor(moved / float(exact.loss.norm())).numpy()
         return arrays
 
-    def _run(self, dtype: torch.dtype) -> Results:
-        policy = w.build_policy(self.workload).to(dtype)
-        reference = policy if self.workload.lora else w.build_model(self.workload, w.REFERENCE).to(dtype)
+    def _run(self, exact: bool) -> Results:
+        policy = w.build_policy(self.workload)
+        reference = policy if self.workload.lora else w.build_model(self.workload, w.REFERENCE)
+        if exact:
+            policy.double()
+            reference.double()
+        if self.workload.checkpointing:
+            policy.train().gradient_checkpointing_enable({"use_reentrant": False})
         of_policy, of_reference, losses, gradient = [], [], [], None
         for batch in range(self.batches):
             rows = self._rows(batch)
             with torch.no_grad():
-                policy_logps = [self._logps(policy, *row, dtype) for row in rows]
+                policy_logps = [self._logps(policy, *row, exact) for row in rows]
                 with policy.disable_adapter() if self.workload.lora else nullcontext():
-                    reference_logps = [self._logps(reference, *row, dtype) for row in rows]
+                    reference_logps = [self._logps(reference, *row, exact) for row in rows]
             sums = torch.stack([x.sum() for x in policy_logps]).requires_grad_()
             margins = (sums - torch.stack([x.sum() for x in reference_logps])).view(2, -1)
             loss = -F.logsigmoid(BETA * (margins[0] - margins[1])).mean()
@@ -68,9 +72,10 @@ class ExactStep:
             if gradient is None:
                 (factors,) = torch.autograd.grad(loss, sums)
                 for row, factor in zip(rows, factors, strict=True):
-                    (self._logps(policy, *row, dtype).sum() * factor).backward()
+                    (self._logps(policy, *row, exact).sum() * factor).backward()
                 gradient = w.gradient_of(policy)
-        return Results(torch.cat(of_policy), torch.cat(of_reference), torch.stack(losses), gradient)
+        found = torch.cat(of_policy), torch.cat(of_reference), torch.stack(losses), gradient
+        return Results(*(x.cpu() for x in found))
 
     def _rows(self, batch: int) -> list[tuple[Tensor, int]]:
         """Ids of each row, chosen answers first, and where its answer begins."""
@@ -78,11 +83,11 @@ class ExactStep:
         ids = [(pair["prompt_ids"], pair[answer]) for answer in ("chosen_ids", "rejected_ids") for pair in pairs]
         return [(torch.tensor((p + a)[: self.workload.max_length]), len(p)) for p, a in ids]
 
-    def _logps(self, model: torch.nn.Module, ids: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    def _logps(self, model: torch.nn.Module, ids: Tensor, start: int, exact: bool) -> Tensor:
         """Log-probabilities of the answer's tokens, of full logits."""
-        narrow = self.workload.bf16 and dtype != torch.float64
+        narrow, ids = self.workload.bf16 and not exact, ids.to(w.device())
         causal = model.get_base_model() if self.workload.lora else model
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=narrow):
             hidden = causal.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, start - 1 : -1]
         weight = causal.lm_head.weight
         if narrow:  # bfloat16 in and out, summed in float32; as one product that is unbearable on CPUs without bfloat16

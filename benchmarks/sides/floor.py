@@ -67,9 +67,7 @@ class FloorStep:
         self.reference = self.policy if self.lora else w.build_model(workload, w.REFERENCE)
         for model in (self.policy, self.reference):
             model.set_attn_implementation(ATTENTION)
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self.model.to(device)
-        self.reference.to(device)
+        device = w.device()
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=workload.bf16)
         # On a CPU that has no bfloat16, products in it take far longer than in float32: not a bound.
         self.dtype = torch.bfloat16 if workload.bf16 and device.type != "cpu" else torch.float32

@@ -101,7 +101,7 @@ class OnlineStep:
             "log-probs of the reference": torch.cat(logps[False]),
         }
         found |= {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: value.numpy() for name, value in found.items()}
+        return {name: value.cpu().numpy() for name, value in found.items()}
 
     def _training_step(self, batch: int) -> torch.Tensor:
         self.trainer.given = self.given[batch]

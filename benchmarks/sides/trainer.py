@@ -5,6 +5,7 @@ positions, patched.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,20 +47,20 @@ def options(workload: Workload, directory: Path) -> dict[str, Any]:
         "per_device_train_batch_size": len(workload.batches[0]),
         "max_length": workload.max_length,
         "bf16": workload.bf16,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": workload.checkpointing,
         "use_cpu": not torch.accelerator.is_available(),
         "report_to": "none",
         "disable_tqdm": True,
     }
 
 
-def build_trainer(workload: Workload, directory: Path) -> DPOTrainer:
-    """Default loss (sigmoid, beta 0.1), no gradient checkpointing."""
+def build_trainer(workload: Workload, directory: Path, attention: str) -> DPOTrainer:
+    """Default loss (sigmoid, beta 0.1)."""
     quiet_datasets()
     config = DPOConfig(**options(workload, directory))
     trainer = TokenizedTrainer(
-        model=w.build_model(workload, w.POLICY),
-        ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE),
+        model=w.build_model(workload, w.POLICY, attention),
+        ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE, attention),
         args=config,
         train_dataset=Dataset.from_list(w.examples(workload, 0)),
         processing_class=tokenizer(),
@@ -77,20 +78,30 @@ class TrainerStep:
     FUSED = frozenset({("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
     """The calls that must have gone the fused way, and none another."""
 
-    def __init__(self, workload: Workload, mode: str, memory_budget: int = ops.MEMORY_BUDGET) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        mode: str,
+        memory_budget: int = ops.MEMORY_BUDGET,
+        share_prompts: bool = True,
+        attention: str = "sdpa",
+    ) -> None:
         """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo";
         "remembered", fastdpo with the reference's log-probabilities known.
         """
+        if attention == "flash_attention_2" and find_spec("flash_attn") is None:
+            raise Unavailable("flash-attn is not installed")
         self.fused = mode in ("fastdpo", "remembered")
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a path that is off is an error
-            fastdpo.patch("trl.DPOTrainer", memory_budget=memory_budget, reference_memory=mode == "remembered")
+            options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
+            fastdpo.patch("trl.DPOTrainer", **options, reference_memory=mode == "remembered")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL does not choose positions by `_use_triton`")
             trl_utils._use_triton = lambda device: True
         with TemporaryDirectory() as directory:
-            self.trainer = build_trainer(workload, Path(directory))
+            self.trainer = build_trainer(workload, Path(directory), attention)
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
         self.batches = len(workload.batches)
         self.inputs = [self.trainer.data_collator(w.examples(workload, i)) for i in range(self.batches)]
@@ -124,7 +135,7 @@ class TrainerStep:
             counter.take()
         found = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
         found |= {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: value.numpy() for name, value in found.items()}
+        return {name: value.cpu().numpy() for name, value in found.items()}
 
     def _run(self, batch: int) -> torch.Tensor:
         """The loss."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 PAD, EOS, FIRST_WORD = 0, 1, 5
 POLICY, REFERENCE, ADAPTERS = 0, 1, 2  # seeds
+MOST = 20_000_000  # numbers of a gradient that are compared
 
 Lengths = tuple[int, int, int]
 """Tokens of a prompt and of its chosen and rejected answer."""
@@ -32,19 +33,23 @@ class Workload:
     """Attributes:
     batches: the lengths of each batch's pairs.
     lora: rank 16 on all projections of attention and MLP, the reference by disabling them; else full fine-tuning.
-    bf16: float32 weights under autocast to bfloat16, as `DPOConfig(bf16=True)` sets it up; else float32.
+    bf16: under autocast to bfloat16, as `DPOConfig(bf16=True)` sets it up.
+    weights: the dtype of the model.
+    checkpointing: of gradients, in every layer.
     max_length: tokens of a row, what is over is cut off.
     """
 
     batches: tuple[tuple[Lengths, ...], ...]
     lora: bool = False
     bf16: bool = False
+    weights: str = "float32"
+    checkpointing: bool = False
     size: ModelSize = field(default_factory=ModelSize)
     max_length: int = 3072
 
     @property
     def dtype(self) -> str:
-        return "bfloat16 autocast" if self.bf16 else "float32"
+        return f"{self.weights} weights, bfloat16 autocast" if self.bf16 else self.weights
 
 
 def draw_lengths(median: float, ratio: float, pairs: int, seed: int, *, spread: float, bounds: tuple[int, int]):
@@ -68,8 +73,13 @@ def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
     return [{"prompt_ids": ids(p), "chosen_ids": ids(c), "rejected_ids": ids(r)} for p, c, r in workload.batches[batch]]
 
 
-def build_model(workload: Workload, seed: int) -> LlamaForCausalLM:
-    """The same random float32 weights in every process."""
+def device() -> torch.device:
+    """Where everything runs."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> LlamaForCausalLM:
+    """The same random weights in every process."""
     size = workload.size
     config = LlamaConfig(
         vocab_size=size.vocabulary,
@@ -86,7 +96,9 @@ def build_model(workload: Workload, seed: int) -> LlamaForCausalLM:
         use_cache=False,
     )
     torch.manual_seed(seed)
-    return LlamaForCausalLM(config)
+    with device():  # where billions of random numbers take no minutes
+        dtype = getattr(torch, workload.weights)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def lora_config() -> LoraConfig:
@@ -100,7 +112,8 @@ def start_adapters(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                values = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.copy_(values.bfloat16())  # the same, whichever dtype a trainer gives them
 
 
 def build_policy(workload: Workload) -> LlamaForCausalLM | PeftModel:
@@ -113,6 +126,7 @@ def build_policy(workload: Workload) -> LlamaForCausalLM | PeftModel:
 
 
 def gradient_of(model: torch.nn.Module) -> torch.Tensor:
-    """The gradients of all trainable parameters in one vector, in the order of their names."""
+    """The gradients of all trainable parameters in one vector, in the order of their names; of many every k-th."""
     trainable = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in trainable])
+    gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in trainable])
+    return gradient[:: -(-len(gradient) // MOST)].to("cpu", torch.promote_types(gradient.dtype, torch.float32))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
-REMEMBERED = "fastdpo, reference remembered"
+STOCK_FLASH = "TRL, flash_attention_2"
+REMEMBERED, APART = "fastdpo, reference remembered", "fastdpo, prompts not shared"
 
 
 class Profile(NamedTuple):
@@ -30,6 +34,10 @@ SPREAD = 0.6
 BOUNDS = 2, 1536  # tokens of a part
 PAIRS = 6
 
+GPU_MODELS = {  # a size, whether under LoRA, whether with gradient checkpointing
+    "0.5B, full": (ModelSize(24, 896, 4864, 14, 2, 151_936), False, False),  # of Qwen2.5
+    "8B, LoRA": (ModelSize(36, 4096, 12_288, 32, 8, 151_936), True, True),  # of Qwen3
+}
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": Profile(40, 2.15)}
 
@@ -56,7 +64,30 @@ def sides(work: Workload) -> tuple[Side, ...]:
     )
 
 
+def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
+    trainer = "benchmarks.sides.trainer:TrainerStep"
+    return (
+        Side(STOCK, trainer, work, {"mode": "stock"}),
+        Side(STOCK_FLASH, trainer, work, {"mode": "stock", "attention": "flash_attention_2"}),
+        Side(APART, trainer, work, {"mode": "fastdpo", "share_prompts": False}),
+        Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
+        Side(REMEMBERED, trainer, work, {"mode": "remembered"}),
+    )
+
+
+def cases_on_gpu(quick: bool) -> list[Case]:
+    found = []
+    for group, (size, lora, checkpointing) in GPU_MODELS.items():
+        options = {"lora": lora, "checkpointing": checkpointing, "bf16": True, "weights": "bfloat16"}
+        for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+            work = replace(workload(profile, quick), **options, size=QUICK_SIZE if quick else size)
+            found.append(case_of(f"{group}/{name}", group, profile, sides_on_gpu(work)))
+    return found
+
+
 def cases(quick: bool) -> list[Case]:
+    if torch.cuda.is_available():
+        return cases_on_gpu(quick)
     return [
         case_of(f"{group}/{name}", group, profile, sides(workload(profile, quick, lora)))
         for group, lora in (("full", False), ("LoRA", True))

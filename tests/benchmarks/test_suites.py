@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, run, tables
+from benchmarks import plots, run, tables, turns
 from benchmarks.cases import SUBJECT, Case, Side
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES, step
@@ -29,6 +29,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("precompute", ""),
         ("online", ""),
         ("head", "frozen|trainable"),
+        ("attention", ""),
         ("memory", "head/512|knob"),
         ("scaling", "pairs|scored"),
     ],
@@ -60,6 +61,29 @@ def test_a_suite(suite, cases, tmp_path, capsys):
     if suite == "step":
         facts = {name: side["facts"] for name, side in result["cases"][0]["sides"].items()}
         assert facts[SUBJECT]["tokens"] == facts[step.FLOOR]["tokens"] < facts[step.STOCK]["tokens"]
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
+    """The cases of a GPU, small enough for a CPU; the sides one after another, as there."""
+    monkeypatch.setitem(
+        SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.cases_on_gpu(q)[case]])
+    )
+    init = turns.Turns.__init__
+
+    def one_after_another(self, *args):
+        init(self, *args)
+        self.on_gpu = True
+
+    monkeypatch.setattr(turns.Turns, "__init__", one_after_another)
+    code, result = run_suite("step", tmp_path, "--rounds", "1")
+    assert code == 0
+    sides = result["cases"][0]["sides"]
+    assert {name: side["status"] for name, side in sides.items() if name != step.STOCK_FLASH} == dict.fromkeys(
+        (step.STOCK, step.APART, SUBJECT, step.REMEMBERED), "measured"
+    )
+    tokens = {name: side["facts"]["tokens"] for name, side in sides.items() if side["status"] == "measured"}
+    assert tokens[SUBJECT] < tokens[step.APART] < tokens[step.STOCK]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
-from fastdpo.ops import devices
+from fastdpo.ops import devices, pruned_logps
 from fastdpo.ops.head_tiles import Tiles
 from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd
 from fastdpo.ops.results import STATISTICS
@@ -84,6 +84,19 @@ def test_a_head_waits_for_nothing(way, statistics, launches):
     assert [x.shape for x in grads[:2]] == [(N, D), (V, D) if needs[1] else (0,)]
     multiplied_again = steps if of_entropy is not None else steps - -(-keep // tiles.rows)
     assert len(launches["backward"]) == (0 if way == "frozen" and of_entropy is None else multiplied_again)
+
+
+@pytest.mark.parametrize("way", ["frozen", "kept", "recomputed"])
+def test_a_pruned_head_waits_for_nothing(way, launches):
+    inputs, columns = head_arguments(), 8192
+    keep = N if way == "kept" else 0
+    sizes = ("", torch.bfloat16, columns, keep, way == "frozen")
+    kept, words, jacobian, _, *sums = pruned_logps._fwd._init_fn(*inputs, *TRANSFORM, *sizes)
+    steps = len(launches["forward"])
+    assert words.shape == (steps, columns)
+    needs = [True, way != "frozen", False]
+    pruned_logps._bwd._init_fn(empty(N), *inputs, kept, words, jacobian, sums, *TRANSFORM, torch.bfloat16, needs)
+    assert len(launches["backward"]) == (steps if way == "recomputed" else 0)
 
 
 def test_logits_wait_for_nothing(launches):

@@ -532,6 +532,26 @@ def test_memory_is_tiles_and_the_budget(needs, budget_rows, kept_rows, outputs, 
     assert backward.largest <= max(TILE * dtype.itemsize // 4, V * D * 4)
 
 
+@pytest.mark.parametrize("needs", [("hidden",), ("hidden", "weight")], ids=["frozen", "trainable"])
+def test_compiled_it_keeps_as_much(needs, trace, rows_of_a_tile):
+    rows_of_a_tile(ROWS, V, torch.float32)
+    inputs = {**head_inputs(N, V, D), "bias": None}
+    for name in needs:
+        inputs[name].requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(linear_logps, fullgraph=True)
+    compiled(**inputs).logps.sum().backward()
+    records = []
+    for op in (linear_logps, compiled):
+        results, forward = trace(lambda op=op: op(**inputs))
+        _, backward = trace(lambda results=results: results.logps.sum().backward())
+        records.append((forward, backward))
+    (forward, backward), (forward_compiled, backward_compiled) = records
+    assert abs(forward_compiled.left - forward.left) <= SMALL
+    assert forward_compiled.peak <= forward.peak + SMALL
+    assert backward_compiled.peak <= backward.peak + SMALL
+
+
 def test_memory_of_autocast_is_a_copy_of_the_weight(trace, rows_of_a_tile):
     d = 256
     rows_of_a_tile(ROWS, V, torch.bfloat16)
