@@ -9,10 +9,9 @@ from types import MethodType
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from flash import stand_in
+from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.trainer import dpo_trainer
@@ -222,20 +221,7 @@ def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
 
 @pytest.fixture
 def flash_attention_2(monkeypatch):
-    """Lets models be set to flash attention, in whose place is torch's, over the 2-D mask that it gets."""
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        assert module.config._attn_implementation == "flash_attention_2"  # by which transformers finds the package
-        n_q, n_k = query.shape[2], key.shape[2]
-        visible = torch.ones(n_q, n_k, dtype=torch.bool).tril(n_k - n_q)[None, None]
-        if attention_mask is not None:
-            assert attention_mask.dim() == 2
-            visible = visible & attention_mask[:, None, None].bool()
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
-        return out.nan_to_num().transpose(1, 2), None
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", attend)
-    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **options: name)
+    stand_in(monkeypatch)
 
 
 def test_a_model_with_flash_attention(tmp_path, flash_attention_2):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flash import stand_in
 from openrlhf.trainer import dpo_trainer
 from openrlhf_runs import HERE, Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
 
@@ -58,6 +59,18 @@ def test_option(both, option, packing):
     assert patched.calls == {call: n * epochs for call, n in FUSED.items()}
     if "nll_loss_coef" in OPTIONS[option].get("loss", {}):
         assert "nll_loss" in stock.logs[0]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
+def test_actors_with_flash_attention(tmp_path, packing, monkeypatch):
+    """As OpenRLHF makes them by default; on a CPU something else stands in for the package, and sdpa for stock."""
+    stand_in(monkeypatch)
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    stock = train(*paths, Strategy(packing))
+    with fastdpo.patched("openrlhf"):
+        patched = train(*paths, Strategy(packing), attention="flash_attention_2")
+    assert_same(stock, patched)
+    assert patched.calls == FUSED
 
 
 def test_evaluation(both):
