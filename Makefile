@@ -5,17 +5,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
+OLDEST_TRITON := $(VENV)/triton-3.6.0
 
 LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
 
-.PHONY: demo test test-legacy test-openrlhf lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-census test-legacy test-openrlhf lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 test: $(READY) $(OLDEST_TRL)
 	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest $(ARGS)
+
+# The kernels compiled by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
+test-census: $(READY) $(OLDEST_TRITON)
+	PYTHONPATH=$(abspath $(OLDEST_TRITON)) $(BIN)/python -m pytest tests/kernels/test_census.py $(ARGS)
 
 # TRL before its rewrite, the newest and the oldest that is supported.
 test-legacy: $(LEGACY)/.ready
@@ -91,6 +96,11 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 $(OLDEST_TRL): $(READY)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.15.0
+	touch $@
+
+$(OLDEST_TRITON): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ triton==3.6.0
 	touch $@
 
 clean:
