@@ -58,14 +58,15 @@ class Cut(NamedTuple):
     of_keys: Sizes
 
 
-def cut(d: int, d_v: int) -> Cut:
+def cut(d: int, d_v: int, hopper: bool) -> Cut:
     """Found with the compilers alone: blocks that spill nothing, or little, and that tensor cores take."""
     width = max(d, d_v)
     if width <= 64:
         return Cut(Sizes(128, 64, 8, 3), Sizes(64, 32, 4, 2), Sizes(32, 64, 4, 2))
     if width <= 128:
         return Cut(Sizes(64, 64, 4, 2), Sizes(64, 32, 8, 2), Sizes(32, 64, 8, 1))
-    return Cut(Sizes(64, 32, 8, 2), Sizes(64, 32, 8, 1), Sizes(32, 64, 8, 1))
+    of_keys = Sizes(32, 64, 8, 2) if hopper else Sizes(16, 64, 8, 1)
+    return Cut(Sizes(64, 32, 8, 2), Sizes(64, 16, 8, 2), of_keys)
 
 
 @triton.jit

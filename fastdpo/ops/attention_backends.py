@@ -41,7 +41,7 @@ class Kernels:
     def __init__(self, query: Tensor, value: Tensor, rows: Tensor, options: Options) -> None:
         from ..kernels.packed_attention import cut
 
-        self.cut = cut(query.shape[2], value.shape[2])
+        self.cut = cut(query.shape[2], value.shape[2], _capability(query.device) == 9)
         self.rows, self.options = rows, options
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

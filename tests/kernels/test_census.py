@@ -153,34 +153,41 @@ PRODUCTS = {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm100": "tcgen05.mma
 
 
 def compile_attention(target, name, d, features="plain"):
-    size = dict(zip(ATTENTION, packed_attention.cut(d, d), strict=True))[name]
+    size = dict(zip(ATTENTION, packed_attention.cut(d, d, target == "sm90"), strict=True))[name]
     arguments = attention_arguments(d, d, size, **FEATURES[features])
     pointers = {name for name, kind in arguments.items() if isinstance(kind, str) and kind.startswith("*")}
     aligned = pointers | {name for name in arguments if name.startswith("stride")}
     return compile_for(target, ATTENTION[name], arguments, aligned, num_warps=size.warps, num_stages=size.stages)
 
 
-SPILLS = {  # bytes of the stack of heads 128 wide, beside what Triton 3.9 came to; of other kernels, none
-    ("forward", "sm80"): 64,  # 56
-    **dict.fromkeys([("forward", "sm100"), ("keys", "sm100")], 96),  # 48 and 88
-    ("keys", "gfx942"): 16,  # 11
+SPILLS = {  # bytes of the stack, by the width of heads, beside what Triton 3.9 came to; of other kernels, none
+    (128, "forward", "sm80"): 64,  # 56
+    (128, "forward", "sm100"): 96,  # 48
+    (128, "keys", "sm100"): 96,  # 88
+    (128, "keys", "gfx942"): 16,  # 11
+    (256, "queries", "sm100"): 48,  # 32
+    (256, "keys", "sm80"): 64,  # 0, with Triton 3.6 64
+    (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 9
+    (256, "keys", "sm90"): 208,  # 200
+    (256, "keys", "sm100"): 64,  # 48
 }
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_spills_little_and_multiplies_on_tensor_cores(name, target, tmp_path):
-    compiled = compile_attention(target, name, 128)
+@pytest.mark.parametrize("d", [128, 256])
+def test_attention_spills_little_and_multiplies_on_tensor_cores(d, name, target, tmp_path):
+    compiled = compile_attention(target, name, d)
     _, spills = registers_and_spills(compiled, target, tmp_path)
-    assert spills <= SPILLS.get((name, target), 0)
+    assert spills <= SPILLS.get((d, name, target), 0)
     assert PRODUCTS[target] in (compiled.asm.get("ptx") or compiled.asm["amdgcn"])
 
 
-@pytest.mark.parametrize(("d", "features"), [(64, "plain"), (256, "plain"), (128, "all")])
+@pytest.mark.parametrize(("d", "features"), [(64, "plain"), (128, "all")])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_of_other_models(name, d, features, tmp_path):
     compiled = compile_attention("sm90", name, d, features)
-    assert d == 256 or registers_and_spills(compiled, "sm90", tmp_path)[1] <= 48
+    assert registers_and_spills(compiled, "sm90", tmp_path)[1] <= 48
     assert PRODUCTS["sm90"] in compiled.asm["ptx"]
 
 
