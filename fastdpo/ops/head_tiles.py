@@ -209,9 +209,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def shares(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """What a tile's hidden states are multiplied by before their product with it, and by what the product is then. [N]
+    """By what hidden states are multiplied [N] for their product with a tile, and by what that product is afterwards.
 
-    In float16 shares of the largest, and that, for upstream gradients are too small for it.
+    Upstream gradients, and nothing; but for float16 they are too small: there their shares of the largest, and that.
     """
     if dtype != torch.float16:
         return scale, None

@@ -52,7 +52,7 @@ def _fwd(
     with torch.autocast(hidden.device.type, enabled=False):
         head = Head(hidden, weight, bias, targets, compute_dtype, transform)
         parts: list[list[Tensor]] = []
-        for i, rows in enumerate(cuts(len(hidden), _rows(weight, compute_dtype, columns))):
+        for i, rows in enumerate(cuts(len(hidden), pruned_tiles(weight, compute_dtype, columns).rows)):
             tile = head.scratch(rows, kept.dtype)
             parts.append(head.results(rows, statistics, tile))
             scale = row_scale(parts[-1][3], transform).masked_fill(head.ignored[rows], 0)
@@ -64,10 +64,6 @@ def _fwd(
                 jacobian[rows] = product(part, head.weight[words[i]].to(part.dtype), jacobian.dtype)
         results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
         return [kept, words, jacobian, dropped, *results]
-
-
-def _rows(weight: Tensor, compute_dtype: torch.dtype, columns: int) -> int:
-    return pruned_tiles(weight, compute_dtype, columns).rows
 
 
 def _choose(tile: Tensor, scale: Tensor, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -126,8 +122,11 @@ def _bwd(
             return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
         head = Head(hidden, weight, bias, targets, compute_dtype, transform)
         share, largest = shares(scale, kept.dtype)
-        weight_sum, bias_sum = (torch.zeros_like(grad, dtype=wide) for grad in (grad_weight, grad_bias))
-        for i, rows in enumerate(cuts(len(hidden), _rows(weight, compute_dtype, words.shape[1]))):
+        weight_sum, bias_sum = (
+            grad.zero_() if grad.dtype == wide else torch.zeros_like(grad, dtype=wide)
+            for grad in (grad_weight, grad_bias)
+        )
+        for i, rows in enumerate(cuts(len(hidden), pruned_tiles(weight, compute_dtype, words.shape[1]).rows)):
             if rows.stop <= len(kept):
                 part = kept[rows]
             else:
