@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.workload import Lengths
-from fastdpo.ops import attention_backends, packed_attention
+from fastdpo.ops import attention_backends, attention_flash, packed_attention
 
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
 
@@ -116,9 +116,12 @@ class Packed(_Step):
 
     def __init__(self, workload: AttentionWorkload, shared: bool, backend: str = "") -> None:
         inputs = Inputs(workload)
-        device = inputs.tensors[0].device
-        if backend and device.type == "cpu":
-            raise Unavailable(f"the backend {backend} needs a GPU")
+        if backend:
+            query, _, value, _ = inputs.tensors
+            options = attention_flash.Options(workload.d**-0.5, None, None)
+            reason = attention_backends.refusal(backend, query, value, options)
+            if reason is not None:
+                raise Unavailable(reason)
         self.backend = backend
         if shared:
             super().__init__(inputs, torch.arange(len(inputs.tensors[0])))

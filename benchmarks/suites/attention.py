@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.attention import AttentionWorkload
 from benchmarks.sides.workload import draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, SPREAD
+from fastdpo.ops.attention_backends import BACKENDS
 
 PADDED, APART = "padded, torch's attention", "packed, prompts twice"
 SHAPES = {  # tokens of prompt, chosen and rejected
@@ -20,14 +23,15 @@ PAIRS, GPU_PAIRS = 2, 16
 GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # of queries, of keys, and their width
 
 
-def sides(work: AttentionWorkload) -> tuple[Side, ...]:
+def sides(work: AttentionWorkload, backends: Sequence[str]) -> tuple[Side, ...]:
+    """`backends` by name, beside the one that is chosen."""
     packed = "benchmarks.sides.attention:Packed"
     return (
         Side(PADDED, "benchmarks.sides.attention:Padded", work),
         Side(APART, packed, work, {"shared": False}),
-        Side(f"{APART}, kernels of fastdpo", packed, work, {"shared": False, "backend": "triton"}),
+        *(Side(f"{APART}, {name}", packed, work, {"shared": False, "backend": name}) for name in backends),
         Side(SUBJECT, packed, work, {"shared": True}),
-        Side(f"{SUBJECT}, its kernels", packed, work, {"shared": True, "backend": "triton"}),
+        *(Side(f"{SUBJECT}, {name}", packed, work, {"shared": True, "backend": name}) for name in backends),
     )
 
 
@@ -43,7 +47,8 @@ def cases(quick: bool) -> list[Case]:
     found = []
     for name, lengths in batches.items():
         group = "profiles" if name in PROFILES else "shapes"
-        found.append(Case(name, group, sides(AttentionWorkload(lengths, **shape)), {"dtype": shape["dtype"]}))
+        work = AttentionWorkload(lengths, **shape)
+        found.append(Case(name, group, sides(work, BACKENDS if on_gpu else ()), {"dtype": shape["dtype"]}))
     return found
 
 
