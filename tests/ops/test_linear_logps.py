@@ -355,10 +355,8 @@ def test_float16_takes_a_vocabulary_beyond_its_range(name, way):
 def test_a_head_with_a_low_rank_adapter(dtype):
     """`[h, s h A^T] [W, B]^T` is `h (W + s B A)^T`: results, and gradients of h, A and B with W frozen."""
     n, v, d, rank, scale = 23, 101, 16, 3, 0.5
-    generator = torch.Generator().manual_seed(0)
-    h, w, a, b = (torch.randn(size, generator=generator) for size in ((n, d), (v, d), (rank, d), (v, rank)))
-    targets = torch.randint(v, (n,), generator=generator)
-    grad = torch.randn(n, generator=generator)
+    h, w, a, b = (torch.randn(size) for size in ((n, d), (v, d), (rank, d), (v, rank)))
+    targets, grad = torch.randint(v, (n,)), torch.randn(n)
 
     def run(dtype, adapted):
         leaves = [x.to(dtype).requires_grad_() for x in (h, a, b)]
@@ -473,7 +471,7 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_inputs(name, way, trac
     def forward(op=linear_logps, inputs=inputs, **more):
         return results_and_gradients(op, inputs, upstream, options["needs"], **OPTIONS["all"], **more)
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         mine, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
         eager, eager_gradients = forward(reference.linear_logps)
     exact, exact_gradients = forward(reference.linear_logps, doubled(inputs))
@@ -485,7 +483,7 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_inputs(name, way, trac
         assert_as_accurate_as(gradient, eager_gradients[leaf], exact_gradients[leaf])
 
     leaves = {leaf: inputs[leaf].clone().requires_grad_(leaf in options["needs"]) for leaf in LEAVES}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         results, record = trace(lambda: linear_logps(**leaves, targets=inputs["targets"]))
     assert record.product_dtypes == {"c10::BFloat16"}
     if name != "nothing":  # the hidden states' gradient: from bfloat16 tiles, or formed in the forward
@@ -556,7 +554,7 @@ def test_memory_of_autocast_is_a_copy_of_the_weight(trace, rows_of_a_tile):
     d = 256
     rows_of_a_tile(ROWS, V, torch.bfloat16)
     inputs = {**head_inputs(N, V, d), "bias": None}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         _, record = trace(lambda: linear_logps(**inputs))
     assert V * d * 2 < record.peak <= V * d * 2 + TILE // 2 + 7 * BLOCK + 8 * N * d * 4
 

@@ -350,7 +350,7 @@ def test_autocast_does_what_it_does_to_torchs_attention(features, heads, value_d
     rows = rows_of(GROUPS["pairs"])
     query, key, value, upstream = attention_inputs(rows, heads)
     inputs, options = [query, key, value.to(value_dtype), upstream], options_of(features, heads)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         mine = output_and_gradients(packed_attention, *inputs, rows, **options)
         eager = output_and_gradients(reference.packed_attention, *inputs, rows, **options)
         torchs = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in inputs[:3]), enable_gqa=True)

@@ -187,7 +187,7 @@ def test_autocast_changes_only_the_heads_product():
     inputs = packed_inputs([5, 1, 17, 3])
     rounded = {name: x.bfloat16().float() if x.is_floating_point() else x for name, x in inputs.items()}
     exact = reference.linear_sequence_logps(**doubled(rounded)).logps
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         mine = linear_sequence_logps(**inputs).logps
         eager = reference.linear_sequence_logps(**inputs).logps
     assert mine.dtype == torch.float32
