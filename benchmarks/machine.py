@@ -2,6 +2,7 @@
 
 import platform
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return named[1] if named else platform.processor() or platform.machine()
+
+
+def clock() -> dict[str, int]:
+    """The clock of the GPU at this moment, where there is one and the package nvidia-ml-py tells."""
+    with suppress(ModuleNotFoundError, RuntimeError):
+        return {"clock_mhz": torch.cuda.clock_rate()} if torch.cuda.is_available() else {}
+    return {}
 
 
 def machine() -> dict[str, str | int]:

@@ -1,8 +1,9 @@
-"""Brings README.md's overview, docs/benchmarks.md and docs/plots up to the results that are committed.
+"""Brings README.md's overview, docs/benchmarks.md, docs/gpu.md and docs/plots up to the results that are committed.
 
     python -m benchmarks.report
 
-The overview stands between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`; docs/benchmarks.md is made whole.
+The overview, and the tables of a GPU, stand between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`;
+docs/benchmarks.md is made whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from benchmarks.suites import SUITES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+GPU_RESULTS = RESULTS / "gpu"
 PAGE = ROOT / "docs" / "benchmarks.md"
+GPU_PAGE = ROOT / "docs" / "gpu.md"
 PLOTS = ROOT / "docs" / "plots"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 HEADER = """# Benchmarks
@@ -42,18 +45,24 @@ def results(directory: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return found
 
 
+def section(result: dict[str, Any], level: str) -> str:
+    """One suite's heading, table and circumstances."""
+    return f"{level} {result['title']}\n\n{tables.table(result)}\n\n{tables.where(result)}"
+
+
 def page(found: dict[str, dict[str, Any]]) -> str:
     """docs/benchmarks.md"""
-    sections = [
-        f"## {result['title']}\n\n{tables.table(result)}\n\n{tables.where(result)}\n\n"
-        f"![{result['title']}](plots/{name}.svg)"
-        for name, result in found.items()
-    ]
+    sections = [f"{section(result, '##')}\n\n![{result['title']}](plots/{name}.svg)" for name, result in found.items()]
     return "\n\n".join([HEADER, *sections]) + "\n"
 
 
-def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
-    """A text with the overview between its markers.
+def on_gpu(found: dict[str, dict[str, Any]]) -> str:
+    """What docs/gpu.md shows of the results of a GPU."""
+    return "\n\n".join(section(result, "###") for result in found.values()) or "Nothing yet."
+
+
+def filled(text: str, content: str) -> str:
+    """A text with the content between its markers.
 
     Raises:
         ValueError: it has none.
@@ -61,17 +70,19 @@ def filled(text: str, found: dict[str, dict[str, Any]]) -> str:
     before, found_begin, rest = text.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found_begin or not found_end:
-        raise ValueError(f"report: README.md must hold {BEGIN} and {END}; they are missing")
-    return f"{before}{BEGIN}\n{tables.overview(found)}\n{END}{after}"
+        raise ValueError(f"report: a page must hold {BEGIN} and {END}; they are missing")
+    return f"{before}{BEGIN}\n{content}\n{END}{after}"
 
 
 def main() -> None:
     found = results()
-    README.write_text(filled(README.read_text(), found))
+    README.write_text(filled(README.read_text(), tables.overview(found)))
+    GPU_PAGE.write_text(filled(GPU_PAGE.read_text(), on_gpu(results(GPU_RESULTS))))
     PAGE.write_text(page(found))
     for name, result in found.items():
         plots.plot(result, PLOTS / f"{name}.svg")
-    print(f"README.md, {PAGE.relative_to(ROOT)} and {PLOTS.relative_to(ROOT)}: {', '.join(found) or 'no results yet'}")
+    pages = ", ".join(str(path.relative_to(ROOT)) for path in (README, PAGE, GPU_PAGE, PLOTS))
+    print(f"{pages}: {', '.join(found) or 'no results yet'}")
 
 
 if __name__ == "__main__":

@@ -166,7 +166,9 @@ WORK = {
 
 
 def table(result: Result) -> str:
-    return TABLES.get(result["suite"], sides)(result)
+    """That of its suite. On a GPU a step has other sides than the table of steps shows."""
+    on_gpu = result["suite"] == "step" and "accelerator" in result["machine"]
+    return sides(result) if on_gpu else TABLES.get(result["suite"], sides)(result)
 
 
 def overview(results: dict[str, Result]) -> str:

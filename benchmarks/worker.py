@@ -168,6 +168,7 @@ def _build(build: str, workload: Any, options: dict[str, Any]) -> Any:
 
 def _answer(side: Any, peak: PeakAboveLevel, what: str, *arguments: Any) -> Any:
     from benchmarks.demo.meters import now
+    from benchmarks.machine import clock
 
     if what == "step":
         with peak.watched():
@@ -178,4 +179,4 @@ def _answer(side: Any, peak: PeakAboveLevel, what: str, *arguments: Any) -> Any:
         return {"batch": arguments[0], "seconds": seconds, "peak_bytes": peak.bytes}
     if what == "check":
         return side.check()
-    return side.facts() | {"level_bytes": peak.level, "memory": peak.kind}
+    return side.facts() | {"level_bytes": peak.level, "memory": peak.kind} | clock()

@@ -35,7 +35,7 @@ class ExactStep:
         self.batches = len(workload.batches)
 
     def check(self) -> Arrays:
-        exact, plain = self._run(exact=True), self._run(exact=False)
+        plain, exact = self._run(exact=False), self._run(exact=True)
         names = ("log-probs of the policy", "log-probs of the reference", "loss", "gradient")
         arrays = {f"exact/{name}": value.numpy() for name, value in zip(names, exact, strict=True)}
         arrays |= {f"plain/{name}": value.numpy() for name, value in zip(names, plain, strict=True)}

@@ -38,10 +38,12 @@ def result() -> dict:
     }
 
 
-def test_readme_and_page_are_up_to_date():
-    found, text = report.results(), report.README.read_text()
-    assert report.filled(text, found) == text, "run `python -m benchmarks.report`"
-    assert report.page(found) == report.PAGE.read_text(), "run `python -m benchmarks.report`"
+def test_pages_are_up_to_date():
+    found, stale = report.results(), "run `python -m benchmarks.report`"
+    readme, of_gpu = report.README.read_text(), report.GPU_PAGE.read_text()
+    assert report.filled(readme, tables.overview(found)) == readme, stale
+    assert report.filled(of_gpu, report.on_gpu(report.results(report.GPU_RESULTS))) == of_gpu, stale
+    assert report.page(found) == report.PAGE.read_text(), stale
 
 
 def test_every_result_has_its_plot():
@@ -80,13 +82,14 @@ def test_the_overview_is_of_geometric_means(result):
 
 def test_the_overview_is_put_between_its_markers(result):
     text = "before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n"
-    found = report.filled(text, {"head": result})
+    overview = tables.overview({"head": result})
+    found = report.filled(text, overview)
     assert found.startswith("before\n<!-- benchmarks:begin -->\n|")
     assert found.endswith("|\n<!-- benchmarks:end -->\nafter\n")
     assert "old" not in found
-    assert report.filled(found, {"head": result}) == found
+    assert report.filled(found, overview) == found
     with pytest.raises(ValueError, match="must hold <!-- benchmarks:begin -->"):
-        report.filled("", {"head": result})
+        report.filled("", overview)
 
 
 def test_the_report_is_written(result, monkeypatch, tmp_path):
@@ -95,14 +98,23 @@ def test_the_report_is_written(result, monkeypatch, tmp_path):
     (directory / "head.json").write_text(json.dumps(result))
     readme.write_text(f"{report.BEGIN}\n{report.END}\n")
     (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "gpu.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    (directory / "gpu").mkdir()
+    machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
+    (directory / "gpu" / "step.json").write_text(json.dumps(result | machine | {"suite": "step", "title": "Steps"}))
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "README", readme)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
+    monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
+    monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
-    monkeypatch.setattr(report, "results", lambda read=report.results: read(directory))
+    monkeypatch.setattr(report, "results", lambda of=directory, read=report.results: read(of))
     report.main()
     assert "| head, g" in readme.read_text()
     assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    of_gpu = (tmp_path / "docs" / "gpu.md").read_text()
+    assert "### Steps" in of_gpu
+    assert "2.00 s, 4.00x, 8 MiB" in of_gpu
     assert (tmp_path / "docs" / "plots" / "head.svg").exists()
     (directory / "head.json").write_text(json.dumps(result | {"quick": True}))
     with pytest.raises(ValueError, match="full run"):
