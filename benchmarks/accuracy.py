@@ -24,7 +24,7 @@ from benchmarks import machine
 from benchmarks.cases import Unavailable
 from benchmarks.run import PACKAGES, commit
 from benchmarks.sides.heads import PEERS, plain
-from fastdpo.ops import linear_logps
+from fastdpo.ops import pruned_linear_logps
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
@@ -51,9 +51,9 @@ relative to a shift at which the target's entry is a power of two; the upstream 
 
 ## Gradients through a part of the vocabulary
 
-What `linear_logps(gradient_columns=K)` costs in accuracy: the mean probability, over tokens, of the words that pass no
-gradient on (`TokenLogps.dropped`), and the errors of the gradients as above. Log-probabilities are the same bits. Words
-of this model point nowhere in common; where they do, what is dropped counts for more: look at it before you rely on it.
+What `pruned_linear_logps` costs in accuracy: the mean probability, over tokens, of the words that pass no gradient on
+(`PrunedLogps.dropped`), and the errors of the gradients as above. Log-probabilities are the same bits. Words of this
+model point nowhere in common; where they do, what is dropped counts for more: look at it before you rely on it.
 
 {pruned}
 
@@ -113,9 +113,9 @@ def measure_pruned() -> dict[str, Any]:
             dropped = []
 
             def head(*tensors: Tensor, columns: int = columns, dropped: list[Tensor] = dropped) -> Tensor:
-                results = linear_logps(*tensors, gradient_columns=columns)
+                results = pruned_linear_logps(*tensors, columns)
                 dropped.append(results.dropped)
-                return results.logps
+                return results.tokens.logps
 
             _, *gradients = run(head, hidden, weight, targets)
             errors = [error(x, truth) for x, truth in zip(gradients, exact[1:], strict=True)]

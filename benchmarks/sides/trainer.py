@@ -5,7 +5,6 @@ positions, patched.
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +15,7 @@ from datasets import disable_progress_bars as quiet_datasets
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import is_flash_attn_2_available
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import utils as trl_utils
 
@@ -89,7 +89,7 @@ class TrainerStep:
         """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo";
         "remembered", fastdpo with the reference's log-probabilities known.
         """
-        if attention == "flash_attention_2" and find_spec("flash_attn") is None:
+        if attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise Unavailable("flash-attn is not installed")
         self.fused = mode in ("fastdpo", "remembered")
         if self.fused:

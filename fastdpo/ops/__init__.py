@@ -16,7 +16,8 @@ from .preference_loss import (
     preference_loss,
     wpo_weights,
 )
-from .results import SequenceLogps, TokenLogps
+from .pruned_logps import pruned_linear_logps
+from .results import PrunedLogps, SequenceLogps, TokenLogps
 from .sequence_logps import linear_sequence_logps, sequence_logps
 from .token_logps import token_logps
 
@@ -27,6 +28,7 @@ __all__ = [
     "NotPackable",
     "PreferenceLoss",
     "PreferenceObjective",
+    "PrunedLogps",
     "SequenceLogps",
     "TokenLogps",
     "length_desensitized_logps",
@@ -36,6 +38,7 @@ __all__ = [
     "pack_pairs",
     "packed_attention",
     "preference_loss",
+    "pruned_linear_logps",
     "reference",
     "sequence_logps",
     "token_logps",

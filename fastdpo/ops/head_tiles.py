@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from . import checks
 from .devices import suits_triton
 from .head_table import fused_blocks
 from .logit_rows import (
@@ -28,8 +29,64 @@ from .token_logps import results_of, split_targets
 if TYPE_CHECKING:
     from ..kernels.linear_exp import Blocks
 
-OP = "linear_logps"
+MEMORY_BUDGET = 512 << 20  # bytes
 ALIGNMENT = 16  # words: rows of a tile begin where kernels load vectors, whatever the vocabulary
+
+
+class HeadCall(NamedTuple):
+    """The arguments of an op over a head, checked, and what of them needs a gradient."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    transform: Transform
+    statistics: str
+    compute_dtype: torch.dtype
+    trains_head: bool
+    forms_jacobian: bool  # in the forward: hidden states alone need a gradient
+
+    @property
+    def inputs(self) -> tuple:
+        """What custom ops are given first."""
+        return self[:7]
+
+    @staticmethod
+    def of(
+        op: str,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        logit_scale: float,
+        temperature: float,
+        outputs: Sequence[str],
+        memory_budget: int,
+    ) -> HeadCall:
+        checks.require_floating(op, hidden=hidden, weight=weight, bias=bias)
+        checks.require(hidden.dim() == 2, op, "hidden", "be [N, D]", list(hidden.shape))
+        checks.require_whole(op, weight=weight, bias=bias)
+        d = hidden.shape[1]
+        matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
+        expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
+        checks.require(matches, op, "weight", expected, list(weight.shape), d)
+        if bias is not None:
+            checks.require(tuple(bias.shape) == (len(weight),), op, "bias", "be [{}]", list(bias.shape), len(weight))
+        checks.require_targets(op, targets, hidden.shape[:1])
+        checks.require_same_device(op, hidden=hidden, weight=weight, bias=bias, targets=targets)
+        checks.require_transform(op, softcap, temperature)
+        checks.require(memory_budget >= 0, op, "memory_budget", "be a number of bytes, 0 or more", memory_budget)
+        statistics = checks.requested(op, outputs)
+
+        device, grad = hidden.device.type, torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        trains_head = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        forms_jacobian = grad and hidden.requires_grad and not trains_head
+        transform = Transform(softcap, logit_scale, temperature)
+        inputs = (hidden, weight, bias, targets, transform, statistics, compute_dtype)
+        return HeadCall(*inputs, trains_head, forms_jacobian)
 
 
 class Tiles(NamedTuple):
@@ -70,6 +127,7 @@ class Head:
 
     def __init__(
         self,
+        op: str,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -78,7 +136,7 @@ class Head:
         transform: Transform,
     ) -> None:
         self.tiles = Tiles.of(weight, dtype)
-        self.ignored, self.index = split_targets(OP, targets, weight.shape[0])
+        self.ignored, self.index = split_targets(op, targets, weight.shape[0])
         self.targets = targets.contiguous()
         self.hidden, self.dtype, self.transform = hidden, dtype, transform
         self.weight = weight.to(dtype)

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .head_tiles import OP, Head, Tiles, add_product, empty_gradients, product, shares
+from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, add_product, empty_gradients, product, shares
 from .logit_rows import Transform, accumulator, cuts, row_scale
-from .pruned_logps import PrunedLogps, pruned_tiles
 from .results import TokenLogps
 from .token_logps import empty_results, named_results
 
-MEMORY_BUDGET = 512 << 20  # bytes
+OP = "linear_logps"
 
 
 @torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
@@ -36,7 +35,7 @@ def _fwd(
     transform = Transform(softcap, logit_scale, temperature)
     kept, jacobian, *empty = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
         weight = head.weight.to(kept.dtype)
         parts: list[list[Tensor]] = []
         for rows in cuts(len(hidden), head.tiles.rows):
@@ -110,7 +109,7 @@ def _gradients(
 
         if not len(hidden):
             return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
-        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
         dtype, keep, upstream = kept.dtype, len(kept), None
         if grad_entropy is not None:  # every tile again, and scaled: too small for float16
             upstream, scale = (of_logps, of_entropy), torch.ones_like(scale)
@@ -242,7 +241,6 @@ def linear_logps(
     outputs: Sequence[str] = ("logps",),
     memory_budget: int = MEMORY_BUDGET,
     main_grad: Tensor | None = None,
-    gradient_columns: int | None = None,
 ) -> TokenLogps:
     """Log-probability of each target under `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
 
@@ -281,11 +279,6 @@ def linear_logps(
         memory_budget: bytes of gradient tiles to keep for the backward of a trainable head.
         main_grad: [V, D] float32, as Megatron-LM keeps one for each parameter. The weight's gradient is added to it,
             unrounded, and `weight.grad` stays as it is: hooks on the weight see nothing.
-        gradient_columns: how many words of the vocabulary pass gradients on, or None: all. An approximation, for
-            models of which few words are likely anywhere: in each tile of tokens those with the most probability, the
-            targets among them. The backward's products shrink to as many columns, and so do the tiles that are kept;
-            results stay as they are. What each token's gradient lost is `TokenLogps.dropped`. Not with `main_grad`,
-            nor with a gradient that reaches `entropy`.
 
     Returns:
         `TokenLogps` with fields [N].
@@ -293,43 +286,13 @@ def linear_logps(
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
     """
-    checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
-    checks.require(hidden.dim() == 2, OP, "hidden", "be [N, D]", list(hidden.shape))
-    checks.require_whole(OP, weight=weight, bias=bias)
-    d = hidden.shape[1]
-    matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
-    expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
-    checks.require(matches, OP, "weight", expected, list(weight.shape), d)
-    if bias is not None:
-        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
-    checks.require_targets(OP, targets, hidden.shape[:1])
-    checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
-    checks.require_transform(OP, softcap, temperature)
-    checks.require(memory_budget >= 0, OP, "memory_budget", "be a number of bytes, 0 or more", memory_budget)
-    statistics = checks.requested(OP, outputs)
+    options = (softcap, logit_scale, temperature, outputs, memory_budget)
+    call = HeadCall.of(OP, hidden, weight, targets, bias, *options)
     checks.require_same_device(OP, weight=weight, main_grad=main_grad)
-
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     if main_grad is not None:
-        fits = main_grad.shape == weight.shape and main_grad.dtype == accumulator(compute_dtype)
-        got = f"{list(main_grad.shape)} {main_grad.dtype}"
-        checks.require(fits, OP, "main_grad", "be {} in {}", got, list(weight.shape), accumulator(compute_dtype))
-    if gradient_columns is not None:
-        checks.require(gradient_columns >= 1, OP, "gradient_columns", "be at least 1 or None", gradient_columns)
-        checks.require(main_grad is None, OP, "main_grad", "be None with gradient_columns", "a tensor")
-    grad = torch.is_grad_enabled()
-    head_grad = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    form_jacobian = grad and hidden.requires_grad and not head_grad
-    transform = Transform(softcap, logit_scale, temperature)
-    inputs = (hidden, weight, bias, targets, transform, statistics, compute_dtype)
-    if gradient_columns is not None and (head_grad or form_jacobian):
-        columns = min(gradient_columns, len(weight))
-        keep = pruned_tiles(weight, compute_dtype, columns).kept(len(hidden), memory_budget) if head_grad else 0
-        logps, dropped, *extra = PrunedLogps.apply(*inputs, columns, keep, form_jacobian)
-    else:
-        keep = Tiles.of(weight, compute_dtype).kept(len(hidden), memory_budget) if head_grad else 0
-        logps, *extra = _LinearLogps.apply(*inputs, keep, form_jacobian, main_grad)
-        dropped = None if gradient_columns is None else torch.zeros_like(logps)
-    return named_results(logps, extra, statistics, targets.shape)._replace(dropped=dropped)
+        wide = accumulator(call.compute_dtype)
+        fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
+        checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
+    keep = Tiles.of(weight, call.compute_dtype).kept(len(hidden), memory_budget) if call.trains_head else 0
+    logps, *extra = _LinearLogps.apply(*call.inputs, keep, call.forms_jacobian, main_grad)
+    return named_results(logps, extra, call.statistics, targets.shape)

@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from ..packing import IGNORE_INDEX
-from .head_tiles import OP, Head, Tiles, empty_gradients, product, shares
+from . import checks
+from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, empty_gradients, product, shares
+from .linear_logps import linear_logps
 from .logit_rows import Transform, accumulator, cuts, row_scale
-from .token_logps import empty_results
+from .results import PrunedLogps
+from .token_logps import empty_results, named_results
+
+OP = "pruned_linear_logps"
 
 
 def pruned_tiles(weight: Tensor, compute_dtype: torch.dtype, columns: int) -> Tiles:
@@ -50,7 +55,7 @@ def _fwd(
     sizes = (statistics, compute_dtype, columns, keep, form_jacobian)
     kept, words, jacobian, dropped, *empty = _fwd_results(hidden, weight, *sizes)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
         parts: list[list[Tensor]] = []
         for i, rows in enumerate(cuts(len(hidden), pruned_tiles(weight, compute_dtype, columns).rows)):
             tile = head.scratch(rows, kept.dtype)
@@ -120,7 +125,7 @@ def _bwd(
             return [grad_hidden, grad_weight, grad_bias]
         if not len(hidden):
             return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
-        head = Head(hidden, weight, bias, targets, compute_dtype, transform)
+        head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
         share, largest = shares(scale, kept.dtype)
         weight_sum, bias_sum = (
             grad.zero_() if grad.dtype == wide else torch.zeros_like(grad, dtype=wide)
@@ -150,7 +155,7 @@ def _(grad_logps, hidden, weight, bias, *rest):
     return empty_gradients(hidden, weight, bias, rest[-1])
 
 
-class PrunedLogps(torch.autograd.Function):
+class _PrunedLogps(torch.autograd.Function):
     """logps, dropped and statistics, [N] each. Only log-probabilities pass gradients on."""
 
     @staticmethod
@@ -168,10 +173,56 @@ class PrunedLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, _, *grad_extra):
         if ctx.entropy and grad_extra[0] is not None:
-            rule = "gradient_columns must be None where a gradient reaches the entropy"
-            raise NotImplementedError(f"{OP}: {rule}; that needs the whole vocabulary. Detach it if it is only logged")
+            rule = "entropy must be detached: its gradient needs the whole vocabulary"
+            raise NotImplementedError(f"{OP}: {rule}; use linear_logps for one")
         *inputs, logps, shift, others, total = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         sums = [logps, shift, others, total]
         grads = _bwd(grad_logps, *inputs, sums, *ctx.transform, ctx.compute_dtype, needs)
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *[None] * 7
+
+
+def pruned_linear_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    columns: int,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+    memory_budget: int = MEMORY_BUDGET,
+) -> PrunedLogps:
+    """`linear_logps` whose gradients go through some words of the vocabulary only: an approximation, cheaper backward.
+
+    For models of which few words are likely anywhere. In each tile of tokens the words with the most probability pass
+    gradients on, the targets among them; the backward's products shrink to as many columns, and so do the tiles that
+    are kept. Results stay as they are. Meaning: `fastdpo.ops.reference.linear_logps(through=...)`.
+
+    Extra memory: as `linear_logps`, with `columns` in place of V for the tiles that are kept.
+
+    Args:
+        hidden, weight, targets, bias, softcap, logit_scale, temperature, outputs: as in `linear_logps`.
+        columns: how many words pass gradients on; tiles have at most as many tokens.
+        memory_budget: bytes of kept tiles; what does not fit is computed again.
+
+    Returns:
+        `PrunedLogps`: the results, and how much of each token's gradient was left out.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        NotImplementedError: in the backward, if a gradient reaches the entropy.
+    """
+    transform = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    call = HeadCall.of(OP, hidden, weight, targets, bias, **transform, outputs=outputs, memory_budget=memory_budget)
+    checks.require(columns >= 1, OP, "columns", "be at least 1", columns)
+    if not (call.trains_head or call.forms_jacobian):
+        results = linear_logps(hidden, weight, targets, bias=bias, **transform, outputs=outputs)
+        return PrunedLogps(results, torch.zeros_like(results.logps))
+    columns, keep = min(columns, len(weight)), 0
+    if call.trains_head:
+        keep = pruned_tiles(weight, call.compute_dtype, columns).kept(len(hidden), memory_budget)
+    logps, dropped, *extra = _PrunedLogps.apply(*call.inputs, columns, keep, call.forms_jacobian)
+    return PrunedLogps(named_results(logps, extra, call.statistics, targets.shape), dropped)

@@ -19,8 +19,6 @@ class TokenLogps(NamedTuple):
         mean_logits: mean of the transformed logits over the vocabulary. No gradient.
         is_top1: bool; whether the target is the first among the most likely tokens.
         log_sum_sq_probs: `log sum_v p_v^2`, what WPO weights with (arXiv 2406.11827, eq. 2). No gradient.
-        dropped: with `gradient_columns` alone: `sum_v |d logps / d logit_v|` over the words that pass no gradient on.
-            Without a softcap or a scale, their probability. No gradient.
     """
 
     logps: Tensor
@@ -28,7 +26,19 @@ class TokenLogps(NamedTuple):
     mean_logits: Tensor | None = None
     is_top1: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
-    dropped: Tensor | None = None
+
+
+class PrunedLogps(NamedTuple):
+    """Of a head whose gradients go through a part of the vocabulary.
+
+    Attributes:
+        tokens: as without, bit for bit. Of its fields only `logps` is differentiable.
+        dropped: [N] `sum_v |d logp / d logit_v|` over the words that pass no gradient on; without a softcap or a scale
+            their probability. Zero where the target is ignored, and where nothing needs a gradient.
+    """
+
+    tokens: TokenLogps
+    dropped: Tensor
 
 
 class SequenceLogps(NamedTuple):

@@ -1,10 +1,12 @@
-"""gradient_columns: the gradient is exactly that of the words that are kept, and what the others held is known."""
+"""pruned_linear_logps: the gradient is exactly that of the words that are kept, and what the others held is known."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from heads import LEAVES, OUTPUTS, doubled, head_inputs, results_and_gradients
 
-from fastdpo.ops import linear_logps, reference
+from fastdpo.ops import linear_logps, pruned_linear_logps, reference
 from fastdpo.ops.logit_rows import cuts
 from fastdpo.ops.pruned_logps import _fwd, pruned_tiles
 from fastdpo.testing import assert_as_accurate_as, error
@@ -22,6 +24,12 @@ WAYS = {  # what needs a gradient, rows whose gradient tiles fit in the budget
 }
 
 
+def pruned(hidden, weight, targets, *, columns, through=pruned_linear_logps, **options):
+    """As the other ops over heads are called; everything in one."""
+    tokens, dropped = through(hidden, weight, targets, columns, **options)
+    return SimpleNamespace(**tokens._asdict(), dropped=dropped)
+
+
 @pytest.fixture
 def way(rows_of_a_tile):
     """Sets tiles of eight rows; gives what needs a gradient, a budget, and how many words pass it on."""
@@ -30,7 +38,7 @@ def way(rows_of_a_tile):
         rows_of_a_tile(ROWS, V, dtype)
         needs, rows = WAYS[name]
         itemsize = pruned_tiles(torch.empty(V, D), dtype, COLUMNS).dtype.itemsize
-        return dict(needs=needs, memory_budget=rows * COLUMNS * itemsize, gradient_columns=COLUMNS)
+        return dict(needs=needs, memory_budget=rows * COLUMNS * itemsize, columns=COLUMNS)
 
     return arguments
 
@@ -60,7 +68,7 @@ def exact_gradients_of_logits(inputs, transform=TRANSFORM):
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_are_those_through_the_words_that_are_kept(name, dtype, way):
     inputs, upstream, options = head_inputs(N, V, D, dtype), torch.randn(2, N), {**way(name, dtype), **TRANSFORM}
-    _, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    _, gradients = results_and_gradients(pruned, inputs, upstream, **options)
     given = dict(needs=options["needs"], through=words_of(inputs), **TRANSFORM)
     _, eager = results_and_gradients(reference.linear_logps, inputs, upstream, **given)
     _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), upstream.double(), **given)
@@ -74,7 +82,7 @@ def test_gradients_are_those_through_the_words_that_are_kept(name, dtype, way):
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
 def test_what_is_dropped_is_what_the_other_words_held(name, dtype, way):
     inputs = head_inputs(N, V, D, dtype)
-    results, _ = results_and_gradients(linear_logps, inputs, **way(name, dtype), **TRANSFORM)
+    results, _ = results_and_gradients(pruned, inputs, **way(name, dtype), **TRANSFORM)
     left_out = exact_gradients_of_logits(inputs).masked_fill(words_of(inputs), 0).abs().sum(1)
     scored = inputs["targets"] != -100
     assert left_out[scored].min() > 0
@@ -87,7 +95,7 @@ def test_what_is_dropped_is_what_the_other_words_held(name, dtype, way):
 def test_without_a_transform_what_is_dropped_is_a_probability(way):
     inputs = head_inputs(N, V, D)
     plain = dict(softcap=None, logit_scale=1.0, temperature=1.0)
-    results, _ = results_and_gradients(linear_logps, inputs, **way("kept", torch.float32))
+    results, _ = results_and_gradients(pruned, inputs, **way("kept", torch.float32))
     p = torch.nn.functional.linear(*(doubled(inputs)[name] for name in ("hidden", "weight", "bias"))).softmax(1)
     left_out = p.masked_fill(words_of(inputs, transform=plain), 0).sum(1)
     left_out[inputs["targets"] == -100] = 0
@@ -110,15 +118,16 @@ def test_the_words_that_are_kept_hold_the_most(rows_of_a_tile):
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
 def test_the_whole_vocabulary_drops_nothing(name, way):
     inputs, upstream, options = head_inputs(N, V, D), torch.randn(2, N), way(name, torch.float32)
-    _, expected = results_and_gradients(linear_logps, inputs, upstream, **{**options, "gradient_columns": None})
-    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **{**options, "gradient_columns": 1000})
+    results, gradients = results_and_gradients(pruned, inputs, upstream, **{**options, "columns": 1000})
+    del options["columns"]
+    _, expected = results_and_gradients(linear_logps, inputs, upstream, **options)
     assert not results.dropped.any()
     assert all(error(gradient, expected[leaf]) < 1e-6 for leaf, gradient in gradients.items())
 
 
 def test_one_word_is_the_target_of_each_token_by_itself():
     inputs = head_inputs(5, 7, 3)
-    results, gradients = results_and_gradients(linear_logps, inputs, needs=("hidden",), gradient_columns=1)
+    results, gradients = results_and_gradients(pruned, inputs, needs=("hidden",), columns=1)
     through = torch.nn.functional.one_hot(inputs["targets"].clamp(min=0), 7).bool()
     exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=("hidden",), through=through)
     assert error(gradients["hidden"], exact[1]["hidden"]) < 1e-6
@@ -129,9 +138,9 @@ def test_one_word_is_the_target_of_each_token_by_itself():
 @pytest.mark.parametrize("name", WAYS)
 def test_results_are_the_same_bits_as_without(name, dtype, way):
     inputs, options = head_inputs(N, V, D, dtype), {**way(name, dtype), **TRANSFORM}
-    expected, _ = results_and_gradients(linear_logps, inputs, **{**options, "gradient_columns": None})
-    results, _ = results_and_gradients(linear_logps, inputs, **options)
-    assert expected.dropped is None
+    results, _ = results_and_gradients(pruned, inputs, **options)
+    del options["columns"]
+    expected, _ = results_and_gradients(linear_logps, inputs, **options)
     assert all(torch.equal(getattr(results, output), getattr(expected, output)) for output in OUTPUTS)
 
 
@@ -139,7 +148,7 @@ def test_results_are_the_same_bits_as_without(name, dtype, way):
 def test_the_same_bits_twice(name, way):
     inputs, upstream = head_inputs(N, V, D, torch.bfloat16), torch.randn(2, N)
     options = way(name, torch.bfloat16)
-    first, second = (results_and_gradients(linear_logps, inputs, upstream, **options) for _ in range(2))
+    first, second = (results_and_gradients(pruned, inputs, upstream, **options) for _ in range(2))
     assert torch.equal(first[0].dropped, second[0].dropped)
     assert all(torch.equal(first[1][leaf], second[1][leaf]) for leaf in options["needs"])
 
@@ -150,9 +159,9 @@ def test_ignored_rows_are_exactly_zero_and_choose_nothing(name, poison, way):
     inputs, upstream, options = head_inputs(N, V, D), torch.randn(2, N), {**way(name, torch.float32), **TRANSFORM}
     rows = [3, 8, 9, 36]
     inputs["targets"][rows] = -100
-    clean, expected = results_and_gradients(linear_logps, inputs, upstream, **options)
+    clean, expected = results_and_gradients(pruned, inputs, upstream, **options)
     inputs["hidden"][rows], upstream[:, rows] = poison, float("nan")
-    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    results, gradients = results_and_gradients(pruned, inputs, upstream, **options)
     assert not results.dropped[rows].any()
     assert torch.equal(results.dropped, clean.dropped)
     for leaf, gradient in gradients.items():
@@ -163,22 +172,22 @@ def test_ignored_rows_are_exactly_zero_and_choose_nothing(name, poison, way):
 def test_no_rows_are_a_differentiable_zero(name, way):
     inputs = head_inputs(5, V, D)
     inputs.update(hidden=inputs["hidden"][:0], targets=inputs["targets"][:0])
-    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    results, gradients = results_and_gradients(pruned, inputs, **way(name, torch.float32))
     assert results.dropped.shape == (0,)
     assert all(gradient.shape == inputs[leaf].shape and not gradient.any() for leaf, gradient in gradients.items())
 
 
 def test_without_gradients_nothing_is_dropped():
     inputs = head_inputs(5, V, D)
-    results, _ = results_and_gradients(linear_logps, inputs, needs=(), gradient_columns=8)
+    results, _ = results_and_gradients(pruned, inputs, needs=(), columns=8)
     assert not results.dropped.any()
     assert results.dropped.shape == (5,)
 
 
 def test_a_gradient_of_the_entropy_is_refused():
     inputs = head_inputs(5, V, D)
-    with pytest.raises(NotImplementedError, match=r"^linear_logps: gradient_columns must be None where .* entropy"):
-        results_and_gradients(linear_logps, inputs, differentiate=("entropy",), gradient_columns=8)
+    with pytest.raises(NotImplementedError, match=r"^pruned_linear_logps: entropy must be detached"):
+        results_and_gradients(pruned, inputs, differentiate=("entropy",), columns=8)
 
 
 def test_memory_is_one_tile_and_the_columns_that_are_kept(trace, rows_of_a_tile):
@@ -188,7 +197,7 @@ def test_memory_is_one_tile_and_the_columns_that_are_kept(trace, rows_of_a_tile)
     for name in ("hidden", "weight"):
         inputs[name].requires_grad_()
     small = (n * (8 * d + 64) + n // rows * 2 * columns) * 4 + 16 * v
-    results, forward = trace(lambda: linear_logps(**inputs, gradient_columns=columns))
+    results, forward = trace(lambda: pruned(**inputs, columns=columns))
     assert n * columns * 4 <= forward.left <= n * columns * 4 + small
     assert forward.peak <= n * columns * 4 + rows * v * 4 + 7 * v * 4 + small
     _, backward = trace(lambda: results.logps.sum().backward())
@@ -212,11 +221,14 @@ def test_opcheck(keep, form_jacobian, rows_of_a_tile):
 @pytest.mark.parametrize("name", ["frozen", "kept"])
 def test_compiles_whole_and_for_any_number_of_tokens(name, way):
     options = way(name, torch.float32)
-    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(pruned_linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (37, 21):
         inputs, upstream = head_inputs(n, V, D), torch.randn(2, n)
-        expected, gradients = results_and_gradients(linear_logps, inputs, upstream, outputs=("logps",), **options)
-        results, found = results_and_gradients(compiled, inputs, upstream, outputs=("logps",), **options)
+        expected, gradients = results_and_gradients(pruned, inputs, upstream, outputs=("logps",), **options)
+        results, found = results_and_gradients(
+            pruned, inputs, upstream, outputs=("logps",), through=compiled, **options
+        )
         assert torch.equal(results.dropped, expected.dropped)
         assert all(error(found[leaf], gradients[leaf]) < 1e-6 for leaf in options["needs"])
 
@@ -224,11 +236,12 @@ def test_compiles_whole_and_for_any_number_of_tokens(name, way):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(gradient_columns=0), "gradient_columns must be at least 1 or None; got 0"),
-        (dict(gradient_columns=8, main_grad=torch.zeros(V, D)), "main_grad must be None with gradient_columns"),
+        (dict(columns=0), "columns must be at least 1; got 0"),
+        (dict(columns=8, targets=torch.full((5,), V)), f"targets must be -100 or ids below {V}; got {V}"),
     ],
+    ids=["columns", "targets"],
 )
 def test_misuse_is_named(arguments, message):
-    inputs = head_inputs(5, V, D)
-    with pytest.raises(ValueError, match=f"^linear_logps: {message}"):
-        linear_logps(inputs["hidden"], inputs["weight"], inputs["targets"], **arguments)
+    inputs = {**head_inputs(5, V, D), **arguments}
+    with pytest.raises(ValueError, match=f"^pruned_linear_logps: {message}"):
+        pruned(**inputs | {"hidden": inputs["hidden"].requires_grad_()})
