@@ -79,6 +79,7 @@ def main() -> None:
         dist.all_reduce = stock_reduce
         module = models[0].model.module
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            dist.barrier()  # gloo runs it after what DeepSpeed gathers, which has come back too early under load
             weights = {n: p.detach().clone() for n, p in module.named_parameters()}
         calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
         found[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
