@@ -273,7 +273,7 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
     from fastdpo.kernels import packed_attention as kernels
 
     size = kernels.Sizes(*sizes, 4, 2)
-    monkeypatch.setattr(kernels, "cut", lambda d, d_v: kernels.Cut(size, size, size))
+    monkeypatch.setattr(kernels, "cut", lambda d, d_v, hopper: kernels.Cut(size, size, size))
     tensors = inputs_of("grouped")
     mine = results(packed_attention, tensors, window=window, softcap=2.0)
     exact = results(reference.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
