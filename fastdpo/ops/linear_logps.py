@@ -36,7 +36,7 @@ def _fwd(
     kept, jacobian, *empty = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
         head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
-        weight = head.weight.to(kept.dtype)
+        tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # in float16 a CPU's is a copy
         parts: list[list[Tensor]] = []
         for rows in cuts(len(hidden), head.tiles.rows):
             gradient = None
@@ -46,7 +46,7 @@ def _fwd(
                 gradient = head.scratch(rows, kept.dtype)
             parts.append(head.results(rows, statistics, gradient))
             if form_jacobian and gradient is not None:
-                jacobian[rows] = product(gradient, weight, jacobian.dtype)
+                jacobian[rows] = product(gradient, tile_weight, jacobian.dtype)
         results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
         return [kept, jacobian, *results]
 
@@ -114,7 +114,7 @@ def _gradients(
         if grad_entropy is not None:  # every tile again, and scaled: too small for float16
             upstream, scale = (of_logps, of_entropy), torch.ones_like(scale)
             dtype, keep = wide if dtype == torch.float16 else dtype, 0
-        tile_weight = head.weight.to(dtype)
+        tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
         share, largest = shares(scale, dtype)
         weight_sum = grad_weight if main_grad is None else main_grad
         apart = largest is not None or weight_sum.dtype != wide
