@@ -30,5 +30,9 @@ class Replacements:
 
 
 def living(kind: type[T]) -> list[T]:
-    """Every object of a class, or of one that inherits from it, that exists by now."""
-    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+    """Every object of a class, or of one that inherits from it, that exists by now.
+
+    By what refers to the class: `gc.get_objects` would hand out what other threads are still building, and break it.
+    """
+    found = [x for x in gc.get_referrers(kind) if type(x) is kind]
+    return found + [x for inheriting in kind.__subclasses__() for x in living(inheriting)]
