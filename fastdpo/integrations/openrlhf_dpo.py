@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -43,6 +44,7 @@ _REDUCE_PARAMETERS = ["self", "data", "op"]
 _OWN = "_fastdpo"
 
 _replacements = Replacements()
+_trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
 @dataclass
@@ -107,6 +109,7 @@ def enable(options: Options) -> None:
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
         vars(self)[_OWN] = _Own(Memory(options.reference_memory, NAME))
+        _trainers.add(self)
         for role, actor in (("policy", self.model), ("reference", self.ref_model)):
             _install(actor, role, options)
 
@@ -162,8 +165,9 @@ def enable(options: Options) -> None:
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in living_trainers():
+    for trainer in list(_trainers):
         vars(trainer).pop(_OWN, None)
+    _trainers.clear()
 
 
 def living_trainers() -> list[DPOTrainer]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import TYPE_CHECKING, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import qualify
-from .deferred_metrics import Ledger, deferring, settle
+from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, running_total, shown_to_others
 from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss
 from .replacements import Replacements, living
 
@@ -24,7 +25,10 @@ _HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
 _PRECOMPUTE_PARAMETERS = ["self", "dataset", "name", "batch_size"]
 _LOSS_PARAMETERS = ["self", "model", "inputs", "return_outputs"]
-_LOG_PARAMETERS = ["self", "logs", "start_time"]
+_FLOS_PARAMETERS = ["self"]
+_EVALUATION_PARAMETERS = [
+    *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
+]
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
@@ -33,9 +37,12 @@ _STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
+_COMPUTES_METRICS = ("_compute_loss", "compute_loss", "training_step", "prediction_step")
+_TOKENS = "_total_train_tokens"
 _OWN = "_fastdpo"
 
 _replacements = Replacements()
+_trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
 class _Own(NamedTuple):
@@ -54,7 +61,8 @@ def why_not() -> str | None:
         (getattr(dpo_trainer.DPOTrainer, "compute_ref_log_probs", None), _REFERENCE_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "_precompute_ref_logps", None), _PRECOMPUTE_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "_compute_loss", None), _LOSS_PARAMETERS),
-        (dpo_trainer.DPOTrainer.log, _LOG_PARAMETERS),
+        (getattr(dpo_trainer.DPOTrainer, "store_flos", None), _FLOS_PARAMETERS),
+        (getattr(dpo_trainer.DPOTrainer, "evaluation_loop", None), _EVALUATION_PARAMETERS),
         (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
     ):
         found = None if function is None else list(inspect.signature(function).parameters)
@@ -80,7 +88,9 @@ def enable(options: Options) -> None:
     stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
     stock_loss = dpo_trainer.DPOTrainer._compute_loss
-    stock_log = dpo_trainer.DPOTrainer.log
+    stock_flos = dpo_trainer.DPOTrainer.store_flos
+    stock_evaluation = dpo_trainer.DPOTrainer.evaluation_loop
+    codes = codes_of(stock_loss)
 
     @functools.wraps(stock_add)
     def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
@@ -110,17 +120,32 @@ def enable(options: Options) -> None:
         own: _Own | None = vars(self).get(_OWN)
         if own is None:  # built before
             return stock_loss(self, model, inputs, return_outputs)
-        with own.memory.serving(self, inputs) as inputs, deferring(self.accelerator, own.ledger):
-            return stock_loss(self, model, inputs, return_outputs)
+        with own.memory.serving(self, inputs) as inputs:
+            try:
+                with deferring(self.accelerator, own.ledger, codes):
+                    found = stock_loss(self, model, inputs, return_outputs)
+            finally:
+                for metrics in vars(self)["_metrics"].values():
+                    own.ledger.take(metrics)
+        own.ledger.settle_if_due(seen=is_overridden(self, dpo_trainer.DPOTrainer, _COMPUTES_METRICS))
+        return found
 
-    @functools.wraps(stock_log)
-    def log(self, logs, start_time=None):
+    @functools.wraps(stock_flos)
+    def store_flos(self):
+        """Called on every rank, right before what is logged, and after a collective of its own."""
         _settle(self)
-        stock_log(self, logs, start_time)
+        stock_flos(self)
+
+    @functools.wraps(stock_evaluation)
+    def evaluation_loop(self, *args, **kwargs):
+        found = stock_evaluation(self, *args, **kwargs)
+        _settle(self)
+        return found
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         vars(self)[_OWN] = _Own(Ledger(), ReferenceMemory(options.reference_memory))
+        _trainers.add(self)
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         if config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
@@ -137,16 +162,21 @@ def enable(options: Options) -> None:
     _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
-    _replacements.put(dpo_trainer.DPOTrainer, "log", log)
+    _replacements.put(dpo_trainer.DPOTrainer, "store_flos", store_flos)
+    _replacements.put(dpo_trainer.DPOTrainer, "evaluation_loop", evaluation_loop)
+    _replacements.put(dpo_trainer.DPOTrainer, "_metrics", shown_to_others("_metrics", _ledger, codes))
+    _replacements.put(dpo_trainer.DPOTrainer, _TOKENS, running_total(_TOKENS, _ledger, codes))
     _replacements.put(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
     _replacements.put(dpo_trainer.DPOTrainer, "_precompute_ref_logps", _precompute_ref_logps)
 
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in living_trainers():
-        _settle(trainer)
-        vars(trainer).pop(_OWN, None)
+    for trainer in list(_trainers):
+        own: _Own | None = vars(trainer).pop(_OWN, None)
+        if own is not None:
+            own.ledger.close(trainer)
+    _trainers.clear()
 
 
 def living_trainers() -> list[DPOTrainer]:
@@ -156,14 +186,15 @@ def living_trainers() -> list[DPOTrainer]:
     return living(DPOTrainer)
 
 
-def _settle(trainer: DPOTrainer) -> None:
-    """Makes plain numbers of all metrics."""
+def _ledger(trainer: Any) -> Ledger | None:
     own: _Own | None = vars(trainer).get(_OWN)
-    metrics = vars(trainer).get("_metrics")
-    if own is not None and metrics is not None:  # its constructor may have failed
-        for values in metrics.values():
-            settle(own.ledger, values)
-        trainer._total_train_tokens = int(trainer._total_train_tokens)
+    return None if own is None else own.ledger
+
+
+def _settle(trainer: DPOTrainer) -> None:
+    ledger = _ledger(trainer)
+    if ledger is not None:
+        ledger.settle()
 
 
 def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
-from .deferred_metrics import Ledger, deferring, settle
+from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_to_others
 from .fused_forward import (
     ENTERED,
     Latest,
@@ -51,22 +53,31 @@ _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
     "concatenated_inputs": ["batch", "padding_value"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
+    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+    "store_metrics": ["self", "metrics", "train_eval"],
     "create_accelerator_and_postprocess": ["self"],
-    "log": ["self", "logs", "start_time"],
+    "store_flos": ["self"],
+    "evaluation_loop": [
+        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
+    ],
 }
+_COMPUTES_METRICS = ("get_batch_loss_metrics", "compute_loss", "training_step", "prediction_step", "store_metrics")
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
+_METRICS = "_stored_metrics"
 _OWN = "_fastdpo"
 
 _replacements = Replacements()
+_trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Own:
-    """What a trainer that was built patched has of ours. Without a ledger, metrics are read at once."""
+    """What a trainer that was built patched has of ours."""
 
     memory: Memory
-    ledger: Ledger | None = field(default_factory=Ledger)
+    ledger: Ledger = field(default_factory=Ledger)
+    returns_metrics: bool = False  # to whoever has called the function that is running
     batch: Latest[dict[str, Any] | str] = field(default_factory=Latest)
 
 
@@ -93,12 +104,16 @@ def enable(options: Options) -> None:
     stock_create = DPOTrainer.create_accelerator_and_postprocess
     stock_forward = DPOTrainer.concatenated_forward
     stock_metrics = DPOTrainer.get_batch_loss_metrics
+    stock_loss = DPOTrainer.compute_loss
     stock_prediction = DPOTrainer.prediction_step
-    stock_log = DPOTrainer.log
+    stock_flos = DPOTrainer.store_flos
+    stock_evaluation = DPOTrainer.evaluation_loop
+    codes, callers = codes_of(stock_metrics), codes_of(stock_loss) | codes_of(stock_prediction)
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         vars(self)[_OWN] = _Own(Memory(options.reference_memory, NAME))
+        _trainers.add(self)
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         flattens = config is not None and config.padding_free
         with _padded(config) if flattens else nullcontext():  # else TRL would warn of other attentions than its own
@@ -135,39 +150,56 @@ def enable(options: Options) -> None:
         if own is None:  # built before
             return stock_metrics(self, model, batch, train_eval)
         batch = {**batch, **_remembered(self, own.memory, batch)}
-        with nullcontext() if own.ledger is None else deferring(self.accelerator, own.ledger):
-            return stock_metrics(self, model, batch, train_eval)
+        with deferring(self.accelerator, own.ledger, codes):
+            loss, metrics = stock_metrics(self, model, batch, train_eval)
+        seen = own.returns_metrics or is_overridden(self, DPOTrainer, _COMPUTES_METRICS)
+        if seen or sys._getframe(1).f_code not in callers:
+            return loss, own.ledger.known(metrics)
+        own.ledger.settle_if_due(seen=False)
+        return loss, own.ledger.keep(metrics, vars(self)[_METRICS][train_eval])
+
+    @functools.wraps(stock_loss)
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        with _returning_metrics(self, return_outputs):
+            return stock_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
     @functools.wraps(stock_prediction)
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        own: _Own | None = vars(self).get(_OWN)
-        if own is None or prediction_loss_only:
+        with _returning_metrics(self, not prediction_loss_only):
             return stock_prediction(self, model, inputs, prediction_loss_only, ignore_keys)
-        ledger, own.ledger = own.ledger, None  # stock reads metrics at once
-        try:
-            return stock_prediction(self, model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            own.ledger = ledger
 
-    @functools.wraps(stock_log)
-    def log(self, logs, start_time=None):
+    @functools.wraps(stock_flos)
+    def store_flos(self):
+        """Called on every rank, right before what is logged, and after a collective of its own."""
         _settle(self)
-        stock_log(self, logs, start_time)
+        stock_flos(self)
+
+    @functools.wraps(stock_evaluation)
+    def evaluation_loop(self, *args, **kwargs):
+        found = stock_evaluation(self, *args, **kwargs)
+        _settle(self)
+        return found
 
     _replacements.put(DPOTrainer, "__init__", __init__)
     _replacements.put(DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
     _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
+    _replacements.put(DPOTrainer, "compute_loss", compute_loss)
     _replacements.put(DPOTrainer, "prediction_step", prediction_step)
-    _replacements.put(DPOTrainer, "log", log)
+    _replacements.put(DPOTrainer, "store_flos", store_flos)
+    _replacements.put(DPOTrainer, "evaluation_loop", evaluation_loop)
+    stored = shown_to_others(_METRICS, _ledger, codes_of(DPOTrainer.store_metrics))
+    _replacements.put(DPOTrainer, _METRICS, stored)
 
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in living_trainers():
-        _settle(trainer)
-        for name in (_OWN, ENTERED):
-            vars(trainer).pop(name, None)
+    for trainer in list(_trainers):
+        own: _Own | None = vars(trainer).pop(_OWN, None)
+        if own is not None:
+            own.ledger.close(trainer)
+        vars(trainer).pop(ENTERED, None)
+    _trainers.clear()
 
 
 def living_trainers() -> list[DPOTrainer]:
@@ -177,13 +209,29 @@ def living_trainers() -> list[DPOTrainer]:
     return living(DPOTrainer)
 
 
-def _settle(trainer: DPOTrainer) -> None:
-    """Makes plain numbers of all metrics."""
+def _ledger(trainer: Any) -> Ledger | None:
     own: _Own | None = vars(trainer).get(_OWN)
-    stored = vars(trainer).get("_stored_metrics")
-    if own is not None and own.ledger is not None and stored is not None:  # its constructor may have failed
-        for metrics in stored.values():
-            settle(own.ledger, metrics)
+    return None if own is None else own.ledger
+
+
+def _settle(trainer: DPOTrainer) -> None:
+    ledger = _ledger(trainer)
+    if ledger is not None:
+        ledger.settle()
+
+
+@contextmanager
+def _returning_metrics(trainer: DPOTrainer, value: bool) -> Iterator[None]:
+    """While a function runs that returns its metrics, or does not."""
+    own: _Own | None = vars(trainer).get(_OWN)
+    if own is None:  # built before
+        yield
+        return
+    before, own.returns_metrics = own.returns_metrics, value
+    try:
+        yield
+    finally:
+        own.returns_metrics = before
 
 
 @contextmanager

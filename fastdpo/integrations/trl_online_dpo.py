@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
-from .deferred_metrics import Ledger, deferring, settle
+from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_to_others
 from .fused_forward import ENTERED, Options, Request, Scored, install, is_wrapped, models_to_enter
 from .replacements import Replacements, living
 
@@ -44,6 +44,7 @@ _LOG_PARAMETERS = [
 _LEDGER = "_fastdpo_ledger"
 
 _replacements = Replacements()
+_trainers: weakref.WeakSet[OnlineDPOTrainer] = weakref.WeakSet()
 
 
 def trainer_class() -> type[OnlineDPOTrainer]:
@@ -77,6 +78,7 @@ def enable(options: Options) -> None:
     stock_forward = trainer._forward
     stock_step = trainer.training_step
     stock_log = trainer._maybe_log_save_evaluate
+    codes = codes_of(stock_step)
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
@@ -87,19 +89,29 @@ def enable(options: Options) -> None:
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         vars(self)[_LEDGER] = Ledger()
+        _trainers.add(self)
         stock_init(self, *args, **kwargs)
         _install_models(self, options)
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):
-        ledger = vars(self).get(_LEDGER)
-        with nullcontext() if ledger is None else deferring(self.accelerator, ledger):
+        ledger = _ledger(self)
+        if ledger is None:  # built before
             return stock_step(self, model, inputs, num_items_in_batch)
+        try:
+            with deferring(self.accelerator, ledger, codes):
+                loss = stock_step(self, model, inputs, num_items_in_batch)
+        finally:
+            ledger.take(vars(self)["stats"])
+        ledger.settle_if_due(seen=is_overridden(self, trainer, ("training_step",)))
+        return loss
 
     @functools.wraps(stock_log)
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        if self.control.should_log:
-            _settle(self)
+        ledger = _ledger(self)
+        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+        if ledger is not None and logs:  # stock has a collective there, too
+            ledger.settle()
         return stock_log(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
@@ -120,20 +132,21 @@ def enable(options: Options) -> None:
     _replacements.put(trainer, "training_step", training_step)
     _replacements.put(trainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
     _replacements.put(trainer, "_forward", _forward)
+    _replacements.put(trainer, "stats", shown_to_others("stats", _ledger, codes))
 
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in living_trainers():
-        _settle(trainer)
-        for name in (_LEDGER, ENTERED):
-            vars(trainer).pop(name, None)
+    for trainer in list(_trainers):
+        ledger: Ledger | None = vars(trainer).pop(_LEDGER, None)
+        if ledger is not None:
+            ledger.close(trainer)
+        vars(trainer).pop(ENTERED, None)
+    _trainers.clear()
 
 
-def _settle(trainer: OnlineDPOTrainer) -> None:
-    ledger = vars(trainer).get(_LEDGER)
-    if ledger is not None:
-        settle(ledger, trainer.stats)
+def _ledger(trainer: Any) -> Ledger | None:
+    return vars(trainer).get(_LEDGER)
 
 
 def living_trainers() -> list[OnlineDPOTrainer]:

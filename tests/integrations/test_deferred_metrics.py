@@ -1,18 +1,20 @@
-"""What TRL's trainers gather and read every step is reduced once a log, and is the same."""
+"""What TRL's trainers gather and read every step is reduced once a log, is the same, and looks like stock's numbers."""
 
 import gc
+import json
 
 import pytest
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
+from trl import DPOTrainer
 from trl_online_runs import build as build_online
 from trl_online_runs import writer
 from trl_runs import assert_same, build, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import deferred_metrics
-from fastdpo.integrations.deferred_metrics import Ledger, Number, deferring, settle
+from fastdpo.integrations.deferred_metrics import Gathered, Ledger, Number, codes_of, deferring
 
 
 @pytest.fixture(autouse=True)
@@ -37,51 +39,102 @@ def metrics_of(accelerator, x, y, weight) -> dict:
     }
 
 
-def test_numbers_are_those_of_plain_code():
+def deferred(accelerator, *values) -> tuple[Ledger, dict]:
+    ledger = Ledger()
+    with deferring(accelerator, ledger, codes_of(metrics_of)):
+        found = metrics_of(accelerator, *values)
+    assert all(isinstance(x, Number) for x in found.values())
+    return ledger, found
+
+
+@pytest.mark.parametrize("read", [Ledger.show, Ledger.settle])
+def test_numbers_are_those_of_plain_code(read):
     accelerator = Accelerator(cpu=True)
     values = torch.randn(3, 5), torch.randn(3, 5), torch.randint(1, 9, (7,))
-    expected = metrics_of(accelerator, *values)
-    ledger, gather = Ledger(), accelerator.gather
-    with deferring(accelerator, ledger):
-        found = metrics_of(accelerator, *values)
+    expected, gather = metrics_of(accelerator, *values), accelerator.gather
+    ledger, found = deferred(accelerator, *values)
     assert accelerator.gather == gather
-    assert all(isinstance(x, Number) for x in found.values())
-    lists = {name: [x, 1.5] for name, x in found.items()}
-    settle(ledger, lists)
+    lists = {name: [1.5, x] for name, x in found.items()}
+    ledger.take(lists)
+    assert set(map(tuple, lists.values())) == {(1.5,)}
+    read(ledger)
     for name, value in expected.items():
-        assert lists[name] == [pytest.approx(value, rel=1e-6), 1.5], name
+        assert lists[name] == [1.5, pytest.approx(value, rel=1e-6)], name
+        assert type(lists[name][1]) is type(value), name
 
 
 def test_a_quotient_by_nothing_is_zero():
-    accelerator, ledger, nothing = Accelerator(cpu=True), Ledger(), torch.zeros(2)
-    with deferring(accelerator, ledger):
-        found = metrics_of(accelerator, torch.ones(2), torch.ones(2), nothing)
-    assert float(found["ratio"]) == float(found["of numbers"]) == 0.0
+    ledger, found = deferred(Accelerator(cpu=True), torch.ones(2), torch.ones(2), torch.zeros(2))
+    known = ledger.known(found)
+    assert known["ratio"] == known["of numbers"] == 0.0
 
 
-def test_a_number_can_be_asked_for_early():
+def test_what_the_function_calls_gathers_for_real():
+    accelerator, ledger = Accelerator(cpu=True), Ledger()
+
+    def of_somebody_else():
+        return accelerator.gather(torch.ones(3)), accelerator.gather_for_metrics(torch.ones(3))
+
+    def stock():
+        assert isinstance(accelerator.gather(torch.ones(3)), Gathered)
+        assert all(isinstance(accelerator.gather(torch.ones(3)), Gathered) for _ in range(2))
+        return of_somebody_else()
+
+    with deferring(accelerator, ledger, codes_of(stock)):
+        assert all(torch.equal(x, torch.ones(3)) for x in stock())
+
+
+def numbers_of(ledger: Ledger, *values: float) -> list[Number]:
+    return [Gathered(ledger, torch.tensor([x])).sum() for x in values]
+
+
+def test_a_list_that_somebody_has_changed_is_left_as_it_is():
     ledger = Ledger()
-    first, second = (ledger.gather(torch.tensor([x, x + 2.0])).mean() for x in (1.0, 5.0))
-    assert float(first) == 2.0
-    assert float(second) == 6.0
-    assert int(first + second) == 8
-    assert f"{first / 3:.2f}" == "0.67"
+    kept, changed, emptied = metrics = [[x] for x in numbers_of(ledger, 1.0, 2.0, 3.0)]
+    ledger.take(dict(enumerate(metrics)))
+    ledger.show()
+    assert metrics == [[1.0], [2.0], [3.0]]
+    changed[0] = 7.0
+    emptied.clear()
+    ledger.settle()
+    assert (kept, changed, emptied) == ([1.0], [7.0], [])
 
 
-def test_a_long_sum_is_not_deep(monkeypatch):
+def test_shown_values_are_replaced_by_those_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(deferred_metrics, "_reduce", lambda sums: sums.mul_(2))  # a second rank with the same values
+    ledger = Ledger()
+    values = [*numbers_of(ledger, 1.0)]
+    ledger.take({"x": values})
+    ledger.show()
+    assert values == [1.0]
+    values += numbers_of(ledger, 5.0)
+    ledger.take({"x": values})
+    ledger.settle()
+    assert values == [2.0, 10.0]
+
+
+def test_a_trainer_that_never_logs_keeps_little(monkeypatch):
     monkeypatch.setattr(deferred_metrics, "LIMIT", 64)
-    ledger, total = Ledger(), 0
+    ledger, values, total = Ledger(), [], 0
     for i in range(3000):
-        total += ledger.gather(torch.tensor(i)).sum().item()
-        assert len(ledger._pending) <= 64
-    assert int(total) == sum(range(3000))
+        (number,) = numbers_of(ledger, i)
+        total = total + number
+        ledger.running["total"] = total
+        values.append(number)
+        ledger.take({"x": values})
+        ledger.settle_if_due(seen=False)
+        total = ledger.running["total"]
+        assert i - len(values) <= 64
+    assert ledger.shown("total") == sum(range(3000))
+    assert values == list(range(3000))
 
 
 def test_an_accelerator_of_the_users_own_is_given_back():
     accelerator = Accelerator(cpu=True)
     accelerator.gather = mine = lambda x: x
-    with deferring(accelerator, Ledger()):
+    with deferring(accelerator, Ledger(), codes_of(metrics_of)):
         assert accelerator.gather is not mine
+        assert accelerator.gather(3) == 3
     assert accelerator.gather is mine
     assert "gather_for_metrics" not in vars(accelerator)
 
@@ -99,23 +152,46 @@ class Peek(TrainerCallback):
     """What the metrics are made of after each step."""
 
     def __init__(self, metrics):
-        self.metrics, self.kinds = metrics, []
+        self.metrics, self.kinds, self.lengths = metrics, [], []
 
     def on_step_end(self, args, state, control, **kwargs):
-        values = [x for values in self.metrics().values() for x in values]
-        self.kinds.append({type(x) for x in values})
+        lists = self.metrics().values()
+        self.kinds.append({type(x) for values in lists for x in values})
+        self.lengths.append({len(values) for values in lists})
 
 
-def test_nothing_is_read_before_a_log(tmp_path):
+@pytest.fixture
+def reads(monkeypatch):
+    """How often sums were read from the device so far."""
+    seen, read = [], deferred_metrics._read_into
+
+    def counting(field, steps, reduce):
+        seen.extend([field] * bool(steps))
+        read(field, steps, reduce)
+
+    monkeypatch.setattr(deferred_metrics, "_read_into", counting)
+    return seen
+
+
+def test_nothing_is_read_before_a_log(tmp_path, reads):
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
+        trainer.train()
+    assert reads == ["reduced"]
+    (log, _) = trainer.state.log_history
+    assert all(type(x) in (float, int) for x in log.values())
+    assert type(trainer._total_train_tokens) is int
+
+
+def test_whoever_looks_sees_numbers(tmp_path, reads):
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
         peek = Peek(lambda: trainer._metrics["train"])
         trainer.add_callback(peek)
         trainer.train()
-    assert peek.kinds == [{Number}] * 3
-    (log, _) = trainer.state.log_history
-    assert all(type(x) in (float, int) for x in log.values())
-    assert type(trainer._total_train_tokens) is int
+    assert peek.kinds == [{float, int}] * 3
+    assert peek.lengths == [{1}, {1, 2}, {1, 3}], "the number of tokens is one, of the others there is one a step"
+    assert reads == ["own"] * 3 + ["reduced"]
 
 
 def test_unpatched_in_the_middle_numbers_are_plain(tmp_path):
@@ -134,14 +210,74 @@ def test_unpatched_in_the_middle_numbers_are_plain(tmp_path):
     assert trainer.state.log_history[0]["num_tokens"] > 0
 
 
-def test_online_dpo_reads_nothing_before_a_log(tmp_path):
+class Asking(DPOTrainer):
+    """Decides by what stock has just computed, as early stopping and curricula do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.answers = []
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        latest = {name: values[-1] for name, values in self._metrics["train"].items()}
+        self.answers.append((latest["rewards/accuracies"] > 0.6, latest["logps/chosen"] < 0, self._total_train_tokens))
+        self.answers.append(json.dumps({name: round(abs(-x) * 2, 3) for name, x in latest.items()}))
+        return loss
+
+
+def test_a_subclass_decides_as_in_stock(tmp_path):
+    found = {}
+    for name in ("stock", "patched"):
+        if name == "patched":
+            fastdpo.patch("trl.DPOTrainer")
+        trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, trainer_class=Asking, logging_steps=3)
+        trainer.train()
+        found[name] = trainer.answers, trainer.state.log_history[0]
+    (stock, log), (patched, patched_log) = found.values()
+    assert stock == patched
+    assert {answer[0] for answer in stock[::2]} == {True, False}, "the question must have two answers"
+    names = [name for name in log if "runtime" not in name and "per_second" not in name]
+    assert [patched_log[name] for name in names] == [pytest.approx(log[name], rel=1e-5, abs=2e-6) for name in names]
+
+
+class LogsToo(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.log({"of the callback": float(state.global_step)})
+
+
+def test_a_callback_that_logs_takes_what_stock_gives_it(tmp_path):
+    logs = []
+    for name in ("stock", "patched"):
+        if name == "patched":
+            fastdpo.patch("trl.DPOTrainer")
+        trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, logging_steps=2)
+        callback = LogsToo()
+        callback.trainer = trainer
+        trainer.add_callback(callback)
+        trainer.train()
+        logs.append(
+            [{k: v for k, v in log.items() if "/" in k or k == "num_tokens"} for log in trainer.state.log_history]
+        )
+    assert len(logs[0]) == len(logs[1])
+    for stock, patched in zip(*logs, strict=True):
+        assert patched == pytest.approx(stock, rel=1e-5, abs=2e-6)
+
+
+def test_online_dpo_reads_nothing_before_a_log(tmp_path, reads):
+    with fastdpo.patched("trl.OnlineDPOTrainer"):
+        trainer = build_online(tmp_path, writer(0), writer(1), logging_steps=3)
+        trainer.train()
+    assert reads == ["reduced"]
+    assert all(isinstance(x, (float, int)) for x in trainer.state.log_history[0].values())
+
+
+def test_online_dpo_shows_numbers(tmp_path):
     with fastdpo.patched("trl.OnlineDPOTrainer"):
         trainer = build_online(tmp_path, writer(0), writer(1), logging_steps=3)
         peek = Peek(lambda: trainer.stats)
         trainer.add_callback(peek)
         trainer.train()
-    assert Number in peek.kinds[0]
-    assert all(isinstance(x, (float, int)) for x in trainer.state.log_history[0].values())
+    assert peek.kinds == [{float}] * 3
 
 
 CUT = {"eval_entropy", "eval_logits/chosen", "eval_logits/rejected", "eval_mean_token_accuracy"}

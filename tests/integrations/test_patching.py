@@ -4,6 +4,7 @@ import inspect
 import logging
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from types import MethodType
 
@@ -31,7 +32,8 @@ def _unpatched():
 
 
 def dpo_seams() -> tuple:
-    methods = ("__init__", "_compute_loss", "log", "compute_ref_log_probs", "_precompute_ref_logps")
+    methods = ("__init__", "_compute_loss", "store_flos", "evaluation_loop", "compute_ref_log_probs")
+    methods += ("_precompute_ref_logps",)
     return dpo_trainer.add_fused_lm_head, *(getattr(DPOTrainer, name) for name in methods)
 
 
@@ -149,6 +151,42 @@ def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):
     before = dict(fastdpo.calls)
     trainer.train()
     assert fastdpo.calls == before
+
+
+def test_unpatching_leaves_the_classes_as_they_were():
+    before = [dict(vars(kind)) for kind in (DPOTrainer, OnlineDPOTrainer)]
+    fastdpo.patch()
+    assert [dict(vars(kind)) for kind in (DPOTrainer, OnlineDPOTrainer)] != before
+    fastdpo.unpatch()
+    assert [dict(vars(kind)) for kind in (DPOTrainer, OnlineDPOTrainer)] == before
+
+
+def test_other_threads_can_build_while_it_patches():
+    """A tuple that is still being made is broken by whoever else holds it."""
+    errors, patched = [], threading.Event()
+
+    def build_tuples():
+        try:
+            while not patched.is_set():
+                tuple(i for i in range(100))
+        except SystemError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=build_tuples) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            fastdpo.patch()
+            fastdpo.unpatch()
+    finally:
+        sys.setswitchinterval(interval)
+        patched.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
 
 
 def test_unpatch_restores_living_models(tmp_path):

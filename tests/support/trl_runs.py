@@ -122,9 +122,16 @@ def config(directory: Path, **overrides) -> DPOConfig:
     return DPOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides})
 
 
-def build(directory: Path, model: PreTrainedModel, reference: PreTrainedModel, n: int = 4, **overrides) -> DPOTrainer:
+def build(
+    directory: Path,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    n: int = 4,
+    trainer_class: type[DPOTrainer] = DPOTrainer,
+    **overrides,
+) -> DPOTrainer:
     """A trainer on n of `pairs`. `overrides` are fields of `DPOConfig`."""
-    return DPOTrainer(
+    return trainer_class(
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
