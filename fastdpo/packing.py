@@ -174,6 +174,30 @@ def pack(
     )
 
 
+def padded(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shifted: bool = False) -> Layout:
+    """The layout of a batch that is run as it is padded: each position stands for itself, padding for no token.
+
+    Arguments are those of `pack`.
+    """
+    device, (n_rows, length) = input_ids.device, input_ids.shape
+    targets = labels if shifted else labels[:, 1:]
+    output_index = (targets != IGNORE_INDEX).flatten().nonzero()[:, 0]
+    row, column = output_index // targets.shape[1], output_index % targets.shape[1]
+    starts = torch.arange(n_rows, dtype=torch.int32, device="cpu") * length
+    zeros = torch.zeros_like(starts)
+    return Layout(
+        token_index=torch.arange(n_rows * length, device=device),
+        position_ids=torch.arange(length, device=device).repeat(n_rows),
+        rows=torch.stack([starts, zeros, starts, zeros + length], 1),
+        score_index=row * length + column,
+        targets=targets.flatten()[output_index].long(),
+        output_index=output_index,
+        output_source=torch.arange(len(output_index), device=device),
+        output_shape=(n_rows, targets.shape[1]),
+        multiplicity=(attention_mask != 0).flatten().long(),
+    )
+
+
 def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Tensor]:
     """Where the tokens of each row begin, and how many of them scored positions depend on; both [R]."""
     lengths = real.sum(1)

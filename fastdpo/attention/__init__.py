@@ -61,13 +61,29 @@ def is_layout(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[-1] == 4
 
 
+class _Name(str):
+    """The name of a packed attention. A configuration that is copied or pickled has the former one in its place.
+
+    What is copied is not switched, and another process knows no packed attention.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (_prior_of(self),)
+
+
+def is_switched(model: PreTrainedModel) -> bool:
+    return (model.config._attn_implementation or "").startswith(_PREFIX)
+
+
 def switch(model: PreTrainedModel) -> str:
     """Sets a transformers model to the packed attention. Returns the implementation that it had."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     prior = implementation(model)
-    name = _PREFIX + prior.replace(_LONG, _SHORT)
+    name = _Name(_PREFIX + prior.replace(_LONG, _SHORT))
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     model.set_attn_implementation(name)
@@ -83,7 +99,10 @@ def restore(model: PreTrainedModel, prior: str) -> None:
 
 def implementation(model: PreTrainedModel) -> str:
     """The model's implementation, or the one it had before `switch`."""
-    name = model.config._attn_implementation or "eager"
+    return _prior_of(model.config._attn_implementation or "eager")
+
+
+def _prior_of(name: str) -> str:
     return name.removeprefix(_PREFIX).replace(_SHORT, _LONG) if name.startswith(_PREFIX) else name
 
 
@@ -105,8 +124,10 @@ def _attention(prior: str) -> Callable:
 
 
 def _prior_forward(prior: str, module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if prior == "eager":  # each modeling file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+    if prior == "eager":  # each modeling file has its own; FSDP2 puts a class of its own before the file's
+        files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+        forward = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+        return forward(module, *args, **kwargs)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if prior in FLASH:  # they take their name from the configuration

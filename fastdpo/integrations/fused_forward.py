@@ -22,17 +22,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import attention, packing
-from ..ops.linear_logps import MEMORY_BUDGET, linear_logps
+from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
-from . import qualify
+from . import heads, qualify
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -41,7 +41,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastdpo")
 
 calls: Counter[tuple[str, str, str]] = Counter()
-"""How often each path ran: (integration, "policy" | "reference" | "eval", "fused" | "stock") to calls."""
+"""How often each path ran: (integration, "policy" | "reference" | "eval", path) to calls.
+
+The path is "fused", "stock", or "padded": scored by the fused head, but not packed, where ranks run a model together
+and so can't take different paths.
+"""
 
 UNDERSTOOD = {
     *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
@@ -51,6 +55,9 @@ UNDERSTOOD = {
 
 SCORING = {"labels", "shift_labels", "num_items_in_batch"}
 """Those of them that a model's own forward is not given: all that is wanted of it is logits."""
+
+WRAPPERS = ("accelerate.", "torch.", "deepspeed.", "fastdpo.")
+"""Packages that put precisions, devices and counters around a forward, but no other logits."""
 
 
 class NotFused(RuntimeError):
@@ -94,6 +101,13 @@ class Scored(NamedTuple):
     router_weights: Tensor
 
 
+class _Plan(NamedTuple):
+    """How a call is run: packed as its layout says, or padded as it came, with what the layout says is scored."""
+
+    layout: Layout
+    packed: bool
+
+
 @dataclass
 class _Wrapper:
     """What the wrapped forward of one model needs to know. Lives on the model."""
@@ -104,13 +118,14 @@ class _Wrapper:
     options: Options
     answer: Callable[[Scored, dict], object]
     stock: Callable  # the forward before ours
-    off: str | None  # why every call goes to it
-    plan: Callable[..., Layout | None]
+    off: str | None  # why every call goes to it, whatever becomes of the model
+    plan: Callable[..., _Plan | None]
     stock_scores: bool
     inner: _Wrapper | None  # of ours, that somebody has wrapped since
     prior_attention: str | None = None
     forward: Callable | None = None  # ours
-    found: qualify.Found | None = None  # by running the model; None before its first call
+    verdicts: dict[int, qualify.Found] = field(default_factory=dict)  # by what a model consisted of when it was run
+    found: qualify.Found | None = None  # the verdict on the model as it is; None before its first call
     said: set[str] = field(default_factory=set)
 
 
@@ -174,14 +189,14 @@ def install(
     """
     uninstall(model)
     # A compiled model packs outside of its graphs. Decorated this late because Dynamo imports Triton.
-    plan = cast(Callable[..., "Layout | None"], torch.compiler.disable(_plan, reason="packing works on the host"))
+    plan = cast(Callable[..., "_Plan | None"], torch.compiler.disable(_plan, reason="packing works on the host"))
     off = qualify.why_not(model)
+    if off is None and not stock_scores:
+        off = _replaced_forward(model)
     inner = vars(model).get("_fastdpo")
     wrapper = _Wrapper(integration, role, request, options, answer, model.forward, off, plan, stock_scores, inner)
-    if wrapper.off is not None:
-        _say(wrapper, wrapper.off)
-    else:
-        wrapper.prior_attention = attention.switch(model)
+    if off is not None:
+        _say(wrapper, off)
 
     def forward(self, *args, fused_lm_head=False, **kwargs):
         wrapper = vars(self)["_fastdpo"]  # not from the closure: a deep copy has its own, with its own stock forward
@@ -202,7 +217,7 @@ def install(
 def is_fused(model: nn.Module) -> bool:
     """Whether calls of a model, or of the one that PEFT has wrapped, may take the fused path."""
     wrappers = (vars(module).get("_fastdpo") for module in model.modules())
-    return any(isinstance(wrapper, _Wrapper) and wrapper.off is None for wrapper in wrappers)
+    return any(isinstance(wrapper, _Wrapper) and _reason_off(wrapper) is None for wrapper in wrappers)
 
 
 def is_wrapped(model: nn.Module, integration: str) -> bool:
@@ -242,7 +257,11 @@ def _wrapped(model: nn.Module, integration: str) -> PreTrainedModel | None:
 def reason_off(model: nn.Module, integration: str) -> str | None:
     """Why every call of a wrapped model goes to stock's path; None if that is not so, or not known yet."""
     base = _wrapped(model, integration)
-    return None if base is None else vars(base)["_fastdpo"].off
+    return None if base is None else _reason_off(vars(base)["_fastdpo"])
+
+
+def _reason_off(wrapper: _Wrapper) -> str | None:
+    return wrapper.off or (wrapper.found.wrong if wrapper.found is not None else None)
 
 
 def decline(model: nn.Module, integration: str, reason: str) -> None:
@@ -250,7 +269,7 @@ def decline(model: nn.Module, integration: str, reason: str) -> None:
     base = cast("PreTrainedModel", _wrapped(model, integration))
     wrapper = vars(base)["_fastdpo"]
     calls[integration, _kind_of_call(base, wrapper), "stock"] += 1
-    _say(wrapper, wrapper.off or reason)
+    _say(wrapper, _reason_off(wrapper) or reason)
 
 
 def router_loss(config: PretrainedConfig, scored: Scored) -> Tensor:
@@ -278,14 +297,22 @@ def uninstall(model: PreTrainedModel) -> None:
             vars(model)["_fastdpo"] = wrapper.inner
     else:  # somebody wrapped it after us: stay in their chain, and only pass calls on
         wrapper.off = "fastdpo was unpatched"
-    _restore(model, wrapper)
+    _leave(model, wrapper)
 
 
-def _restore(model: PreTrainedModel, wrapper: _Wrapper) -> None:
+def _enter(model: PreTrainedModel, wrapper: _Wrapper) -> None:
+    """Gives a model the packed attention, and its head the scoring of targets, if it hasn't them already."""
+    if not attention.is_switched(model):
+        wrapper.prior_attention = attention.switch(model)
+    heads.install(heads.head_of(model))
+
+
+def _leave(model: PreTrainedModel, wrapper: _Wrapper) -> None:
     if wrapper.prior_attention is not None:
-        attention.restore(model, wrapper.prior_attention)
+        if attention.is_switched(model):  # else somebody has set another since
+            attention.restore(model, wrapper.prior_attention)
         wrapper.prior_attention = None
-        _restore_head(_head(model))
+    heads.restore(heads.head_of(model))
 
 
 def uninstall_all(integration: str) -> None:
@@ -296,43 +323,57 @@ def uninstall_all(integration: str) -> None:
 
 
 def _fused_call(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> object:
-    layout = wrapper.plan(model, wrapper, args, kwargs)
-    if layout is None:
+    plan = wrapper.plan(model, wrapper, args, kwargs)
+    if plan is None:
         if wrapper.stock_scores:
             return wrapper.stock(*args, fused_lm_head=True, **kwargs)
         return wrapper.stock(*args, **{name: x for name, x in kwargs.items() if name not in SCORING})
-    return wrapper.answer(_score(model, wrapper, layout, kwargs), kwargs)
+    return wrapper.answer(_score(model, wrapper, plan, kwargs), kwargs)
 
 
-def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> Layout | None:
-    """The layout to run a call with; None, counted and said, if it goes to the trainer's own path."""
-    reason, layout = wrapper.off, None
+def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> _Plan | None:
+    """How to run a call; None, counted and said, if it goes to the trainer's own path."""
+    reason, plan, path = wrapper.off, None, "stock"
     if reason is None and model not in _models:
         reason = "it is a copy of a model that was wrapped"
     if reason is None:
         reason = _why_not_this_call(model, args, kwargs)
     if reason is None:
-        reason = _why_not_found(model, wrapper, kwargs["input_ids"].device)
+        reason = _why_not_now(model, wrapper, kwargs["input_ids"].device)
     if reason is None:
         try:
-            layout = _layout(model, wrapper, kwargs)
+            plan, path = _Plan(_layout(model, wrapper, kwargs), packed=True), "fused"
         except NotPackable as error:
             reason = str(error)
-    kind = _kind_of_call(model, wrapper)
-    calls[wrapper.integration, kind, "stock" if layout is None else "fused"] += 1
-    if layout is None:
+            if qualify.is_sharded(model):  # another rank may be able to pack its batch, and waits for the same modules
+                rows, shifted = _rows(kwargs)
+                plan, path = _Plan(packing.padded(*rows, shifted), packed=False), "padded"
+    calls[wrapper.integration, _kind_of_call(model, wrapper), path] += 1
+    if reason is not None:
         _say(wrapper, reason)
-    return layout
+    return plan
 
 
-def _score(model: PreTrainedModel, wrapper: _Wrapper, layout: Layout, kwargs: dict) -> Scored:
+def _rows(kwargs: dict) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
+    """(ids, mask, labels), and whether the labels came shifted."""
+    shifted = kwargs.get("shift_labels") is not None
+    return (kwargs["input_ids"], kwargs["attention_mask"], kwargs["shift_labels" if shifted else "labels"]), shifted
+
+
+def _score(model: PreTrainedModel, wrapper: _Wrapper, plan: _Plan, kwargs: dict) -> Scored:
     """The backbone on the packed tokens, the head on the scored ones, everything put back in its padded place."""
-    routed = _routed(model, kwargs)
-    packed = qualify.run(model, layout, kwargs["input_ids"], **({"output_router_logits": True} if routed else {}))
+    layout, routed = plan.layout, _routed(model, kwargs)
+    options = {"output_router_logits": True} if routed else {}
+    if plan.packed:
+        found = qualify.run(model, layout, kwargs["input_ids"], **options)
+    else:
+        batch = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+        found = model.base_model(**batch, use_cache=False, **options)
 
     outputs, temperature, float32_head, softcap, logit_scale = wrapper.request
-    head = _head(model)
-    hidden = packed.last_hidden_state[0].index_select(0, layout.score_index).to(head.weight.device)  # [N, D]
+    head = heads.head_of(model)
+    hidden = found.last_hidden_state.flatten(0, 1)  # [T, D]
+    hidden = hidden.index_select(0, layout.score_index).to(head.weight.device)  # [N, D]
     outside_autocast = nullcontext()
     if float32_head:
         hidden, outside_autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
@@ -344,49 +385,14 @@ def _score(model: PreTrainedModel, wrapper: _Wrapper, layout: Layout, kwargs: di
     labels = kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
     logps = TokenLogps(**{name: layout.unpack(x) for name, x in scored._asdict().items() if x is not None})
     label_mask = labels.to(hidden.device) != packing.IGNORE_INDEX
-    return Scored(logps, label_mask, packed.router_logits if routed else None, layout.multiplicity[None])
-
-
-def _head(model: PreTrainedModel) -> nn.Linear:
-    """Looked up on each call: FSDP and PEFT replace it after a trainer has been built."""
-    return cast(nn.Linear, model.get_output_embeddings())
-
-
-def _place_of_forward(head: nn.Module) -> str:
-    """Where the head keeps what it computes: accelerate's hooks (`device_map`) move it there and call it."""
-    return "_old_forward" if "_hf_hook" in vars(head) else "forward"
-
-
-def _is_plain(head: nn.Module) -> bool:
-    inner = vars(head).get(_place_of_forward(head))
-    return type(head).forward is nn.Linear.forward and getattr(inner, "__func__", None) in (None, nn.Linear.forward)
-
-
-def _install_head(head: nn.Linear) -> None:
-    """Teaches a head to score targets, as a module call: engines' hooks bring its weight and take its gradient."""
-
-    def forward(self, hidden: Tensor, fastdpo_targets: Tensor | None = None, **options) -> Tensor | TokenLogps:
-        if fastdpo_targets is None:
-            return nn.Linear.forward(self, hidden)
-        return linear_logps(hidden, self.weight, fastdpo_targets, bias=self.bias, **options)
-
-    setattr(head, _place_of_forward(head), MethodType(forward, head))
-    vars(head)["_fastdpo"] = True
-
-
-def _restore_head(head: nn.Module) -> None:
-    if vars(head).pop("_fastdpo", None) is None:
-        return
-    if "_hf_hook" in vars(head):
-        vars(head)["_old_forward"] = MethodType(nn.Linear.forward, head)
-    else:
-        del vars(head)["forward"]
+    return Scored(logps, label_mask, found.router_logits if routed else None, layout.multiplicity[None])
 
 
 def _why_not_this_call(model: PreTrainedModel, args: tuple, kwargs: dict) -> str | None:
     if args:
         return "it was called with positional arguments"
-    if kwargs.get("input_ids") is None or kwargs.get("attention_mask") is None:
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if ids is None or mask is None:
         return "it was called without input_ids or without attention_mask"
     if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
         return "it was called without labels"
@@ -395,13 +401,33 @@ def _why_not_this_call(model: PreTrainedModel, args: tuple, kwargs: dict) -> str
     ]
     if extra:
         return f"argument {', '.join(extra)} is not supported yet"
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.is_floating_point():
+        kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        return f"the attention mask does not say of each token whether it is padding: it is {kind}"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return "NEFTune's noise depends on the padded length"
-    head = _head(model)
-    if "_fastdpo" not in vars(head):
-        if not isinstance(head, nn.Linear) or not _is_plain(head):
-            return f"the head must be a plain nn.Linear; it is {type(head).__name__}"
-        _install_head(head)
+    if _sequences_are_spread():
+        return "sequences are spread over ranks (context or sequence parallelism)"
+    return heads.unsupported_reason(heads.head_of(model))
+
+
+def _sequences_are_spread() -> bool:
+    """What accelerate has been told, by whichever trainer."""
+    if "accelerate" not in sys.modules:
+        return False
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
+
+
+def _replaced_forward(model: PreTrainedModel) -> str | None:
+    """Why the logits of a model aren't those of its class's forward, which the head that scores is probed against."""
+    forward = vars(model).get("forward")
+    while forward is not None and heads.function_of(forward) is not type(model).forward:
+        if not heads.module_of(forward).startswith(WRAPPERS):
+            return f"its forward was replaced by {heads.name_of(forward)}"
+        forward = getattr(forward, "__wrapped__", None)
     return None
 
 
@@ -411,18 +437,31 @@ def _routed(model: PreTrainedModel, kwargs: dict) -> bool:
     return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
 
 
-def _why_not_found(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) -> str | None:
-    """What is known against the model from running it, which is done once, before anything is computed from it."""
-    if wrapper.found is None:
-        wrapper.found = qualify.probe(model, device)
-        wrapper.off = wrapper.found.wrong
-        if wrapper.off is None and not wrapper.stock_scores:
-            wrapper.off = qualify.probe_head(model, device)
-        if wrapper.off is not None:
-            _restore(model, wrapper)
+def _why_not_now(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) -> str | None:
+    """What is known against the model as it is. One that has changed is examined again, before anything is computed."""
+    consists_of = qualify.constitution(model)
+    if consists_of not in wrapper.verdicts:
+        wrapper.verdicts[consists_of] = qualify.agreed(model, _examine(model, wrapper, device))
+    wrapper.found = wrapper.verdicts[consists_of]
+    if wrapper.found.wrong is not None:
+        _leave(model, wrapper)
+        return wrapper.found.wrong
     if model.training and wrapper.found.attention_dropout:
         return "attention dropout is active"
-    return wrapper.off
+    _enter(model, wrapper)
+    return None
+
+
+def _examine(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) -> qualify.Found:
+    reason = qualify.why_not(model)
+    if reason is not None:
+        return qualify.Found(reason)
+    if not attention.is_switched(model):
+        wrapper.prior_attention = attention.switch(model)
+    found = qualify.probe(model, device)
+    if found.wrong is None and not wrapper.stock_scores:
+        found = found._replace(wrong=qualify.probe_head(model, device))
+    return found
 
 
 def _drops(model: PreTrainedModel, wrapper: _Wrapper) -> bool:
@@ -439,9 +478,8 @@ def _layout(model: PreTrainedModel, wrapper: _Wrapper, kwargs: dict) -> Layout:
         if "dropout" not in wrapper.said:
             wrapper.said.add("dropout")
             logger.info("%s (%s): dropout is active, prompts are not shared", wrapper.integration, wrapper.role)
-    shifted = kwargs.get("shift_labels") is not None
-    inputs = (kwargs["input_ids"], kwargs["attention_mask"], kwargs["shift_labels" if shifted else "labels"])
-    options = {"shifted": shifted, "store_all": _routed(model, kwargs)}
+    inputs, shifted = _rows(kwargs)
+    options: dict[str, Any] = {"shifted": shifted, "store_all": _routed(model, kwargs)}
     if qualify.reach_of_positions(model.config):
         options["reach"] = inputs[0].shape[1]  # padded rows have all these positions
     if any(x.is_inference() for x in inputs):

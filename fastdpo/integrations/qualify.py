@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import attention, packing
+from . import heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -104,16 +106,17 @@ def probe(model: PreTrainedModel, device: torch.device) -> Found:
     reach = ids.shape[1] if reach_of_positions(model.config) else None
     layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        with _mode(model, training=False):
-            padded = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-            with attention.witness() as seen:
-                try:
+        how = "padded rows"
+        try:
+            with _mode(model, training=False):
+                padded = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+                how = "packed tokens"
+                with attention.witness() as seen:
                     packed = run(model, layout, ids).last_hidden_state
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # whatever a model does with an attention mask that it doesn't expect
-                    reason = f"{type(error).__name__}: {error}"
-                    return Found(f"{type(model).__name__} can't be run on packed tokens: {reason}")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model does with rows, or with an attention mask, that it doesn't expect
+            return Found(f"{type(model).__name__} can't be run on {how}: {type(error).__name__}: {error}")
         wrong = _unseen(model, window, seen) or _difference(model, layout, padded, packed)
         if wrong is not None:
             return Found(wrong)
@@ -121,6 +124,36 @@ def probe(model: PreTrainedModel, device: torch.device) -> Found:
         with _mode(model, training=True), torch.random.fork_rng(devices), attention.witness() as seen:
             first, second = (run(model, layout, ids).last_hidden_state for _ in range(2))
     return Found(None, not torch.equal(first, second), seen.dropout)
+
+
+def constitution(model: PreTrainedModel) -> int:
+    """A hash of what a verdict rests on: a model's modules, the hooks and forwards put on them, and its attention.
+
+    Those on the model itself run around its wrapped forward. Ids make it one of this process alone.
+    """
+    parts: list[object] = [attention.implementation(model)]
+    for module in model.modules():
+        parts.append(id(module))
+        if module is not model:
+            parts += heads.additions_to(module)
+    return hash(tuple(parts))
+
+
+def agreed(model: PreTrainedModel, found: Found) -> Found:
+    """What all ranks have found together, where they run a model together: they must not go different ways."""
+    if not is_sharded(model):
+        return found
+    from ..ref_logps.passes import of_all_ranks
+
+    others = of_all_ranks(found)
+    wrong = next((other.wrong for other in others if other.wrong is not None), None)
+    return Found(wrong, any(other.random for other in others), max(other.attention_dropout for other in others))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of a model's parameters, and so run it together: FSDP, tensor parallelism, ZeRO-3."""
+    in_units = any(type(module).__module__.startswith("torch.distributed.fsdp.") for module in model.modules())
+    return in_units or any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in model.parameters())
 
 
 def probe_head(model: PreTrainedModel, device: torch.device) -> str | None:

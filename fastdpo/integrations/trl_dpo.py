@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import qualify
 from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, running_total, shown_to_others
-from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss
+from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss, uninstall
 from .replacements import Replacements, living
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_add)
     def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
+        uninstall(model)  # else ours of another trainer would stay below
         stock_add(model, temperature, cast_lm_head_to_fp32, outputs)
         # The policy's statistics feed the metrics; of a reference only log-probabilities are asked for.
         role = "policy" if len(outputs) > 1 else "reference"

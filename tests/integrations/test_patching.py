@@ -1,7 +1,9 @@
 """`patch()`, its report, its refusals, and that undoing it leaves nothing behind."""
 
+import copy
 import inspect
 import logging
+import pickle
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from trl.trainer import dpo_trainer
 from trl_runs import assert_fused, assert_same, build, tiny_model, train
 
 import fastdpo
+from fastdpo import attention
 from fastdpo.integrations import patching
 
 IDS = torch.arange(3, 15).view(2, 6)
@@ -175,10 +178,10 @@ def test_other_threads_can_build_while_it_patches():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=build_tuples) for _ in range(4)]
+        threads = [threading.Thread(target=build_tuples) for _ in range(2)]
         for thread in threads:
             thread.start()
-        for _ in range(10):
+        for _ in range(3):
             fastdpo.patch()
             fastdpo.unpatch()
     finally:
@@ -239,6 +242,35 @@ def test_models_that_share_a_config(tmp_path):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
+@pytest.mark.parametrize("prior", ["sdpa", "eager", "flash_attention_2"])
+def test_a_copied_configuration_is_what_it_was(prior, copied):
+    """Another process has no packed attention."""
+    model = tiny_model()
+    model.config._attn_implementation = prior
+    attention.switch(model)
+    assert model.config._attn_implementation.startswith("fastdpo_")
+    found = copied(model.config)._attn_implementation
+    assert (type(found), found) == (str, prior)
+
+
+def test_trainers_that_share_a_reference_wrap_it_once(tmp_path):
+    reference = tiny_model(seed=1)
+
+    def depth() -> int:
+        found, wrapper = 0, vars(reference)["_fastdpo"]
+        while wrapper is not None:
+            found, wrapper = found + 1, wrapper.inner
+        return found
+
+    fastdpo.patch()
+    for i in range(4):
+        trainer = build(tmp_path / str(i), tiny_model(), reference)
+        assert depth() == 1
+    trainer.train()
+    assert depth() == 1
+
+
 @pytest.mark.parametrize("prior", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
@@ -250,7 +282,10 @@ def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
     logits, generated = model(**batch).logits, model.generate(**batch, max_new_tokens=5, do_sample=False)
     fastdpo.patch()
     build(tmp_path, model, tiny_model(kind, seed=1))
+    assert model.config._attn_implementation == prior, "nothing is changed before a call needs it"
     model.eval()
+    with torch.no_grad():
+        model(**batch, labels=batch["input_ids"], fused_lm_head=True)
     assert model.config._attn_implementation == f"fastdpo_{prior}"
     assert torch.equal(model(**batch).logits, logits)
     assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), generated)

@@ -1,6 +1,7 @@
 """Batches, collators and subclasses that are out of the ordinary: what TRL makes of them, or an error."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,26 @@ def test_contradicting_masks_are_left_to_stock(both, caplog, edit, reason):
     assert_same(stock, patched)
     assert patched.calls == POLICY_STOCK
     assert reason in caplog.text
+
+
+def causal_4d(batch):
+    mask = batch["attention_mask"].bool()
+    length = mask.shape[1]
+    batch["attention_mask"] = (mask[:, None, None] & torch.ones(length, length).tril().bool()).expand(-1, 1, -1, -1)
+
+
+def mask_as_float(batch):
+    batch["attention_mask"] = batch["attention_mask"].float()
+
+
+@pytest.mark.parametrize(
+    ("edit", "shown"), [(causal_4d, r"torch.bool of shape \[8, 1, "), (mask_as_float, r"torch.float32 of shape \[8, ")]
+)
+def test_masks_of_another_kind_are_left_to_stock(both, caplog, edit, shown):
+    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit))
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert re.search(f"not fused, the attention mask does not say of each token .* it is {shown}", caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
+from altered_heads import ALTERED
 from trl import DPOTrainer
 from trl_runs import adapter, assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
@@ -293,3 +294,11 @@ def test_strict(tmp_path, monkeypatch):
     data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
     with fastdpo.patched("trl.DPOTrainer"), pytest.raises(fastdpo.NotFused, match="a prompt was cut away whole"):
         train(tmp_path, tiny_model(), tiny_model(seed=1), max_length=12, truncation_mode="keep_end", data=data)
+
+
+@pytest.mark.parametrize("alter", ALTERED)
+def test_a_head_or_forward_of_the_users_own(both, caplog, alter):
+    stock, patched = both(prepare=alter)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert ALTERED[alter] in caplog.text

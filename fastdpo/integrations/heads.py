@@ -1,0 +1,148 @@
+"""The head of a causal LM, taught to score targets as a call of its module.
+
+Called as a module, a head has its weight brought and its gradient taken by whatever engine has hooks on it (FSDP2,
+ZeRO-3, accelerate's `device_map`). Only a plain `nn.Linear` qualifies: what anybody else does around or in place of its
+forward would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ..ops.linear_logps import linear_logps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ENGINES = ("torch.distributed.", "deepspeed.", "accelerate.")
+"""Modules whose hooks on a head bring and take its weight, and change nothing else."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    """Looked up on each call: FSDP and PEFT replace it after a trainer has been built."""
+    return cast(nn.Linear, model.get_output_embeddings())
+
+
+def unsupported_reason(head: nn.Module | None) -> str | None:
+    """Why a head can't score targets itself; None if it can. Changes nothing."""
+    if head is None:
+        return "the model has no head"
+    if not _is_linear(type(head)):
+        return f"the head must be a plain nn.Linear; it is {type(head).__name__}"
+    replaced = _replaced_forward(head)
+    if replaced is not None:
+        return f"the head's forward was replaced by {replaced}"
+    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not module_of(hook).startswith(ENGINES)})
+    if hooks:
+        return f"the head has hooks: {', '.join(hooks)}"
+    return _missing_weight(cast(nn.Linear, head))
+
+
+def install(head: nn.Linear) -> None:
+    """Once for as long as the head keeps its forward. Only where there is no `unsupported_reason`."""
+    if not _is_ours(vars(head).get(_place_of_forward(head))):
+        setattr(head, _place_of_forward(head), MethodType(_forward, head))
+
+
+def restore(head: nn.Module | None) -> None:
+    """Takes the forward of `install` away again, and no other."""
+    if head is None or not _is_ours(vars(head).get(_place_of_forward(head))):
+        return
+    if "_hf_hook" in vars(head):
+        vars(head)["_old_forward"] = MethodType(nn.Linear.forward, head)
+    else:
+        del vars(head)["forward"]
+
+
+def hooks_of(module: nn.Module) -> Iterator[Callable]:
+    for name in _HOOKS:
+        yield from vars(module)[name].values()
+
+
+def additions_to(module: nn.Module) -> Iterator[int]:
+    """What identifies the hooks on a module, and a forward in place of its class's; not that of `install`."""
+    for hook in hooks_of(module):
+        yield identity_of(hook)
+    forward = vars(module).get("forward")
+    if forward is not None and not _is_ours(forward):
+        yield identity_of(forward)
+
+
+def identity_of(function: Callable) -> int:
+    """The same for a function that is made again, as hooks are that somebody removes and adds again."""
+    function = function_of(function)
+    return id(getattr(function, "__code__", type(function)))
+
+
+def name_of(function: Callable) -> str:
+    function = function_of(function)
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
+    """`nn.Linear.forward`; with targets [N] of hidden states [N, D], `TokenLogps`."""
+    if fastdpo_targets is None:
+        return nn.Linear.forward(self, input)
+    return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
+
+
+def _is_ours(forward: object) -> bool:
+    return getattr(forward, "__func__", None) is _forward
+
+
+def _is_linear(kind: type) -> bool:
+    """nn.Linear, or what FSDP2 makes of its class."""
+    if kind is nn.Linear:
+        return True
+    return len(kind.__bases__) == 2 and kind.__bases__[1] is nn.Linear and _is_fsdp(kind)
+
+
+def _is_fsdp(kind: type) -> bool:
+    return kind.__module__.startswith("torch.distributed.fsdp.")
+
+
+def _place_of_forward(head: nn.Module) -> str:
+    """Where the head keeps what it computes: accelerate's hooks (`device_map`) move it there and call it."""
+    return "_old_forward" if "_hf_hook" in vars(head) else "forward"
+
+
+def _replaced_forward(head: nn.Module) -> str | None:
+    """The name of a forward that is neither the class's, ours, nor accelerate's around one of them."""
+    inner = vars(head).get(_place_of_forward(head))
+    if inner is not None and not _is_ours(inner) and getattr(inner, "__func__", None) is not nn.Linear.forward:
+        return name_of(inner)
+    outer = vars(head).get("forward")
+    if "_hf_hook" in vars(head) and outer is not None and not module_of(outer).startswith("accelerate."):
+        return name_of(outer)
+    return None
+
+
+def _missing_weight(head: nn.Linear) -> str | None:
+    weight = head.weight
+    if weight.device.type == "meta":
+        return "the head's weight is offloaded"
+    if isinstance(weight, DTensor):
+        shards = sum(isinstance(placement, Shard) for placement in weight.placements)
+        if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 brings the whole weight when the head is called
+            return "the head is cut between ranks (tensor parallelism)"
+    return None
+
+
+def function_of(function: Any) -> Any:
+    while isinstance(function, (partial, MethodType)):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return function
+
+
+def module_of(function: Callable) -> str:
+    """Where a function was written; decorators like functools.wraps change its `__module__`."""
+    function = function_of(function)
+    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""

@@ -1,0 +1,78 @@
+"""Heads and models whose logits a user has changed: scored as they are, and left as they were."""
+
+import pytest
+import torch
+from altered_heads import ALTERED, closure, forward_of_the_model
+from ref_logps_runs import assert_close, exact, tokens
+from torch import nn
+from trl_online_runs import assert_all_same, train_three
+from trl_runs import assert_same, tiny_model, train
+
+import fastdpo
+from fastdpo import ref_logps
+from fastdpo.integrations import heads
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
+
+
+@pytest.mark.parametrize("alter", ALTERED)
+def test_online_dpo(tmp_path, caplog, alter):
+    runs = train_three(tmp_path, prepare=alter)
+    assert_all_same(*runs)
+    assert runs[-1].calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert ALTERED[alter] in caplog.text
+
+
+@pytest.mark.parametrize("alter", ALTERED)
+def test_precomputing(caplog, alter):
+    rows, model = tokens(12), alter(tiny_model())
+    found = ref_logps.precompute(model, rows)
+    assert ALTERED[alter] in caplog.text
+    assert_close(found, exact(model, rows))
+
+
+@pytest.mark.parametrize("alter", ALTERED)
+def test_dpo(tmp_path, alter):
+    """TRL's own fused head takes the weight alone: what is around it is lost there, and so it is here."""
+
+    def models() -> list:
+        return [alter(tiny_model(seed=seed)) for seed in range(2)]
+
+    stock = train(tmp_path / "stock", *models())
+    with fastdpo.patched("trl.DPOTrainer"):
+        assert_same(stock, train(tmp_path / "patched", *models()))
+
+
+@pytest.mark.parametrize("alter", [closure, forward_of_the_model])
+def test_what_a_user_has_replaced_is_there_afterwards(alter):
+    model = alter(tiny_model())
+    owner = model.lm_head if alter is closure else model
+    theirs = owner.forward
+    ref_logps.precompute(model, tokens(4))
+    assert owner.forward == theirs
+
+
+def test_a_forward_put_over_ours_stays():
+    head = nn.Linear(3, 5)
+    heads.install(head)
+    ours = head.forward
+    head.forward = theirs = lambda hidden: ours(hidden)
+    assert heads.unsupported_reason(head) is not None
+    heads.restore(head)
+    assert head.forward is theirs
+    x = torch.randn(2, 3)
+    assert torch.equal(head(x), nn.Linear.forward(head, x))
+
+
+def test_a_head_is_left_without_a_trace():
+    head = nn.Linear(3, 5)
+    before = dict(vars(head))
+    heads.install(head)
+    assert heads.unsupported_reason(head) is None
+    assert vars(head) != before
+    heads.restore(head)
+    assert vars(head) == before

@@ -1,0 +1,35 @@
+"""A model whose attention modules and head are FSDP2 units of their own, on one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ref_logps_runs import assert_close, exact, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from trl_runs import tiny_model
+
+import fastdpo
+from fastdpo import ref_logps
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_and_head_in_units_of_their_own(mesh, implementation):
+    """FSDP2 gives a unit a class of its own, written in another file than the model's eager attention."""
+    rows = tokens(8)
+    model = tiny_model(attn_implementation=implementation)
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn, mesh=mesh)
+    for unit in (model.lm_head, model):
+        fully_shard(unit, mesh=mesh)
+    before = fastdpo.calls["fastdpo.ref_logps", "reference", "fused"]
+    found = ref_logps.precompute(model, rows)
+    assert fastdpo.calls["fastdpo.ref_logps", "reference", "fused"] > before
+    with torch.no_grad():
+        assert_close(found, exact(tiny_model(attn_implementation=implementation), rows))

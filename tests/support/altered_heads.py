@@ -1,0 +1,44 @@
+"""What users put around a head or a model's forward. Each changes the logits, and must not be lost."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+from transformers import PreTrainedModel
+
+
+def closure(model: PreTrainedModel) -> PreTrainedModel:
+    stock = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: 2 * stock(hidden)
+    return model
+
+
+def hook(model: PreTrainedModel) -> PreTrainedModel:
+    model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+def hook_before(model: PreTrainedModel) -> PreTrainedModel:
+    model.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return model
+
+
+def forward_of_the_model(model: PreTrainedModel) -> PreTrainedModel:
+    stock = model.forward
+
+    def louder(self, *args, **kwargs):
+        output = stock(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    model.forward = MethodType(louder, model)
+    return model
+
+
+ALTERED = {
+    closure: "the head's forward was replaced by closure.<locals>.<lambda>",
+    hook: "the head has hooks: hook.<locals>.<lambda>",
+    hook_before: "the head has hooks: hook_before.<locals>.<lambda>",
+    forward_of_the_model: "its forward was replaced by forward_of_the_model.<locals>.louder",
+}
+"""To the reason for which a model so altered is not fused, where its own forward makes the logits that are scored."""
