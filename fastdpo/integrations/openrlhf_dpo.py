@@ -258,7 +258,9 @@ def _remembered(trainer: DPOTrainer, own: _Own, score: Callable[..., Results], *
         chosen, rejected, *_ = score(*(batch if len(missing) == len(digests) else part))
         return torch.stack([chosen, rejected], 1)
 
-    found = own.memory.log_probs(digests, compute)
+    base = _base(trainer.ref_model)
+    own.memory.check(base)
+    found = own.memory.log_probs(base, digests, compute)
     chosen, rejected = found.to(ids.device, torch.float32).unbind(1)
     return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .fused_forward import calls, say_off
+from .fingerprints import Fingerprint, fingerprint
+from .fused_forward import calls, logger, say_off
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"high": "I64", "low": "I64", "chosen": "F64", "rejected": "F64"}
 """Of files: the two halves of a pair's hash, and its log-probabilities in nats."""
@@ -33,52 +39,104 @@ class Memory:
         self.on, self._directory = option is not False, option if isinstance(option, Path) else None
         self._integration = integration
         self.begun = False
+        self._make_key: Callable[[], str] = str
         self._key = ""
+        self._of: Fingerprint | None = None  # what the values are of
+        self._changed = False
         self._values: dict[bytes, Pair] = {}
         self._new: dict[bytes, Pair] = {}
 
     def begin(self, reason: str | None, key: Callable[[], str]) -> None:
         """Turns it off if there is a reason to; else reads what the directory has under the key.
 
-        `key` makes a hash of all that a pair's log-probabilities depend on beside its content.
+        `key` makes a hash of all that a pair's log-probabilities depend on beside its content. It is called again when
+        the reference has changed.
         """
-        self.begun = True
+        self.begun, self._make_key = True, key
         if reason is not None:
             self.turn_off(reason)
-        elif self._directory is not None:
-            self._key = key()
-            self._values = _read(self._directory / self._key, self._key)
+        else:
+            self._read()
 
     def turn_off(self, reason: str) -> None:
-        self.on = False
+        self.on, self._values, self._new = False, {}, {}
         say_off(f"{self._integration}: reference_memory is off, {reason}")
 
-    def log_probs(self, digests: list[bytes], compute: Callable[[list[int]], Tensor]) -> Tensor:
-        """[B, 2] float64, chosen and rejected, of pairs with these digests.
+    def log_probs(
+        self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor]
+    ) -> Tensor:
+        """[B, 2] float64, chosen and rejected, of pairs with these digests. To be called after `check`.
 
-        `compute` is called with the indices of those that are new, if any are, and returns [M, 2].
+        `compute` is called with the indices of pairs that are new, if any are, and returns [M, 2]. If it draws random
+        numbers, the memory is turned off.
         """
+        if any(module.training for module in reference.modules()):  # its numbers may be others than in evaluation
+            digests = [hashlib.blake2b(x, digest_size=len(x), person=b"training").digest() for x in digests]
         missing = [i for i, digest in enumerate(digests) if digest not in self._values]
         found: dict[bytes, Pair] = {}
         if missing:
+            before = _random_states(reference.device)
             computed = compute(missing).double().tolist()
             found = {digests[i]: (chosen, rejected) for i, (chosen, rejected) in zip(missing, computed, strict=True)}
-            finite = {digest: pair for digest, pair in found.items() if all(map(math.isfinite, pair))}
-            self._values |= finite
-            self._new |= finite
+            known = [found.get(x) or self._values[x] for x in digests]
+            if not all(map(torch.equal, before, _random_states(reference.device))):
+                self.turn_off("it draws random numbers (dropout, noise or jitter)")
+            if self.on:
+                finite = {digest: pair for digest, pair in found.items() if all(map(math.isfinite, pair))}
+                self._values |= finite
+                self._new |= finite
         else:
             calls[self._integration, "reference", "remembered"] += 1
-        return torch.tensor([found.get(x) or self._values[x] for x in digests], dtype=torch.float64)
+            known = [self._values[x] for x in digests]
+        return torch.tensor(known, dtype=torch.float64)
 
     def share(self) -> None:
-        """Tells the other ranks what is new, and writes it to the directory. Every rank must call this."""
+        """Tells the other ranks what is new, and writes it to the directory.
+
+        Every rank must call this, whether its memory is on or not.
+        """
         from ..ref_logps.passes import of_all_ranks
 
-        for new in of_all_ranks(self._new):
-            self._values |= new
+        tensors = None if self._of is None else self._of.tensors
+        for others_tensors, new in of_all_ranks((tensors, self._new)):
+            if self.on and others_tensors == tensors:
+                self._values |= new
+        self._write()
+
+    def check(self, reference: PreTrainedModel) -> None:
+        """Drops what is remembered if the model, which is as it would run now, is not what it was."""
+        try:
+            found = fingerprint(reference)
+        except (RuntimeError, NotImplementedError) as error:
+            self.turn_off(f"the reference's tensors can't be read: {error}")
+            return
+        if self._of is not None and found != self._of:
+            self._drop()
+        self._of = found
+
+    def _drop(self) -> None:
+        self._write()
+        level = logging.INFO if self._changed else logging.WARNING
+        logger.log(level, "%s: the reference has changed; what reference_memory held is dropped", self._integration)
+        self._changed = True
+        self._values, self._new = {}, {}
+        self._read()
+
+    def _read(self) -> None:
+        if self._directory is not None:
+            self._key = self._make_key()
+            self._values = _read(self._directory / self._key, self._key)
+
+    def _write(self) -> None:
         if self._directory is not None and self._new:
             _write(self._directory / self._key, self._key, self._new)
         self._new = {}
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Of the generators that a model on this device draws from."""
+    on_host = torch.get_rng_state()
+    return [on_host, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [on_host]
 
 
 def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor) -> list[bytes]:

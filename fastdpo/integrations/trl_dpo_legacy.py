@@ -41,7 +41,7 @@ from .fused_forward import (
 )
 from .reference_memory import Memory, digests_of_pairs, key_of
 from .replacements import Replacements, living
-from .trl_dpo_memory import model_digest, precision_of, sharing
+from .trl_dpo_memory import log_probs, model_digest, precision_of, sharing
 from .trl_dpo_memory import why_not as why_not_remember
 
 if TYPE_CHECKING:
@@ -323,24 +323,25 @@ def _remembered(trainer: DPOTrainer, memory: Memory, batch: dict[str, Any]) -> d
         part = batch if all_are else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
         return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
 
-    chosen, rejected = memory.log_probs(digests, compute).to(inputs["input_ids"].device, torch.float32).unbind(1)
+    found = log_probs(memory, trainer, _as_reference, digests, compute)
+    chosen, rejected = found.to(inputs["input_ids"].device, torch.float32).unbind(1)
     return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
 
 def _begin(trainer: DPOTrainer, memory: Memory) -> None:
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    def as_reference(trainer: Any) -> AbstractContextManager:
-        return nullcontext() if trainer.ref_model is not None else trainer.null_ref_context()
-
     def key() -> str:
         normalized = "ipo" in trainer.loss_type
-        return key_of("legacy", model_digest(trainer, as_reference), precision_of(trainer), normalized)
+        return key_of("legacy", model_digest(trainer, _as_reference), precision_of(trainer), normalized)
 
+    trainer.add_callback(sharing(memory))  # on every rank, since all must take part
     reason = "the model is an encoder-decoder" if trainer.is_encoder_decoder else None
-    memory.begin(reason or why_not_remember(trainer, DPOTrainer, as_reference), key)
-    if memory.on:
-        trainer.add_callback(sharing(memory))
+    memory.begin(reason or why_not_remember(trainer, DPOTrainer, _as_reference), key)
+
+
+def _as_reference(trainer: Any) -> AbstractContextManager:
+    return nullcontext() if trainer.ref_model is not None else trainer.null_ref_context()
 
 
 def _results(

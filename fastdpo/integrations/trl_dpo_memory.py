@@ -61,9 +61,8 @@ class ReferenceMemory(Memory):
         def key() -> str:
             return key_of(model_digest(trainer, as_reference), precision_of(trainer), trainer.ld_alpha)
 
+        trainer.add_callback(sharing(self))  # on every rank, since all must take part
         self.begin(why_not(trainer, dpo_trainer.DPOTrainer, as_reference), key)
-        if self.on:
-            trainer.add_callback(sharing(self))
 
     def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Chosen and rejected, [B] each."""
@@ -75,7 +74,7 @@ class ReferenceMemory(Memory):
             part = inputs if len(missing) == len(digests) else {name: inputs[name][rows] for name in TAKEN}
             return torch.stack(list(trainer.compute_ref_log_probs(reference_of(trainer), part)), 1)
 
-        found = self.log_probs(digests, compute)
+        found = log_probs(self, trainer, as_reference, digests, compute)
         wide = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
         chosen, rejected = found.to(device, wide).unbind(1)
         return chosen, rejected
@@ -92,17 +91,33 @@ def why_not(trainer: Any, stock: type, as_reference: Callable[[Any], AbstractCon
         return f"{type(trainer).__name__} has a compute_ref_log_probs of its own"
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.parallelism_config is not None:
         return "ranks run the reference together, and could disagree on leaving it out"
+    base = models.base_of(reference_of(trainer))
     if trainer.ref_model is None:  # it is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
             return "NEFTune's noise reaches the reference"
-        base = models.base_of(cast(nn.Module, trainer.model))
         if _drops(base):
             return "dropout is active in the reference"
-        trained = {id(x) for x in base.parameters() if x.requires_grad}
-        with as_reference(trainer):
-            if any(id(x) in trained for x in keys.active_parameters(base)):
-                return "weights that the reference has are trained"
+    trained = {id(x) for x in cast(nn.Module, trainer.model).parameters() if x.requires_grad}
+    with as_reference(trainer):
+        if any(id(x) in trained for x in keys.active_parameters(base)):
+            return "weights that the reference has are trained"
     return None
+
+
+def log_probs(
+    memory: Memory,
+    trainer: Any,
+    as_reference: Callable[[Any], AbstractContextManager],
+    digests: list[bytes],
+    compute: Callable[[list[int]], Tensor],
+) -> Tensor:
+    """`memory.log_probs` of a trainer's reference as it is now."""
+    from ..ref_logps import models
+
+    base = models.base_of(reference_of(trainer))
+    with as_reference(trainer):
+        memory.check(base)
+    return memory.log_probs(base, digests, compute)
 
 
 def model_digest(trainer: Any, as_reference: Callable[[Any], AbstractContextManager]) -> str:

@@ -1,0 +1,222 @@
+"""A reference that changes while it is remembered: by callbacks, by hand, or because it was replaced."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+from trl import DPOTrainer
+from trl.experimental.bema_for_ref_model import BEMACallback
+from trl.experimental.bema_for_ref_model import DPOTrainer as BEMADPOTrainer
+from trl.trainer import dpo_trainer
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl_runs import LORA, assert_same, build, numbers, pairs, tiny_model, train
+
+import fastdpo
+from fastdpo.integrations.fingerprints import fingerprint
+from fastdpo.integrations.fused_forward import NotFused
+
+EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, evaluate=0)  # of two steps
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
+
+
+class Every4thStep(TrainerCallback):
+    """Calls a function with the trainer, twice in four epochs."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 4 == 0:
+            self.change(self.trainer)
+
+
+def changing(change, base: type[DPOTrainer] = DPOTrainer) -> type[DPOTrainer]:
+    """A trainer whose reference a callback changes."""
+
+    class Changing(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            callback = change if isinstance(change, TrainerCallback) else Every4thStep(change)
+            callback.trainer = self
+            self.add_callback(callback)
+
+    return Changing
+
+
+def follow_the_policy(trainer):
+    for theirs, ours in zip(trainer.ref_model.parameters(), trainer.model.parameters(), strict=True):
+        theirs.data.lerp_(ours.data, 0.5)  # as SyncRefModelCallback writes: versions stay as they are
+
+
+def replace(trainer):
+    other = tiny_model(seed=2 + trainer.state.global_step)
+    dpo_trainer.add_fused_lm_head(other)
+    trainer.ref_model = other.eval()
+
+
+def scale_the_output(trainer):
+    trainer.ref_model.model.norm.register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+def merge_and_restart(trainer):
+    """ReLoRA (arXiv 2307.05695): what the adapter has learnt goes into the weights below it."""
+    with torch.no_grad():
+        for name, module in trainer.model.named_modules():
+            if name.endswith("q_proj"):
+                module.base_layer.weight += module.get_delta_weight("default")
+                module.lora_B["default"].weight.zero_()
+
+
+def full(**options) -> dict:
+    return dict(model=tiny_model(), reference=tiny_model(seed=1), **options)
+
+
+def adapter() -> dict:
+    torch.manual_seed(3)  # of the adapter's weights
+    return dict(model=tiny_model(), reference=None, peft_config=LoraConfig(**LORA))
+
+
+CASES = {
+    "written to": lambda: full(trainer_class=changing(follow_the_policy)),
+    "replaced": lambda: full(trainer_class=changing(replace)),
+    "hooked": lambda: full(trainer_class=changing(scale_the_output)),
+    "an exponential average": lambda: full(
+        trainer_class=changing(
+            BEMACallback(update_freq=2, update_ref_model=True, ref_model_update_freq=4), BEMADPOTrainer
+        )
+    ),
+    "merged into": lambda: dict(adapter(), trainer_class=changing(merge_and_restart)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_remembered_is_dropped(tmp_path, caplog, name):
+    stock = train(tmp_path / "stock", **CASES[name](), **EPOCHS)
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        patched = train(tmp_path / "patched", **CASES[name](), **EPOCHS)
+    assert_same(stock, patched)
+    said = [record.message for record in caplog.records if "reference_memory" in record.message]
+    assert said == ["trl.DPOTrainer: the reference has changed; what reference_memory held is dropped"]
+    of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
+    assert of_reference == {("reference", "fused"): 4, ("reference", "remembered"): 4}, "an epoch of each two is new"
+
+
+def test_the_callback_of_trl_added_by_hand(tmp_path):
+    class Synced(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+
+    options = dict(full(trainer_class=Synced), ref_model_mixup_alpha=0.5, ref_model_sync_steps=4, **EPOCHS)
+    stock = train(tmp_path / "stock", **options)
+    with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        options |= full()
+        patched = train(tmp_path / "patched", **options)
+    assert_same(stock, patched)
+    assert patched.calls["reference", "remembered"] == 4
+
+
+@pytest.mark.parametrize("memory", [True, "directory"])
+def test_the_policy_becomes_the_reference_between_two_trainings(tmp_path, memory):
+    logs = []
+    for name in ("stock", "patched"):
+        if name == "patched":
+            kept = True if memory is True else tmp_path / memory
+            fastdpo.patch("trl.DPOTrainer", reference_memory=kept)
+        trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 8, max_steps=4)
+        trainer.train()
+        trainer.ref_model.load_state_dict(trainer.model.state_dict())
+        trainer.train()
+        logs.append([numbers(log) for log in trainer.state.log_history if "loss" in log])
+    assert fastdpo.calls["trl.DPOTrainer", "reference", "remembered"] > 0
+    for stock, patched in zip(*logs, strict=True):
+        (
+            patched.pop("rewards/accuracies"),
+            stock.pop("rewards/accuracies"),
+        )  # of margins that are 0, where they are equal
+        assert patched == pytest.approx(stock, rel=1e-5, abs=3e-6)
+
+
+def test_a_reference_with_layers_of_the_policy_is_not_remembered(tmp_path, caplog):
+    def models():
+        found = full()
+        found["reference"].model.layers[0] = found["model"].model.layers[0]
+        return found
+
+    stock = train(tmp_path / "stock", **models(), **EPOCHS)
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        patched = train(tmp_path / "patched", **models(), **EPOCHS)
+    assert_same(stock, patched)
+    assert "reference_memory is off, weights that the reference has are trained" in caplog.text
+    assert not patched.calls["reference", "remembered"]
+
+
+MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.3, router_aux_loss_coef=0.0)
+
+
+def test_a_reference_that_draws_random_numbers_is_not_remembered(tmp_path, caplog, monkeypatch):
+    def options():
+        adapter = LoraConfig(**LORA)
+        return dict(model=tiny_model("mixtral", **MIXTRAL), reference=None, peft_config=adapter, **EPOCHS)
+
+    with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        run = train(tmp_path / "1", **options())
+    assert "reference_memory is off, it draws random numbers (dropout, noise or jitter)" in caplog.text
+    assert not run.calls["reference", "remembered"]
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(NotFused, match="random numbers"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        train(tmp_path / "2", **options())
+
+
+def one_bit(x: torch.Tensor) -> None:
+    x.view(torch.uint8).flatten()[-1] ^= 1
+
+
+def test_one_bit_changes_the_fingerprint():
+    model = tiny_model()
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    for x in (model.lm_head.weight.data, model.model.norm.weight.data, model.model.rotary_emb.inv_freq):
+        one_bit(x)
+        assert fingerprint(model) != before
+        one_bit(x)
+        assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("size", [0, 1, 3, 8, 13])
+def test_tensors_of_any_size_and_place(dtype, size):
+    module = torch.nn.Module()
+    whole = torch.arange(20).to(dtype)
+    for name, x in {
+        "aligned": whole[:size],
+        "within": whole[3 : 3 + size],
+        "strided": whole[:size].expand(2, size).t(),
+    }.items():
+        module.register_buffer(name, x)
+    model = tiny_model()
+    model.extra = module
+    before = fingerprint(model)
+    if size:
+        module.within = module.within.clone()
+        assert fingerprint(model)[1] == before[1]
+        one_bit(module.within)
+        assert fingerprint(model)[1] != before[1]
+
+
+def test_adapters_that_are_off_are_not_part_of_it():
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    base = model.get_base_model()
+    with model.disable_adapter():
+        before = fingerprint(base)
+    model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.data.mul_(2)
+    with model.disable_adapter():
+        assert fingerprint(base) == before
+    assert fingerprint(base) != before
