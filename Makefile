@@ -9,8 +9,9 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 
 LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
+DEEPSPEED := .venv-ranks
 
-.PHONY: demo test test-census test-legacy test-openrlhf lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-census test-legacy test-openrlhf test-ranks lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -29,6 +30,10 @@ test-legacy: $(LEGACY)/.ready
 
 test-openrlhf: $(OPENRLHF)/.ready
 	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
+
+# TRL's DPOTrainer on RANKS processes (2 unless it is set), under DDP, FSDP2 and DeepSpeed.
+test-ranks: $(DEEPSPEED)/.ready
+	$(DEEPSPEED)/bin/python -m pytest tests/ranks $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -92,6 +97,13 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(OPENRLHF)/bin/pip install --quiet --no-deps openrlhf==0.11.2
 	touch $@
 
+$(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(DEEPSPEED))
+	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) setuptools wheel -e ".[trl]" \
+		"pytest>=9" "pytest-benchmark>=5"
+	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed
+	touch $@
+
 # The oldest TRL that is supported, for the tests that put it in front of the other.
 $(OLDEST_TRL): $(READY)
 	rm -rf $@
@@ -104,4 +116,4 @@ $(OLDEST_TRITON): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(DEEPSPEED) build dist out *.egg-info

@@ -146,7 +146,7 @@ def train(
     reference: PreTrainedModel | None,
     *,
     peft_config=None,
-    data: list[dict[str, str]] | IterableDataset | None = None,
+    data: list[dict[str, str]] | Dataset | IterableDataset | None = None,
     evaluate: int = 0,
     only_evaluate: bool = False,
     trainer_class: type[DPOTrainer] = DPOTrainer,
@@ -159,12 +159,14 @@ def train(
     `evaluate` pairs are evaluated after it, or instead of it. `overrides` are fields of `DPOConfig`.
     """
     run = Run([])
+    if not isinstance(data, Dataset | IterableDataset):
+        data = on_disk(data or pairs(16), directory / "train")
     before = Counter(fastdpo.calls)
     trainer = trainer_class(
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
-        train_dataset=data if isinstance(data, IterableDataset) else on_disk(data or pairs(16), directory / "train"),
+        train_dataset=data,
         eval_dataset=dataset(evaluate, directory / "eval", seed=1) if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,

@@ -1,0 +1,157 @@
+"""The trainings on several ranks: engines, models and batches.
+
+All train on one epoch of `PAIRS` pairs, and evaluate some, which 2 and 3 ranks share evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from datasets import Dataset, load_from_disk
+from torch import Tensor
+from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl_runs import dataset, pairs
+
+PAIRS = 24
+
+OPTIONS = dict(
+    max_steps=-1,
+    num_train_epochs=1,
+    per_device_train_batch_size=2,
+    per_device_eval_batch_size=2,
+    gradient_accumulation_steps=2,
+    evaluate=12,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, run once for each kind from the same start.
+
+    Attributes:
+        options: arguments of `trl_runs.train`.
+        model: arguments of `trl_runs.tiny_model`, for policy and reference.
+        lora: train an adapter; the reference is the model without it.
+        kinds: "stock", "patched", or "sabotaged", which is patched and loses a label on the last rank.
+        change: applied to the second batch of each rank that `changed_on` is true for.
+        changed_on: called with the rank and the number of ranks.
+        data: makes the training data, from a directory that all ranks share and the kind.
+        trainer_class: the trainer.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    kinds: tuple[str, ...] = ("stock", "patched")
+    change: Callable[[dict[str, Tensor]], None] | None = None
+    changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
+    data: Callable[[Path, str], Any] = lambda directory, kind: pairs(PAIRS)
+    trainer_class: type[DPOTrainer] = DPOTrainer
+
+
+@dataclass(kw_only=True)
+class Collator(DataCollatorForPreference):
+    """TRL's, with one batch changed: the second."""
+
+    change: Callable[[dict[str, Tensor]], None]
+    batches: int = 0
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        self.batches += 1
+        if self.batches == 2:
+            self.change(batch)
+        return batch
+
+
+def collator(case: Case, kind: str) -> Collator | None:
+    """What makes the batches of this rank; None for TRL's own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    change = case.change if case.changed_on(rank, ranks) else None
+    if kind == "sabotaged" and rank == ranks - 1:
+        change = lose_a_label
+    return None if change is None else Collator(pad_token_id=0, max_length=1024, change=change)
+
+
+def shared(directory: Path, kind: str) -> Dataset:
+    """One copy on disk for all ranks: TRL's precomputing fails on several ranks where each has a copy of its own."""
+    if dist.get_rank() == 0:
+        dataset(PAIRS, directory / "train")
+    dist.barrier()
+    return load_from_disk(directory / "train")
+
+
+def patched_in_memory(directory: Path, kind: str) -> Dataset:
+    return shared(directory, kind) if kind == "stock" else Dataset.from_list(pairs(PAIRS))
+
+
+def on_last(rank: int, ranks: int) -> bool:
+    return rank == ranks - 1
+
+
+def lose_a_label(batch: dict[str, Tensor]) -> None:
+    row, column = batch["completion_mask"].nonzero()[0]
+    batch["completion_mask"][row, column] = 0
+
+
+def lose_all_labels(batch: dict[str, Tensor]) -> None:
+    """As truncation does to prompts that fill `max_length`."""
+    batch["completion_mask"][:] = 0
+
+
+def make_a_hole(batch: dict[str, Tensor]) -> None:
+    batch["attention_mask"][:, 1] = 0
+
+
+SABOTAGED = ("stock", "patched", "sabotaged")
+
+
+def fsdp2(**config: Any) -> dict[str, Any]:
+    return dict(fsdp=True, fsdp_config=dict(transformer_layer_cls_to_wrap=["LlamaDecoderLayer"], **config))
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Without the thresholds below which ZeRO-3 keeps parameters whole: all of a tiny model's would be."""
+    thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+    return dict(
+        deepspeed={
+            "zero_optimization": {"stage": stage, **{f"stage3_{name}": 0 for name in thresholds}},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+        }
+    )
+
+
+REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
+
+CASES = {
+    "ddp": Case(kinds=SABOTAGED),
+    "ddp lora": Case(lora=True),
+    "ddp without accumulation": Case(dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)),
+    "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
+    "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
+    "ddp holes": Case(change=make_a_hole),
+    "ddp holes on the last rank": Case(change=make_a_hole, changed_on=on_last),
+    "ddp no labels on the last rank": Case(change=lose_all_labels, changed_on=on_last),
+    "fsdp2": Case(fsdp2(), kinds=SABOTAGED),
+    "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
+    "fsdp2 lora": Case(fsdp2(), lora=True),
+    "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),
+    "fsdp2 reentrant checkpointing": Case(dict(fsdp2(), **REENTRANT)),
+    "fsdp2 own checkpointing": Case(fsdp2(activation_checkpointing=True)),
+    "fsdp2 holes": Case(fsdp2(), change=make_a_hole),
+    "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
+    "zero2": Case(zero(2), kinds=SABOTAGED),
+    "zero3": Case(zero(3), kinds=SABOTAGED),
+    "zero3 tied": Case(zero(3), dict(tie_word_embeddings=True)),
+    "zero3 lora": Case(zero(3), lora=True),
+    "zero3 holes": Case(zero(3), change=make_a_hole),
+    "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
+}

@@ -1,0 +1,111 @@
+"""One rank: `rank_worker.py DIRECTORY CASE...` trains each of `rank_cases.CASES` and leaves there what it did."""
+
+import copy
+import faulthandler
+import gc
+import os
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from rank_cases import CASES, OPTIONS, Case, collator
+from rank_launch import SECONDS_A_CASE, SECONDS_A_COLLECTIVE, result
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl_runs import adapter, tiny_model, train
+
+import fastdpo
+
+ENVIRONMENT = dict(os.environ)
+RANK = int(ENVIRONMENT["RANK"])
+
+
+def main(directory: Path, names: list[str]) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{ENVIRONMENT['RENDEZVOUS']}",
+        rank=RANK,
+        world_size=int(ENVIRONMENT["WORLD_SIZE"]),
+        timeout=timedelta(seconds=SECONDS_A_COLLECTIVE),
+    )
+    torch.set_num_threads(1)
+    AcceleratorState.__init__ = with_fsdp_on_a_cpu(AcceleratorState.__init__)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's collectives serve, uncompiled
+    for name in names:
+        print(f"case {name!r}", flush=True)
+        faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
+        done = {kind: run(directory / name / kind, CASES[name], kind) for kind in CASES[name].kinds}
+        torch.save(done, result(directory, name, RANK))
+    faulthandler.cancel_dump_traceback_later()
+    dist.barrier()
+    os._exit(0)  # gloo aborts now and then when it is torn down
+
+
+def with_fsdp_on_a_cpu(init):
+    """accelerate sets FSDP up on accelerators only."""
+
+    def __init__(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        if kwargs.get("fsdp_plugin") is not None:
+            self.fsdp_plugin = kwargs["fsdp_plugin"]
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    return __init__
+
+
+def forget_engines() -> None:
+    """What a training leaves in the process would choose the engine of the next one."""
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    gc.collect()
+
+
+def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
+    """One training: logs, gradients of each step, weights at the end, fastdpo's counters."""
+    forget_engines()
+    model = tiny_model(seed=0, **case.model)
+    reference = None if case.lora else tiny_model(seed=1, **case.model)
+    options = copy.deepcopy(OPTIONS | case.options)  # engines write into their configurations
+    torch.manual_seed(0)  # adapters
+    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer"):
+        done = train(
+            directory / f"rank{RANK}",
+            model,
+            reference,
+            peft_config=adapter()["peft_config"] if case.lora else None,
+            data=case.data(directory, kind),
+            trainer_class=case.trainer_class,
+            data_collator=collator(case, kind),
+            **options,
+        )
+    done.gradients = [{name: whole(x) for name, x in step.items()} for step in done.gradients]
+    named = dict(model.named_parameters())
+    sharded = sum(is_sharded(x) for x in named.values()) / len(named)
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        dist.barrier()  # gloo runs it after what DeepSpeed gathers, which has come back too early under load
+        weights = {name: whole(x) for name, x in named.items()}
+    return {**vars(done), "weights": weights, "sharded": sharded}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x.detach().clone()
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    """Whether this rank has a part of a parameter only, under FSDP2 or ZeRO-3."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return local.numel() < getattr(x, "ds_numel", x.numel())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

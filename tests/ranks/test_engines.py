@@ -1,0 +1,79 @@
+"""TRL's DPOTrainer on several ranks under DDP, FSDP2 and DeepSpeed's ZeRO: patched, it does what it does stock."""
+
+import pytest
+import torch
+from comparison import assert_same_gradients, assert_same_logs
+from rank_comparison import GRADIENTS, LOGS, assert_calls, assert_same, assert_same_weights
+
+ENGINES = ["ddp", "fsdp2", "zero2", "zero3"]
+SHARDED = ("fsdp2", "zero3")
+
+CASES = [
+    *ENGINES,
+    *("ddp lora", "ddp no labels on the last rank"),
+    *("fsdp2 tied", "fsdp2 lora", "fsdp2 no labels on the last rank"),
+    *("fsdp2 checkpointing", "fsdp2 reentrant checkpointing", "fsdp2 own checkpointing"),
+    *("zero3 tied", "zero3 lora", "zero3 no labels on the last rank"),
+]
+
+
+def assert_trained(case: str, ranks: list[dict], number_of_ranks: int) -> None:
+    """Every rank did the same as stock, had a part of the data, and has the weights of the others."""
+    for rank in ranks:
+        stock, patched = rank["stock"], rank["patched"]
+        assert_same(stock, patched)
+        assert stock["steps"] == 24 // (4 * number_of_ranks)
+        assert not stock["calls"]
+        for run in (stock, patched):
+            # FSDP2 leaves the last norm and the head whole after a forward.
+            assert run["sharded"] > 0.8 if case.startswith(SHARDED) else run["sharded"] == 0
+        for name, weight in patched["weights"].items():
+            assert torch.equal(weight, ranks[0]["patched"]["weights"][name]), f"{name} differs between the ranks"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_training(case, ranks, number_of_ranks):
+    assert_trained(case, ranks, number_of_ranks)
+    for rank in ranks:
+        assert_calls(rank["patched"], batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
+
+
+@pytest.mark.parametrize("case", ["ddp without accumulation"])
+def test_without_accumulation(case, ranks, number_of_ranks):
+    assert_trained(case, ranks, number_of_ranks)
+    for rank in ranks:
+        assert_calls(rank["patched"], batches=6 // number_of_ranks, evaluated=6 // number_of_ranks)
+
+
+@pytest.mark.parametrize("case", ["ddp precomputed", "ddp precomputed in memory"])
+def test_precomputed_reference(case, ranks, number_of_ranks):
+    assert_trained(case, ranks, number_of_ranks)
+    for rank in ranks:
+        calls = rank["patched"]["calls"]
+        assert set(calls) == {("policy", "fused"), ("reference", "fused")}
+        assert calls["policy", "fused"] == 12 // number_of_ranks
+
+
+@pytest.mark.parametrize("case", ["ddp holes", "fsdp2 holes", "zero3 holes"])
+def test_a_batch_that_no_rank_can_pack(case, ranks, number_of_ranks):
+    assert_trained(case, ranks, number_of_ranks)
+    for rank in ranks:
+        assert_calls(rank["patched"], batches=12 // number_of_ranks, evaluated=6 // number_of_ranks, unpacked=1)
+
+
+@pytest.mark.parametrize("case", ["ddp holes on the last rank"])
+def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
+    assert_trained(case, ranks, number_of_ranks)
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_a_label_lost_on_one_rank_is_noticed(case, ranks):
+    for rank in ranks:
+        stock, sabotaged = rank["stock"], rank["sabotaged"]
+        with pytest.raises(AssertionError):
+            assert_same_logs(stock["logs"], sabotaged["logs"], GRADIENTS, LOGS)
+        with pytest.raises(AssertionError):
+            assert_same_weights(stock, sabotaged)
+        if not case.startswith("zero"):  # DeepSpeed keeps gradients to itself
+            with pytest.raises(AssertionError):
+                assert_same_gradients(stock["gradients"], sabotaged["gradients"], GRADIENTS)
