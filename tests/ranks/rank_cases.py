@@ -131,6 +131,18 @@ def zero(stage: int) -> dict[str, Any]:
 
 REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 
+UNEVEN = pairs(13, seed=14)
+"""So many that one is left for the last batches of 2 or 3 ranks, which are filled with the first ones of the epoch."""
+
+SEQUENTIAL = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=1, num_train_epochs=2, evaluate=0)
+
+
+def in_one_process(ranks: int) -> Case:
+    """`UNEVEN` on so many ranks, as one process sees it: their batches joined, the last ones filled in the same way."""
+    filled = UNEVEN + UNEVEN[: 2 * ranks - 1]
+    return Case(dict(SEQUENTIAL, per_device_train_batch_size=2 * ranks), data=lambda directory, kind: filled)
+
+
 CASES = {
     "ddp": Case(kinds=SABOTAGED),
     "ddp lora": Case(lora=True),
@@ -140,6 +152,9 @@ CASES = {
     "ddp holes": Case(change=make_a_hole),
     "ddp holes on the last rank": Case(change=make_a_hole, changed_on=on_last),
     "ddp no labels on the last rank": Case(change=lose_all_labels, changed_on=on_last),
+    "ddp uneven end": Case(SEQUENTIAL, data=lambda directory, kind: UNEVEN),
+    "uneven end of 2 ranks in one process": in_one_process(2),
+    "uneven end of 3 ranks in one process": in_one_process(3),
     "fsdp2": Case(fsdp2(), kinds=SABOTAGED),
     "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
     "fsdp2 lora": Case(fsdp2(), lora=True),

@@ -1,0 +1,39 @@
+"""The logs of epochs that don't divide evenly among the ranks: stock leaves ranks out, patched counts all of them."""
+
+import pytest
+from comparison import assert_same_gradients, assert_same_logs
+from rank_comparison import GRADIENTS, LOGS, assert_same_weights
+from rank_launch import run_cases
+
+CUT = {"entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "num_tokens"}
+"""Made of one value a rank. At the end of an epoch accelerate's `gather_for_metrics` takes these for rows, and keeps as
+many of them as there are rows left."""
+
+
+@pytest.fixture(scope="module")
+def alone(number_of_ranks, tmp_path_factory):
+    name = f"uneven end of {number_of_ranks} ranks in one process"
+    return run_cases([name], 1, tmp_path_factory.mktemp("alone"))[name][0]
+
+
+@pytest.mark.parametrize("case", ["ddp uneven end"])
+def test_the_end_of_an_epoch(case, ranks, alone, number_of_ranks):
+    epoch = -(-13 // (2 * number_of_ranks))
+    for rank in ranks:
+        stock, patched, truth = rank["stock"], rank["patched"], alone["stock"]
+        assert_same_logs(truth["logs"], patched["logs"], GRADIENTS, LOGS)
+        assert_same_gradients(truth["gradients"], with_plain_names(patched["gradients"]), GRADIENTS)
+        assert_same_gradients(stock["gradients"], patched["gradients"], GRADIENTS)
+        assert_same_weights(stock, patched)
+        different = [
+            {name for name in a if abs(a[name] - b[name]) > GRADIENTS * abs(a[name]) + LOGS}
+            for a, b in zip(stock["logs"], patched["logs"], strict=True)
+        ]
+        first, second, (total,) = different[:epoch], different[epoch : 2 * epoch], different[2 * epoch :]
+        assert first == [*[set()] * (epoch - 1), CUT]
+        assert second == [*[{"num_tokens"}] * (epoch - 1), CUT]  # once left out of the sum, tokens stay out
+        assert total == set()
+
+
+def with_plain_names(gradients: list[dict]) -> list[dict]:
+    return [{name.removeprefix("module."): x for name, x in step.items()} for step in gradients]
