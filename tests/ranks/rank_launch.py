@@ -44,7 +44,7 @@ class Launched:
     def __str__(self) -> str:
         """For the message of a failed test."""
         head = f"exit status of the ranks: {self.codes}{', stopped at the time limit' if self.timed_out else ''}"
-        tails = (f"last output of rank {rank}:\n{text[-4000:]}" for rank, text in enumerate(self.outputs))
+        tails = (f"last output of rank {rank}:\n{text[-8000:]}" for rank, text in enumerate(self.outputs))
         return "\n".join((head, *tails))
 
 

@@ -38,6 +38,7 @@ def main(directory: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     AcceleratorState.__init__ = with_fsdp_on_a_cpu(AcceleratorState.__init__)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's collectives serve, uncompiled
+    gc.freeze()  # collecting what imports have made takes longer than a short training
     for name in names:
         print(f"case {name!r}", flush=True)
         faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
