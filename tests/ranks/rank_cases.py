@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
+from rank_trainers import MainLogs, MainReads, with_callback
 from torch import Tensor
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -131,6 +132,8 @@ def zero(stage: int) -> dict[str, Any]:
 
 REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 
+LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
+
 UNEVEN = pairs(13, seed=14)
 """So many that one is left for the last batches of 2 or 3 ranks, which are filled with the first ones of the epoch."""
 
@@ -155,6 +158,8 @@ CASES = {
     "ddp uneven end": Case(SEQUENTIAL, data=lambda directory, kind: UNEVEN),
     "uneven end of 2 ranks in one process": in_one_process(2),
     "uneven end of 3 ranks in one process": in_one_process(3),
+    "ddp main logs": Case(LOGGED, trainer_class=with_callback(MainLogs)),
+    "ddp main reads": Case(LOGGED, trainer_class=with_callback(MainReads)),
     "fsdp2": Case(fsdp2(), kinds=SABOTAGED),
     "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
     "fsdp2 lora": Case(fsdp2(), lora=True),

@@ -1,0 +1,40 @@
+"""Trainers and callbacks that do at one moment, or on one rank, what they don't do otherwise."""
+
+from __future__ import annotations
+
+from transformers import TrainerCallback
+from trl import DPOTrainer
+
+
+class MainLogs(TrainerCallback):
+    """The main process logs a number of its own after every other step."""
+
+    def __init__(self, trainer: DPOTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and state.global_step % 2:
+            self.trainer.log({"x": 1.0})
+
+
+class MainReads(TrainerCallback):
+    """The main process reads metrics after each step, as a progress bar or an alarm does."""
+
+    def __init__(self, trainer: DPOTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            for name, values in self.trainer._metrics["train"].items():
+                read = float(values[-1])
+                if not -1e3 < read < 1e4:
+                    raise AssertionError(f"{name} must be a number; got {read}")
+
+
+def with_callback(kind: type[TrainerCallback]) -> type[DPOTrainer]:
+    class Trainer(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(kind(self))
+
+    return Trainer
