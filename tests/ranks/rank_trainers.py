@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from transformers import TrainerCallback
 from trl import DPOTrainer
 
@@ -29,6 +30,19 @@ class MainReads(TrainerCallback):
                 read = float(values[-1])
                 if not -1e3 < read < 1e4:
                     raise AssertionError(f"{name} must be a number; got {read}")
+
+
+class LastRaises(DPOTrainer):
+    """The last rank fails in its second step, while the others reduce their gradients."""
+
+    steps = 0
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.steps += 1
+        if self.steps == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("the last rank fails in its second step")
+        return loss
 
 
 def with_callback(kind: type[TrainerCallback]) -> type[DPOTrainer]:
