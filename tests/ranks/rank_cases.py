@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
-from rank_trainers import LastRaises, MainLogs, MainReads, with_callback
+from rank_trainers import LastRaises, MainLogs, MainReads, Unpatches, with_callback
 from torch import Tensor
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -160,6 +160,7 @@ CASES = {
     "uneven end of 3 ranks in one process": in_one_process(3),
     "ddp main logs": Case(LOGGED, trainer_class=with_callback(MainLogs)),
     "ddp main reads": Case(LOGGED, trainer_class=with_callback(MainReads)),
+    "ddp unpatched": Case(LOGGED, trainer_class=with_callback(Unpatches)),
     "ddp stock raises": Case(LOGGED, kinds=("stock",), trainer_class=LastRaises),
     "ddp patched raises": Case(LOGGED, kinds=("patched",), trainer_class=LastRaises),
     "fsdp2": Case(fsdp2(), kinds=SABOTAGED),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from unittest import mock
+
 import torch.distributed as dist
 from transformers import TrainerCallback
 from trl import DPOTrainer
+from trl_ranks_worker import COLLECTIVES
+
+import fastdpo
 
 
 class MainLogs(TrainerCallback):
@@ -30,6 +36,24 @@ class MainReads(TrainerCallback):
                 read = float(values[-1])
                 if not -1e3 < read < 1e4:
                     raise AssertionError(f"{name} must be a number; got {read}")
+
+
+class Unpatches(TrainerCallback):
+    """Every rank unpatches after the first step, which must communicate nothing: ranks may be anywhere then."""
+
+    def __init__(self, trainer: DPOTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            with ExitStack() as stack:
+                for name in COLLECTIVES:
+                    stack.enter_context(mock.patch.object(dist, name, _refused))
+                fastdpo.unpatch()
+
+
+def _refused(*args, **kwargs):
+    raise AssertionError("a collective was called by unpatch()")
 
 
 class LastRaises(DPOTrainer):

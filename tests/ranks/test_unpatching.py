@@ -1,0 +1,18 @@
+"""Unpatched in the middle of a training on several ranks."""
+
+import pytest
+from comparison import assert_same_gradients, assert_same_logs
+from rank_comparison import GRADIENTS, LOGS, assert_same_weights
+
+
+@pytest.mark.parametrize("case", ["ddp unpatched"])
+def test_the_training_goes_on_as_stock(case, ranks):
+    for rank in ranks:
+        stock, patched = rank["stock"], rank["patched"]
+        assert_same_gradients(stock["gradients"], patched["gradients"], GRADIENTS)
+        assert_same_weights(stock, patched)
+        assert_same_logs(*(run["logs"][1:] for run in (stock, patched)), GRADIENTS, LOGS)
+        # The first log holds a mean that every rank has taken of its own batch.
+        own = [{name: run["logs"][0][name] for name in ("loss", "grad_norm")} for run in (stock, patched)]
+        assert_same_logs(own[:1], own[1:], GRADIENTS, LOGS)
+        assert stock["logs"][0].keys() == patched["logs"][0].keys()
