@@ -170,11 +170,13 @@ CASES = {
     "fsdp2 reentrant checkpointing": Case(dict(fsdp2(), **REENTRANT)),
     "fsdp2 own checkpointing": Case(fsdp2(activation_checkpointing=True)),
     "fsdp2 holes": Case(fsdp2(), change=make_a_hole),
+    "fsdp2 holes on the last rank": Case(fsdp2(), change=make_a_hole, changed_on=on_last),
     "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
     "zero2": Case(zero(2), kinds=SABOTAGED),
     "zero3": Case(zero(3), kinds=SABOTAGED),
     "zero3 tied": Case(zero(3), dict(tie_word_embeddings=True)),
     "zero3 lora": Case(zero(3), lora=True),
     "zero3 holes": Case(zero(3), change=make_a_hole),
+    "zero3 holes on the last rank": Case(zero(3), change=make_a_hole, changed_on=on_last),
     "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
 }

@@ -1,0 +1,13 @@
+"""Batches and models that one rank can pack and another can't, where ranks run a model together."""
+
+import pytest
+from rank_comparison import assert_same
+
+
+@pytest.mark.parametrize("case", ["fsdp2 holes on the last rank", "zero3 holes on the last rank"])
+def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        calls = rank["patched"]["calls"]
+        assert calls["policy", "fused"] >= 12 // number_of_ranks - 1, "the other batches are fused"
+        assert calls["eval", "fused"] == 6 // number_of_ranks
