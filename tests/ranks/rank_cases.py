@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
 from rank_trainers import LastRaises, MainLogs, MainReads, Unpatches, with_callback
 from torch import Tensor
+from transformers import PreTrainedModel
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl_runs import dataset, pairs
@@ -40,6 +42,7 @@ class Case:
         lora: train an adapter; the reference is the model without it.
         kinds: "stock", "patched", or "sabotaged", which is patched and loses a label on the last rank.
         change: applied to the second batch of each rank that `changed_on` is true for.
+        prepare: applied to policy and reference of each rank that `changed_on` is true for.
         changed_on: called with the rank and the number of ranks.
         data: makes the training data, from a directory that all ranks share and the kind.
         trainer_class: the trainer.
@@ -50,6 +53,7 @@ class Case:
     lora: bool = False
     kinds: tuple[str, ...] = ("stock", "patched")
     change: Callable[[dict[str, Tensor]], None] | None = None
+    prepare: Callable[[PreTrainedModel], None] | None = None
     changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
     data: Callable[[Path, str], Any] = lambda directory, kind: pairs(PAIRS)
     trainer_class: type[DPOTrainer] = DPOTrainer
@@ -107,6 +111,22 @@ def lose_all_labels(batch: dict[str, Tensor]) -> None:
 
 def make_a_hole(batch: dict[str, Tensor]) -> None:
     batch["attention_mask"][:, 1] = 0
+
+
+def spoil_packed(model: PreTrainedModel) -> None:
+    """Gives a model other hidden states where its mask is a packed layout: 32-bit integers."""
+
+    def spoil(module, args, kwargs, output):
+        if kwargs["attention_mask"].dtype == torch.int32:
+            output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    model.model.register_forward_hook(spoil, with_kwargs=True)
+
+
+def disqualify(model: PreTrainedModel) -> None:
+    """Sets an entry of the configuration that only models without a packed path have. A Llama doesn't read it."""
+    model.config.alibi = True
 
 
 SABOTAGED = ("stock", "patched", "sabotaged")
@@ -171,6 +191,8 @@ CASES = {
     "fsdp2 own checkpointing": Case(fsdp2(activation_checkpointing=True)),
     "fsdp2 holes": Case(fsdp2(), change=make_a_hole),
     "fsdp2 holes on the last rank": Case(fsdp2(), change=make_a_hole, changed_on=on_last),
+    "fsdp2 fails the probe on the last rank": Case(fsdp2(), prepare=spoil_packed, changed_on=on_last),
+    "fsdp2 not qualified on the last rank": Case(fsdp2(), prepare=disqualify, changed_on=on_last),
     "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
     "zero2": Case(zero(2), kinds=SABOTAGED),
     "zero3": Case(zero(3), kinds=SABOTAGED),
@@ -178,5 +200,7 @@ CASES = {
     "zero3 lora": Case(zero(3), lora=True),
     "zero3 holes": Case(zero(3), change=make_a_hole),
     "zero3 holes on the last rank": Case(zero(3), change=make_a_hole, changed_on=on_last),
+    "zero3 fails the probe on the last rank": Case(zero(3), prepare=spoil_packed, changed_on=on_last),
+    "zero3 not qualified on the last rank": Case(zero(3), prepare=disqualify, changed_on=on_last),
     "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
 }

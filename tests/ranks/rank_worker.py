@@ -76,6 +76,9 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     forget_engines()
     model = tiny_model(seed=0, **case.model)
     reference = None if case.lora else tiny_model(seed=1, **case.model)
+    if case.prepare is not None and case.changed_on(RANK, dist.get_world_size()):
+        for each in filter(None, (model, reference)):
+            case.prepare(each)
     options = copy.deepcopy(OPTIONS | case.options)  # engines write into their configurations
     torch.manual_seed(0)  # adapters
     with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer"):

@@ -11,3 +11,13 @@ def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
         calls = rank["patched"]["calls"]
         assert calls["policy", "fused"] >= 12 // number_of_ranks - 1, "the other batches are fused"
         assert calls["eval", "fused"] == 6 // number_of_ranks
+
+
+MODELS = ["fails the probe on the last rank", "not qualified on the last rank"]
+
+
+@pytest.mark.parametrize("case", [f"{engine} {what}" for engine in ("fsdp2", "zero3") for what in MODELS])
+def test_a_model_that_one_rank_cannot_pack(case, ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
