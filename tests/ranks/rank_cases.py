@@ -40,6 +40,7 @@ class Case:
         options: arguments of `trl_runs.train`.
         model: arguments of `trl_runs.tiny_model`, for policy and reference.
         lora: train an adapter; the reference is the model without it.
+        tensor_parallel: ranks share each layer of both models, and see the same batches.
         kinds: "stock", "patched", or "sabotaged", which is patched and loses a label on the last rank.
         change: applied to the second batch of each rank that `changed_on` is true for.
         prepare: applied to policy and reference of each rank that `changed_on` is true for.
@@ -51,6 +52,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    tensor_parallel: bool = False
     kinds: tuple[str, ...] = ("stock", "patched")
     change: Callable[[dict[str, Tensor]], None] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
@@ -152,6 +154,9 @@ def zero(stage: int) -> dict[str, Any]:
 
 REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 
+SIX_HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=6)
+"""Which 2 and 3 ranks share evenly."""
+
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
 UNEVEN = pairs(13, seed=14)
@@ -203,4 +208,5 @@ CASES = {
     "zero3 fails the probe on the last rank": Case(zero(3), prepare=spoil_packed, changed_on=on_last),
     "zero3 not qualified on the last rank": Case(zero(3), prepare=disqualify, changed_on=on_last),
     "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
+    "tensor parallel": Case(model=SIX_HEADS, tensor_parallel=True),
 }

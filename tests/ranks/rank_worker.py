@@ -13,11 +13,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from rank_cases import CASES, OPTIONS, Case, collator
 from rank_launch import SECONDS_A_CASE, SECONDS_A_COLLECTIVE, result
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl_runs import adapter, tiny_model, train
 
@@ -37,6 +40,7 @@ def main(directory: Path, names: list[str]) -> None:
     )
     torch.set_num_threads(1)
     AcceleratorState.__init__ = with_fsdp_on_a_cpu(AcceleratorState.__init__)
+    Accelerator.multi_device = with_tensor_parallelism_on_a_cpu(Accelerator.multi_device)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's collectives serve, uncompiled
     gc.freeze()  # collecting what imports have made takes longer than a short training
     for name in names:
@@ -61,6 +65,16 @@ def with_fsdp_on_a_cpu(init):
     return __init__
 
 
+def with_tensor_parallelism_on_a_cpu(multi_device: property) -> property:
+    """accelerate refuses it there."""
+
+    def has_several(self) -> bool:
+        parallelism = self.parallelism_config
+        return multi_device.fget(self) or (parallelism is not None and parallelism.tp_enabled)
+
+    return property(has_several)
+
+
 def forget_engines() -> None:
     """What a training leaves in the process would choose the engine of the next one."""
     os.environ.clear()
@@ -74,8 +88,8 @@ def forget_engines() -> None:
 def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     """One training: logs, gradients of each step, weights at the end, fastdpo's counters."""
     forget_engines()
-    model = tiny_model(seed=0, **case.model)
-    reference = None if case.lora else tiny_model(seed=1, **case.model)
+    model = build(directory, case, seed=0)
+    reference = None if case.lora else build(directory, case, seed=1)
     if case.prepare is not None and case.changed_on(RANK, dist.get_world_size()):
         for each in filter(None, (model, reference)):
             case.prepare(each)
@@ -99,6 +113,17 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
         dist.barrier()  # gloo runs it after what DeepSpeed gathers, which has come back too early under load
         weights = {name: whole(x) for name, x in named.items()}
     return {**vars(done), "weights": weights, "sharded": sharded}
+
+
+def build(directory: Path, case: Case, seed: int) -> PreTrainedModel:
+    model = tiny_model(seed=seed, **case.model)
+    if not case.tensor_parallel:
+        return model
+    if RANK == 0:
+        model.save_pretrained(directory / f"model{seed}")
+    dist.barrier()
+    shared = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(directory / f"model{seed}", distributed_config=shared)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
