@@ -139,7 +139,10 @@ def fsdp2(**config: Any) -> dict[str, Any]:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """Without the thresholds below which ZeRO-3 keeps parameters whole: all of a tiny model's would be."""
+    """Without the thresholds below which ZeRO-3 keeps parameters whole: all of a tiny model's would be.
+
+    Clipped as the trainer says, which is not at all; DeepSpeed's default is a norm of 1, and hides how large a step is.
+    """
     thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     return dict(
         deepspeed={
@@ -148,6 +151,7 @@ def zero(stage: int) -> dict[str, Any]:
             "zero_force_ds_cpu_optimizer": False,
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
         }
     )
 
