@@ -334,6 +334,8 @@ def _fused_call(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: 
 def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) -> _Plan | None:
     """How to run a call; None, counted and said, if it goes to the trainer's own path."""
     reason, plan, path = wrapper.off, None, "stock"
+    if reason is not None and wrapper.found is None:  # other ranks may know nothing against it
+        wrapper.found = _examine(model, wrapper, torch.device("cpu"))
     if reason is None and model not in _models:
         reason = "it is a copy of a model that was wrapped"
     if reason is None:
@@ -373,7 +375,7 @@ def _score(model: PreTrainedModel, wrapper: _Wrapper, plan: _Plan, kwargs: dict)
     outputs, temperature, float32_head, softcap, logit_scale = wrapper.request
     head = heads.head_of(model)
     hidden = found.last_hidden_state.flatten(0, 1)  # [T, D]
-    hidden = hidden.index_select(0, layout.score_index).to(head.weight.device)  # [N, D]
+    hidden = hidden.index_select(0, layout.score_index).to(heads.device_of(head))  # [N, D]
     outside_autocast = nullcontext()
     if float32_head:
         hidden, outside_autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
@@ -441,7 +443,7 @@ def _why_not_now(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device
     """What is known against the model as it is. One that has changed is examined again, before anything is computed."""
     consists_of = qualify.constitution(model)
     if consists_of not in wrapper.verdicts:
-        wrapper.verdicts[consists_of] = qualify.agreed(model, _examine(model, wrapper, device))
+        wrapper.verdicts[consists_of] = _examine(model, wrapper, device)
     wrapper.found = wrapper.verdicts[consists_of]
     if wrapper.found.wrong is not None:
         _leave(model, wrapper)
@@ -453,14 +455,14 @@ def _why_not_now(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device
 
 
 def _examine(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) -> qualify.Found:
-    reason = qualify.why_not(model)
+    reason = qualify.agreed(model, wrapper.off or qualify.why_not(model))
     if reason is not None:
         return qualify.Found(reason)
     if not attention.is_switched(model):
         wrapper.prior_attention = attention.switch(model)
     found = qualify.probe(model, device)
     if found.wrong is None and not wrapper.stock_scores:
-        found = found._replace(wrong=qualify.probe_head(model, device))
+        found = found._replace(wrong=qualify.agreed(model, qualify.probe_head(model, device)))
     return found
 
 

@@ -7,11 +7,13 @@ forward would be lost.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,10 +42,15 @@ def unsupported_reason(head: nn.Module | None) -> str | None:
     replaced = _replaced_forward(head)
     if replaced is not None:
         return f"the head's forward was replaced by {replaced}"
-    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not module_of(hook).startswith(ENGINES)})
+    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_of_an_engine(hook)})
     if hooks:
         return f"the head has hooks: {', '.join(hooks)}"
     return _missing_weight(cast(nn.Linear, head))
+
+
+def device_of(head: nn.Linear) -> torch.device:
+    """Where its weight is. Only where there is no `unsupported_reason`."""
+    return cast(Tensor, _weight(head)).device
 
 
 def install(head: nn.Linear) -> None:
@@ -94,6 +101,10 @@ def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = No
     return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
 
 
+def _is_of_an_engine(hook: Callable) -> bool:
+    return module_of(inspect.unwrap(function_of(hook))).startswith(ENGINES)
+
+
 def _is_ours(forward: object) -> bool:
     return getattr(forward, "__func__", None) is _forward
 
@@ -126,7 +137,9 @@ def _replaced_forward(head: nn.Module) -> str | None:
 
 
 def _missing_weight(head: nn.Linear) -> str | None:
-    weight = head.weight
+    weight = _weight(head)
+    if weight is None:
+        return "the head has no weight among its parameters"
     if weight.device.type == "meta":
         return "the head's weight is offloaded"
     if isinstance(weight, DTensor):
@@ -134,6 +147,11 @@ def _missing_weight(head: nn.Linear) -> str | None:
         if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 brings the whole weight when the head is called
             return "the head is cut between ranks (tensor parallelism)"
     return None
+
+
+def _weight(head: nn.Linear) -> Tensor | None:
+    """The weight, or ZeRO-3's placeholder for it: as an attribute it would be gathered."""
+    return head._parameters.get("weight")
 
 
 def function_of(function: Any) -> Any:

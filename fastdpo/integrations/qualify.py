@@ -117,7 +117,7 @@ def probe(model: PreTrainedModel, device: torch.device) -> Found:
             raise
         except Exception as error:  # whatever a model does with rows, or with an attention mask, that it doesn't expect
             return Found(f"{type(model).__name__} can't be run on {how}: {type(error).__name__}: {error}")
-        wrong = _unseen(model, window, seen) or _difference(model, layout, padded, packed)
+        wrong = agreed(model, _unseen(model, window, seen) or _difference(model, layout, padded, packed))
         if wrong is not None:
             return Found(wrong)
         devices = [] if device.type == "cpu" else [device]
@@ -139,15 +139,16 @@ def constitution(model: PreTrainedModel) -> int:
     return hash(tuple(parts))
 
 
-def agreed(model: PreTrainedModel, found: Found) -> Found:
-    """What all ranks have found together, where they run a model together: they must not go different ways."""
+def agreed(model: PreTrainedModel, reason: str | None) -> str | None:
+    """The reason of the first rank that has one, where ranks run a model together: they must not go different ways.
+
+    Every rank must call this then. Elsewhere each rank keeps its own.
+    """
     if not is_sharded(model):
-        return found
+        return reason
     from ..ref_logps.passes import of_all_ranks
 
-    others = of_all_ranks(found)
-    wrong = next((other.wrong for other in others if other.wrong is not None), None)
-    return Found(wrong, any(other.random for other in others), max(other.attention_dropout for other in others))
+    return next((found for found in of_all_ranks(reason) if found is not None), None)
 
 
 def is_sharded(model: nn.Module) -> bool:

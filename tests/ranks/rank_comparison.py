@@ -29,14 +29,14 @@ def assert_same_weights(stock: dict, patched: dict) -> None:
     assert_same_gradients([stock["weights"]], [patched["weights"]], WEIGHTS)
 
 
-def assert_calls(run: dict, batches: int, evaluated: int = 0, unpacked: int = 0) -> None:
+def assert_calls(run: dict, batches: int, evaluated: int = 0, unpacked: int = 0, path: str = "stock") -> None:
     """That policy and reference were fused in each of so many batches, but for those that can't be packed."""
     assert run["calls"] == Counter(
         {
             ("policy", "fused"): batches - unpacked,
-            ("policy", "stock"): unpacked,
+            ("policy", path): unpacked,
             ("reference", "fused"): batches + evaluated - unpacked,
-            ("reference", "stock"): unpacked,
+            ("reference", path): unpacked,
             ("eval", "fused"): evaluated,
         }
     )
