@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .attention_flash import LIBRARIES, OP, Flash, Options, load, words_together
+from .attention_flash import LIBRARIES, OP, Flash, Options, load, takes_scale, words_together
 from .attention_layouts import blocks
 from .devices import suits_triton
 
@@ -107,6 +107,8 @@ def refusal(name: str, query: Tensor, value: Tensor, options: Options) -> str | 
         return f"it needs float16 or bfloat16; got {query.dtype}"
     if options.softcap is not None and not library.softcap:
         return "it has no softcap"
+    if not takes_scale(options.scale):
+        return f"it needs a positive scale; got {options.scale}"
     if _capability(query.device) not in library.capabilities:
         return f"it has no kernels for this device (compute capability {_capability(query.device)})"
     calls, reason = load(name)

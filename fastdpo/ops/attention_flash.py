@@ -218,6 +218,11 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return out.mul_(torch.sigmoid(lse - logits).t()[..., None]), torch.logaddexp(lse, logits)
 
 
+def takes_scale(scale: float) -> bool:
+    """Whether flash attention computes right with a scale: it hides with -inf, and finds maxima, before it scales."""
+    return scale >= torch.finfo(torch.float32).tiny
+
+
 def words_together(x: Tensor) -> Tensor:
     """With a last stride of 1, as all kernels want it."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -88,6 +88,11 @@ class Flash:
         causal, mask = self._masks(q, k, offset)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = attend(q, k, v, 0.0, causal, attn_mask=mask, scale=self.scale)
+        doubtful = lse == 0
+        if doubtful.any() and self._may_overflow(q, k, lse.dtype):  # it returns zeros for NaN and for nothing but -inf
+            doubtful &= ~out.any(-1)
+            lse.masked_fill_(doubtful, torch.nan)
+            out.masked_fill_(doubtful[..., None], torch.nan)
         return (out if d == d_v else out[..., :d_v]), lse
 
     def backward(
@@ -101,6 +106,14 @@ class Flash:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = attend(g, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=self.scale)
         return (dq, dk, dv) if d == d_v else (dq[..., :d], dk[..., :d], dv[..., :d_v])
+
+    def _may_overflow(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> bool:
+        """Whether some score may be NaN or infinite."""
+        bound = q.shape[3] * self.scale
+        for x in (q, k):
+            low, high = x.aminmax()
+            bound *= max(-float(low), float(high))
+        return not bound < torch.finfo(dtype).max  # NaN too
 
     def _masks(self, q: Tensor, k: Tensor, offset: int) -> tuple[bool, Tensor | None]:
         """Whether the kernel shall hide the future, and what it shall add to the scores."""

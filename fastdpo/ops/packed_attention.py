@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import checks
 from .attention_backends import backend
-from .attention_flash import Options, with_sinks
+from .attention_flash import Options, takes_scale, with_sinks, words_together
 from .attention_pieces import Flash, Math, blocks
 from .logit_rows import accumulator
 
@@ -40,7 +40,8 @@ def _fwd(
     if whole is not None:
         return whole.forward(query, key, value, sinks)
     out, lse = _fwd_results(query, key, value, rows, sinks, scale, window, softcap)
-    q, k, v, o = (x.transpose(0, 1)[None] for x in (query, key, value, out))  # [1, H, T, D]
+    inputs = (*map(words_together, (query, key, value)), out)  # torch's flash attention assumes it, without a check
+    q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
     attend = _way(query, value, scale, window, softcap)
     with torch.autocast(query.device.type, enabled=False):
         for at, keys in blocks(OP, rows, len(query), attend.window, attend.room):
@@ -98,7 +99,7 @@ def _bwd(
 def _bwd_in_pieces(grad, query, key, value, out, lse, rows, scale, window, softcap) -> tuple[Tensor, Tensor, Tensor]:
     dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
     dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # of many parts
-    inputs = (grad, query, key, value, out, dquery, dkey, dvalue)
+    inputs = (*map(words_together, (grad, query, key, value, out)), dquery, dkey, dvalue)
     g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
     attend = _way(query, value, scale, window, softcap)
     with torch.autocast(query.device.type, enabled=False):
@@ -156,9 +157,9 @@ def packed_attention(
         key: [T, H_kv, D], H a multiple of H_kv (grouped queries).
         value: [T, H_kv, D_v].
         rows: int32 [S, 4], `Layout.rows`: (prefix start, prefix length, own start, own length). The own tokens tile
-            [0, T) in order. A prefix is the first tokens of its sequence. Best on the CPU, wherever the rest is: it is
-            read on the host.
-        scale: multiplies the scores; `D ** -0.5` if None.
+            [0, T) in order. A prefix is the first tokens of its sequence. On the CPU or on the device of query. Best on
+            the CPU, wherever the rest is: it is read on the host.
+        scale: multiplies the scores; any finite number, `D ** -0.5` if None.
         window: how many positions a query sees, its own among them (arXiv 2310.06825); all before it if None.
         softcap: bounds the scores by `softcap * tanh(score / softcap)` (arXiv 2408.00118).
         sinks: [H] floating point, logits that take part in each head's softmax without a value (arXiv 2309.17453).
@@ -180,6 +181,10 @@ def packed_attention(
     checks.require(fits, OP, "value", "be [{}, {}, D_v]", list(value.shape), t, key.shape[1])
     checks.require(rows.dtype == torch.int32, OP, "rows", "be int32", rows.dtype, error=TypeError)
     checks.require(rows.dim() == 2 and rows.shape[1] == 4, OP, "rows", "be [S, 4]", list(rows.shape))
+    readable = rows.device.type == "cpu" or rows.device == query.device
+    checks.require(readable, OP, "rows", "be on the CPU or the device of query ({})", rows.device, query.device)
+    finite = scale is None or -torch.inf < scale < torch.inf
+    checks.require(finite, OP, "scale", "be finite or None", scale)
     whole = window is None or isinstance(window, int)
     checks.require(whole, OP, "window", "be an int or None", window, error=TypeError)
     checks.require(window is None or window >= 1, OP, "window", "be at least 1 or None", window)
@@ -197,6 +202,6 @@ def packed_attention(
 
 def _way(query: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Flash | Math:
     window = len(query) if window is None else min(window, len(query))
-    if query.device.type == "cpu" and softcap is None:
+    if query.device.type == "cpu" and softcap is None and takes_scale(scale):
         return Flash(query, value, window, scale)
     return Math(query, window, scale, softcap)

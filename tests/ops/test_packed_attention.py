@@ -192,10 +192,42 @@ def test_who_sees_itself_alone_returns_its_value(groups, window, heads, dtype, w
         assert gradient.abs().max() <= 16 * floor(dtype)
 
 
+@pytest.mark.parametrize("scale", [1.7, -0.7, 0.0, 1e-39])  # the last is less than the least normal float32
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_scale(heads):
+@pytest.mark.parametrize("features", ["plain", "window", "softcap", "sinks"])
+def test_every_feature_of_pairs_at_any_scale(features, heads, scale):
     rows = rows_of(GROUPS["pairs"])
-    assert_accurate(rows, attention_inputs(rows, heads), scale=1.7)
+    assert_accurate(rows, attention_inputs(rows, heads), **options_of(features, heads), scale=scale)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
+def test_every_feature_shows_a_query_of_pairs_that_overflowed(features, poison, way):
+    rows = rows_of(GROUPS["pairs"])
+    inputs, options = attention_inputs(rows), options_of(features)
+    inputs[0][[6, 20], 1, 3] = poison
+    out, *gradients = output_and_gradients(packed_attention, *inputs, rows, **options)
+    expected = reference.packed_attention(*inputs[:3], rows, **options)
+    assert torch.equal(out.isnan(), expected.isnan())
+    if poison != poison or "softcap" not in options:  # a softcap bounds infinities
+        assert out[[6, 20], 1].isnan().all()
+        assert gradients[0][[6, 20], 1].isnan().all()
+
+
+def test_scores_that_all_overflow_are_shown(way):
+    rows = rows_of([(5, [3, 4])])
+    query, key, value, _ = attention_inputs(rows)
+    query[9, 1], key[:, 0] = -1e30, 1e30
+    out = packed_attention(query, key, value, rows)
+    expected = reference.packed_attention(query, key, value, rows)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert out[9, 1].isnan().all()
+
+
+def test_zeros_are_no_overflow(way):
+    rows = rows_of(GROUPS["pairs"])
+    zeros = [torch.zeros_like(x) for x in attention_inputs(rows)]
+    assert not any(x.any() for x in output_and_gradients(packed_attention, *zeros, rows))
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -261,6 +293,36 @@ def test_strided_inputs(heads):
     out.backward(heads_first[3])
     for x, e in zip([out, *(leaf.grad for leaf in leaves)], expected, strict=True):
         assert error(x, e) < 1e-6
+
+
+@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "upstream"])
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+@pytest.mark.parametrize("features", FEATURES)
+def test_every_feature_of_inputs_whose_last_stride_is_not_1(features, heads, which):
+    rows = rows_of(GROUPS["pairs"])
+    inputs, options = attention_inputs(rows, heads), options_of(features, heads)
+    expected = output_and_gradients(packed_attention, *inputs, rows, **options)
+    x = inputs[which]
+    for strided in (x.transpose(0, 2).contiguous().transpose(0, 2), torch.stack([x, x + 1], -1)[..., 0]):
+        assert strided.stride(2) != 1
+        leaves = [strided if i == which else y for i, y in enumerate(inputs)]
+        leaves[:3] = (leaf.detach().requires_grad_() for leaf in leaves[:3])
+        out = packed_attention(*leaves[:3], rows, **options)
+        out.backward(leaves[3])
+        for found, e in zip([out, *(leaf.grad for leaf in leaves[:3])], expected[:4], strict=True):
+            assert error(found, e) < 1e-6
+
+
+@pytest.mark.parametrize("features", ["plain", "softcap"])
+def test_an_expanded_upstream_gradient(features):
+    rows = rows_of(GROUPS["pairs"])
+    inputs, options = attention_inputs(rows), options_of(features)
+    inputs[3] = torch.ones_like(inputs[3])
+    expected = output_and_gradients(packed_attention, *inputs, rows, **options)
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    packed_attention(*leaves, rows, **options).sum().backward()
+    for leaf, e in zip(leaves, expected[1:], strict=True):
+        assert torch.equal(leaf.grad, e)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -448,6 +510,13 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
     ),
     "int64 rows": (dict(rows=T4.long()), TypeError, "rows must be int32; got torch.int64"),
     "rows of three": (dict(rows=T4[:, :3]), ValueError, r"rows must be \[S, 4\]; got \[2, 3\]"),
+    "rows without values": (
+        dict(rows=T4.to("meta")),
+        ValueError,
+        r"rows must be on the CPU or the device of query \(cpu\); got meta",
+    ),
+    "a scale that is NaN": (dict(scale=NAN), ValueError, "scale must be finite or None; got nan"),
+    "an infinite scale": (dict(scale=-float("inf")), ValueError, "scale must be finite or None; got -inf"),
     "no window": (dict(window=0), ValueError, "window must be at least 1 or None; got 0"),
     "a fractional window": (dict(window=2.5), TypeError, "window must be an int or None; got 2.5"),
     "no softcap": (dict(softcap=0.0), ValueError, "softcap must be positive or None; got 0.0"),

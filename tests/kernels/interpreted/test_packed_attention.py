@@ -250,6 +250,19 @@ def test_as_accurate_as_eager(heads, option, way):
         assert_as_accurate_as(x, of_eager, of_exact, torch.float16)
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_any_scale(scale, way):
+    tensors = inputs_of("grouped", torch.float16)
+    if way != "triton":
+        with pytest.raises(NotImplementedError, match=f"got {way}: it needs a positive scale; got {scale}"):
+            results(packed_attention, tensors, scale=scale)
+        return
+    mine, eager = (results(op, tensors, scale=scale) for op in (packed_attention, reference.packed_attention))
+    exact = results(reference.packed_attention, [x.double() for x in tensors], scale=scale)
+    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(x, of_eager, of_exact, torch.float16)
+
+
 def test_a_group_sees_nothing_of_another(way):
     tensors = inputs_of("grouped", torch.float16)
     clean = results(packed_attention, tensors)
