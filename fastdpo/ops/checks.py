@@ -54,6 +54,15 @@ def requested(op: str, outputs: Sequence[str]) -> str:
     return ",".join(name for name in STATISTICS if name in outputs)
 
 
+def require_own_places(op: str, argument: str, rows: Tensor, option: str) -> None:
+    """No two elements of [N, V] at one place: what is written over one would be written over the other."""
+    (n, v), (of_rows, of_columns) = rows.shape, rows.stride()
+    spread = (n <= 1 or of_rows > 0) and (v <= 1 or of_columns > 0)
+    crossed = n > 1 and v > 1 and of_rows <= (v - 1) * of_columns and of_columns <= (n - 1) * of_rows
+    apart = n == 0 or (spread and not crossed)
+    require(apart, op, argument, "have one place for each element with {}", f"strides {rows.stride()}", option)
+
+
 def require_whole(op: str, **tensors: Tensor | None) -> None:
     """No DTensor: kernels read memory, and a shard's memory is not the tensor."""
     for name, tensor in tensors.items():

@@ -173,10 +173,10 @@ def token_logps(
     checks.require_targets(OP, targets, logits.shape[:-1])
     checks.require_same_device(OP, logits=logits, targets=targets)
     checks.require_transform(OP, softcap, temperature)
-    owned = not inplace_backward or 0 not in logits.stride()
-    checks.require(owned, OP, "logits", "not be expanded with inplace_backward", logits.stride())
     statistics = checks.requested(OP, outputs)
     rows = logits.reshape(-1, logits.shape[-1])
+    if inplace_backward:
+        checks.require_own_places(OP, "logits", rows, "inplace_backward")
     options = (softcap, logit_scale, temperature, statistics, inplace_backward)
     logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), *options)
     return named_results(logps, extra, statistics, targets.shape)

@@ -142,12 +142,52 @@ def test_a_gradient_in_the_place_of_the_logits(differentiate, dtype, rows_of_a_t
         loss.backward()
 
 
-def test_expanded_logits_have_no_place_for_their_gradient():
-    logits = torch.randn(1, 11, requires_grad=True).expand(3, 11)
-    with pytest.raises(
-        ValueError, match=r"^token_logps: logits must not be expanded with inplace_backward; got \(0, 1\)"
-    ):
-        token_logps(logits, torch.zeros(3, dtype=torch.long), inplace_backward=True)
+OVERLAPPING = {
+    "expanded": lambda: torch.randn(1, 11).expand(3, 11),
+    "unfolded": lambda: torch.randn(13).unfold(0, 11, 1),
+    "unfolded columns": lambda: torch.randn(13).unfold(0, 11, 1).t(),
+}
+
+
+@pytest.mark.parametrize("form", OVERLAPPING)
+def test_logits_that_overlap_have_no_place_for_their_gradient(form):
+    logits = OVERLAPPING[form]().requires_grad_()
+    rule = r"logits must have one place for each element with inplace_backward; got strides \("
+    with pytest.raises(ValueError, match=f"^token_logps: {rule}"):
+        token_logps(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), inplace_backward=True)
+
+
+APART = {
+    "no rows, expanded": lambda: torch.randn(1, 11).expand(0, 11),
+    "one row of stride 0": lambda: torch.randn(11).as_strided((1, 11), (0, 1)),
+    "one word of stride 0": lambda: torch.randn(3).as_strided((3, 1), (1, 0)),
+    "rows apart": lambda: torch.randn(3, 13)[:, 1:12],
+    "columns": lambda: torch.randn(11, 3).t(),
+    "copied": lambda: torch.randn(3, 11).expand(2, 3, 11).transpose(0, 1),  # no view of rows
+    "copied from what overlaps": lambda: torch.randn(77).as_strided((2, 3, 11), (22, 11, 1)),
+}
+
+
+@pytest.mark.parametrize("form", APART)
+def test_logits_apart_from_one_another_may_lie_anyhow(form):
+    logits = APART[form]()
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
+    expected = logits.detach().clone().requires_grad_()
+    token_logps(expected, targets).logps.sum().backward()
+    leaf = logits.requires_grad_()
+    token_logps(leaf.view_as(leaf), targets, inplace_backward=True).logps.sum().backward()
+    assert torch.equal(leaf.grad, expected.grad)
+
+
+def test_a_gradient_in_the_place_of_the_logits_compiles_whole():
+    torch.compiler.reset()
+    compiled = torch.compile(token_logps, fullgraph=True, dynamic=True, backend="aot_eager")
+    logits, targets = logits_and_targets(9, 11)
+    _, expected = results_and_gradient(token_logps, logits, targets, torch.ones(2, 9))
+    leaf = logits.requires_grad_()
+    results = compiled(leaf.view_as(leaf), targets, outputs=OUTPUTS, inplace_backward=True)
+    (results.logps + results.entropy).sum().backward()
+    assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("poison", [INF, -INF, float("nan")])
