@@ -209,12 +209,16 @@ def logit_gradient(
     slope = transform.slope(z)
     tile = None
     if grad_entropy is not None:
-        # d entropy / d z_v = -p_v (log p_v + entropy)
-        logp = torch.sub(z, z.logsumexp(-1, keepdim=True)).clamp_(min=NEVER)
-        tile = logp.exp().mul_(logp)  # p log p
-        entropy = -tile.sum(-1)
-        tile.addcmul_(logp.exp_(), entropy[:, None]).mul_((-transform.gain * grad_entropy)[:, None])
-        del logp
+        # d entropy / d z_v = -p_v (log p_v + entropy), in which log p_v + entropy is d_v = z_v - top less its mean:
+        # the logarithm of the sum, of the size of z, would cost the digits of a logarithm of p.
+        own = z.gather(1, targets[:, None])[:, 0]
+        top = torch.maximum(sums.shift, own)
+        total = sums.others * (sums.shift - top).exp() + (own - top).exp()
+        tile = torch.sub(z, top[:, None]).clamp_(min=NEVER)  # d
+        exponentials = tile.exp()
+        mean = tile.mul_(exponentials).sum(-1) / total
+        tile.addcmul_(exponentials, mean[:, None], value=-1).mul_((-transform.gain * grad_entropy / total)[:, None])
+        del exponentials
         if slope is not None:
             tile.mul_(slope)
     if grad_logps is not None:
