@@ -24,7 +24,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .token_logps import (
-    IGNORE_INDEX,
     LOG2E,
     NEVER,
     _gradient_tile,
@@ -32,6 +31,7 @@ from .token_logps import (
     _over_all_words,
     _rebase,
     _slope,
+    _target,
     _transform,
     results_by_name,
     scale_and_cap,
@@ -106,7 +106,7 @@ def _linear_exp_kernel(
     z = _transform(x, scale, cap)
 
     a = tl.load(anchors_ptr + rows, mask=in_n, other=0.0)
-    y = tl.load(targets_ptr + rows, mask=in_n, other=-1).to(tl.int32)
+    y, scored = _target(tl.load(targets_ptr + rows, mask=in_n, other=-1), V)
     is_target = off_v[None, :] == y[:, None]
     d = z - a[:, None]
     e = tl.where(in_v[None, :] & ~is_target, tl.exp2(d * LOG2E), 0.0)
@@ -133,7 +133,7 @@ def _linear_exp_kernel(
             tile *= _slope(z, cap)
         tl.store(
             tile_ptr + rows[:, None] * tile_stride + off_v[None, :],
-            tl.where((y != IGNORE_INDEX)[:, None], tile, 0.0),
+            tl.where(scored[:, None], tile, 0.0),
             mask=in_n[:, None] & in_v[None, :],
         )
 
@@ -191,8 +191,7 @@ def _linear_exp_sums_kernel(
 ):
     """One program a token."""
     row = tl.program_id(0).to(tl.int64)
-    y = tl.load(targets_ptr + row).to(tl.int32)
-    scored = y != IGNORE_INDEX
+    y, scored = _target(tl.load(targets_ptr + row), V)
     t = tl.where(scored, tl.load(anchors_ptr + row), 0.0)
     off = tl.arange(0, BLOCKS)
     of_row, inside = row * blocks + off, off < tl.where(scored, blocks, 0)
@@ -209,7 +208,6 @@ def _linear_exp_sums_kernel(
         above = tl.sum(tl.load(above_of_blocks_ptr + of_row, mask=inside, other=0.0), 0)
     if tile_ptr is not None:
         tile_ptr += row * tile_stride
-    known = (y >= 0) & (y < V)
 
     limit = LIMIT if squares_of_blocks_ptr is None else LIMIT_OF_SQUARES
     again = scored & ~(others < limit)  # NaN too
@@ -225,7 +223,8 @@ def _linear_exp_sums_kernel(
             z = tl.where((off_v < V) & (off_v != y), z, -float("inf"))
             old, m = m, tl.maximum(m, z)
             sums, of_d, of_squares = _rebase(sums, of_d, of_squares, old, m)
-            d = tl.maximum(z - tl.where(m == -float("inf"), 0.0, m), NEVER)
+            d = z - tl.where(m == -float("inf"), 0.0, m)
+            d = tl.maximum(d, NEVER, propagate_nan=tl.PropagateNan.ALL)
             e = tl.exp2(d * LOG2E)
             sums += e
             of_d += e * d
@@ -243,7 +242,7 @@ def _linear_exp_sums_kernel(
         of_target = -others
         if cap is not None:
             of_target *= _slope(t, cap)
-        tl.store(tile_ptr + y, of_target, mask=known)
+        tl.store(tile_ptr + y, of_target, mask=y >= 0)
 
     logps = _log_sigmoid(t - shift - tl.log(others))
     tl.store(logps_ptr + row, tl.where(scored, logps, 0.0))
@@ -253,7 +252,7 @@ def _linear_exp_sums_kernel(
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + row, sum_z / V)
     if is_top1_ptr is not None:
-        tl.store(is_top1_ptr + row, scored & known & (above == 0.0))
+        tl.store(is_top1_ptr + row, (y >= 0) & (above == 0.0))
     if entropy_ptr is not None or log_sum_sq_probs_ptr is not None:
         entropy, log_sum_sq_probs = _over_all_words(others, weighted, squares, shift, t)
         if entropy_ptr is not None:

@@ -15,7 +15,8 @@ Per row, in float32, with t = z_y and m the largest z but the target's:
     is_top1          = z_v < t for every v < y and z_v <= t for every v > y
 
 The target stays out of the sums until the end, so that neither logp nor 1 - p_y cancels where p_y is near 1. Rows whose
-target is -100 are not read: their results and gradients are zero. Other targets outside the vocabulary make logp NaN.
+target is -100 are not read: their results and gradients are zero. Where the target is outside of the vocabulary, or its
+logit +inf (logp would be 0, and an overflow hidden), logp is NaN, and so is the gradient, unless d loss / d logp is 0.
 
 A head gives t apart, more precise than its logits, which the statistics are taken over with their own z_y; and it has
 the gradient left unscaled, as a tile that it multiplies with its weight: exp(z_v - m), and -others at y, which times
@@ -54,6 +55,12 @@ def _transform(x, scale, cap):
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 * LOG2E)))  # saturates where exp2 overflows
         z = tl.cast(cap, tl.float32) * tanh
     return z
+
+
+@triton.jit
+def _target(y, V):
+    """An id in [0, V) as int32, -1 for any other; and whether the target is scored."""
+    return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32), y != IGNORE_INDEX
 
 
 @triton.jit
@@ -128,7 +135,7 @@ def _over_all_words(others, weighted, squares, shift, own):
     top = tl.maximum(shift, own)
     confident = -_log_sigmoid(own - shift - tl.log(others))
     others, weighted, squares = _rebase(others, weighted, squares, shift, top)
-    d = tl.maximum(own - top, NEVER)
+    d = tl.maximum(own - top, NEVER, propagate_nan=tl.PropagateNan.ALL)
     e = tl.exp2(d * LOG2E)
     log_total = tl.where(own > shift, confident, tl.log(others + e))
     return log_total - (weighted + e * d) / (others + e), tl.log(squares + e * e) - 2.0 * log_total
@@ -165,13 +172,13 @@ def _token_logps_fwd_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    y = tl.load(targets_ptr + row).to(tl.int32)
-    scored = y != IGNORE_INDEX
-    x = tl.load(logits_ptr + y, mask=(y >= 0) & (y < V), other=float("nan"))
+    y, scored = _target(tl.load(targets_ptr + row), V)
+    x = tl.load(logits_ptr + y, mask=y >= 0, other=float("nan"))
     own = tl.where(scored, _transform(x, scale, cap), 0.0)
     t = own
     if target_logits_ptr is not None:
         t = tl.where(scored, tl.load(target_logits_ptr + row), 0.0)
+    t = tl.where(t == float("inf"), float("nan"), t)
 
     lane, vec = tl.arange(0, LANES)[:, None], tl.arange(0, VEC)[None, :]
     # Loads are vectors along a lane or, of rows that are not aligned for those, scalars side by side across the lanes.
@@ -265,8 +272,7 @@ def _token_logps_bwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     grad_ptr += row * grad_stride
-    y = tl.load(targets_ptr + row).to(tl.int32)
-    scored = y != IGNORE_INDEX
+    y, scored = _target(tl.load(targets_ptr + row), V)
     read = tl.where(scored, V, 0)
     shift = tl.load(shift_ptr + row)
     others = tl.load(others_ptr + row)
@@ -278,10 +284,11 @@ def _token_logps_bwd_kernel(
         gain *= tl.cast(cap, tl.float32)
     of_tile = 1.0
     if grad_logps_ptr is not None:
-        of_tile = -tl.load(grad_logps_ptr + row) * gain / tl.load(total_ptr + row)
+        of_logps = tl.load(grad_logps_ptr + row)
+        of_tile = tl.where(of_logps == 0, 0.0, -of_logps * gain / tl.load(total_ptr + row))
     if grad_entropy_ptr is not None:
         of_entropy = tl.load(grad_entropy_ptr + row) * gain
-        x = tl.load(logits_ptr + y, mask=(y >= 0) & (y < V), other=float("nan"))
+        x = tl.load(logits_ptr + y, mask=y >= 0, other=tl.where(of_entropy == 0, 0.0, float("nan")))
         own = tl.where(scored, _transform(x, scale, cap), 0.0)
         top = tl.maximum(shift, own)
         # Of e = exp(z - top), over all words: the others' sum is known.

@@ -140,7 +140,8 @@ def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> 
 def conclude(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
     """What follows for each token: its log-probability with the gradient's sums, and its statistics in their order."""
     target_logits, own, shift, others, weighted, mean, is_top1, squares = sums
-    gap = target_logits - shift
+    # An infinite target would be certain, and its gradient zero: an overflow must be seen.
+    gap = torch.where(target_logits == torch.inf, torch.nan, target_logits - shift)
     row_sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
 
     # The statistics count the target too: everything relative to the larger of m and its logit.

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from heads import LEAVES, OUTPUTS, doubled, head_inputs, results_and_gradients
+from special_rows import special_row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -27,6 +28,14 @@ OPTIONS = {
     "temperature": dict(temperature=0.7),  # sharper than trained
     "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # their order matters
 }
+OVERFLOWS = (
+    "an infinite target",
+    "an infinite other",
+    "an infinite target and other",
+    "an infinite target among the impossible",
+    "an impossible target",
+    "nothing possible",
+)
 WAYS = {  # what needs a gradient, rows whose gradient tiles fit in the budget
     "nothing": ((), 1000),  # evaluation, the reference model
     "frozen": (("hidden",), 1000),  # LoRA: the gradient is formed in the forward
@@ -118,6 +127,36 @@ def test_each_way_back_is_as_accurate_as_eager(name, dtype, way):
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed", "bias alone"])
 def test_gradients_through_entropy(name, dtype, differentiate, way):
     assert_accurate(head_inputs(37, 131, 24, dtype), differentiate=differentiate, **way(name, dtype), **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_gradients_through_entropy_keep_their_digits_far_from_zero(name, dtype, way):
+    inputs = head_inputs(37, 131, 24, dtype)
+    inputs["bias"].fill_(1000)
+    assert_accurate(inputs, differentiate=("entropy",), **way(name, dtype))
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
+@pytest.mark.parametrize("special", OVERFLOWS)
+def test_each_way_back_shows_a_row_that_overflowed(special, name, way):
+    """Rows of hidden states that are multiples of unit vectors: logits are what their column of the weight says."""
+    logits, targets = special_row(special, columns=131)
+    hidden, weight = 1e30 * torch.eye(4, 24), torch.zeros(131, 24)
+    weight[:, :4] = logits.t().clamp(-1e30, 1e30)
+    weight[:, :4] /= torch.where(logits.t().isinf(), 1, 1e30)
+    inputs = {"hidden": hidden, "weight": weight, "bias": None, "targets": targets}
+    options = {**way(name, torch.float32), "outputs": tuple(set(OUTPUTS) - {"is_top1"})}
+    results, gradients = results_and_gradients(linear_logps, inputs, **options)
+    options.pop("memory_budget")
+    expected, of_eager = results_and_gradients(reference.linear_logps, inputs, **options)
+    for value, e in zip(results, expected, strict=True):
+        assert value is e is None or torch.allclose(value, e, rtol=1e-5, atol=1e-4, equal_nan=True)
+    scored = targets != -100
+    assert torch.equal(gradients["hidden"][scored].isnan(), of_eager["hidden"][scored].isnan())
+    assert not gradients["hidden"][~scored].any()
+    if "weight" in gradients:
+        assert gradients["weight"].isnan().all() or special == "an impossible target"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 from fastdpo.ops import reference, token_logps
 from fastdpo.testing import assert_as_accurate_as, error, floor
@@ -306,6 +307,21 @@ def test_logits_far_from_zero(shift):
     expected = token_logps(logits, torch.tensor([0]), outputs=OUTPUTS)
     for name in ("logps", "entropy", "is_top1", "log_sum_sq_probs"):
         assert torch.equal(getattr(results, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("option", ["plain", "softcap"])
+@pytest.mark.parametrize("differentiate", [("entropy",), ("logps", "entropy")], ids=str)
+@pytest.mark.parametrize("level", [-1000.0, 1000.0])
+def test_gradients_of_logits_far_from_zero_keep_their_digits(level, differentiate, option):
+    logits, targets = logits_and_targets(23, 67)
+    options = dict(softcap=4000.0) if option == "softcap" else {}
+    assert_accurate((logits + level, targets), differentiate=differentiate, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("special", SPECIAL_ROWS)
+def test_special_rows_are_those_of_eager(special, dtype):
+    assert_special_row(*special_row(special, dtype))
 
 
 def test_the_first_of_equal_logits_is_the_top_one():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from special_rows import SPECIAL_ROWS, special_row
 
 from fastdpo.kernels import linear_exp
 from fastdpo.kernels.linear_exp import Blocks, linear_exp_fwd, linear_exp_tile
@@ -92,6 +93,20 @@ def test_targets_far_below_the_largest_logit(gap, statistics):
         else:
             assert error(results[name], getattr(expected, name)) < 2e-6
     assert error(tile * (-1 / results["total"])[:, None], gradient) < 2e-6
+
+
+@pytest.mark.parametrize("special", SPECIAL_ROWS)
+def test_special_rows_are_those_of_eager(special):
+    """In the bias, since zero times infinity would spread through a product."""
+    logits, targets = special_row(special)
+    hidden, weight, bias, targets = torch.randn(2, 5), torch.zeros(67, 5), logits[1], targets[1:3]
+    results = call(hidden, weight, bias, targets, tile=(tile := torch.full((2, 67), torch.nan)))
+    expected, gradient = exact(hidden, weight, bias, targets)
+    for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
+        assert torch.allclose(results[name].double(), getattr(expected, name), rtol=1e-5, atol=1e-4, equal_nan=True)
+    found = tile[0] / -results["total"][0]
+    assert torch.allclose(found.double(), gradient[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert not tile[1].any()
 
 
 def test_one_word():

@@ -5,6 +5,7 @@ float32 and float16: the interpreter's arithmetic in bfloat16 is not that of any
 
 import pytest
 import torch
+from special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 from fastdpo.kernels.token_logps import LEVEL
 from fastdpo.ops import reference, token_logps
@@ -178,6 +179,12 @@ def test_an_impossible_target():
     assert results.logps.item() == -INF
     others = logits.double().softmax(-1)
     assert error(gradient, torch.zeros_like(others).scatter(1, targets[:, None], 1) - others) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("special", SPECIAL_ROWS)
+def test_special_rows_are_those_of_eager(special, dtype):
+    assert_special_row(*special_row(special, dtype, 5003))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

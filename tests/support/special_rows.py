@@ -1,0 +1,61 @@
+"""Rows of logits with infinities and NaN in them, and what every way to their log-probabilities must say."""
+
+import torch
+
+from fastdpo.ops import reference, token_logps
+
+INF, NAN = float("inf"), float("nan")
+OUTPUTS = ("logps", "entropy", "mean_logits", "log_sum_sq_probs")
+V, TARGET, OTHER = 67, 41, 5
+
+SPECIAL_ROWS = {  # the target's logit, another's, all others': None leaves it as it is
+    "an infinite target": (INF, None, None),
+    "an infinite other": (None, INF, None),
+    "an infinite target and other": (INF, INF, None),
+    "a target of NaN": (NAN, None, None),
+    "another of NaN": (None, NAN, None),
+    "NaN and infinity": (INF, NAN, None),
+    "an infinite target among the impossible": (INF, -INF, -INF),
+    "an impossible target": (-INF, None, None),
+    "an impossible other": (None, -INF, None),
+    "an impossible target beside infinity": (-INF, INF, None),
+    "nothing possible": (-INF, -INF, -INF),
+    "nothing possible but the target": (None, -INF, -INF),
+}
+
+
+def special_row(name, dtype=torch.float32, columns=V):
+    """Logits [4, V] and targets: an ordinary row, the special one, the same ignored, and an ordinary one."""
+    of_target, of_other, of_others = SPECIAL_ROWS[name]
+    logits = 3 * torch.randn(4, columns)
+    special = logits[1]
+    if of_others is not None:
+        special[torch.arange(columns) != TARGET] = of_others
+    for at, value in ((TARGET, of_target), (OTHER, of_other)):
+        if value is not None:
+            special[at] = value
+    logits[2] = special
+    return logits.to(dtype), torch.tensor([3, TARGET, -100, columns - 1])
+
+
+def assert_special_row(logits, targets, **options):
+    """As eager, in the results and in the gradient of the log-probability; NaN where that is NaN, all of a row."""
+
+    def call(op, logits):
+        leaf = logits.detach().clone().requires_grad_()
+        results = op(leaf, targets, outputs=OUTPUTS)
+        results.logps.sum().backward()
+        return results, leaf.grad
+
+    mine, gradient = call(token_logps, logits)
+    exact, exact_gradient = call(reference.token_logps, logits.double())
+    eps = 4 * torch.finfo(logits.dtype).eps
+    wide = dict(atol=1e-4, rtol=1e-5, equal_nan=True)  # sums of few float32
+    assert torch.allclose(mine.logps.double(), exact.logps.double(), **wide)
+    assert torch.allclose(mine.mean_logits.double(), exact.mean_logits.double(), **wide)
+    assert torch.allclose(mine.log_sum_sq_probs.double(), exact.log_sum_sq_probs.double(), **wide)
+    assert torch.allclose(mine.entropy.double(), exact.entropy.double(), **wide)
+    scored = targets != -100
+    assert torch.allclose(gradient[scored].double(), exact_gradient[scored], atol=eps, rtol=eps, equal_nan=True)
+    assert not gradient[~scored].any()
+    assert not any(value[~scored].any() for value in mine if value is not None)
