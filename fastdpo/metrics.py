@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .ops import checks
 from .ops.preference_loss import PreferenceLoss
 from .ops.results import TokenLogps
 
@@ -50,10 +51,19 @@ class Means:
         """Adds values that count as often as their weights say, such as a mask; None: once each.
 
         Values whose weight is zero are left out, whatever they are.
+
+        Raises:
+            ValueError: a name is not one of the metrics, or a weight has another shape than its values.
         """
         unknown = values.keys() - set(self.names)
         if unknown:
             raise ValueError(f"Means: metrics must be among {', '.join(self.names)}; got {', '.join(sorted(unknown))}")
+        for name, (value, weight) in values.items():
+            fits = weight is None or weight.shape == value.shape
+            rule = "have shape {}, that of its values"
+            checks.require(fits, "Means", f"weight of {name}", rule, _shape(weight), _shape(value))
+        if not values:
+            return
         total = self._sums_and_counts
         added: list[Tensor] = []
         for value, weight in values.values():
@@ -83,6 +93,10 @@ class Means:
             dist.all_reduce(reduced, group=self.group)
         sums, counts = reduced.tolist()
         return {name: s / n if n else float("nan") for name, s, n in zip(self.names, sums, counts, strict=True)}
+
+
+def _shape(x: Tensor | None) -> list[int] | None:
+    return None if x is None else list(x.shape)
 
 
 class PreferenceMeans(Means):
@@ -120,7 +134,16 @@ class PreferenceMeans(Means):
             tokens: with fields [2P, L], of which entropy, mean_logits and is_top1 are used where they are not None.
                 Rows i and P + i are the chosen and the rejected of pair i.
             mask: [2P, L] bool or 0 and 1, where completion tokens are scored.
+
+        Raises:
+            ValueError: an argument breaks a rule above; the message names it.
         """
+        op, shape = "PreferenceMeans", _shape(tokens.logps)
+        for name, field in tokens._asdict().items():
+            fits = field is None or _shape(field) == shape
+            checks.require(fits, op, "tokens", "have fields {}", f"{name} {_shape(field)}", shape)
+        checks.require(_shape(mask) == shape, op, "mask", "have shape {}, that of tokens", _shape(mask), shape)
+        checks.require(len(mask) % 2 == 0, op, "mask", "have an even number of rows", len(mask))
         chosen, rejected = mask.chunk(2)
         values: dict[str, tuple[Tensor, Tensor | None]] = {}
         if tokens.entropy is not None:

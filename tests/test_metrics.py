@@ -104,6 +104,42 @@ def test_no_gradient_is_kept():
     assert not means._sums_and_counts.requires_grad
 
 
+def test_values_that_count_by_a_mask_of_another_shape_are_refused():
+    """They would be broadcast: the mean would be of a matrix of them."""
+    values = torch.tensor([1.0, 2.0, 3.0])
+    for shape in ((1,), (3, 1), (2,), ()):
+        with pytest.raises(ValueError, match=r"^Means: weight of x must have shape \[3\], that of its values; got \["):
+            Means(["x"]).update_weighted({"x": (values, torch.ones(shape))})
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 5), (5,), (4, 6), (2, 5)], ids=str)
+@pytest.mark.parametrize("field", ["entropy", "mean_logits", "is_top1", "log_sum_sq_probs"])
+def test_a_mask_of_other_tokens_is_refused(field, shape):
+    tokens = TokenLogps(torch.zeros(4, 5), **{field: torch.ones(4, 5)})
+    with pytest.raises(ValueError, match=r"^PreferenceMeans: mask must have shape \[4, 5\], that of tokens; got \["):
+        PreferenceMeans().update_tokens(tokens, torch.ones(shape))
+
+
+def test_half_a_pair_is_refused():
+    tokens = TokenLogps(torch.zeros(3, 5), entropy=torch.ones(3, 5), mean_logits=torch.ones(3, 5))
+    with pytest.raises(ValueError, match=r"^PreferenceMeans: mask must have an even number of rows; got 3"):
+        PreferenceMeans().update_tokens(tokens, torch.ones(3, 5))
+
+
+def test_fields_of_other_tokens_are_refused():
+    tokens = TokenLogps(torch.zeros(4, 5), entropy=torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"^PreferenceMeans: tokens must have fields \[4, 5\]; got entropy \[4, 1\]"):
+        PreferenceMeans().update_tokens(tokens, torch.ones(4, 5))
+
+
+def test_tokens_without_statistics_add_nothing():
+    means = PreferenceMeans()
+    means.update_tokens(TokenLogps(torch.zeros(4, 5)), torch.ones(4, 5))
+    means.update_weighted({})
+    means.update()
+    assert all(math.isnan(value) for value in means.compute().values())
+
+
 def test_names_are_checked():
     with pytest.raises(ValueError, match=r"names must be distinct; got \['x', 'x'\]"):
         Means(["x", "x"])
