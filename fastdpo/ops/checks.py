@@ -49,9 +49,10 @@ def require_transform(op: str, softcap: float | None, temperature: float) -> Non
 def requested(op: str, outputs: Sequence[str]) -> str:
     """The statistics among `outputs`, comma-separated in canonical order: the form that the custom ops take."""
     known = ("logps", *STATISTICS)
-    wrong = [name for name in outputs if name not in known]
-    require(not isinstance(outputs, str) and not wrong, op, "outputs", f"be a sequence of names from {known}", outputs)
-    return ",".join(name for name in STATISTICS if name in outputs)
+    names = outputs if isinstance(outputs, str) else tuple(outputs)
+    right = not isinstance(names, str) and all(name in known for name in names)
+    require(right, op, "outputs", f"be a sequence of names from {known}", names)
+    return ",".join(name for name in STATISTICS if name in names)
 
 
 def require_own_places(op: str, argument: str, rows: Tensor, option: str) -> None:

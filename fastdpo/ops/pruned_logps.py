@@ -219,7 +219,8 @@ def pruned_linear_logps(
     call = HeadCall.of(OP, hidden, weight, targets, bias, **transform, outputs=outputs, memory_budget=memory_budget)
     checks.require(columns >= 1, OP, "columns", "be at least 1", columns)
     if not (call.trains_head or call.forms_jacobian):
-        results = linear_logps(hidden, weight, targets, bias=bias, **transform, outputs=outputs)
+        names = tuple(filter(None, call.statistics.split(",")))
+        results = linear_logps(hidden, weight, targets, bias=bias, **transform, outputs=names)
         return PrunedLogps(results, torch.zeros_like(results.logps))
     columns, keep = min(columns, len(weight)), 0
     if call.trains_head:

@@ -184,6 +184,13 @@ def test_without_gradients_nothing_is_dropped():
     assert results.dropped.shape == (5,)
 
 
+@pytest.mark.parametrize("needs", [(), LEAVES], ids=["nothing", "everything"])
+def test_names_of_outputs_may_come_from_a_generator(needs):
+    names = (name for name in OUTPUTS)
+    results, _ = results_and_gradients(pruned, head_inputs(5, 67, 24), needs=needs, outputs=names, columns=30)
+    assert all(getattr(results, name) is not None for name in OUTPUTS)
+
+
 def test_a_gradient_of_the_entropy_is_refused():
     inputs = head_inputs(5, V, D)
     with pytest.raises(NotImplementedError, match=r"^pruned_linear_logps: entropy must be detached"):

@@ -106,6 +106,14 @@ def test_only_what_was_asked_for():
     assert [name for name, value in results._asdict().items() if value is not None] == ["logps", "is_top1"]
 
 
+def test_names_of_outputs_may_come_from_a_generator():
+    arguments = logits_and_targets(4, 11)
+    results = token_logps(*arguments, outputs=(name for name in OUTPUTS))
+    assert all(torch.equal(a, b) for a, b in zip(results, token_logps(*arguments, outputs=OUTPUTS), strict=True))
+    with pytest.raises(ValueError, match=r"^token_logps: outputs must be a sequence of names .* got \('logp',\)"):
+        token_logps(*arguments, outputs=(name for name in ["logp"]))
+
+
 def test_a_statistic_changes_no_bit_of_another():
     logits, targets = logits_and_targets(23, 67)
     together = token_logps(logits, targets, outputs=OUTPUTS)
