@@ -205,8 +205,9 @@ def test_the_layout_of_a_pair():
     assert layout.rows.tolist() == [[0, 0, 0, 4], [0, 2, 4, 1]]
     scored = zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)
     assert sorted(scored) == [(1, 1), (1, 4), (2, 2), (3, 3), (4, 3)]
+    assert layout.padded_shape == (2, 5)
     assert layout.output_shape == (2, 4)
-    dtypes = {name: x.dtype for name, x in vars(layout).items() if name != "output_shape"}
+    dtypes = {name: x.dtype for name, x in vars(layout).items() if isinstance(x, torch.Tensor)}
     assert dtypes.pop("rows") == torch.int32
     assert set(dtypes.values()) == {torch.int64}
     assert torch.equal(layout.mask, layout.rows[None, None])
@@ -252,7 +253,7 @@ def test_other_dtypes(mask_dtype):
     layout, expected = pack_pairs(ids.int(), mask.to(mask_dtype), labels.int()), pack_pairs(ids, mask, labels)
     for name, value in vars(expected).items():
         mine = getattr(layout, name)
-        assert mine == value if name == "output_shape" else (torch.equal(mine, value) and mine.dtype == value.dtype)
+        assert mine == value if isinstance(value, tuple) else (torch.equal(mine, value) and mine.dtype == value.dtype)
 
 
 def test_pack_and_unpack_put_values_where_they_belong():
@@ -353,6 +354,21 @@ MISUSES = {  # op, arguments, and what the message names
         r"pack: input_ids must be \[R, L\]; got \[4\]",
     ),
     "groups of other rows": (pack, dict(groups=torch.zeros(3)), r"pack: groups must be \[2\]; got \[3\]"),
+    "a mask of NaN": (
+        pack,
+        dict(attention_mask=IDS / 0 * 0),
+        "pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value",
+    ),
+    "a mask to be added to scores": (
+        pack_pairs,
+        dict(attention_mask=IDS * -1e9),
+        "pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value",
+    ),
+    "labels beyond any vocabulary": (
+        pack_pairs,
+        dict(labels=IDS * 2**61),
+        rf"pack: labels must be -100 or ids of tokens, below 2\*\*31; got {2**61}",
+    ),
     "an odd number of rows": (
         pack_pairs,
         dict(input_ids=IDS[:1], attention_mask=IDS[:1], labels=IDS[:1]),
@@ -367,6 +383,69 @@ def test_misuse_is_named(misuse):
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         op(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
     assert not isinstance(caught.value, NotPackable)
+
+
+WRONG_TYPES = {  # arguments, and what the message names
+    "float ids": (dict(input_ids=IDS.float()), "input_ids must be int32 or int64; got torch.float32"),
+    "boolean ids": (dict(input_ids=IDS.bool()), "input_ids must be int32 or int64; got torch.bool"),
+    "complex masks": (
+        dict(attention_mask=IDS.cfloat()),
+        "attention_mask must be bool, int or floating point; got torch.complex64",
+    ),
+    "float labels": (dict(labels=IDS.double()), "labels must be int32 or int64; got torch.float64"),
+    "boolean labels": (dict(labels=IDS.bool()), "labels must be int32 or int64; got torch.bool"),
+    "float groups": (dict(groups=torch.zeros(2)), "groups must be int32 or int64; got torch.float32"),
+    "a fractional reach": (dict(reach=6.5), "reach must be an int or None; got 6.5"),
+    "a truth for a reach": (dict(reach=True), "reach must be an int or None; got True"),
+}
+
+
+@pytest.mark.parametrize("misuse", WRONG_TYPES)
+def test_wrong_types_are_named(misuse):
+    arguments, message = WRONG_TYPES[misuse]
+    with pytest.raises(TypeError, match=f"^pack: {message}"):
+        pack(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 8), (1, 7), (14,), (1, 14), (7, 2), (2, 7, 1)], ids=str)
+def test_packing_what_is_not_of_the_batch_is_refused(shape):
+    layout = pack_pairs(*padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])]))
+    with pytest.raises(ValueError, match=r"^Layout.pack: padded must be \[2, 7\]; got \[") as caught:
+        layout.pack(torch.zeros(shape))
+    assert str(caught.value).endswith(str(list(shape)))
+
+
+@pytest.mark.parametrize("shape", [(4,), (6,), (5, 1), (1, 5), ()], ids=str)
+def test_unpacking_what_is_not_of_the_scored_tokens_is_refused(shape):
+    layout = pack_pairs(*padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])]))
+    with pytest.raises(ValueError, match=r"^Layout.unpack: scored must be \[5\]; got \["):
+        layout.unpack(torch.zeros(shape))
+
+
+def test_a_layouts_methods_compile_whole():
+    torch.compiler.reset()
+    batch = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])])
+    layout = pack_pairs(*batch)
+
+    def there_and_back(ids, values):
+        return layout.pack(ids), layout.unpack(values)
+
+    arguments = batch[0], torch.randn(len(layout.targets))
+    found = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(found, there_and_back(*arguments), strict=True))
+
+
+def test_layouts_are_made_on_the_host_whatever_the_default_device_is():
+    batch, groups = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1]), ([5], [None])]), torch.arange(3) // 2
+    expected = pack(*batch, groups=groups, reach=20)
+    with torch.device("meta"):  # has no values
+        layout = pack(*batch, groups=groups, reach=20)
+        pack(*batch)
+        pack_pairs(*(x[:2] for x in batch))
+        pack(*(x[:, :1] for x in batch))  # whose output is empty
+    for name, value in vars(expected).items():
+        mine = getattr(layout, name)
+        assert mine == value if isinstance(value, tuple) else torch.equal(mine, value)
 
 
 class OnDevice(torch.Tensor):
