@@ -139,7 +139,7 @@ def _capability(device: torch.device) -> int | None:
 @lru_cache
 def is_sound(name: str, device: torch.device, dtype: torch.dtype, d: int, d_v: int) -> bool:
     """Whether a library equals fastdpo's kernels on a pair beside another that is full of NaN. Asked once a kind."""
-    rows = torch.tensor([[0, 0, 0, 5], [0, 3, 5, 4], [9, 0, 9, 3]], dtype=torch.int32)
+    rows = torch.tensor([[0, 0, 0, 5], [0, 3, 5, 4], [9, 0, 9, 3]], dtype=torch.int32, device="cpu")
     shapes = ((12, 2, d), (12, 1, d), (12, 1, d_v), (12, 2, d_v))
     q, k, v, grad = (torch.arange(a * b * c).sin().view(a, b, c).to(device, dtype) for a, b, c in shapes)
     for x in (q, k, v, grad):

@@ -126,7 +126,7 @@ class Flash:
     def _band(self) -> Tensor:
         """0 or -inf [BLOCK, window + BLOCK - 1], float32 or float64: every mask is a part of it."""
         visible = _visible(BLOCK, self.window + BLOCK - 1, self.window - 1, self.window, torch.device("cpu"))
-        return torch.zeros(visible.shape, dtype=accumulator(self.dtype)).masked_fill_(~visible, -torch.inf)
+        return torch.zeros_like(visible, dtype=accumulator(self.dtype)).masked_fill_(~visible, -torch.inf)
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:

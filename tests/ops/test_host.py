@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from fastdpo import ops
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices, pruned_logps
@@ -105,3 +106,44 @@ def test_logits_wait_for_nothing(launches):
     grad = token_bwd._init_fn(empty(64), None, logits, targets, results[:4], *TRANSFORM)
     assert grad.shape == logits.shape
     assert len(launches["forward"]) == len(launches["backward"]) == 1
+
+
+def calls_of_each_op():
+    """By name, a call of each op on tensors of the CPU that it is given, differentiated."""
+    hidden, weight, logits = torch.randn(9, 24), torch.randn(67, 24), torch.randn(9, 67)
+    targets, bounds = torch.randint(67, (9,)), torch.tensor([0, 4, 9])
+    rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
+    query, key = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
+    head, every = (hidden, weight), dict(outputs=STATISTICS)
+    return {
+        "token_logps": (logits, lambda x: ops.token_logps(x, targets, **every).logps),
+        "linear_logps": (head, lambda h, w: ops.linear_logps(h, w, targets, **every).logps),
+        "frozen linear_logps": (hidden, lambda h: ops.linear_logps(h, weight, targets, softcap=5.0).logps),
+        "pruned_linear_logps": (head, lambda h, w: ops.pruned_linear_logps(h, w, targets, 20).tokens.logps),
+        "sequence_logps": (logits, lambda x: ops.sequence_logps(x, targets, bounds).logps),
+        "padded sequence_logps": (logits, lambda x: ops.sequence_logps(x[None], targets[None]).logps),
+        "linear_sequence_logps": (head, lambda h, w: ops.linear_sequence_logps(h, w, targets, bounds).logps),
+        "packed_attention": ((query, key), lambda q, k: ops.packed_attention(q, k, k, rows)),
+        "windowed packed_attention": ((query, key), lambda q, k: ops.packed_attention(q, k, k, rows, window=2)),
+        "capped packed_attention": ((query, key), lambda q, k: ops.packed_attention(q, k, k, rows, softcap=2.0)),
+        "preference_loss": (logits, lambda x: ops.preference_loss(*x[:4]).loss),
+    }
+
+
+with torch.device("cpu"):
+    OP_NAMES = tuple(calls_of_each_op())
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_ops_on_the_cpu_do_not_ask_for_the_default_device(name):
+    with torch.device("cpu"):
+        leaves, call = calls_of_each_op()[name]
+    leaves = leaves if isinstance(leaves, tuple) else (leaves,)
+    found = []
+    for default in ("cpu", "meta"):  # which has no values
+        of_call = [x.clone().requires_grad_() for x in leaves]
+        with torch.device(default):
+            out = call(*of_call)
+            out.sum().backward()
+        found.append([out, *(x.grad for x in of_call)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
