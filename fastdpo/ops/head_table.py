@@ -51,14 +51,19 @@ def fused_blocks(width: int, dtype: torch.dtype, device: torch.device) -> Blocks
     from ..kernels.linear_exp import Blocks
 
     name = str(dtype).removeprefix("torch.")
-    for entry in (*_from_file(os.environ.get(VARIABLE, "")), *TABLE):
+    for entry in _entries():
         fits = entry.dtype == name and width <= entry.max_width
         if fits and entry.architecture in ("*", architecture(device)):
             return Blocks(*entry.blocks)
     return None
 
 
-@lru_cache
+@torch.compiler.assume_constant_result  # a compiler can't trace what reads a file
+def _entries() -> tuple[Entry, ...]:
+    return *_from_file(os.environ.get(VARIABLE, "")), *TABLE
+
+
+@torch.compiler.assume_constant_result
 def architecture(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type

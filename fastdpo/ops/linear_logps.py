@@ -189,14 +189,17 @@ def _bwd_main_grad(
     compute_dtype: torch.dtype,
     needs: Sequence[bool],
     main_grad: Tensor,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # compilers take no list from an op that writes to an argument
     inputs = (grad_logps, grad_entropy, hidden, weight, bias, targets, kept, jacobian, sums)
-    return _gradients(*inputs, softcap, logit_scale, temperature, compute_dtype, needs, main_grad)
+    of_hidden, of_weight, of_bias = _gradients(
+        *inputs, softcap, logit_scale, temperature, compute_dtype, needs, main_grad
+    )
+    return of_hidden, of_weight, of_bias
 
 
 @_bwd_main_grad.register_fake
 def _(grad_logps, grad_entropy, hidden, weight, bias, *rest):
-    return empty_gradients(hidden, weight, bias, rest[-2])
+    return tuple(empty_gradients(hidden, weight, bias, rest[-2]))
 
 
 class _LinearLogps(torch.autograd.Function):

@@ -475,6 +475,34 @@ def test_compiles_whole_and_for_any_number_of_tokens(name, way):
         assert all(torch.equal(gradient, expected_gradients[leaf]) for leaf, gradient in gradients.items())
 
 
+@pytest.mark.parametrize("name", ["kept", "recomputed"])
+def test_each_way_back_compiles_in_16_bits(name, way):
+    """With kernels, those that the table of heads names among them."""
+    torch.compiler.reset()
+    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
+    inputs, options = head_inputs(9, 131, 24, torch.float16), {**way(name, torch.float16), "outputs": ("logps",)}
+    results, gradients = results_and_gradients(compiled, inputs, **options)
+    expected, expected_gradients = results_and_gradients(linear_logps, inputs, **options)
+    assert torch.equal(results.logps, expected.logps)
+    assert all(torch.equal(gradient, expected_gradients[leaf]) for leaf, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["kept", "recomputed", "weight alone"])
+def test_a_main_grad_compiles_whole(name, backend, way):
+    torch.compiler.reset()
+    compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend=backend)
+    options = {**way(name, torch.float32), "outputs": ("logps",)}
+    of_eager, of_compiled = torch.ones(131, 24), torch.ones(131, 24)
+    for n in (9, 23):
+        inputs = head_inputs(n, 131, 24)
+        _, expected = results_and_gradients(linear_logps, inputs, main_grad=of_eager, **options)
+        _, gradients = results_and_gradients(compiled, inputs, main_grad=of_compiled, **options)
+        assert gradients["weight"] is None
+        assert all(torch.equal(gradients[leaf], expected[leaf]) for leaf in options["needs"] if leaf != "weight")
+        assert error(of_compiled, of_eager) < 1e-6
+
+
 def test_compiles_with_inductor():
     torch.compiler.reset()
     inputs = head_inputs(9, 11, 5)
