@@ -252,7 +252,7 @@ def _token_logps_fwd_kernel(
 def _token_logps_bwd_kernel(
     grad_ptr,  # [N, V] d loss / d x, or the gradient tile, rows `grad_stride` apart; may be the logits
     grad_logps_ptr,  # [N] float32 or None
-    grad_entropy_ptr,  # [N] float32 or None; without either, the gradient tile is what is asked for
+    grad_entropy_ptr,  # [N] float32 or None; without either, the gradient tile
     logits_ptr,  # [N, V], rows `stride` apart
     targets_ptr,  # [N]
     shift_ptr,  # [N] float32, as the next two: what the forward returned
@@ -363,7 +363,7 @@ def token_logps_fwd(
 def token_logps_bwd(
     grad: Tensor,  # [N, V], the last stride 1: filled; may be the logits
     grad_logps: Tensor | None,  # [N] float32
-    grad_entropy: Tensor | None,  # [N] float32; without either, the gradient tile is made
+    grad_entropy: Tensor | None,  # [N] float32
     logits: Tensor,  # [N, V], the last stride 1
     targets: Tensor,  # [N]
     sums: Sequence[Tensor],  # logps, shift, others, total, each [N]
@@ -372,6 +372,36 @@ def token_logps_bwd(
     temperature: float,
 ) -> None:
     """Writes d loss / d logits."""
+    if grad_logps is None and grad_entropy is None:
+        grad.zero_()
+    else:
+        _launch_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, softcap, logit_scale, temperature)
+
+
+def token_logps_tile(
+    tile: Tensor,  # [N, V], the last stride 1: filled; may be the logits
+    logits: Tensor,  # [N, V], the last stride 1
+    targets: Tensor,  # [N]
+    sums: Sequence[Tensor],  # logps, shift, others, total, each [N]
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> None:
+    """The gradient tile, again."""
+    _launch_bwd(tile, None, None, logits, targets, sums, softcap, logit_scale, temperature)
+
+
+def _launch_bwd(
+    grad: Tensor,
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> None:
     n, vocabulary = logits.shape
     _, shift, others, total = sums
     programs = 1 if grad_entropy is not None else triton.cdiv(vocabulary, BLOCK_V)

@@ -136,7 +136,7 @@ class Head:
         transform: Transform,
     ) -> None:
         self.tiles = Tiles.of(weight, dtype)
-        self.ignored, self.index = split_targets(op, targets, weight.shape[0])
+        self.ignored, self.unknown, self.index = split_targets(op, targets, weight.shape[0])
         self.targets = targets.contiguous()
         self.hidden, self.dtype, self.transform = hidden, dtype, transform
         self.weight = weight.to(dtype)
@@ -208,9 +208,13 @@ class Head:
         product = self._product(h, out=self.scratch(rows, self.dtype))
         of_logps, of_entropy = (None, None) if upstream is None else (x[rows] for x in upstream)
         if self.tiles.kernels:
-            from ..kernels.token_logps import token_logps_bwd
+            from ..kernels.token_logps import token_logps_bwd, token_logps_tile
 
-            token_logps_bwd(tile, of_logps, of_entropy, product, self.targets[rows], of_rows, *self.transform)
+            operands = (product, self.targets[rows], of_rows)
+            if upstream is None:
+                token_logps_tile(tile, *operands, *self.transform)
+            else:
+                token_logps_bwd(tile, of_logps, of_entropy, *operands, *self.transform)
             return tile
         index = self.index[rows]
         for block in self._blocks(product):
@@ -237,7 +241,8 @@ class Head:
 
             return target_logits(hidden.contiguous(), self.weight, self.bias, self.targets[rows], *self.transform)
         x = torch.linalg.vecdot(hidden.to(self.accumulator), self.weight[self.index[rows]].to(self.accumulator))
-        return self.transform.apply_(x if self.bias is None else x + self.bias[self.index[rows]])
+        t = self.transform.apply_(x if self.bias is None else x + self.bias[self.index[rows]])
+        return t.masked_fill_(self.unknown[rows], torch.nan)
 
     def _blocks(self, product: Tensor) -> list[slice]:
         n, vocabulary = product.shape

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..packing import IGNORE_INDEX
 from . import checks
 from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, add_product, empty_gradients, product, shares
-from .logit_rows import Transform, accumulator, cuts, row_scale
+from .logit_rows import Transform, accumulator, cuts, scaled_upstream
 from .results import TokenLogps
 from .token_logps import empty_results, named_results
 
@@ -102,7 +102,7 @@ def _gradients(
             torch.zeros_like(sums[-1]) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
             for grad in (grad_logps, grad_entropy)
         )
-        scale = of_logps * row_scale(sums[-1], transform)  # [N]
+        scale = scaled_upstream(of_logps, sums[-1], transform)  # [N]
         if len(jacobian) and grad_entropy is None:
             torch.mul(jacobian, scale[:, None], out=grad_hidden)
             return [grad_hidden, grad_weight, grad_bias]
@@ -220,8 +220,10 @@ class _LinearLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
-        *inputs, logps, shift, others, total = ctx.saved_tensors
         upstream = (grad_logps, grad_extra[0] if ctx.entropy else None)
+        if upstream == (None, None):
+            return (None,) * 10
+        *inputs, logps, shift, others, total = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         arguments = (*upstream, *inputs, [logps, shift, others, total], *ctx.transform, ctx.compute_dtype)
         if ctx.main_grad is not None and needs[1]:
@@ -273,7 +275,8 @@ def linear_logps(
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.
         weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3 placeholder.
-        targets: [N] int32 or int64 ids below V. Where it is -100 every result and every gradient is exactly zero.
+        targets: [N] int32 or int64 ids below V. Where it is -100 every result and every gradient is exactly zero. Any
+            other id: as in `token_logps`.
         bias: [V] or None.
         softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
         logit_scale: multiplies the logits before the cap.

@@ -117,6 +117,7 @@ def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> 
     """
     column = targets[:, None]
     own = z.gather(1, column)[:, 0]
+    own = torch.where(target_logits.isnan(), target_logits, own)  # of a target outside the vocabulary
     mean = z.mean(-1) if "mean_logits" in statistics else None
     z.scatter_(1, column, -torch.inf)
     peak = z.amax(-1)
@@ -195,7 +196,13 @@ def gradient_tile_again(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor
 
 
 def row_scale(total: Tensor, transform: Transform) -> Tensor:
+    """What makes a row of the gradient tile `d logp / d x`. [n]"""
     return -transform.gain / total
+
+
+def scaled_upstream(upstream: Tensor, total: Tensor, transform: Transform) -> Tensor:
+    """What makes a row of the gradient tile `d loss / d x`: zero if upstream is, even where the total is NaN. [n]"""
+    return torch.where(upstream == 0, 0.0, upstream * row_scale(total, transform))
 
 
 def logit_gradient(
@@ -218,12 +225,14 @@ def logit_gradient(
         tile = torch.sub(z, top[:, None]).clamp_(min=NEVER)  # d
         exponentials = tile.exp()
         mean = tile.mul_(exponentials).sum(-1) / total
-        tile.addcmul_(exponentials, mean[:, None], value=-1).mul_((-transform.gain * grad_entropy / total)[:, None])
+        total = total.masked_fill(sums.total.isnan(), torch.nan)  # of a target outside the vocabulary
+        scale = scaled_upstream(grad_entropy, total, transform)
+        tile.addcmul_(exponentials, mean[:, None], value=-1).mul_(scale[:, None])
         del exponentials
         if slope is not None:
             tile.mul_(slope)
     if grad_logps is not None:
-        scale = grad_logps * row_scale(sums.total, transform)
+        scale = scaled_upstream(grad_logps, sums.total, transform)
         of_logps = gradient_tile_again(z, targets, sums, slope).mul_(scale[:, None])
         tile = of_logps if tile is None else tile.add_(of_logps)
     return torch.zeros_like(z) if tile is None else tile

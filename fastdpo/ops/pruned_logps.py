@@ -20,7 +20,7 @@ from ..packing import IGNORE_INDEX
 from . import checks
 from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, empty_gradients, product, shares
 from .linear_logps import linear_logps
-from .logit_rows import Transform, accumulator, cuts, row_scale
+from .logit_rows import Transform, accumulator, cuts, row_scale, scaled_upstream
 from .results import PrunedLogps
 from .token_logps import empty_results, named_results
 
@@ -73,7 +73,8 @@ def _fwd(
 
 def _choose(tile: Tensor, scale: Tensor, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The words [K] to keep of a gradient tile [n, V], ascending, and how much of each token's row is left out [n]."""
-    mass = torch.mv(tile.t(), scale.to(tile.dtype)).index_fill_(0, targets, torch.inf)  # [V]
+    known = scale.nan_to_num(0.0)  # a target outside the vocabulary has no say in what others keep
+    mass = torch.mv(tile.t(), known.to(tile.dtype)).index_fill_(0, targets, torch.inf)  # [V]
     words = mass.topk(columns, sorted=False).indices.sort().values
     left_out = torch.ones_like(mass).index_fill_(0, words, 0)
     return words, product(tile, left_out[:, None], scale.dtype)[:, 0] * scale
@@ -119,7 +120,8 @@ def _bwd(
     grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = accumulator(compute_dtype)
-        scale = grad_logps.to(wide).masked_fill(targets == IGNORE_INDEX, 0) * row_scale(sums[-1], transform)  # [N]
+        of_logps = grad_logps.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
+        scale = scaled_upstream(of_logps, sums[-1], transform)  # [N]
         if len(jacobian):
             torch.mul(jacobian, scale[:, None], out=grad_hidden)
             return [grad_hidden, grad_weight, grad_bias]
@@ -175,6 +177,8 @@ class _PrunedLogps(torch.autograd.Function):
         if ctx.entropy and grad_extra[0] is not None:
             rule = "entropy must be detached: its gradient needs the whole vocabulary"
             raise NotImplementedError(f"{OP}: {rule}; use linear_logps for one")
+        if grad_logps is None:
+            return (None,) * 10
         *inputs, logps, shift, others, total = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         sums = [logps, shift, others, total]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
+from .devices import is_host
 from .linear_logps import MEMORY_BUDGET, linear_logps
 from .results import SequenceLogps
 from .token_logps import token_logps
@@ -133,7 +134,7 @@ def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Sequen
     )
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
     bounds = cu_seqlens.long()
-    if bounds.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would cost a synchronisation
+    if is_host(bounds.device) and not torch.compiler.is_compiling():  # elsewhere it would cost a synchronisation
         ordered = bounds[0] == 0 and bounds[-1] == targets.numel() and bool((bounds.diff() >= 0).all())
         checks.require(bool(ordered), op, "cu_seqlens", "rise from 0 to {}", bounds.tolist(), targets.numel())
     scored = (targets != IGNORE_INDEX).reshape(-1)

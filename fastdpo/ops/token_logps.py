@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .devices import suits_triton
+from .devices import is_host, suits_triton
 from .logit_rows import BlockSums, RowSums, Transform, accumulator, blocks, conclude, fold, logit_gradient
 from .results import TokenLogps
 
@@ -32,11 +32,11 @@ def _fwd(
 
         return token_logps_fwd(logits, targets, *transform, statistics)
     dtype = accumulator(logits.dtype)
-    ignored, index = split_targets(OP, targets, logits.shape[1])
+    ignored, unknown, index = split_targets(OP, targets, logits.shape[1])
     parts = []
     for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
-        own = z.gather(1, index[rows, None])[:, 0]
+        own = z.gather(1, index[rows, None])[:, 0].masked_fill_(unknown[rows], torch.nan)
         parts.append(fold(z, index[rows], own, statistics)[0])
         del z  # before the next tile is made
     return results_of(parts, logits, ignored, statistics)
@@ -63,7 +63,7 @@ def _write_gradient(
         token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
         return
     dtype = accumulator(logits.dtype)
-    ignored, index = split_targets(OP, targets, logits.shape[1])
+    ignored, _, index = split_targets(OP, targets, logits.shape[1])
     for rows in blocks(len(logits), logits.shape[1], dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         of_logps, of_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
@@ -124,6 +124,8 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
+        if grad_logps is None and (not ctx.entropy or grad_extra[0] is None):
+            return (None,) * 7
         logits, targets, *sums = ctx.saved_tensors
         arguments = (grad_logps, grad_extra[0] if ctx.entropy else None, logits, targets, sums, *ctx.transform)
         if ctx.inplace:
@@ -155,6 +157,8 @@ def token_logps(
     Args:
         logits: [..., V] float16, bfloat16, float32 or float64.
         targets: [...] int32 or int64 ids below V. Where it is -100 every result and the gradient are exactly zero.
+            Any other id raises on a CPU. On other devices, where that check would cost a synchronisation, it makes
+            `logps` and `entropy` of its token NaN, and its gradient too, unless the one from above is zero.
         softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
         logit_scale: multiplies the logits before the cap.
         temperature: divides them after it.
@@ -186,15 +190,20 @@ def _takes_kernels(logits: Tensor) -> bool:
     return suits_triton(logits.device, logits.dtype) and logits.stride(-1) == 1
 
 
-def split_targets(op: str, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Which targets are ignored, and ids that can be gathered with. On a CPU ids outside the vocabulary are refused."""
+def split_targets(op: str, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which targets are ignored, which are outside the vocabulary, and ids to gather with, 0 for both.
+
+    Raises:
+        ValueError: on a CPU, some are outside the vocabulary.
+    """
     ignored = targets == IGNORE_INDEX
     index = targets.long().masked_fill(ignored, 0)
-    if index.device.type == "cpu" and len(index):  # elsewhere the check would cost a synchronisation
+    if is_host(index.device) and len(index):  # elsewhere the check would cost a synchronisation
         low, high = (int(bound) for bound in index.aminmax())
         checks.require(low >= 0, op, "targets", "be -100 or ids below {}", low, vocabulary)
         checks.require(high < vocabulary, op, "targets", "be -100 or ids below {}", high, vocabulary)
-    return ignored, index
+    unknown = (index < 0) | (index >= vocabulary)
+    return ignored, unknown, index.masked_fill(unknown, 0)
 
 
 def empty_results(rows: Tensor, statistics: str) -> list[Tensor]:

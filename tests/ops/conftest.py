@@ -9,6 +9,7 @@ import torch
 
 from fastdpo.ops import logit_rows
 from fastdpo.ops.head_tiles import ALIGNMENT
+from fastdpo.ops.token_logps import split_targets
 
 
 class Trace(NamedTuple):
@@ -34,6 +35,12 @@ def rows_of_a_tile(monkeypatch):
         monkeypatch.setattr(logit_rows, "BLOCK_BYTES", max(1, rows // 3) * bytes_of_a_row)
 
     return set_rows
+
+
+@pytest.fixture
+def unchecked_targets(monkeypatch):
+    """Targets are not compared with the vocabulary on the host, as those of a device are not."""
+    monkeypatch.setitem(split_targets.__globals__, "is_host", lambda device: False)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from heads import LEAVES, OUTPUTS, doubled, head_inputs, results_and_gradients
+from heads import LEAVES, OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
 from special_rows import special_row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -303,6 +303,39 @@ def test_a_main_grad_takes_the_gradient_of_the_weight(name, dtype, way):
     assert others.pop("weight") is None
     assert all(torch.equal(others[leaf], gradients[leaf]) for leaf in others)
     assert error(main_grad - before, gradients["weight"]) < 2 * torch.finfo(dtype).eps + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_each_way_back_of_targets_outside_the_vocabulary(name, differentiate, dtype, way, unchecked_targets):
+    """Where the gradient from above is zero, they add nothing to that of the weight."""
+    inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
+    outside, rest = [2, 20, 36], [i for i in range(37) if i not in (2, 20, 36)]
+    upstream[:, outside] = 0
+    options = {**way(name, dtype), "differentiate": differentiate}
+    options |= {"outputs": ("entropy",)} if "entropy" in differentiate else {"outputs": ("logps",)}
+    inputs["targets"][outside] = 7
+    expected, clean = results_and_gradients(linear_logps, inputs, upstream, **options)
+    inputs["targets"][outside] = torch.tensor([131, -1, 2**32 + 7])
+    results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    assert results.logps[outside].isnan().all()
+    assert torch.equal(results.logps[rest], expected.logps[rest])
+    for leaf, gradient in gradients.items():
+        assert error(gradient, clean[leaf]) < 1e-6
+    upstream[:, 20] = 1
+    _, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
+    assert all(gradient.isnan().any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_no_gradient_from_above_is_none(name, way):
+    inputs, options = head_inputs(37, 131, 24), way(name, torch.float32)
+    needs = options.pop("needs")
+    leaves = {leaf: inputs[leaf].requires_grad_(leaf in needs) for leaf in LEAVES}
+    results = linear_logps(**leaves, targets=inputs["targets"], outputs=("entropy",), **options)
+    Dropped.apply(results.logps, results.entropy).backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 
 
 def test_int32_targets():

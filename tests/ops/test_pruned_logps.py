@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from heads import LEAVES, OUTPUTS, doubled, head_inputs, results_and_gradients
+from heads import LEAVES, OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
 
 from fastdpo.ops import linear_logps, pruned_linear_logps, reference
 from fastdpo.ops.logit_rows import cuts
@@ -189,6 +189,34 @@ def test_names_of_outputs_may_come_from_a_generator(needs):
     names = (name for name in OUTPUTS)
     results, _ = results_and_gradients(pruned, head_inputs(5, 67, 24), needs=needs, outputs=names, columns=30)
     assert all(getattr(results, name) is not None for name in OUTPUTS)
+
+
+@pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
+def test_targets_outside_the_vocabulary_let_nothing_through(name, way, unchecked_targets):
+    """Where the gradient from above is zero."""
+    inputs, upstream = head_inputs(N, V, D), torch.randn(2, N)
+    outside, rest = [2, 20, 36], [i for i in range(N) if i not in (2, 20, 36)]
+    upstream[:, outside] = 0
+    inputs["targets"][outside] = -100
+    options = {**way(name, torch.float32), "outputs": ("logps",)}
+    expected, clean = results_and_gradients(pruned, inputs, upstream, **options)
+    inputs["targets"][outside] = torch.tensor([V, -1, 2**32 + 7])
+    results, gradients = results_and_gradients(pruned, inputs, upstream, **options)
+    assert results.logps[outside].isnan().all()
+    assert torch.equal(results.logps[rest], expected.logps[rest])
+    assert torch.equal(results.dropped[rest], expected.dropped[rest])
+    assert all(error(gradient, clean[leaf]) < 1e-6 for leaf, gradient in gradients.items())
+    upstream[:, 20] = 1
+    _, gradients = results_and_gradients(pruned, inputs, upstream, **options)
+    assert all(gradient.isnan().any() for gradient in gradients.values())
+
+
+def test_no_gradient_from_above_is_none():
+    inputs = head_inputs(N, V, D)
+    leaves = {leaf: inputs[leaf].requires_grad_() for leaf in LEAVES}
+    results = pruned(**leaves, targets=inputs["targets"], columns=COLUMNS)
+    Dropped.apply(results.logps).backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 
 
 def test_a_gradient_of_the_entropy_is_refused():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from heads import Dropped
 from special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 from fastdpo.ops import reference, token_logps
@@ -104,6 +105,36 @@ def test_any_leading_shape():
 def test_only_what_was_asked_for():
     results = token_logps(*logits_and_targets(4, 11), outputs=("is_top1",))
     assert [name for name, value in results._asdict().items() if value is not None] == ["logps", "is_top1"]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_gradient_from_above_is_none(inplace):
+    logits, targets = logits_and_targets(4, 11)
+    leaf = logits.clone().requires_grad_()
+    results = token_logps(leaf.view_as(leaf), targets, outputs=OUTPUTS, inplace_backward=inplace)
+    Dropped.apply(results.logps, results.entropy).backward()
+    assert leaf.grad is None or not leaf.grad.any()
+    rows, *sums = logits, *torch.ops.fastdpo.token_logps_fwd(logits, targets, None, 1.0, 1.0, "")
+    assert not torch.ops.fastdpo.token_logps_bwd(None, None, rows, targets, sums, None, 1.0, 1.0).any()
+
+
+@pytest.mark.parametrize("differentiate", [("logps",), ("entropy",), ("logps", "entropy")], ids=str)
+def test_targets_outside_the_vocabulary_where_a_check_would_wait(differentiate, unchecked_targets):
+    """NaN, but for a gradient that is zero from above."""
+    logits, targets = logits_and_targets(6, 11)
+    upstream = torch.randn(2, 6)
+    expected, clean = results_and_gradient(token_logps, logits, targets, upstream, differentiate)
+    targets[[0, 2]] = torch.tensor([11, -1])
+    upstream[:, 2] = 0
+    results, gradient = results_and_gradient(token_logps, logits, targets, upstream, differentiate)
+    for name in ("logps", "entropy", "log_sum_sq_probs"):
+        assert getattr(results, name)[[0, 2]].isnan().all()
+    assert not results.is_top1[[0, 2]].any()
+    assert gradient[0].isnan().all()
+    assert not gradient[2].any()
+    rest = [1, 3, 4, 5]
+    assert torch.equal(gradient[rest], clean[rest])
+    assert all(torch.equal(value[rest], e[rest]) for value, e in zip(results, expected, strict=True))
 
 
 def test_names_of_outputs_may_come_from_a_generator():

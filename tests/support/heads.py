@@ -32,3 +32,16 @@ def results_and_gradients(
         terms = zip(("logps", "entropy"), upstream, strict=True)
         sum((getattr(results, name) * g).sum() for name, g in terms if name in differentiate).backward()
     return results, {name: leaves[name].grad for name in needs}
+
+
+class Dropped(torch.autograd.Function):
+    """The sum of what an op returns, downstream of which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, *values):
+        ctx.count = len(values)
+        return sum(value.sum() for value in values)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (None,) * ctx.count

@@ -5,6 +5,7 @@ float32 and float16: the interpreter's arithmetic in bfloat16 is not that of any
 
 import pytest
 import torch
+from heads import Dropped
 from special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 from fastdpo.kernels.token_logps import LEVEL
@@ -268,6 +269,31 @@ def test_other_targets_outside_the_vocabulary_make_their_own_rows_nan():
     targets[2:] = torch.tensor([300, -1])
     results, gradient = results_and_gradient(token_logps, logits, targets, torch.randn(2, 4))
     assert results.logps.isnan().tolist() == gradient.isnan().all(1).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("target", [300, -1, 2**32 + 5, -(2**32) + 5])
+@pytest.mark.parametrize("differentiate", [(True, False), (False, True), (True, True)], ids=str)
+def test_targets_outside_the_vocabulary_pass_no_zero_on_as_nan(differentiate, target):
+    logits, targets = logits_and_targets(4, 300)
+    targets[2:] = target
+    upstream = [torch.randn(4) if wanted else None for wanted in differentiate]
+    for g in upstream:
+        if g is not None:
+            g[3] = 0
+    results, gradient = results_and_gradient(token_logps, logits, targets, upstream)
+    assert results.logps.isnan().tolist() == results.entropy.isnan().tolist() == [False, False, True, True]
+    assert not results.is_top1[2:].any()
+    assert gradient[2].isnan().all()
+    assert not gradient[3].any()
+
+
+def test_no_gradient_from_above_is_none():
+    leaf, targets = logits_and_targets(4, 300)
+    results = token_logps(leaf.requires_grad_(), targets, outputs=OUTPUTS)
+    Dropped.apply(results.logps, results.entropy).backward()
+    assert leaf.grad is None or not leaf.grad.any()
+    sums = torch.ops.fastdpo.token_logps_fwd(leaf, targets, None, 1.0, 1.0, "")
+    assert not torch.ops.fastdpo.token_logps_bwd(None, None, leaf, targets, sums, None, 1.0, 1.0).any()
 
 
 def test_what_does_not_suit_the_kernels_goes_to_torch(launches):
