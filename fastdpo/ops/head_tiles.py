@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +120,18 @@ class Tiles(NamedTuple):
         """Memory for a tile of so many tokens. [rows, V]"""
         memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
         return memory[:, : weight.shape[0]]
+
+
+def take_kept(ctx: Any) -> Tensor:
+    """The gradient tiles that the forward of an `autograd.Function` left in `ctx.kept`, for its backward.
+
+    Autograd does not save them, so that hooks on saved tensors do not move them to the host with the activations. They
+    are freed when saved tensors are: by a backward that does not retain the graph.
+    """
+    tiles = ctx.kept
+    if not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()):
+        ctx.kept = None
+    return tiles
 
 
 class Head:

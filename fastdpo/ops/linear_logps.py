@@ -9,7 +9,17 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, add_product, empty_gradients, product, shares
+from .head_tiles import (
+    MEMORY_BUDGET,
+    Head,
+    HeadCall,
+    Tiles,
+    add_product,
+    empty_gradients,
+    product,
+    shares,
+    take_kept,
+)
 from .logit_rows import Transform, accumulator, cuts, scaled_upstream
 from .results import TokenLogps
 from .token_logps import empty_results, named_results
@@ -212,7 +222,8 @@ class _LinearLogps(torch.autograd.Function):
             hidden, weight, bias, targets, *transform, statistics, compute_dtype, keep, form_jacobian
         )
         sums, extra = sums_and_extra[:4], sums_and_extra[4:]
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, jacobian, *sums)
+        ctx.kept = kept
+        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
         ctx.transform, ctx.compute_dtype, ctx.main_grad = transform, compute_dtype, main_grad
         ctx.entropy = "entropy" in statistics
         ctx.mark_non_differentiable(*extra[ctx.entropy :])
@@ -220,12 +231,14 @@ class _LinearLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
+        *inputs, jacobian, logps, shift, others, total = ctx.saved_tensors
+        kept = take_kept(ctx)
         upstream = (grad_logps, grad_extra[0] if ctx.entropy else None)
         if upstream == (None, None):
             return (None,) * 10
-        *inputs, logps, shift, others, total = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-        arguments = (*upstream, *inputs, [logps, shift, others, total], *ctx.transform, ctx.compute_dtype)
+        sums = [logps, shift, others, total]
+        arguments = (*upstream, *inputs, kept, jacobian, sums, *ctx.transform, ctx.compute_dtype)
         if ctx.main_grad is not None and needs[1]:
             needs[1] = False
             grads = _bwd_main_grad(*arguments, needs, ctx.main_grad)
@@ -270,7 +283,8 @@ def linear_logps(
     of at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8 MiB (off the CPU, tiles in
     float32); on CUDA instead one tile of at most 256 MiB or 256 tokens, and nothing else of its size. A copy of a
     weight whose dtype is not the compute dtype, and in float16 on a CPU another in float32. The weight's gradient is
-    summed in `[V, D]` float32.
+    summed in `[V, D]` float32. Kept tiles are not saved tensors of autograd: hooks on those, such as activation
+    offloading and checkpointing install, leave them where they are.
 
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.

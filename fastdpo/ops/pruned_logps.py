@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import checks
-from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, empty_gradients, product, shares
+from .head_tiles import MEMORY_BUDGET, Head, HeadCall, Tiles, empty_gradients, product, shares, take_kept
 from .linear_logps import linear_logps
 from .logit_rows import Transform, accumulator, cuts, row_scale, scaled_upstream
 from .results import PrunedLogps
@@ -167,22 +167,24 @@ class _PrunedLogps(torch.autograd.Function):
             hidden, weight, bias, targets, *transform, statistics, compute_dtype, columns, keep, form_jacobian
         )
         sums, extra = sums_and_extra[:4], sums_and_extra[4:]
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, words, jacobian, *sums)
+        ctx.kept = kept
+        ctx.save_for_backward(hidden, weight, bias, targets, words, jacobian, *sums)
         ctx.transform, ctx.compute_dtype, ctx.entropy = transform, compute_dtype, "entropy" in statistics
         ctx.mark_non_differentiable(dropped, *extra[ctx.entropy :])
         return (sums[0], dropped, *extra)
 
     @staticmethod
     def backward(ctx, grad_logps, _, *grad_extra):
+        *inputs, words, jacobian, logps, shift, others, total = ctx.saved_tensors
+        kept = take_kept(ctx)
         if ctx.entropy and grad_extra[0] is not None:
             rule = "entropy must be detached: its gradient needs the whole vocabulary"
             raise NotImplementedError(f"{OP}: {rule}; use linear_logps for one")
         if grad_logps is None:
             return (None,) * 10
-        *inputs, logps, shift, others, total = ctx.saved_tensors
         needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         sums = [logps, shift, others, total]
-        grads = _bwd(grad_logps, *inputs, sums, *ctx.transform, ctx.compute_dtype, needs)
+        grads = _bwd(grad_logps, *inputs, kept, words, jacobian, sums, *ctx.transform, ctx.compute_dtype, needs)
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *[None] * 7
 
 

@@ -219,6 +219,39 @@ def test_no_gradient_from_above_is_none():
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves.values())
 
 
+@pytest.mark.parametrize("name", ["kept", "some kept"])
+def test_kept_tiles_are_not_saved_as_activations(name, way):
+    """What hooks do with saved tensors, such as move them to the host, is for those that are small."""
+    inputs, options = head_inputs(37, 131, 24), way(name, torch.float32)
+    leaves = {leaf: inputs[leaf].requires_grad_() for leaf in options.pop("needs")}
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x.shape) or x.clone(), lambda x: x):
+        logps = pruned(**leaves, targets=inputs["targets"], **options).logps
+    assert torch.Size([131, 24]) in seen
+    assert all(shape[1:] in ((), (24,)) or shape.numel() <= 5 * COLUMNS for shape in seen)
+    logps.sum().backward()
+    found = {leaf: x.grad for leaf, x in leaves.items()}
+    for x in leaves.values():
+        x.grad = None
+    pruned(**leaves, targets=inputs["targets"], **options).logps.sum().backward()
+    assert all(torch.equal(x.grad, found[leaf]) for leaf, x in leaves.items())
+
+
+def test_kept_tiles_are_freed_by_the_backward(way, trace):
+    inputs, options = head_inputs(37, 131, 24), way("kept", torch.float32)
+    leaves = {leaf: inputs[leaf].requires_grad_() for leaf in options.pop("needs")}
+    tiles = min(37 * COLUMNS * 4, options["memory_budget"])
+    logps, forward = trace(lambda: pruned(**leaves, targets=inputs["targets"], **options).logps)
+    assert forward.left > tiles
+    gradients = sum(x.nbytes for x in leaves.values())
+    _, again = trace(lambda: logps.sum().backward(retain_graph=True))
+    assert again.left >= gradients - 64
+    _, last = trace(lambda: logps.sum().backward())
+    assert last.left <= -tiles
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        logps.sum().backward()
+
+
 def test_a_gradient_of_the_entropy_is_refused():
     inputs = head_inputs(5, V, D)
     with pytest.raises(NotImplementedError, match=r"^pruned_linear_logps: entropy must be detached"):
