@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from . import checks
 from .devices import suits_triton
@@ -129,7 +130,7 @@ def take_kept(ctx: Any) -> Tensor:
     are freed when saved tensors are: by a backward that does not retain the graph.
     """
     tiles = ctx.kept
-    if not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()):
+    if not (torch.compiler.is_compiling() or _retains_graph()):
         ctx.kept = None
     return tiles
 
