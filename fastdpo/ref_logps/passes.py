@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from ..integrations.fused_forward import strict
 from .pairs import Pairs, batches
-from .shards import MISSING, Shards, missing
+from .shards import MISSING, Shards, missing, remove_leftovers, unusable
+
+logger = logging.getLogger("fastdpo")
 
 SECONDS_BETWEEN_SHARDS = 30.0
 """What a killed process loses at most, and one batch."""
@@ -63,25 +70,55 @@ def run(
     With torch.distributed initialised every rank must call this, and calls `score` equally often.
     """
     values = _agreed(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
-    if (values == MISSING).any():
-        with ExitStack() as stack:
-            if shards is not None:
-                values = _agreed(lambda: _read_locked(shards, stack), device)
-            _fill(values, score, pairs, shards, bounds, description)
-            values = _merged(values, device)
-            if shards is not None and _rank_and_world()[0] == 0:
-                shards.merge(values)
+    if not (values == MISSING).any():
+        if shards is not None:
+            shards.clean(values)
+        return _split(values)
+    if shards is not None and off_anywhere(unusable(shards.directory)):
+        shards = None
+    with ending_by_sigterm(), ExitStack() as stack:
+        if shards is not None and not _lock(shards, stack):
+            shards = None
+        if shards is not None:
+            # Read again: the process that held the lock may have stored more values meanwhile.
+            values = torch.maximum(values, _agreed(shards.read, device))
+        failure = _fill(values, score, pairs, shards, bounds, description)
+        values = _merged(values, device)
+        if shards is not None and failure is None and _rank_and_world()[0] == 0:
+            failure = _failure(partial(shards.merge, values))
+    if strict():
+        off_anywhere(failure)
+    return _split(values)
+
+
+def _split(values: Tensor) -> RefLogps:
     return RefLogps(values[:, 0].clone(), values[:, 1].clone())
 
 
-def _read_locked(shards: Shards, stack: ExitStack) -> Tensor:
+def _lock(shards: Shards, stack: ExitStack) -> bool:
+    """Rank 0 takes the lock while the others wait. Returns False, logged, if the file system does not support it.
+
+    All ranks take part in a short collective after each attempt: one that lasted as long as the wait would exceed the
+    time limit of the process group.
+    """
+    held, failure = "held", None
     if _rank_and_world()[0] == 0:
-        stack.enter_context(shards.lock())
-    return shards.read()
+        try:
+            stack.enter_context(shards.lock(lambda: of_all_ranks(held)))
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: not on this file system
+            failure = f"the lock in {shards.directory} failed: {error}"
+        of_all_ranks(failure)
+    else:
+        while (failure := of_all_ranks(None)[0]) == held:
+            continue
+        remove_leftovers(shards.directory)  # on a disk of its own
+    return not off_anywhere(failure)
 
 
-def _fill(values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bounds: Bounds, description: str) -> None:
-    """Computes this rank's part of the missing values."""
+def _fill(
+    values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bounds: Bounds, description: str
+) -> str | None:
+    """Computes this rank's part of the missing values. Returns why they could not be stored, if they could not."""
     rank, world = _rank_and_world()
     sizes = pairs.sizes()
     todo = (values[:, 0] == MISSING).numpy()
@@ -90,11 +127,13 @@ def _fill(values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bou
     todo &= sizes.scored
     plan = batches(todo.nonzero()[0], sizes, *bounds)
     pending: list[int] = empty.tolist() if rank == 0 else []
+    failure: str | None = None
 
     def store() -> None:
-        if shards is not None and pending:
+        nonlocal failure
+        if shards is not None and pending and failure is None:
             rows = torch.tensor(pending)
-            shards.write(rows, values[rows])
+            failure = _failure(partial(shards.write, rows, values[rows]))
         pending.clear()
 
     total, stored = int(sizes.packed[sizes.scored].sum()), int(sizes.packed[sizes.scored & ~todo].sum())
@@ -116,6 +155,66 @@ def _fill(values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bou
                 bar.update(sum(int(sizes.packed[batch].sum()) for batch in plan[step : step + world]))
     finally:
         store()
+    return failure
+
+
+def _failure(write: Callable[[], None]) -> str | None:
+    """The reason why writing failed, which is logged, or None. The run goes on without the cache."""
+    try:
+        write()
+    except (OSError, ValueError) as error:  # ValueError: a stored file can't be read any more
+        reason = f"values can't be stored any more: {error}"
+        if not strict():  # every rank raises it at the end
+            logger.warning("reference log-probabilities: %s", reason)
+        return reason
+    return None
+
+
+def off_anywhere(reason: str | None) -> bool:
+    """Returns whether any rank has a reason to go on without the cache. Logs it once; raises in strict mode.
+
+    Every rank must call this.
+    """
+    from ..integrations.fused_forward import say_off
+
+    reasons = sorted({x for x in of_all_ranks(reason) if x is not None})
+    if reasons and (strict() or _rank_and_world()[0] == 0):
+        say_off(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
+    return bool(reasons)
+
+
+class _Terminated(BaseException):
+    """Raised where SIGTERM arrives, as KeyboardInterrupt is for SIGINT."""
+
+
+@contextmanager
+def ending_by_sigterm() -> Iterator[None]:
+    """On SIGTERM, unwinds the block, so that computed values are stored, and then lets the signal end the process.
+
+    Schedulers send SIGTERM some time before they kill a job. A handler that is already installed is left in place.
+    """
+    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = False
+
+    def unwind(*_: object) -> None:
+        nonlocal received
+        if not received:  # a launcher may repeat the scheduler's signal
+            received = True
+            raise _Terminated
+
+    try:
+        try:
+            signal.signal(signal.SIGTERM, unwind)
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    finally:  # the signal may arrive inside the inner block
+        if received:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _finite(rows: np.ndarray, found: Tensor) -> Tensor:

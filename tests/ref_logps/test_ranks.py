@@ -121,3 +121,35 @@ def test_ranks_must_be_given_the_same(tmp_path, what):
 
     for message in ranks(2, tmp_path / "ranks", work):
         assert "must be the same on every rank" in message
+
+
+def test_a_second_job_waits_longer_than_a_collective_may_last(tmp_path):
+    """It gets the values of the first, and calls the model for none of them."""
+    rows, cache, limit = tokens(60), tmp_path / "cache", 3.0
+
+    def work(_: int):
+        before = fastdpo.calls.copy()
+        logps = slowly(tiny_model(), rows, cache, seconds=0.5)
+        return logps, (fastdpo.calls - before).total()
+
+    jobs, began = {}, time.monotonic()
+    for name in ("first", "second"):
+        directory = tmp_path / name
+        directory.mkdir()
+        jobs[name] = [start(rank_of, rank, 2, directory, work, limit) for rank in range(2)]
+        while not list(cache.rglob("*.safetensors")):
+            time.sleep(0.01)
+    for process in jobs["second"]:
+        process.join(120)
+        assert process.exitcode == 0
+    assert time.monotonic() - began > 2 * limit
+    for process in jobs["first"]:
+        process.join(120)
+        assert process.exitcode == 0
+    (first, calls), (second, none) = (
+        torch.load(tmp_path / name / "rank1.pt", weights_only=False) for name in ("first", "second")
+    )
+    assert torch.equal(first.chosen, second.chosen)
+    assert torch.equal(first.rejected, second.rejected)
+    assert calls > 5
+    assert none == 0

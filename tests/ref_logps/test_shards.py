@@ -1,8 +1,11 @@
 """Files: whole or not there, and nothing of a wrong one is used."""
 
+import errno
 import logging
+import os
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.ref_logps.shards import Shards, _digest
+from fastdpo.ref_logps import shards as shards_module
+from fastdpo.ref_logps.shards import Shards, _digest, remove_leftovers
 
 ROWS = tokens(6)
 
@@ -93,6 +97,19 @@ HOSTILE = {
 }
 
 
+def not_a_file(path, make):
+    path.unlink()
+    make(path)
+
+
+HOSTILE |= {
+    "named pipe": ("be a regular file", lambda path: not_a_file(path, os.mkfifo)),
+    "directory": ("be a regular file", lambda path: not_a_file(path, Path.mkdir)),
+    "broken link": ("be readable", lambda path: not_a_file(path, lambda path: path.symlink_to("nothing"))),
+    "circle of links": ("be readable", lambda path: not_a_file(path, lambda path: path.symlink_to(path.name))),
+}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_wrong_file_is_named_and_not_used(stored, name):
     message, spoil = HOSTILE[name]
@@ -103,7 +120,7 @@ def test_a_wrong_file_is_named_and_not_used(stored, name):
     assert str(stored) in str(error.value)
     assert message in str(error.value)
     assert "Delete it" in str(error.value)
-    stored.unlink()
+    stored.rmdir() if name == "directory" else stored.unlink()
     assert_close(precompute(stored), exact(tiny_model(), ROWS))
     (again,) = stored.parent.glob("*.safetensors")
     assert len(again.read_bytes()) == len(good)
@@ -128,6 +145,66 @@ def test_what_was_torn_while_it_was_written_is_cleaned_up(stored):
     leftover.write_bytes(leftover.read_bytes()[:30])
     assert_close(precompute(stored), exact(tiny_model(), ROWS))
     assert not leftover.exists()
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), OSError(errno.EIO, "broken disk")])
+def test_a_file_that_cannot_be_read_is_named_and_stays(tmp_path, monkeypatch, error):
+    values = -torch.arange(1.0, 13.0).view(6, 2)
+    key = key_in(tmp_path)
+    shards = Shards(tmp_path / key, key, 6)
+    for rows in ([0, 1, 2], [3, 4, 5]):
+        shards.write(torch.tensor(rows), values[rows])
+    unreadable = min(shards.directory.glob("*.safetensors"))
+    read = Path.read_bytes
+
+    def read_bytes(path):
+        if path == unreadable:
+            raise error
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read_bytes)
+        with pytest.raises(ValueError, match="must be readable") as found:
+            ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+        with pytest.raises(ValueError, match="must be readable"), shards.lock():
+            shards.merge(values)
+    assert str(unreadable) in str(found.value)
+    assert len(list(shards.directory.glob("*.safetensors"))) == 2
+    logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert torch.equal(torch.stack(logps, 1), values)
+
+
+def key_in(cache) -> str:
+    """Of `ROWS`."""
+    ref_logps.precompute(tiny_model(), ROWS, cache_dir=cache)
+    (directory,) = cache.iterdir()
+    for path in directory.iterdir():
+        path.unlink()
+    return directory.name
+
+
+def test_a_file_that_is_being_written_stays(stored):
+    """By a rank on another disk, or of a job whose first rank has died."""
+    with shards_module._temporary(stored.parent, b"half") as live:
+        precompute(stored)
+        remove_leftovers(stored.parent)
+        assert live.exists()
+        live.replace(stored.parent / ".dead.tmp")
+    precompute(stored)
+    assert sorted(path.name for path in stored.parent.iterdir()) == sorted([".lock", stored.name])
+
+
+def test_a_finished_cache_is_cleaned_up_if_nobody_else_is_at_it(stored):
+    shards = Shards(stored.parent, stored.parent.name, 6)
+    values = shards.read()
+    shards.write(torch.tensor([4, 2]), values[[4, 2]])
+    (stored.parent / ".dead.tmp").touch()
+    before = set(stored.parent.iterdir())
+    with FileLock(stored.parent / ".lock"):
+        assert torch.equal(torch.stack(precompute(stored), 1), values)
+        assert set(stored.parent.iterdir()) == before
+    assert torch.equal(torch.stack(precompute(stored), 1), values)
+    assert sorted(path.name for path in stored.parent.iterdir()) == sorted([".lock", stored.name])
 
 
 def test_many_files_become_one(tmp_path):

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -84,9 +85,13 @@ def start(target: Callable, *args) -> multiprocessing.Process:
     return process
 
 
-def rank_of(rank: int, world: int, directory: Path, work: Callable[[int], object]) -> None:
-    """What one rank does. Its result, or the message of its ValueError, is left in the directory."""
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+def rank_of(rank: int, world: int, directory: Path, work: Callable[[int], object], seconds: float = 600) -> None:
+    """What one rank does. Its result, or the message of its ValueError, is left in the directory.
+
+    No collective may last longer than `seconds`.
+    """
+    store, limit = f"file://{directory}/store", timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
     try:
         result = work(rank)
     except ValueError as error:

@@ -1,0 +1,146 @@
+"""A cache is optional: a disk that takes nothing ends no run."""
+
+import errno
+import logging
+import os
+
+import pytest
+import torch
+from ref_logps_runs import assert_close, exact, ranks, tokens
+from trl_runs import tiny_model
+
+import fastdpo
+from fastdpo import ref_logps
+from fastdpo.ref_logps import passes, shards
+
+ROWS = tokens(12)
+
+
+def full_disk(monkeypatch, after: int = 0) -> None:
+    """So many files are written, and no more."""
+    sync, left = os.fsync, [after]
+
+    def fsync(file) -> None:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        sync(file)
+
+    monkeypatch.setattr(shards.os, "fsync", fsync)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def below_a_file(tmp_path):
+    """A directory that nobody can make, not even root."""
+    (tmp_path / "file").touch()
+    return tmp_path / "file" / "cache"
+
+
+def test_a_directory_that_cannot_be_made(below_a_file, caplog, monkeypatch):
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=below_a_file)
+    assert_close(found, exact(tiny_model(), ROWS))
+    (warning,) = warnings_of(caplog)
+    assert str(below_a_file) in warning
+    assert os.strerror(errno.ENOTDIR) in warning
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(fastdpo.NotFused, match="not cached"):
+        ref_logps.precompute(tiny_model(), ROWS, cache_dir=below_a_file)
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path, caplog, monkeypatch):
+    full_disk(monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert_close(found, exact(tiny_model(), ROWS))
+    (warning,) = warnings_of(caplog)
+    assert str(tmp_path) in warning
+    assert os.strerror(errno.ENOSPC) in warning
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_disk_that_is_full_in_the_middle(tmp_path, caplog, monkeypatch, strict):
+    """What it took before is still used by the next run."""
+    monkeypatch.setattr(passes, "SECONDS_BETWEEN_SHARDS", 0.0)
+    monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="fastdpo"):
+        full_disk(patch, after=1 + 4)
+        if strict:
+            with pytest.raises(fastdpo.NotFused, match=os.strerror(errno.ENOSPC)):
+                ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path, tokens_per_batch=1)
+        else:
+            found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path, tokens_per_batch=1)
+            assert_close(found, exact(tiny_model(), ROWS))
+            (warning,) = warnings_of(caplog)
+            assert os.strerror(errno.ENOSPC) in warning
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+    assert not list(tmp_path.rglob("*.tmp"))
+    before = fastdpo.calls.copy()
+    ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path, tokens_per_batch=1)
+    assert (fastdpo.calls - before).total() == 12 - 4
+
+
+def test_a_finished_cache_on_a_disk_that_takes_nothing_is_read(tmp_path, caplog, monkeypatch):
+    stored = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    full_disk(monkeypatch)
+    before = fastdpo.calls.copy()
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert torch.equal(found.chosen, stored.chosen)
+    assert not warnings_of(caplog)
+    assert fastdpo.calls == before
+
+
+def test_a_lock_that_does_not_work_here(tmp_path, caplog, monkeypatch):
+    def acquire(self, **_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(shards.FileLock, "acquire", acquire)
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert_close(found, exact(tiny_model(), ROWS))
+    (warning,) = warnings_of(caplog)
+    assert os.strerror(errno.ENOLCK) in warning
+
+
+@pytest.mark.parametrize("when", ["at the start", "in the middle", "at the merge"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
+    """The other goes on, and neither waits for the other."""
+    rank_of_error = 0 if when == "at the merge" else 1
+    after = {"at the start": 0, "in the middle": 2, "at the merge": 1 + 6}[when]
+    monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
+
+    def work(rank: int):
+        passes.SECONDS_BETWEEN_SHARDS = 0.0
+        if rank == rank_of_error:
+            full_disk(pytest.MonkeyPatch(), after)
+        try:
+            return ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path / "cache", tokens_per_batch=1)
+        except fastdpo.NotFused as error:
+            return str(error)
+
+    for found in ranks(2, tmp_path / "ranks", work):
+        if strict:
+            assert os.strerror(errno.ENOSPC) in found
+        else:
+            assert_close(found, exact(tiny_model(), ROWS))
+    stored = len(list(tmp_path.rglob("*.safetensors")))
+    assert stored == {"at the start": 0, "in the middle": 1, "at the merge": 12}[when]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_directory_says_why_it_is_not_usable(tmp_path, below_a_file, monkeypatch):
+    """Also for other memories than that of `precompute`."""
+    assert shards.unusable(tmp_path / "new" / "directory") is None
+    assert list((tmp_path / "new" / "directory").iterdir()) == []
+    assert "Not a directory" in (shards.unusable(below_a_file) or "")
+    assert "File exists" in (shards.unusable(below_a_file.parent) or "")
+    full_disk(monkeypatch)
+    assert os.strerror(errno.ENOSPC) in (shards.unusable(tmp_path) or "")
+    assert shards.files(below_a_file) == []
