@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from . import keys, models, passes
-from .pairs import Pairs
+from .pairs import Pairs, positive
 from .passes import TOKENS_PER_BATCH, RefLogps
 from .shards import Shards
 
@@ -48,9 +49,10 @@ def precompute(
     so that a lack of memory shows at once. A model that can't be packed is run by its own forward, one pair at a time,
     and the reason is logged (`FASTDPO_STRICT=1`: raised). Under autocast it runs under autocast.
 
-    With `cache_dir`, what is computed is stored about every 30 seconds under a hash of all that it depends on: the
-    model's tensors and configuration, its active adapter, the token ids, truncation, ld_alpha and the precision. A
-    process that was killed is continued by the next one. Two that compute the same wait for each other.
+    With `cache_dir`, computed values are stored about every 30 seconds under a hash of everything that they depend on:
+    the model's tensors and configuration, its active adapter, the token ids, truncation, ld_alpha and the
+    precision. A process that was killed is continued by the next one; SIGTERM stores computed values before it ends
+    the process, unless the program handles it. Two processes that compute the same values wait for each other.
 
     With torch.distributed initialised every rank calls it with the same arguments, computes its part and returns all
     of it, whether or not ranks see one another's disks. Not for tensor parallelism.
@@ -76,23 +78,27 @@ def precompute(
         ValueError, TypeError: an argument breaks a rule above; or a stored file is not what it should be: it is named,
             and nothing of it is used. A log-probability is not finite.
         NotImplementedError: parameters that can't be read for the cache's key.
+        NotFused: with `FASTDPO_STRICT=1`, a model can't be packed, or values can't be cached.
     """
-    if ld_alpha is not None and not 0 <= ld_alpha <= 1:
-        raise ValueError(f"precompute: ld_alpha must lie in [0, 1] or be None; got {ld_alpha}")
-    if tokens_per_batch < 1:
-        raise ValueError(f"precompute: tokens_per_batch must be positive; got {tokens_per_batch}")
+    if ld_alpha is not None:
+        if isinstance(ld_alpha, bool) or not isinstance(ld_alpha, Real) or not 0 <= ld_alpha <= 1:
+            raise ValueError(f"precompute: ld_alpha must lie in [0, 1] or be None; got {ld_alpha!r}")
+        ld_alpha = float(ld_alpha)
+    tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
     from ..integrations.fused_forward import is_fused
 
     base = models.base_of(model)
-    pairs = Pairs(dataset, max_length, truncation_mode)
+    pairs = Pairs(dataset, max_length, truncation_mode, models.vocabulary_of(base))
     device = models.device_of(base)
     with models.evaluating(model), models.with_adapter(model, adapter), models.scoring(model, pairs, ld_alpha) as score:
         bounds = passes.Bounds(tokens_per_batch, None if is_fused(base) else 1)
+        options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
+        passes.same_everywhere(pairs.digest, *options, cache_dir is None)
         shards = None
         if cache_dir is not None:
             key = keys.key(pairs, keys.model_digest(base), _precision(device), ld_alpha)
+            passes.same_everywhere(key)
             shards = Shards(Path(cache_dir) / key, key, len(pairs))
-        passes.same_everywhere(pairs.digest, max_length, truncation_mode, ld_alpha, bounds, shards and shards.key)
         return passes.run(score, pairs, shards, bounds, device)
 
 

@@ -39,6 +39,11 @@ def device_of(base: PreTrainedModel) -> torch.device:
     return cast(Tensor, base.get_input_embeddings().weight).device
 
 
+def vocabulary_of(base: PreTrainedModel) -> int | None:
+    """The number of rows of a model's token embedding, or None for an embedding of another kind."""
+    return getattr(base.get_input_embeddings(), "num_embeddings", None)
+
+
 def _peft_model(model: nn.Module) -> PeftModel | None:
     if "peft" not in sys.modules:
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -38,16 +39,21 @@ class Sizes(NamedTuple):
 class Pairs:
     """A data set of tokenized pairs, and how they are truncated. Lengths are kept in memory, ids stay where they are.
 
+    Token ids must not be negative, and must lie below `vocabulary` if it is given.
+
     Attributes:
         lengths: int64 [N, 3], of prompt, chosen and rejected, before truncation.
         digest: of all token ids in their order.
     """
 
     def __init__(
-        self, dataset: Dataset | Sequence[Mapping], max_length: int | None = None, truncation_mode: str = "keep_start"
+        self,
+        dataset: Dataset | Sequence[Mapping],
+        max_length: int | None = None,
+        truncation_mode: str = "keep_start",
+        vocabulary: int | None = None,
     ):
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"precompute: max_length must be positive or None; got {max_length}")
+        max_length = None if max_length is None else positive("max_length", max_length, " or None")
         if truncation_mode not in TRUNCATIONS:
             raise ValueError(
                 f"precompute: truncation_mode must be one of {', '.join(TRUNCATIONS)}; got {truncation_mode!r}"
@@ -58,6 +64,7 @@ class Pairs:
         self.max_length, self.truncation_mode = max_length, truncation_mode
         self._dataset: Any = dataset
         self._arrow = self._dataset.select_columns(list(COLUMNS)) if hasattr(dataset, "select_columns") else None
+        self._vocabulary = vocabulary
         self.lengths, self.digest = self._read()
 
     def __len__(self) -> int:
@@ -108,11 +115,22 @@ class Pairs:
         """Lengths, and a digest of all ids in their order: the same whether they come from Arrow or from a list."""
         digest, lengths = hashlib.sha256(), [np.zeros((0, 3), np.int64)]
         for columns in self._columns():
-            for ids, sizes in columns:
+            first = sum(map(len, lengths))
+            for name, (ids, sizes) in zip(COLUMNS, columns, strict=True):
+                self._check(name, ids, sizes, first)
                 digest.update(sizes.tobytes())
                 digest.update(ids.tobytes())
             lengths.append(np.stack([sizes for _, sizes in columns], 1))
         return np.concatenate(lengths), digest.hexdigest()
+
+    def _check(self, name: str, ids: np.ndarray, sizes: np.ndarray, first: int) -> None:
+        """Raises ValueError for the first id out of range. `first` is the number of the first of these rows."""
+        wrong = ids < 0 if self._vocabulary is None else (ids < 0) | (ids >= self._vocabulary)
+        if wrong.any():
+            place = int(wrong.argmax())
+            row = first + int(np.searchsorted(sizes.cumsum(), place, side="right"))
+            rule = "not be negative" if self._vocabulary is None else f"lie from 0 to {self._vocabulary - 1}"
+            raise ValueError(f"precompute: {name} must {rule}; got {ids[place]} in row {row}")
 
     def _columns(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
         """Of some rows at a time, each column as its ids, one after the other, and its lengths; int64."""
@@ -124,6 +142,17 @@ class Pairs:
             else:
                 rows = self.rows(range(start, stop))
                 yield [_of_lists(name, [row[name] for row in rows]) for name in COLUMNS]
+
+
+def positive(name: str, x: object, others: str = "") -> int:
+    """Returns an argument as an int. Raises ValueError unless it is a positive integer of any type but bool."""
+    try:
+        n = 0 if isinstance(x, bool) else operator.index(cast(SupportsIndex, x))
+    except TypeError:
+        n = 0
+    if n < 1:
+        raise ValueError(f"precompute: {name} must be positive and an integer{others}; got {x!r}")
+    return n
 
 
 def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> list[np.ndarray]:

@@ -208,7 +208,30 @@ def test_columns(tmp_path):
         ref_logps.with_ref_logps(rows[:4], logps)
 
 
+def with_id(column, token):
+    rows = tokens(4)
+    rows[2][column] = [5, token, 6]
+    return rows
+
+
 MISUSES = {
+    "max_length must be positive and an integer or None; got nan": dict(max_length=float("nan")),
+    "max_length must be positive and an integer or None; got 8.0": dict(max_length=8.0),
+    "max_length must be positive and an integer or None; got True": dict(max_length=True),
+    "max_length must be positive and an integer or None; got '8'": dict(max_length="8"),
+    "tokens_per_batch must be positive and an integer; got nan": dict(tokens_per_batch=float("nan")),
+    "tokens_per_batch must be positive and an integer; got 100.0": dict(tokens_per_batch=100.0),
+    "tokens_per_batch must be positive and an integer; got '100'": dict(tokens_per_batch="100"),
+    "tokens_per_batch must be positive and an integer; got True": dict(tokens_per_batch=True),
+    r"ld_alpha must lie in \[0, 1\] or be None; got nan": dict(ld_alpha=float("nan")),
+    r"ld_alpha must lie in \[0, 1\] or be None; got '0.5'": dict(ld_alpha="0.5"),
+    r"ld_alpha must lie in \[0, 1\] or be None; got True": dict(ld_alpha=True),
+    "prompt_ids must lie from 0 to 96; got -1 in row 2": dict(dataset=with_id("prompt_ids", -1)),
+    "chosen_ids must lie from 0 to 96; got -100 in row 2": dict(dataset=with_id("chosen_ids", -100)),
+    "rejected_ids must lie from 0 to 96; got 97 in row 2": dict(dataset=with_id("rejected_ids", 97)),
+    "chosen_ids must lie from 0 to 96; got 1000 in row 2": dict(
+        dataset=Dataset.from_list(with_id("chosen_ids", 1000)), max_length=1
+    ),
     "max_length must be positive": dict(max_length=0),
     "truncation_mode must be one of": dict(truncation_mode="keep_middle"),
     "ld_alpha must lie": dict(ld_alpha=1.5),
