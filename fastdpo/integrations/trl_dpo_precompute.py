@@ -70,16 +70,20 @@ def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int
     model = reference_of(trainer)
     accelerator = trainer.accelerator
     collator = cast(DataCollatorForPreference, trainer.data_collator)
-    rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode)
-    precision = f"accelerate {accelerator.mixed_precision}"
-    key = keys.key(rows, _model_digest(trainer), precision, trainer.ld_alpha)
-    directory = _cache_directory(dataset)
+    vocabulary = models.vocabulary_of(models.base_of(model))
+    rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
     # Padded, the model is given as many pairs as TRL would give it.
     bounds = passes.Bounds(
         pairs=cast("DPOConfig", trainer.args).precompute_ref_batch_size if is_fused(model) else batch_size
     )
-
-    passes.same_everywhere(key, bounds, directory is None)
+    directory = _cache_directory(dataset)
+    passes.same_everywhere(rows.digest, bounds, directory is None)
+    digest = None if directory is None else _model_digest(trainer)
+    stored = None
+    if directory is not None and digest is not None:
+        key = keys.key(rows, digest, f"accelerate {accelerator.mixed_precision}", trainer.ld_alpha)
+        passes.same_everywhere(key)
+        stored = shards.Shards(directory / key, key, len(rows))
 
     def score(examples):
         batch = send_to_device(collator(examples), accelerator.device)
@@ -89,7 +93,7 @@ def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int
         logps = passes.run(
             score,
             rows,
-            None if directory is None else shards.Shards(directory / key, key, len(rows)),
+            stored,
             bounds,
             accelerator.device,
             f"Computing reference log probs for {name} dataset",
@@ -118,15 +122,20 @@ def _adapters(trainer: DPOTrainer) -> dict | None:
     return getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None
 
 
-def _model_digest(trainer: DPOTrainer) -> str:
-    """Of the reference, without the policy's adapter. Of a whole model TRL has hashed the tensors already."""
-    from ..ref_logps import keys, models
+def _model_digest(trainer: DPOTrainer) -> str | None:
+    """Hash of the reference, without the policy's adapter. None, with a logged reason, if it can't be cached."""
+    from ..ref_logps import keys, models, passes
 
-    base = models.base_of(reference_of(trainer))
-    if _adapters(trainer) is None:
-        return f"{trainer._precompute_model_hash} {keys.config_digest(base.config)}"
+    model = reference_of(trainer)
+    digest, reason = None, None
     with as_reference(trainer):
-        return keys.model_digest(base)
+        if passes.off_anywhere(keys.uncacheable(model)):
+            return None
+        try:
+            digest = keys.model_digest(models.base_of(model))
+        except NotImplementedError as error:
+            reason = str(error)
+    return None if passes.off_anywhere(reason) else digest
 
 
 def _cache_directory(dataset: Dataset) -> Path | None:

@@ -50,9 +50,12 @@ def precompute(
     and the reason is logged (`FASTDPO_STRICT=1`: raised). Under autocast it runs under autocast.
 
     With `cache_dir`, computed values are stored about every 30 seconds under a hash of everything that they depend on:
-    the model's tensors and configuration, its active adapter, the token ids, truncation, ld_alpha and the
+    the model's modules, tensors and configuration, its active adapter, the token ids, truncation, ld_alpha and the
     precision. A process that was killed is continued by the next one; SIGTERM stores computed values before it ends
     the process, unless the program handles it. Two processes that compute the same values wait for each other.
+
+    Values are not cached, and one warning says why, if the directory is not writable, or if the model runs hooks,
+    forwards or other functions that don't come from an installed package: the hash can't tell them apart.
 
     With torch.distributed initialised every rank calls it with the same arguments, computes its part and returns all
     of it, whether or not ranks see one another's disks. Not for tensor parallelism.
@@ -95,7 +98,7 @@ def precompute(
         options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
         passes.same_everywhere(pairs.digest, *options, cache_dir is None)
         shards = None
-        if cache_dir is not None:
+        if cache_dir is not None and not passes.off_anywhere(keys.uncacheable(model)):
             key = keys.key(pairs, keys.model_digest(base), _precision(device), ld_alpha)
             passes.same_everywhere(key)
             shards = Shards(Path(cache_dir) / key, key, len(pairs))

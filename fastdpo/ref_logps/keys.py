@@ -5,21 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+
+from .adapters import active_adapters, active_parameters
+from .module_state import ModuleStates, NotCacheable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from .pairs import Pairs
 
-VERSION = "fastdpo.ref_logps/1"
+__all__ = ["NotCacheable", "active_parameters", "config_digest", "key", "model_digest", "tensor_digest", "uncacheable"]
+
+VERSION = "fastdpo.ref_logps/2"
 """Changes with whatever changes the numbers that the same model gives for the same tokens, or how they are stored."""
 
 NOT_NUMBERS = {
@@ -28,11 +32,6 @@ NOT_NUMBERS = {
     *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "router_aux_loss_coef"),
 }
 """Entries of a model's configuration that its hidden states and logits don't depend on."""
-
-NOT_NUMBERS_OF_ADAPTERS = {
-    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
-    *("init_lora_weights", "lora_dropout"),
-}
 
 
 def key(pairs: Pairs, model: str, precision: str, ld_alpha: float | None) -> str:
@@ -55,28 +54,48 @@ def config_digest(config: PretrainedConfig) -> str:
 
 
 def model_digest(model: PreTrainedModel) -> str:
-    """Of a model as it would run now: its configuration, its tensors, and the adapters that are active.
+    """Hash of a model as it would run now: its configuration, `ModuleStates`, and its active adapters.
 
     A model with its adapters switched off has the digest of the model that they were put on. Parameters of FSDP2 are
     gathered one at a time: then every rank must call this.
 
     Raises:
+        NotCacheable: the model runs functions that can't be identified.
         NotImplementedError: the values of a tensor can't be read.
     """
-    inactive = _InactiveAdapters(model)
-    state = [(_unwrapped(name), x) for name, x in model.state_dict().items() if isinstance(x, Tensor)]
-    state = sorted((item for item in state if item[0] not in inactive), key=lambda item: item[0])
-    sharded = any(isinstance(x, DTensor) for _, x in state)
+    states = ModuleStates(model)
+    tensors = sorted(states.tensors.items())
+    different = list({id(x): (name, x) for name, x in reversed(tensors)}.values())[::-1]
+    sharded = any(isinstance(x, DTensor) for _, x in different)
     with ThreadPoolExecutor(1 if sharded else min(8, os.cpu_count() or 1)) as pool:
-        of_tensors = list((map if sharded else pool.map)(lambda item: [item[0], tensor_digest(*item)], state))
-    whole = [config_digest(model.config), of_tensors, _active_adapters(model)]
+        digests = list((map if sharded else pool.map)(lambda item: tensor_digest(*item), different))
+    of_id = {id(x): digest for (_, x), digest in zip(different, digests, strict=True)}
+    of_tensors = [[name, of_id[id(x)]] for name, x in tensors]
+    entries = sorted(map(_json, states.entries))
+    whole = [config_digest(model.config), of_tensors, entries, active_adapters(model)]
     return hashlib.sha256(_json(whole).encode()).hexdigest()
 
 
-def active_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those of the model as it would run now: without those of adapters that are off."""
-    inactive = _InactiveAdapters(model)
-    return [x for name, x in model.named_parameters() if _unwrapped(name) not in inactive]
+def uncacheable(model: nn.Module) -> str | None:
+    """Returns why values of a model can't be cached, or None if they can. Runs no collective.
+
+    `model` may be wrapped by PEFT, DDP or FSDP2: hooks of the wrappers count as well.
+    """
+    from .models import base_of
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "FSDP version 1 flattens the parameters of the model"
+    base = base_of(model)
+    inside = set(base.modules())
+    try:
+        states = ModuleStates(base)
+        known = len(states.entries)
+        for name, module in model.named_modules():
+            if module not in inside:  # a wrapper of the model
+                states.runs(name, module)
+    except NotCacheable as error:
+        return str(error)
+    return None if len(states.entries) == known else f"a wrapper of the model runs {states.entries[-1]}"
 
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
@@ -92,56 +111,6 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _unwrapped(name: str) -> str:
-    """The name that a parameter had before PEFT wrapped its module."""
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
-
-
-def _adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    if "peft" not in sys.modules:
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    for name, module in model.named_modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            yield _unwrapped(name), module
-
-
-def _active(module) -> set[str]:
-    return set() if module.disable_adapters else set(module.active_adapters)
-
-
-class _InactiveAdapters:
-    """Names of tensors that belong to an adapter which is not active: `module.container.adapter...`."""
-
-    def __init__(self, model: nn.Module):
-        self.modules: dict[str, tuple[set[str], set[str]]] = {}
-        for name, module in _adapter_modules(model):
-            containers = (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
-            self.modules[name] = ({container.split(".")[0] for container in containers}, _active(module))
-
-    def __contains__(self, name: str) -> bool:
-        parts = name.split(".")
-        for i in range(len(parts) - 2, 0, -1):
-            containers, active = self.modules.get(".".join(parts[:i]), (set(), set()))
-            if parts[i] in containers:
-                return parts[i + 1] not in active
-        return False
-
-
-def _active_adapters(model: nn.Module) -> dict[str, object]:
-    """Name to configuration."""
-    active: set[str] = set().union(*(_active(module) for _, module in _adapter_modules(model)))
-    configs = [vars(module).get("peft_config") or {} for module in model.modules()]
-    return {
-        name: {entry: x for entry, x in config.to_dict().items() if entry not in NOT_NUMBERS_OF_ADAPTERS}
-        for each in configs
-        for name, config in each.items()
-        if name in active
-    }
 
 
 def _json(x: object) -> str:

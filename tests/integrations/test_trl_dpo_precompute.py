@@ -115,6 +115,50 @@ def test_values_of_other_options_are_not_taken(data, tmp_path):
         assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
 
 
+def with_frequencies(model):
+    """Not in the state_dict, and not in the configuration."""
+    model.model.rotary_emb.inv_freq *= 2
+    return model
+
+
+def with_scaling(model):
+    model.model.layers[1].self_attn.scaling = 1.0
+    return model
+
+
+def with_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+@pytest.mark.parametrize("changed", [with_frequencies, with_scaling, with_hook])
+def test_values_of_a_model_with_the_same_weights_are_not_taken(changed, data, tmp_path, caplog):
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=changed(tiny_model(seed=1)))
+    with fastdpo.patched():
+        plain, _ = trainer_on(data, tmp_path)
+        with caplog.at_level(logging.WARNING, logger="fastdpo"):
+            first, calls = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))
+        again = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))[1]
+    hooked = changed is with_hook
+    assert (calls, again) == (1, 1 if hooked else 0)
+    assert ("not cached" in caplog.text) == hooked
+    torch.testing.assert_close(values(first), values(stock), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(values(first), values(plain))
+
+
+def test_a_cache_that_cannot_be_written_ends_no_training(tmp_path, caplog, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    rows = Dataset.from_list(pairs(16))
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path)
+    with fastdpo.patched(), caplog.at_level(logging.WARNING, logger="fastdpo"):
+        patched, calls = trainer_on(rows, tmp_path)
+    assert calls == 1
+    (warning,) = (record.message for record in caplog.records if "not cached" in record.message)
+    assert str(tmp_path / "file" / "datasets") in warning
+    torch.testing.assert_close(values(patched), values(stock), rtol=1e-5, atol=1e-6)
+
+
 def test_a_new_adapter_has_the_values_of_its_base(data, tmp_path):
     found = []
     with fastdpo.patched():

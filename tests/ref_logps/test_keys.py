@@ -1,15 +1,25 @@
 """The key changes with whatever the numbers depend on, and with nothing else."""
 
 import copy
+import importlib
+import sys
+from functools import partial, wraps
+from types import MethodType
 
 import pytest
 import torch
+from accelerate import Accelerator, dispatch_model
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from ref_logps_runs import tokens
 from transformers import AutoModelForCausalLM
-from trl_runs import tiny_model
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
+from trl import DPOTrainer
+from trl.trainer.utils import disable_dropout_in_model
+from trl_runs import config, dataset, tiny_model, tokenizer
 
+import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import keys, models
 from fastdpo.ref_logps.pairs import Pairs
@@ -61,7 +71,39 @@ def transposed(model):
     return model
 
 
+def with_attribute(path, value):
+    model = tiny_model()
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, value)
+    return model
+
+
+def with_frequencies(factor):
+    """Not in the state_dict."""
+    model = tiny_model()
+    model.model.rotary_emb.inv_freq *= factor
+    return model
+
+
+def with_class(kind):
+    model = tiny_model()
+    model.model.norm.__class__ = kind
+    return model
+
+
 OTHER = {
+    "rotary frequencies": lambda: dict(model=with_frequencies(2)),
+    "attention's scaling": lambda: dict(model=with_attribute("model.layers.1.self_attn.scaling", 0.5)),
+    "rotary scaling": lambda: dict(model=with_attribute("model.rotary_emb.attention_scaling", 1.5)),
+    "norm's class": lambda: dict(model=with_class(MistralRMSNorm)),
+    "norm's epsilon by attribute": lambda: dict(model=with_attribute("model.norm.variance_epsilon", 1e-2)),
+    "activation": lambda: dict(model=with_attribute("model.layers.0.mlp.act_fn", torch.nn.GELU())),
+    "activation's option": lambda: dict(model=with_attribute("model.layers.0.mlp.act_fn", torch.nn.GELU("tanh"))),
+    "function of a library": lambda: dict(model=with_attribute("model.layers.0.mlp.forward", torch.nn.functional.silu)),
+    "another one": lambda: dict(model=with_attribute("model.layers.0.mlp.forward", torch.nn.functional.gelu)),
+    "its options": lambda: dict(
+        model=with_attribute("model.layers.0.mlp.forward", partial(torch.nn.functional.gelu, approximate="tanh"))
+    ),
     "weight": lambda: dict(model=one_weight(tiny_model())),
     "swapped weights": lambda: dict(model=two_swapped(tiny_model())),
     "transposed weight": lambda: dict(model=transposed(tiny_model())),
@@ -108,7 +150,34 @@ def configured(model):
     return model.train().requires_grad_(False)
 
 
+def hooked(model):
+    """What trainers install: none of it changes a number."""
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.add_model_tags(["trl", "dpo"])
+    disable_dropout_in_model(model)
+    return dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def prepared(model):
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+
+
+def after_a_trainer(directory):
+    with fastdpo.patched():
+        model = tiny_model()
+        args = config(directory / "trainer", gradient_checkpointing=True, max_steps=1, learning_rate=0.0)
+        trainer = DPOTrainer(
+            model, tiny_model(), args, train_dataset=dataset(4, directory / "data"), processing_class=tokenizer()
+        )
+        trainer.train()
+    return model
+
+
 SAME = {
+    "hooks of trainers": lambda _: dict(model=hooked(tiny_model())),
+    "prepared by accelerate": lambda _: dict(model=prepared(tiny_model())),
+    "after a trainer": lambda directory: dict(model=after_a_trainer(directory)),
     "again": lambda _: {},
     "a copy": lambda _: dict(model=copy.deepcopy(tiny_model())),
     "from disk": lambda directory: dict(model=reloaded(directory)),
@@ -142,6 +211,169 @@ def adapters(seed=0, alpha=8, ref_alpha=8, ref_seed=1):
     torch.manual_seed(ref_seed)
     model.add_adapter("ref", LoraConfig(**LORA, lora_alpha=ref_alpha))
     return model
+
+
+def doubled(module, args, output):
+    return output * 2
+
+
+def doubled_after(method):
+    @wraps(method)  # it has the method's name
+    def forward(self, *args, **kwargs):
+        return 2 * method(self, *args, **kwargs)
+
+    return forward
+
+
+class Doubled:
+    def __call__(self, x):
+        return 2 * torch.nn.functional.silu(x)
+
+
+def with_hook(model):
+    model.model.norm.register_forward_hook(doubled)
+    return model
+
+
+def with_pre_hook(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    return model
+
+
+def with_forward(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = MethodType(doubled_after(type(mlp).forward), mlp)
+    return model
+
+
+def with_forward_under_accelerate(model):
+    return hooked(with_forward(model))
+
+
+def with_partial(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = partial(doubled_after(type(mlp).forward), mlp)
+    return model
+
+
+def with_function(model):
+    del model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = lambda x: 2 * torch.nn.functional.silu(x)
+    return model
+
+
+def with_object(model):
+    del model.model.layers[0].mlp.act_fn
+    model.model.layers[0].mlp.act_fn = Doubled()
+    return model
+
+
+def with_hook_on_an_adapter(model):
+    model = get_peft_model(model, LoraConfig(**LORA))
+    model.get_base_model().model.layers[0].self_attn.v_proj.register_forward_hook(doubled)
+    return model
+
+
+class Wrapper(torch.nn.Module):
+    """Named like PEFT's."""
+
+    def __init__(self, base_layer, factor):
+        super().__init__()
+        self.base_layer, self.factor = base_layer, factor
+
+    def forward(self, x):
+        return self.factor * self.base_layer(x)
+
+
+def test_a_wrapper_of_other_origin_counts():
+    def wrapped(factor):
+        model = tiny_model()
+        model.model.layers[0].mlp.up_proj = Wrapper(model.model.layers[0].mlp.up_proj, factor)
+        return keys.model_digest(model)
+
+    assert len({wrapped(1), wrapped(2), keys.model_digest(tiny_model())}) == 3
+    compiled = tiny_model()
+    compiled.model.layers[0].mlp = torch.compile(compiled.model.layers[0].mlp)
+    compiled.model.norm.compile()
+    assert keys.model_digest(compiled) == keys.model_digest(tiny_model())
+
+
+def test_a_hook_around_the_model():
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    assert keys.uncacheable(model) is None
+    model.register_forward_hook(doubled)
+    assert "runs doubled" in (keys.uncacheable(model) or "")
+
+
+UNKNOWN = [
+    with_hook_on_an_adapter,
+    *(with_hook, with_pre_hook, with_forward, with_forward_under_accelerate),
+    *(with_partial, with_function, with_object),
+]
+
+
+@pytest.mark.parametrize("changed", UNKNOWN)
+def test_a_model_with_functions_of_other_origin_is_not_cached(changed, tmp_path, caplog, monkeypatch):
+    """Nothing tells such a function from another one: it could read any variable."""
+    plain = ref_logps.precompute(tiny_model(), tokens(4), cache_dir=tmp_path)
+    expected = ref_logps.precompute(changed(tiny_model()), tokens(4))
+    assert not torch.equal(expected.chosen, plain.chosen)
+    before = set(tmp_path.rglob("*"))
+    with caplog.at_level("WARNING", logger="fastdpo"):
+        found = ref_logps.precompute(changed(tiny_model()), tokens(4), cache_dir=tmp_path)
+    assert torch.equal(found.chosen, expected.chosen)
+    assert set(tmp_path.rglob("*")) == before
+    (warning,) = (record.message for record in caplog.records if "not cached" in record.message)
+    assert "test_keys.py" in warning or "Doubled" in warning
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(fastdpo.NotFused, match="not cached"):
+        ref_logps.precompute(changed(tiny_model()), tokens(4), cache_dir=tmp_path)
+
+
+def test_a_forward_that_a_class_was_given(tmp_path, monkeypatch):
+    plain = keys.model_digest(tiny_model())
+    monkeypatch.setattr(LlamaMLP, "forward", doubled_after(LlamaMLP.forward))
+    assert "model.layers.0.mlp runs doubled_after" in (keys.uncacheable(tiny_model()) or "")
+    monkeypatch.undo()
+    monkeypatch.setattr(LlamaMLP, "forward", MistralMLP.forward)
+    assert keys.model_digest(tiny_model()) != plain
+
+
+def test_a_hook_of_all_modules():
+    handle = torch.nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        assert "every module runs doubled" in (keys.uncacheable(tiny_model()) or "")
+    finally:
+        handle.remove()
+    assert keys.uncacheable(tiny_model()) is None
+
+
+def test_a_class_of_a_script_is_known_by_its_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file, found = tmp_path / "own_norm.py", set()
+    for factor in (1, 2, 1):
+        file.write_text(
+            "import torch\n\nclass Norm(torch.nn.Identity):\n"
+            f"    def forward(self, x):\n        return {factor} * super().forward(x)\n"
+        )
+        sys.modules.pop("own_norm", None)
+        importlib.invalidate_caches()
+        model = with_attribute("model.norm", importlib.import_module("own_norm").Norm())
+        found.add(keys.model_digest(model))
+    assert len(found) == 2
+
+    space: dict = {"__name__": "notebook"}
+    exec(file.read_text(), space)
+    assert "Norm, which no file defines" in (keys.uncacheable(with_attribute("model.norm", space["Norm"]())) or "")
+
+
+def test_an_adapter_that_is_merged_and_off():
+    """Its forward takes the adapter out of the weights: it is not the model that has them."""
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    model.merge_adapter()
+    with models.with_adapter(model, None):
+        found = keys.model_digest(model.get_base_model())
+    assert found != keys.model_digest(model.merge_and_unload())
 
 
 def test_of_adapters_only_the_active_one_counts():

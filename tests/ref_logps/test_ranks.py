@@ -8,12 +8,13 @@ import pytest
 import torch
 from ref_logps_runs import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import ref_logps
+from fastdpo.ref_logps import keys
 from fastdpo.ref_logps.shards import MISSING, Shards
 
 
@@ -153,3 +154,20 @@ def test_a_second_job_waits_longer_than_a_collective_may_last(tmp_path):
     assert torch.equal(first.rejected, second.rejected)
     assert calls > 5
     assert none == 0
+
+
+def test_sharding_keeps_the_key_and_its_precision_changes_it(tmp_path):
+    def work(_: int):
+        found = []
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+            model = tiny_model()
+            mesh = init_device_mesh("cpu", (2,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            found.append(keys.model_digest(model))
+        return found
+
+    for same, other in ranks(2, tmp_path, work):
+        assert same == keys.model_digest(tiny_model())
+        assert other != same
