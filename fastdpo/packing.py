@@ -107,7 +107,8 @@ def pack(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        NotPackable: a mask has holes, a label is scored by a padding position, or no token is real.
+        NotPackable: a mask has holes or values that say nothing of padding, a label is scored by a padding position, or
+            no token is real.
     """
     for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
         if tensor.shape != input_ids.shape:
@@ -132,7 +133,7 @@ def pack(
     device = input_ids.device
     ids, real, targets = _to_host(input_ids, _real(attention_mask), labels if shifted else labels[:, 1:])
     if real.dtype != torch.bool and (real > 1).any():
-        raise ValueError("pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value")
+        raise NotPackable("pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value")
     real = real.bool()
     scored = targets != IGNORE_INDEX  # [R, W]
     target = targets[scored]  # [M]
@@ -216,6 +217,7 @@ def padded(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shifted: b
         output_source=torch.arange(len(output_index), device=device),
         output_shape=(n_rows, targets.shape[1]),
         multiplicity=(attention_mask != 0).flatten().long(),
+        padded_shape=(n_rows, length),
     )
 
 

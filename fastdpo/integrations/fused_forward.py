@@ -403,7 +403,7 @@ def _why_not_this_call(model: PreTrainedModel, args: tuple, kwargs: dict) -> str
     ]
     if extra:
         return f"argument {', '.join(extra)} is not supported yet"
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.is_floating_point():
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         return f"the attention mask does not say of each token whether it is padding: it is {kind}"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
@@ -499,7 +499,7 @@ def _layout(model: PreTrainedModel, wrapper: _Wrapper, kwargs: dict) -> Layout:
 
 def _pack(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, share: bool, options: dict) -> Layout:
     rows = len(input_ids)
-    groups = torch.arange(rows) % (rows // 2) if share and rows and rows % 2 == 0 else None
+    groups = torch.arange(rows, device="cpu") % (rows // 2) if share and rows and rows % 2 == 0 else None
     return packing.pack(input_ids, attention_mask, labels, groups=groups, **options)
 
 

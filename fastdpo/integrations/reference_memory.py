@@ -123,14 +123,35 @@ class Memory:
         self._read()
 
     def _read(self) -> None:
-        if self._directory is not None:
+        """Takes what the directory has under the key. Goes on in RAM without a key, or where nothing can be written."""
+        from ..ref_logps import shards
+
+        if self._directory is None:
+            return
+        try:
             self._key = self._make_key()
-            self._values = _read(self._directory / self._key, self._key)
+        except NotImplementedError as error:
+            self._keep_in_ram(str(error))
+            return
+        directory = self._directory / self._key
+        self._values = _read(directory, self._key)
+        reason = shards.unusable(directory)
+        if reason is None:
+            shards.remove_leftovers(directory)
+        else:
+            self._keep_in_ram(reason)
 
     def _write(self) -> None:
         if self._directory is not None and self._new:
-            _write(self._directory / self._key, self._key, self._new)
+            try:
+                _write(self._directory / self._key, self._key, self._new)
+            except OSError as error:
+                self._keep_in_ram(f"a file can't be written: {error}")
         self._new = {}
+
+    def _keep_in_ram(self, reason: str) -> None:
+        self._directory = None
+        logger.warning("%s: reference_memory is kept in RAM, not on disk: %s", self._integration, reason)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """The reference memory of TRL's DPOTrainer: the same training with the reference run once for each pair."""
 
+import errno
 import logging
+import os
 import re
 
 import pytest
@@ -137,6 +139,51 @@ def test_a_file_that_is_torn_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=re.escape(f"{path} must be a whole safetensors file")):
         remembering(tmp_path / "2", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
+
+
+def under_a_file(directory, monkeypatch):
+    directory.write_text("a file")
+
+
+def on_a_full_disk(directory, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def full_after_the_start(directory, monkeypatch):
+    """The disk takes the file that is written to try it, and no other."""
+    stock, written = os.fsync, []
+
+    def fsync(descriptor):
+        written.append(descriptor)
+        if len(written) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        stock(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("break_it", [under_a_file, on_a_full_disk, full_after_the_start])
+def test_a_directory_that_takes_nothing_ends_no_training(tmp_path, caplog, monkeypatch, break_it):
+    stock = train(tmp_path / "stock", **MODELS["full"](), **EPOCHS)
+    break_it(tmp_path / "memory", monkeypatch)
+    patched = remembering(tmp_path / "patched", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
+    assert_same(stock, patched)
+    assert patched.calls["reference", "remembered"] == 4
+    said = [record.message for record in caplog.records if "reference_memory" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("trl.DPOTrainer: reference_memory is kept in RAM, not on disk: ")
+
+
+def test_a_model_with_functions_of_unknown_origin_is_remembered_in_ram(tmp_path, caplog):
+    reference = tiny_model(seed=1)
+    reference.model.norm.register_forward_hook(lambda module, args, output: output * 1.1)
+    run = remembering(tmp_path / "1", tiny_model(), reference, memory=tmp_path / "memory", **EPOCHS)
+    assert run.calls["reference", "remembered"] == 4
+    assert "reference_memory is kept in RAM, not on disk: " in caplog.text
+    assert not list(tmp_path.glob("memory/**/*.safetensors"))
 
 
 def adapter_on(model, **options) -> dict:
