@@ -630,6 +630,14 @@ BLOCK = V * 4  # the passes over it are made a row at a time
 SMALL = N * (8 * D + 64) * 4  # a few tensors of hidden states, results and sums
 
 
+def scratch_of_products(dtype: torch.dtype, trace) -> int:
+    """Bytes that the library of matrix products allocates for itself here, for those of a frozen head's tile."""
+    hidden, weight, tile = (torch.ones(shape, dtype=dtype) for shape in ((ROWS, D), (V, D), (ROWS, V)))
+    forward, back = torch.empty_like(tile), torch.empty_like(hidden)
+    products = (lambda: torch.mm(hidden, weight.t(), out=forward)), (lambda: torch.mm(tile, weight, out=back))
+    return max(trace(product)[1].largest for product in products)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("option", ["plain", "softcap"])
 @pytest.mark.parametrize("outputs", [("logps",), OUTPUTS], ids=["logps", "everything"])
@@ -654,7 +662,7 @@ def test_memory_is_tiles_and_the_budget(needs, budget_rows, kept_rows, outputs, 
     results, forward = trace(lambda: linear_logps(**inputs, outputs=outputs, memory_budget=budget, **OPTIONS[option]))
     assert kept <= forward.left <= kept + SMALL
     assert forward.peak <= kept + tiles + SMALL
-    assert forward.largest <= max(kept, TILE * dtype.itemsize // 4)
+    assert forward.largest <= max(kept, TILE * dtype.itemsize // 4, scratch_of_products(dtype, trace))
 
     loss = results.logps.sum() + (0 if results.entropy is None else results.entropy.sum())
     weights = V * D * (4 + dtype.itemsize) if "weight" in needs else 0  # the float32 sum, and what becomes of it
