@@ -488,3 +488,22 @@ def test_negative_labels_are_refused():
     labels = torch.tensor([[-100, 4, -1, 6], [-100, 4, -1, 7]])
     with pytest.raises(ValueError, match=r"pack: labels must be -100 or ids of tokens; got -1"):
         pack_pairs(ids, torch.ones_like(ids), labels)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_padded_layout_scores_what_is_labelled_where_it_stands(shifted):
+    ids = torch.randint(1, 50, (4, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 2], mask[2, 5:], mask[3, :3] = 0, 0, 0  # a hole, and padding on either side
+    labels = torch.where(torch.rand(4, 7) < 0.5, ids, -100)
+    labels[1] = -100
+    layout = packing.padded(ids, mask, labels, shifted)
+    assert torch.equal(layout.pack(ids), ids.flatten()[None])
+    assert torch.equal(layout.multiplicity, mask.flatten())
+    assert torch.equal(layout.position_ids.view(4, 7), torch.arange(7).expand(4, 7))
+    assert layout.rows.tolist() == [[7 * i, 0, 7 * i, 7] for i in range(4)]
+    logps = torch.randn(4, 7, 50).log_softmax(-1)  # by the position that predicts
+    scored = logps.flatten(0, 1)[layout.score_index].gather(1, layout.targets[:, None])[:, 0]
+    targets, by_row = (labels, logps) if shifted else (labels[:, 1:], logps[:, :-1])
+    expected = by_row.gather(2, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0)
+    assert torch.equal(layout.unpack(scored), expected)

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.utils.prune
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from altered_heads import ALTERED, closure, forward_of_the_model
 from ref_logps_runs import assert_close, exact, tokens
 from torch import nn
@@ -76,3 +79,29 @@ def test_a_head_is_left_without_a_trace():
     assert vars(head) != before
     heads.restore(head)
     assert vars(head) == before
+
+
+def test_rows_spread_over_ranks_are_left_alone(monkeypatch, caplog):
+    """Context parallelism asks the model's attention by name, before any call of it."""
+    rows, model = tokens(4), tiny_model()
+    spread = ParallelismConfig(cp_size=2)
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", spread)
+    found = ref_logps.precompute(model, rows)
+    assert "sequences are spread over ranks (context or sequence parallelism)" in caplog.text
+    assert model.config._attn_implementation == "sdpa"
+    assert_close(found, exact(model, rows))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (lambda head: setattr(head, "weight", nn.Parameter(head.weight.to("meta"))), "offloaded"),
+        (lambda head: nn.utils.parametrizations.weight_norm(head), "ParametrizedLinear"),
+        (lambda head: nn.utils.prune.random_unstructured(head, "weight", 0.5), "hooks: RandomUnstructured"),
+    ],
+)
+def test_heads_whose_weight_is_made_elsewhere(break_it, reason):
+    head = nn.Linear(3, 5)
+    assert heads.unsupported_reason(head) is None
+    break_it(head)
+    assert reason in (heads.unsupported_reason(head) or "")

@@ -87,7 +87,7 @@ CASES = {
     "written to": lambda: full(trainer_class=changing(follow_the_policy)),
     "replaced": lambda: full(trainer_class=changing(replace)),
     "hooked": lambda: full(trainer_class=changing(scale_the_output)),
-    "an exponential average": lambda: full(
+    "made an exponential average": lambda: full(
         trainer_class=changing(
             BEMACallback(update_freq=2, update_ref_model=True, ref_model_update_freq=4), BEMADPOTrainer
         )

@@ -6,9 +6,11 @@ import importlib.util
 import re
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
+from surgeries import SURGERIES
 from tabulate import tabulate
 
 from fastdpo import attention
@@ -16,7 +18,7 @@ from fastdpo.integrations import qualify
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "support.md"
-FIELDS = ROOT / "tests" / "integrations" / "test_trl_dpo_config_fields.py"
+TESTS = ROOT / "tests" / "integrations"
 
 TEXT = """# What is supported, and how that is known
 
@@ -37,6 +39,14 @@ logits are never stored whole.
 {families}
 
 TRL's own fused head fails on {failing}, patched or not, with the same error.
+
+## What is done to a model between two steps
+
+The training goes on as TRL's does: fused, or in TRL's own path for the reason that is logged.
+
+{surgeries}
+
+With `reference_memory`, the reference is looked at in every step. What was remembered is dropped when it is {changes}.
 
 ## Fields of `DPOConfig`, and those of `TrainingArguments` that change a model or its calls
 
@@ -66,22 +76,33 @@ def family_rows() -> list[list[str]]:
     return rows
 
 
+def tests_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TESTS / f"test_trl_dpo_{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def option_rows() -> list[list[str]]:
-    spec = importlib.util.spec_from_file_location("config_fields", FIELDS)
-    fields = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fields)
-    rows = []
+    fields, rows = tests_of("config_fields"), []
     for name, claim in {**fields.OF_DPO, **fields.OF_TRAINING}.items():
         text = claim if isinstance(claim, str) else f"`{claim[0]}`: {', '.join(f'`{test}`' for test in claim[1])}"
         rows.append([f"`{name}`", text])
     return rows
 
 
+def surgery_rows() -> list[list[str]]:
+    return [[surgery.what, "no" if surgery.reason else "yes", surgery.reason] for surgery in SURGERIES]
+
+
 def page() -> str:
     of_families = ["family", "what is special", "packed", "shared", "fused", "why not"]
+    changes = list(tests_of("changing_reference").CASES)
     return TEXT.format(
         families=tabulate(family_rows(), of_families, tablefmt="github"),
         failing=", ".join(FAILS_IN_STOCK),
+        surgeries=tabulate(surgery_rows(), ["what is done", "fused", "why not"], tablefmt="github"),
+        changes=" or ".join([", ".join(changes[:-1]), changes[-1]]),
         options=tabulate(option_rows(), ["field", "what becomes of it"], tablefmt="github"),
     )
 
