@@ -253,6 +253,52 @@ def test_a_remembered_reference(tmp_path, option):
     assert calls["reference", "remembered"] == calls["policy", "fused"] + calls["eval", "fused"] - batches
 
 
+class Rewritten(DPOTrainer):
+    """Its reference follows the policy by writes that leave the versions of tensors as they are."""
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 4:  # two epochs are over
+            for theirs, ours in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
+                theirs.data.lerp_(ours.data, 0.5)
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_reference_that_changes_is_not_remembered(tmp_path, caplog):
+    options = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, trainer_class=Rewritten)
+    runs = []
+    for name in ("stock", "patched"):
+        with fastdpo.patched("trl.DPOTrainer", reference_memory=True) if name == "patched" else nullcontext():
+            runs.append(train(tmp_path / name, tiny_model(), tiny_model(seed=1), **options))
+    assert_same(*runs)
+    assert "the reference has changed; what reference_memory held is dropped" in caplog.text
+    calls = runs[1].calls
+    assert (calls["reference", "fused"], calls["reference", "remembered"]) == (4, 4)
+
+
+class Asking(DPOTrainer):
+    """Decides by what stock has just computed."""
+
+    def get_batch_loss_metrics(self, *args, **kwargs):
+        loss, metrics = super().get_batch_loss_metrics(*args, **kwargs)
+        vars(self).setdefault("answers", []).append(
+            {name: (round(value, 3), value > 0.5, type(value)) for name, value in metrics.items()}
+        )
+        return loss, metrics
+
+
+def test_a_subclass_decides_as_in_stock(tmp_path):
+    answers = []
+    for name in ("stock", "patched"):
+        with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
+            trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, trainer_class=Asking, max_steps=3)
+            trainer.train()
+            stored = trainer.get_batch_loss_metrics(trainer.model, next(iter(trainer.get_train_dataloader())))[1]
+            assert {type(value) for value in stored.values()} == {float}
+        answers.append(trainer.answers)
+    assert answers[0] == answers[1]
+    assert {answer["rewards/accuracies"][1] for answer in answers[0]} == {True, False}
+
+
 def test_two_ranks(tmp_path):
     """The logs of stock, where accelerate leaves no rank out, at one collective a log in place of eight a step."""
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))

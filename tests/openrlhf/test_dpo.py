@@ -153,6 +153,28 @@ def test_a_remembered_reference(tmp_path, packing):
         assert patched.calls["reference", "remembered"] == 3 * (3 + 2) - first
 
 
+class Rewritten(Recorded):
+    """Its reference changes after the second epoch."""
+
+    def evaluate(self, eval_dataloader, steps=0):
+        super().evaluate(eval_dataloader, steps)
+        self.evaluations = vars(self).get("evaluations", 0) + 1
+        if self.evaluations == 2:
+            for weight in self.ref_model.parameters():
+                weight.data.mul_(1.01)
+
+
+def test_a_reference_that_changes_is_not_remembered(tmp_path, caplog):
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    options = dict(epochs=4, evaluate=6, trainer_class=Rewritten)
+    stock = train(*paths, Strategy(), **options)
+    with fastdpo.patched("openrlhf", reference_memory=True):
+        patched = train(*paths, Strategy(), **options)
+    assert_same(stock, patched)
+    assert "the reference has changed; what reference_memory held is dropped" in caplog.text
+    assert patched.calls["reference", "fused"] == patched.calls["reference", "remembered"] == 2 * (3 + 2)
+
+
 def test_zero_3_remembers_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Strategy, "stage", 3, raising=False)
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
