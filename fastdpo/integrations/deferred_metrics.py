@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from inspect import unwrap
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .replacements import Replacements
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LIMIT = 2048
-"""So many pending sums are reduced without a log: they take memory, and numbers built on numbers are deep."""
+"""Pending sums after which they are reduced without a log, to bound memory and the depth of numbers made of numbers."""
+
+GATHERS = ("gather", "gather_for_metrics")
 
 
 @dataclass(eq=False)
@@ -101,6 +106,10 @@ class Number:
         return Number(value)
 
 
+def _constant(x: float) -> Number:
+    return Number(lambda read: x)
+
+
 class Gathered:
     """Stands in for a tensor gathered from all ranks, of which only sums and means are wanted."""
 
@@ -159,6 +168,13 @@ class Ledger:
         self._steps: list[tuple[list[_Total], Tensor]] = []  # sums and counts, [2, K] each
         self._entries: list[_Entry] = []
         self.running: dict[str, Number] = {}
+        self._watched = False
+
+    def __deepcopy__(self, memo: dict) -> Ledger:
+        """For a trainer that is copied: its lists are copied with this rank's values in them."""
+        other = memo[id(self)] = Ledger()
+        other.running = {name: _constant(self.shown(name)) for name in self.running}
+        return other
 
     def total(self, x: Tensor) -> _Total:
         total = _Total()
@@ -166,13 +182,23 @@ class Ledger:
         self._step.append((total, x.detach().sum(dtype=dtype), x.numel()))
         return total
 
-    def take(self, metrics: dict[str, list]) -> None:
-        """Takes the numbers out of lists, where they are put again once they are known."""
+    def take(self, metrics: dict[str, Any]) -> None:
+        """Takes the numbers out of lists, where they are put again once they are known.
+
+        Out of containers of another kind they can't be taken: there they are settled at once.
+        """
         for values in metrics.values():
             taken = [x for x in values if isinstance(x, Number)]
-            if taken:
+            if not taken:
+                continue
+            if type(values) is list:
                 values[:] = [x for x in values if not isinstance(x, Number)]
                 self._entries += [_Entry(values, number) for number in taken]
+                continue
+            self.settle()
+            for i, x in enumerate(values):
+                if isinstance(x, Number):
+                    values[i] = x.value(_known)
 
     def keep(self, metrics: dict[str, Any], lists: dict[str, list]) -> dict[str, Any]:
         """Has numbers appended to the lists of their names as soon as they are known. Returns the other metrics."""
@@ -184,6 +210,11 @@ class Ledger:
         """The metrics with values over all ranks in place of numbers. Settles: every rank must call this."""
         self.settle()
         return {name: x.value(_known) if isinstance(x, Number) else x for name, x in metrics.items()}
+
+    def look(self) -> None:
+        """Shows, now and from now on after each step: whoever has read a list may have kept it."""
+        self._watched = True
+        self.show()
 
     def show(self) -> None:
         """Puts this rank's own values where numbers belong. No communication; one synchronisation if any is new."""
@@ -203,6 +234,8 @@ class Ledger:
 
         Called on every rank, where stock has gathered.
         """
+        if self._watched:
+            self.show()
         if seen or len(self._step) + sum(len(totals) for totals, _ in self._steps) >= LIMIT:
             self.settle()
 
@@ -216,8 +249,7 @@ class Ledger:
         for entry in self._entries:
             entry.put(entry.number.value(_known))
         for name, number in self.running.items():  # what is known needs no history
-            known = number.value(_known)
-            self.running[name] = Number(lambda read, known=known: known)
+            self.running[name] = _constant(number.value(_known))
         self._steps, self._entries = [], []
 
     def close(self, trainer: object) -> None:
@@ -236,8 +268,14 @@ class Ledger:
             self._step = []
 
 
-def codes_of(function: Callable) -> frozenset[CodeType]:
-    """The code of a function and of what is nested in it, by which its frames are known."""
+def codes_of(function: Callable, package: str = "trl") -> frozenset[CodeType]:
+    """The code of a package's function and of what is nested in it, by which its frames are known.
+
+    Empty for a function of somebody else's, who has put it in the place of the package's: nothing is deferred then.
+    """
+    function = unwrap(function)
+    if not f"{function.__globals__['__name__']}.".startswith(f"{package}."):
+        return frozenset()
 
     def nested(code: CodeType) -> Iterator[CodeType]:
         yield code
@@ -245,14 +283,12 @@ def codes_of(function: Callable) -> frozenset[CodeType]:
             if isinstance(constant, CodeType):
                 yield from nested(constant)
 
-    return frozenset(nested(unwrap(function).__code__))
+    return frozenset(nested(function.__code__))
 
 
 @contextmanager
 def deferring(accelerator: Accelerator, ledger: Ledger, codes: frozenset[CodeType]) -> Iterator[None]:
-    """While the block lasts, what functions of this code gather goes to the ledger."""
-    own = vars(accelerator)
-    before = {name: own[name] for name in ("gather", "gather_for_metrics") if name in own}
+    """While the block lasts, what functions of this code gather goes to the ledger, unless user code gathers itself."""
 
     def stand_in(gather: Callable) -> Callable:
         def gather_or_defer(tensor, *args, **kwargs):
@@ -262,13 +298,22 @@ def deferring(accelerator: Accelerator, ledger: Ledger, codes: frozenset[CodeTyp
 
         return gather_or_defer
 
-    for name in ("gather", "gather_for_metrics"):
-        own[name] = stand_in(getattr(accelerator, name))
+    own = vars(accelerator)
+    stand_ins = {}
+    if all(_is_accelerates(getattr(accelerator, name)) for name in GATHERS):
+        stand_ins = {name: stand_in(getattr(accelerator, name)) for name in GATHERS}
+    own.update(stand_ins)
     try:
         yield
     finally:
-        del own["gather"], own["gather_for_metrics"]
-        own.update(before)
+        for name, function in stand_ins.items():
+            if own.get(name) is function:
+                del own[name]
+
+
+def _is_accelerates(gather: Callable) -> bool:
+    function = unwrap(getattr(gather, "__func__", gather))
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("accelerate.")
 
 
 def shown_to_others(name: str, ledger_of: Callable[[Any], Ledger | None], codes: frozenset[CodeType]) -> property:
@@ -278,9 +323,12 @@ def shown_to_others(name: str, ledger_of: Callable[[Any], Ledger | None], codes:
     """
 
     def get(self: Any) -> Any:
-        ledger = ledger_of(self)
-        if ledger is not None and sys._getframe(1).f_code not in codes:
-            ledger.show()
+        ledger, reader = ledger_of(self), sys._getframe(1)
+        if ledger is not None and reader.f_code not in codes:
+            if reader.f_globals.get("__name__", "").startswith("trl."):
+                ledger.show()
+            else:
+                ledger.look()
         return _stored(self, name)
 
     return property(get, lambda self, value: vars(self).__setitem__(name, value))
@@ -300,11 +348,17 @@ def running_total(name: str, ledger_of: Callable[[Any], Ledger | None], codes: f
         if ledger is not None and isinstance(value, Number):
             ledger.running[name] = value
             return
-        if ledger is not None:
-            ledger.running.pop(name, None)
+        if ledger is not None and name in ledger.running:  # what other ranks have added is not lost
+            ledger.running[name] += value - ledger.shown(name)
+            return
         vars(self)[name] = value
 
     return property(get, put)
+
+
+def stored(trainer: Any, name: str) -> Any:
+    """The attribute itself, where this module reads it: nobody has looked. A subclass may keep it elsewhere."""
+    return vars(trainer)[name] if name in vars(trainer) else getattr(trainer, name)
 
 
 def _stored(trainer: Any, name: str) -> Any:
@@ -314,6 +368,35 @@ def _stored(trainer: Any, name: str) -> Any:
         raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}") from None
 
 
+def settle_where_stock_communicates(
+    replacements: Replacements, trainer: type, ledger_of: Callable[[Any], Ledger | None]
+) -> None:
+    """Has a trainer's ledger settled before `store_flos`, which comes right before each log, and after evaluations."""
+
+    def settling(name: str, before: bool) -> Callable:
+        stock = getattr(trainer, name)
+
+        @wraps(stock)
+        def function(self, *args, **kwargs):
+            ledger = ledger_of(self)
+            if before and ledger is not None:
+                ledger.settle()
+            found = stock(self, *args, **kwargs)
+            if not before and ledger is not None:
+                ledger.settle()
+            return found
+
+        return function
+
+    replacements.put(trainer, "store_flos", settling("store_flos", before=True))
+    for name in ("evaluation_loop", "prediction_loop"):
+        if hasattr(trainer, name):
+            replacements.put(trainer, name, settling(name, before=False))
+
+
 def is_overridden(trainer: object, stock: type, names: Iterable[str]) -> bool:
-    """Whether a trainer has functions of its own in place of stock's, on its class or on itself."""
-    return any(name in vars(trainer) or getattr(type(trainer), name) is not getattr(stock, name) for name in names)
+    """Whether a trainer's class has functions of its own in place of stock's.
+
+    A function on the trainer itself may be there on one rank alone, as a profiler's is: it does not count.
+    """
+    return any(getattr(type(trainer), name) is not getattr(stock, name) for name in names)

@@ -1,29 +1,35 @@
 """What a reference's log-probabilities rest on, cheap enough to look at in every step.
 
 Values that are remembered stay true only while this stays the same. Versions of tensors would not do: a write to
-`.data`, which is how callbacks that move a reference write, leaves them as they are. So the bits are summed: a fraction
-of the reads of one forward pass, and one synchronisation.
+`.data`, which is how callbacks that move a reference write, leaves them as they are. So the bits are summed: as many
+reads as one token's forward pass, and one synchronisation.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import heads, qualify
+from .structure import Structure, additions_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+FACTOR = 6364136223846793005
+CPU_WORDS, WORDS = 1 << 15, 1 << 24
+"""Words that are mixed at once: what a CPU's caches hold with their weights; elsewhere enough for few launches."""
 
 
 class Fingerprint(NamedTuple):
     """Of a model as it would run now.
 
     Attributes:
-        structure: modules, hooks and replaced forwards, attention; comparable within a process.
+        structure: modules, their classes, hooks, replaced forwards and plain attributes; comparable within a process.
         tensors: dtype, shape and checksum of each parameter and buffer, without those of adapters that are off.
     """
 
@@ -31,19 +37,23 @@ class Fingerprint(NamedTuple):
     tensors: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
 
 
-def fingerprint(model: PreTrainedModel) -> Fingerprint:
-    """Raises RuntimeError or NotImplementedError where a tensor's memory can't be read."""
+def fingerprint(model: PreTrainedModel, structure: Structure) -> Fingerprint:
+    """Of a model whose `structure` has been kept.
+
+    Raises:
+        RuntimeError, NotImplementedError: a tensor's memory can't be read.
+    """
     from ..ref_logps import keys
 
     tensors = [*keys.active_parameters(model), *model.buffers()]
     sums = _checksums(tensors)
     described = tuple((x.dtype, tuple(x.shape), total) for x, total in zip(tensors, sums, strict=True))
-    return Fingerprint(hash((qualify.constitution(model), *heads.additions_to(model))), described)
+    return Fingerprint(hash((structure.hash(model), *additions_to(model))), described)
 
 
 @torch.no_grad()
 def _checksums(tensors: list[Tensor]) -> list[int]:
-    """Of each tensor, the sum of its bits as words of 64, modulo 2^64. One copy to the host for each device."""
+    """One of each tensor. One copy to the host for each device."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):
         by_device[x.device].append(i)
@@ -56,10 +66,22 @@ def _checksums(tensors: list[Tensor]) -> list[int]:
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """int64 []"""
+    """int64 []: words of 64 bits, mixed, and weighed by their places. Modulo 2^64."""
     flat = x.detach().reshape(-1)
     if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):  # a view into a larger buffer
         flat = flat.clone(memory_format=torch.contiguous_format)
     bits = flat.view(torch.uint8)
     whole = len(bits) - len(bits) % 8
-    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
+    size = CPU_WORDS if x.device.type == "cpu" else WORDS
+    total = (bits[whole:].long() * _weights(8, x.device)[: len(bits) - whole]).sum()
+    for words in bits[:whole].view(torch.int64).split(size):
+        mixed = (words >> 29).bitwise_xor_(words)  # else a sign that flips an even number of times is lost
+        total = total * FACTOR + mixed.mul_(_weights(size, x.device)[: len(words)]).sum()
+    return total
+
+
+@lru_cache
+def _weights(n: int, device: torch.device) -> Tensor:
+    """int64 [n], odd and drawn once."""
+    drawn = torch.randint(-(2**62), 2**62, (n,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return (drawn * 2 + 1).to(device)

@@ -33,6 +33,7 @@ from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from . import heads, qualify
+from .structure import Structure
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,6 +56,9 @@ UNDERSTOOD = {
 
 SCORING = {"labels", "shift_labels", "num_items_in_batch"}
 """Those of them that a model's own forward is not given: all that is wanted of it is logits."""
+
+VERDICTS = 16
+"""So many verdicts on a model are remembered, for what is switched there and back."""
 
 WRAPPERS = ("accelerate.", "torch.", "deepspeed.", "fastdpo.")
 """Packages that put precisions, devices and counters around a forward, but no other logits."""
@@ -124,7 +128,8 @@ class _Wrapper:
     inner: _Wrapper | None  # of ours, that somebody has wrapped since
     prior_attention: str | None = None
     forward: Callable | None = None  # ours
-    verdicts: dict[int, qualify.Found] = field(default_factory=dict)  # by what a model consisted of when it was run
+    structure: Structure = field(default_factory=Structure)
+    verdicts: dict[int, qualify.Found] = field(default_factory=dict)  # by what the model consisted of when it was run
     found: qualify.Found | None = None  # the verdict on the model as it is; None before its first call
     said: set[str] = field(default_factory=set)
 
@@ -341,13 +346,14 @@ def _plan(model: PreTrainedModel, wrapper: _Wrapper, args: tuple, kwargs: dict) 
     if reason is None:
         reason = _why_not_this_call(model, args, kwargs)
     if reason is None:
-        reason = _why_not_now(model, wrapper, kwargs["input_ids"].device)
-    if reason is None:
         try:
-            plan, path = _Plan(_layout(model, wrapper, kwargs), packed=True), "fused"
+            reason = _why_not_now(model, wrapper, kwargs["input_ids"].device)
+            if reason is None:
+                plan, path = _Plan(_layout(model, wrapper, kwargs), packed=True), "fused"
         except NotPackable as error:
             reason = str(error)
             if qualify.is_sharded(model):  # another rank may be able to pack its batch, and waits for the same modules
+                heads.install(heads.head_of(model))
                 rows, shifted = _rows(kwargs)
                 plan, path = _Plan(packing.padded(*rows, shifted), packed=False), "padded"
     calls[wrapper.integration, _kind_of_call(model, wrapper), path] += 1
@@ -441,8 +447,14 @@ def _routed(model: PreTrainedModel, kwargs: dict) -> bool:
 
 def _why_not_now(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) -> str | None:
     """What is known against the model as it is. One that has changed is examined again, before anything is computed."""
-    consists_of = qualify.constitution(model)
+    consists_of = wrapper.structure.hash(model)
     if consists_of not in wrapper.verdicts:
+        if wrapper.verdicts and qualify.is_sharded(model):  # on this rank perhaps alone
+            if wrapper.found is not None and wrapper.found.wrong is not None:
+                return wrapper.found.wrong
+            raise NotPackable("the model has changed, and ranks that run it together can't examine it one by one")
+        if len(wrapper.verdicts) >= VERDICTS:
+            wrapper.verdicts.clear()
         wrapper.verdicts[consists_of] = _examine(model, wrapper, device)
     wrapper.found = wrapper.verdicts[consists_of]
     if wrapper.found.wrong is not None:

@@ -55,13 +55,13 @@ def device_of(head: nn.Linear) -> torch.device:
 
 def install(head: nn.Linear) -> None:
     """Once for as long as the head keeps its forward. Only where there is no `unsupported_reason`."""
-    if not _is_ours(vars(head).get(_place_of_forward(head))):
+    if not is_ours(vars(head).get(_place_of_forward(head))):
         setattr(head, _place_of_forward(head), MethodType(_forward, head))
 
 
 def restore(head: nn.Module | None) -> None:
     """Takes the forward of `install` away again, and no other."""
-    if head is None or not _is_ours(vars(head).get(_place_of_forward(head))):
+    if head is None or not is_ours(vars(head).get(_place_of_forward(head))):
         return
     if "_hf_hook" in vars(head):
         vars(head)["_old_forward"] = MethodType(nn.Linear.forward, head)
@@ -72,21 +72,6 @@ def restore(head: nn.Module | None) -> None:
 def hooks_of(module: nn.Module) -> Iterator[Callable]:
     for name in _HOOKS:
         yield from vars(module)[name].values()
-
-
-def additions_to(module: nn.Module) -> Iterator[int]:
-    """What identifies the hooks on a module, and a forward in place of its class's; not that of `install`."""
-    for hook in hooks_of(module):
-        yield identity_of(hook)
-    forward = vars(module).get("forward")
-    if forward is not None and not _is_ours(forward):
-        yield identity_of(forward)
-
-
-def identity_of(function: Callable) -> int:
-    """The same for a function that is made again, as hooks are that somebody removes and adds again."""
-    function = function_of(function)
-    return id(getattr(function, "__code__", type(function)))
 
 
 def name_of(function: Callable) -> str:
@@ -105,7 +90,7 @@ def _is_of_an_engine(hook: Callable) -> bool:
     return module_of(inspect.unwrap(function_of(hook))).startswith(ENGINES)
 
 
-def _is_ours(forward: object) -> bool:
+def is_ours(forward: object) -> bool:
     return getattr(forward, "__func__", None) is _forward
 
 
@@ -128,7 +113,7 @@ def _place_of_forward(head: nn.Module) -> str:
 def _replaced_forward(head: nn.Module) -> str | None:
     """The name of a forward that is neither the class's, ours, nor accelerate's around one of them."""
     inner = vars(head).get(_place_of_forward(head))
-    if inner is not None and not _is_ours(inner) and getattr(inner, "__func__", None) is not nn.Linear.forward:
+    if inner is not None and not is_ours(inner) and getattr(inner, "__func__", None) is not nn.Linear.forward:
         return name_of(inner)
     outer = vars(head).get("forward")
     if "_hf_hook" in vars(head) and outer is not None and not module_of(outer).startswith("accelerate."):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import attention, packing
-from . import heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -94,6 +93,15 @@ class Found(NamedTuple):
 
 
 def probe(model: PreTrainedModel, device: torch.device) -> Found:
+    """`_probe`, for a model that keeps no statistics of what it is run on: packed, they would be others."""
+    with torch.no_grad(), buffers_kept(model) as written:
+        found = _probe(model, device)
+    if found.wrong is None and written:
+        return Found(f"running {type(model).__name__} writes to its buffers: {', '.join(written)}")
+    return found
+
+
+def _probe(model: PreTrainedModel, device: torch.device) -> Found:
     """Runs a few random rows padded and packed, and packed in training mode. Without gradients.
 
     Two groups of rows, of which the longer outgrows the model's attention window. The rows are the same in every
@@ -126,17 +134,18 @@ def probe(model: PreTrainedModel, device: torch.device) -> Found:
     return Found(None, not torch.equal(first, second), seen.dropout)
 
 
-def constitution(model: PreTrainedModel) -> int:
-    """A hash of what a verdict rests on: a model's modules, the hooks and forwards put on them, and its attention.
-
-    Those on the model itself run around its wrapped forward. Ids make it one of this process alone.
-    """
-    parts: list[object] = [attention.implementation(model)]
-    for module in model.modules():
-        parts.append(id(module))
-        if module is not model:
-            parts += heads.additions_to(module)
-    return hash(tuple(parts))
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
+    """Gives buffers the values back that they had. Names those that were written to, after the block."""
+    before = [(name, x, x.clone()) for name, x in model.named_buffers()]
+    written: list[str] = []
+    try:
+        yield written
+    finally:
+        for name, x, copy in before:
+            if not torch.equal(x, copy):
+                written.append(name)
+                x.copy_(copy)
 
 
 def agreed(model: PreTrainedModel, reason: str | None) -> str | None:

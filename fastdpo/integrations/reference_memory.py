@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .fingerprints import Fingerprint, fingerprint
 from .fused_forward import calls, logger, say_off
+from .structure import Structure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +43,7 @@ class Memory:
         self._make_key: Callable[[], str] = str
         self._key = ""
         self._of: Fingerprint | None = None  # what the values are of
+        self._structure = Structure()
         self._changed = False
         self._values: dict[bytes, Pair] = {}
         self._new: dict[bytes, Pair] = {}
@@ -104,15 +106,22 @@ class Memory:
         self._write()
 
     def check(self, reference: PreTrainedModel) -> None:
-        """Drops what is remembered if the model, which is as it would run now, is not what it was."""
+        """Drops what is remembered if the reference, which is as it would run now, has changed since the last call."""
+        from ..ref_logps import keys
+
         try:
-            found = fingerprint(reference)
+            found = fingerprint(reference, self._structure)
         except (RuntimeError, NotImplementedError) as error:
             self.turn_off(f"the reference's tensors can't be read: {error}")
             return
-        if self._of is not None and found != self._of:
-            self._drop()
-        self._of = found
+        if found != self._of:
+            reason = keys.uncacheable(reference)  # what such functions do may change unseen
+            if reason is not None:
+                self.turn_off(reason)
+                return
+            if self._of is not None:
+                self._drop()
+            self._of = found
 
     def _drop(self) -> None:
         self._write()
@@ -134,7 +143,13 @@ class Memory:
             self._keep_in_ram(str(error))
             return
         directory = self._directory / self._key
-        self._values = _read(directory, self._key)
+        try:
+            self._values = _read(directory, self._key)
+        except (ValueError, OSError) as error:
+            if not self._changed:  # at the start: nothing is lost yet
+                raise
+            self._keep_in_ram(str(error))
+            return
         reason = shards.unusable(directory)
         if reason is None:
             shards.remove_leftovers(directory)

@@ -9,7 +9,16 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import qualify
-from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, running_total, shown_to_others
+from .deferred_metrics import (
+    Ledger,
+    codes_of,
+    deferring,
+    is_overridden,
+    running_total,
+    settle_where_stock_communicates,
+    shown_to_others,
+    stored,
+)
 from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss, uninstall
 from .replacements import Replacements, living
 
@@ -37,7 +46,10 @@ _STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
-_COMPUTES_METRICS = ("_compute_loss", "compute_loss", "training_step", "prediction_step")
+_COMPUTES_METRICS = (
+    *("_compute_loss", "compute_loss", "training_step", "prediction_step", "store_flos", "evaluation_loop", "_metrics"),
+)
+_METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
 _OWN = "_fastdpo"
 
@@ -88,8 +100,6 @@ def enable(options: Options) -> None:
     stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
     stock_loss = dpo_trainer.DPOTrainer._compute_loss
-    stock_flos = dpo_trainer.DPOTrainer.store_flos
-    stock_evaluation = dpo_trainer.DPOTrainer.evaluation_loop
     codes = codes_of(stock_loss)
 
     @functools.wraps(stock_add)
@@ -126,21 +136,9 @@ def enable(options: Options) -> None:
                 with deferring(self.accelerator, own.ledger, codes):
                     found = stock_loss(self, model, inputs, return_outputs)
             finally:
-                for metrics in vars(self)["_metrics"].values():
+                for metrics in stored(self, _METRICS).values():
                     own.ledger.take(metrics)
         own.ledger.settle_if_due(seen=is_overridden(self, dpo_trainer.DPOTrainer, _COMPUTES_METRICS))
-        return found
-
-    @functools.wraps(stock_flos)
-    def store_flos(self):
-        """Called on every rank, right before what is logged, and after a collective of its own."""
-        _settle(self)
-        stock_flos(self)
-
-    @functools.wraps(stock_evaluation)
-    def evaluation_loop(self, *args, **kwargs):
-        found = stock_evaluation(self, *args, **kwargs)
-        _settle(self)
         return found
 
     @functools.wraps(stock_init)
@@ -163,9 +161,8 @@ def enable(options: Options) -> None:
     _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
-    _replacements.put(dpo_trainer.DPOTrainer, "store_flos", store_flos)
-    _replacements.put(dpo_trainer.DPOTrainer, "evaluation_loop", evaluation_loop)
-    _replacements.put(dpo_trainer.DPOTrainer, "_metrics", shown_to_others("_metrics", _ledger, codes))
+    settle_where_stock_communicates(_replacements, dpo_trainer.DPOTrainer, _ledger)
+    _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_to_others(_METRICS, _ledger, codes))
     _replacements.put(dpo_trainer.DPOTrainer, _TOKENS, running_total(_TOKENS, _ledger, codes))
     _replacements.put(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
     _replacements.put(dpo_trainer.DPOTrainer, "_precompute_ref_logps", _precompute_ref_logps)
@@ -190,12 +187,6 @@ def living_trainers() -> list[DPOTrainer]:
 def _ledger(trainer: Any) -> Ledger | None:
     own: _Own | None = vars(trainer).get(_OWN)
     return None if own is None else own.ledger
-
-
-def _settle(trainer: DPOTrainer) -> None:
-    ledger = _ledger(trainer)
-    if ledger is not None:
-        ledger.settle()
 
 
 def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
-from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_to_others
+from .deferred_metrics import (
+    Ledger,
+    codes_of,
+    deferring,
+    is_overridden,
+    settle_where_stock_communicates,
+    shown_to_others,
+    stored,
+)
 from .fused_forward import (
     ENTERED,
     Latest,
@@ -62,7 +70,10 @@ _PARAMETERS = {
         *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
     ],
 }
-_COMPUTES_METRICS = ("get_batch_loss_metrics", "compute_loss", "training_step", "prediction_step", "store_metrics")
+_COMPUTES_METRICS = (
+    *("get_batch_loss_metrics", "compute_loss", "training_step", "prediction_step", "store_metrics"),
+    *("store_flos", "evaluation_loop", "_stored_metrics"),
+)
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 _METRICS = "_stored_metrics"
 _OWN = "_fastdpo"
@@ -106,8 +117,6 @@ def enable(options: Options) -> None:
     stock_metrics = DPOTrainer.get_batch_loss_metrics
     stock_loss = DPOTrainer.compute_loss
     stock_prediction = DPOTrainer.prediction_step
-    stock_flos = DPOTrainer.store_flos
-    stock_evaluation = DPOTrainer.evaluation_loop
     codes, callers = codes_of(stock_metrics), codes_of(stock_loss) | codes_of(stock_prediction)
 
     @functools.wraps(stock_init)
@@ -156,7 +165,7 @@ def enable(options: Options) -> None:
         if seen or sys._getframe(1).f_code not in callers:
             return loss, own.ledger.known(metrics)
         own.ledger.settle_if_due(seen=False)
-        return loss, own.ledger.keep(metrics, vars(self)[_METRICS][train_eval])
+        return loss, own.ledger.keep(metrics, stored(self, _METRICS)[train_eval])
 
     @functools.wraps(stock_loss)
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -168,28 +177,14 @@ def enable(options: Options) -> None:
         with _returning_metrics(self, not prediction_loss_only):
             return stock_prediction(self, model, inputs, prediction_loss_only, ignore_keys)
 
-    @functools.wraps(stock_flos)
-    def store_flos(self):
-        """Called on every rank, right before what is logged, and after a collective of its own."""
-        _settle(self)
-        stock_flos(self)
-
-    @functools.wraps(stock_evaluation)
-    def evaluation_loop(self, *args, **kwargs):
-        found = stock_evaluation(self, *args, **kwargs)
-        _settle(self)
-        return found
-
     _replacements.put(DPOTrainer, "__init__", __init__)
     _replacements.put(DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
     _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
     _replacements.put(DPOTrainer, "compute_loss", compute_loss)
     _replacements.put(DPOTrainer, "prediction_step", prediction_step)
-    _replacements.put(DPOTrainer, "store_flos", store_flos)
-    _replacements.put(DPOTrainer, "evaluation_loop", evaluation_loop)
-    stored = shown_to_others(_METRICS, _ledger, codes_of(DPOTrainer.store_metrics))
-    _replacements.put(DPOTrainer, _METRICS, stored)
+    settle_where_stock_communicates(_replacements, DPOTrainer, _ledger)
+    _replacements.put(DPOTrainer, _METRICS, shown_to_others(_METRICS, _ledger, codes_of(DPOTrainer.store_metrics)))
 
 
 def disable() -> None:
@@ -212,12 +207,6 @@ def living_trainers() -> list[DPOTrainer]:
 def _ledger(trainer: Any) -> Ledger | None:
     own: _Own | None = vars(trainer).get(_OWN)
     return None if own is None else own.ledger
-
-
-def _settle(trainer: DPOTrainer) -> None:
-    ledger = _ledger(trainer)
-    if ledger is not None:
-        ledger.settle()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..packing import IGNORE_INDEX
 from . import qualify
-from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_to_others
+from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_to_others, stored
 from .fused_forward import ENTERED, Options, Request, Scored, install, is_wrapped, models_to_enter
 from .replacements import Replacements, living
 
@@ -102,8 +102,8 @@ def enable(options: Options) -> None:
             with deferring(self.accelerator, ledger, codes):
                 loss = stock_step(self, model, inputs, num_items_in_batch)
         finally:
-            ledger.take(vars(self)["stats"])
-        ledger.settle_if_due(seen=is_overridden(self, trainer, ("training_step",)))
+            ledger.take(stored(self, "stats"))
+        ledger.settle_if_due(seen=is_overridden(self, trainer, ("training_step", "_maybe_log_save_evaluate", "stats")))
         return loss
 
     @functools.wraps(stock_log)

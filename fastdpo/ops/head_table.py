@@ -13,7 +13,7 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -58,12 +58,21 @@ def fused_blocks(width: int, dtype: torch.dtype, device: torch.device) -> Blocks
     return None
 
 
-@torch.compiler.assume_constant_result  # a compiler can't trace what reads a file
+F = TypeVar("F", bound=Any)
+
+
+def _constant_while_tracing(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would import Dynamo, and with it Triton, along with fastdpo."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant_while_tracing  # a compiler can't trace what reads a file
 def _entries() -> tuple[Entry, ...]:
     return *_from_file(os.environ.get(VARIABLE, "")), *TABLE
 
 
-@torch.compiler.assume_constant_result
+@_constant_while_tracing
 def architecture(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type

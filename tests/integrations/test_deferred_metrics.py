@@ -1,7 +1,9 @@
 """What TRL's trainers gather and read every step is reduced once a log, is the same, and looks like stock's numbers."""
 
+import copy
 import gc
 import json
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -41,7 +43,7 @@ def metrics_of(accelerator, x, y, weight) -> dict:
 
 def deferred(accelerator, *values) -> tuple[Ledger, dict]:
     ledger = Ledger()
-    with deferring(accelerator, ledger, codes_of(metrics_of)):
+    with deferring(accelerator, ledger, codes_of(metrics_of, __name__)):
         found = metrics_of(accelerator, *values)
     assert all(isinstance(x, Number) for x in found.values())
     return ledger, found
@@ -80,7 +82,7 @@ def test_what_the_function_calls_gathers_for_real():
         assert all(isinstance(accelerator.gather(torch.ones(3)), Gathered) for _ in range(2))
         return of_somebody_else()
 
-    with deferring(accelerator, ledger, codes_of(stock)):
+    with deferring(accelerator, ledger, codes_of(stock, __name__)):
         assert all(torch.equal(x, torch.ones(3)) for x in stock())
 
 
@@ -132,9 +134,8 @@ def test_a_trainer_that_never_logs_keeps_little(monkeypatch):
 def test_an_accelerator_of_the_users_own_is_given_back():
     accelerator = Accelerator(cpu=True)
     accelerator.gather = mine = lambda x: x
-    with deferring(accelerator, Ledger(), codes_of(metrics_of)):
-        assert accelerator.gather is not mine
-        assert accelerator.gather(3) == 3
+    with deferring(accelerator, Ledger(), codes_of(metrics_of, __name__)):
+        assert accelerator.gather is mine, "what they gather is theirs"
     assert accelerator.gather is mine
     assert "gather_for_metrics" not in vars(accelerator)
 
@@ -261,6 +262,105 @@ def test_a_callback_that_logs_takes_what_stock_gives_it(tmp_path):
     assert len(logs[0]) == len(logs[1])
     for stock, patched in zip(*logs, strict=True):
         assert patched == pytest.approx(stock, rel=1e-5, abs=2e-6)
+
+
+def trained(directory, trainer_class=DPOTrainer, callback=None, **options) -> DPOTrainer:
+    trainer = build(directory, tiny_model(), tiny_model(seed=1), 16, trainer_class=trainer_class, **options)
+    if callback is not None:
+        callback.trainer = trainer
+        trainer.add_callback(callback)
+    trainer.train()
+    return trainer
+
+
+def logs_of(trainer) -> list[dict]:
+    return [{k: v for k, v in log.items() if "/" in k or k == "num_tokens"} for log in trainer.state.log_history]
+
+
+class Keeps(TrainerCallback):
+    """Takes the metrics once, and looks into them after each step."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.metrics, self.lengths = self.trainer._metrics["train"], []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.lengths.append({name: (len(values), type(values[-1])) for name, values in self.metrics.items()})
+
+
+class Adds(TrainerCallback):
+    """Writes to what stock adds up, and copies the trainer."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer._total_train_tokens += 1000
+        metrics = copy.deepcopy(self.trainer._metrics)
+        assert all(type(x) in (float, int) for values in metrics["train"].values() for x in values)
+
+
+@pytest.mark.parametrize("callback", [Keeps, Adds])
+def test_a_callback_with_a_hand_in_the_metrics(tmp_path, callback):
+    stock_callback, patched_callback = callback(), callback()
+    stock = trained(tmp_path / "stock", callback=stock_callback, logging_steps=3)
+    with fastdpo.patched("trl.DPOTrainer"):
+        patched = trained(tmp_path / "patched", callback=patched_callback, logging_steps=3)
+    assert vars(patched_callback).get("lengths") == vars(stock_callback).get("lengths")
+    for a, b in zip(logs_of(stock), logs_of(patched), strict=True):
+        assert b == pytest.approx(a, rel=1e-5, abs=2e-6)
+
+
+class Windowed(DPOTrainer):
+    """Keeps its last values in containers of its own, behind a property of its own."""
+
+    @property
+    def _metrics(self):
+        return vars(self).setdefault("kept", {mode: defaultdict(lambda: deque(maxlen=2)) for mode in ("train", "eval")})
+
+    @_metrics.setter
+    def _metrics(self, value):
+        pass
+
+
+class Gathering(DPOTrainer):
+    """Sees what is gathered."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gathered, stock = [], self.accelerator.gather_for_metrics
+        self.accelerator.gather_for_metrics = lambda x, *args: self.gathered.append(x.sum().item()) or stock(x, *args)
+
+
+@pytest.mark.parametrize("trainer_class", [Windowed, Gathering])
+def test_a_subclass_with_metrics_of_its_own(tmp_path, trainer_class):
+    stock = trained(tmp_path / "stock", trainer_class, logging_steps=3)
+    with fastdpo.patched("trl.DPOTrainer"):
+        patched = trained(tmp_path / "patched", trainer_class, logging_steps=3)
+    for a, b in zip(logs_of(stock), logs_of(patched), strict=True):
+        assert b == pytest.approx(a, rel=1e-5, abs=2e-6)
+    gathered = [vars(trainer).get("gathered", []) for trainer in (stock, patched)]
+    assert gathered[1] == pytest.approx(gathered[0], rel=1e-5, abs=1e-5)
+    assert bool(gathered[0]) == (trainer_class is Gathering)
+
+
+def test_a_function_replaced_before_sees_tensors(tmp_path, monkeypatch):
+    largest, original = [], DPOTrainer._compute_loss
+
+    def and_the_largest(self, model, inputs, return_outputs):
+        loss = original(self, model, inputs, return_outputs)
+        largest.append(self.accelerator.gather(loss.detach()).max().item())
+        return loss
+
+    monkeypatch.setattr(DPOTrainer, "_compute_loss", and_the_largest)
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = trained(tmp_path)
+    assert largest == pytest.approx([log["loss"] for log in trainer.state.log_history if "loss" in log])
+
+
+def test_a_copied_trainer_has_numbers(tmp_path):
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16)
+        batch = trainer.data_collator(list(trainer.train_dataset)[:4])
+        trainer.compute_loss(trainer.model, batch)
+        own = copy.deepcopy(vars(trainer)["_fastdpo"].ledger)
+        assert own.shown("_total_train_tokens") == trainer._total_train_tokens > 0
 
 
 def test_online_dpo_reads_nothing_before_a_log(tmp_path, reads):

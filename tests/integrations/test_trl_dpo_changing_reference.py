@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl import DPOTrainer
 from trl.experimental.bema_for_ref_model import BEMACallback
 from trl.experimental.bema_for_ref_model import DPOTrainer as BEMADPOTrainer
@@ -16,6 +17,7 @@ from trl_runs import LORA, assert_same, build, numbers, pairs, tiny_model, train
 import fastdpo
 from fastdpo.integrations.fingerprints import fingerprint
 from fastdpo.integrations.fused_forward import NotFused
+from fastdpo.integrations.structure import Structure
 
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, evaluate=0)  # of two steps
 
@@ -61,8 +63,28 @@ def replace(trainer):
     trainer.ref_model = other.eval()
 
 
-def scale_the_output(trainer):
-    trainer.ref_model.model.norm.register_forward_hook(lambda module, args, output: output * 1.1)
+def scale_its_attention(trainer):
+    trainer.ref_model.model.layers[0].self_attn.scaling *= 1.5
+
+
+def give_it_another_class(trainer):
+    trainer.ref_model.model.norm.__class__ = (
+        Twice if type(trainer.ref_model.model.norm) is LlamaRMSNorm else LlamaRMSNorm
+    )
+
+
+class Twice(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def flip_its_head(trainer):
+    weight = trainer.ref_model.lm_head.weight
+    weight.data.copy_(weight.data.flip(0))
+
+
+def negate_its_head(trainer):
+    trainer.ref_model.lm_head.weight.data.neg_()
 
 
 def merge_and_restart(trainer):
@@ -86,7 +108,10 @@ def adapter() -> dict:
 CASES = {
     "written to": lambda: full(trainer_class=changing(follow_the_policy)),
     "replaced": lambda: full(trainer_class=changing(replace)),
-    "hooked": lambda: full(trainer_class=changing(scale_the_output)),
+    "rescaled": lambda: full(trainer_class=changing(scale_its_attention)),
+    "given another class": lambda: full(trainer_class=changing(give_it_another_class)),
+    "reordered": lambda: full(trainer_class=changing(flip_its_head)),
+    "negated": lambda: full(trainer_class=changing(negate_its_head)),
     "made an exponential average": lambda: full(
         trainer_class=changing(
             BEMACallback(update_freq=2, update_ref_model=True, ref_model_update_freq=4), BEMADPOTrainer
@@ -106,6 +131,42 @@ def test_what_was_remembered_is_dropped(tmp_path, caplog, name):
     assert said == ["trl.DPOTrainer: the reference has changed; what reference_memory held is dropped"]
     of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
     assert of_reference == {("reference", "fused"): 4, ("reference", "remembered"): 4}, "an epoch of each two is new"
+
+
+def test_a_reference_with_hooks_of_the_users_own_is_not_remembered(tmp_path, caplog):
+    """What a hook computes may change without any sign of it."""
+    factor = [1.0]
+
+    def hook(trainer):
+        if factor == [1.0]:
+            trainer.ref_model.model.norm.register_forward_hook(lambda module, args, output: output * factor[0])
+        factor[0] *= 1.1
+
+    options = dict(trainer_class=changing(hook), **EPOCHS)
+    stock = train(tmp_path / "stock", **full(**options))
+    factor[0] = 1.0
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        patched = train(tmp_path / "patched", **full(**options))
+    assert_same(stock, patched)
+    assert "reference_memory is off" in caplog.text
+    assert patched.calls["reference", "remembered"] == 2, "before there was a hook"
+
+
+def test_a_bad_file_met_in_the_middle_ends_no_training(tmp_path, caplog):
+    memory = tmp_path / "memory"
+
+    def change_and_spoil(trainer):
+        follow_the_policy(trainer)
+        key = memory / "spoilt"
+        key.mkdir(exist_ok=True)
+        (key / "bad.safetensors").write_bytes(b"no tensors")
+        vars(trainer)["_fastdpo"].memory._make_key = lambda: "spoilt"
+
+    options = dict(trainer_class=changing(change_and_spoil), **EPOCHS)
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=memory):
+        run = train(tmp_path / "run", **full(**options))
+    assert run.steps == 8
+    assert "reference_memory is kept in RAM, not on disk: " in caplog.text
 
 
 def test_the_callback_of_trl_added_by_hand(tmp_path):
@@ -180,14 +241,14 @@ def one_bit(x: torch.Tensor) -> None:
 
 
 def test_one_bit_changes_the_fingerprint():
-    model = tiny_model()
-    before = fingerprint(model)
-    assert fingerprint(model) == before
+    model, structure = tiny_model(), Structure()
+    before = fingerprint(model, structure)
+    assert fingerprint(model, structure) == before
     for x in (model.lm_head.weight.data, model.model.norm.weight.data, model.model.rotary_emb.inv_freq):
         one_bit(x)
-        assert fingerprint(model) != before
+        assert fingerprint(model, structure) != before
         one_bit(x)
-        assert fingerprint(model) == before
+        assert fingerprint(model, structure) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
@@ -201,22 +262,22 @@ def test_tensors_of_any_size_and_place(dtype, size):
         "strided": whole[:size].expand(2, size).t(),
     }.items():
         module.register_buffer(name, x)
-    model = tiny_model()
+    model, structure = tiny_model(), Structure()
     model.extra = module
-    before = fingerprint(model)
+    before = fingerprint(model, structure)
     if size:
         module.within = module.within.clone()
-        assert fingerprint(model)[1] == before[1]
+        assert fingerprint(model, structure)[1] == before[1]
         one_bit(module.within)
-        assert fingerprint(model)[1] != before[1]
+        assert fingerprint(model, structure)[1] != before[1]
 
 
 def test_adapters_that_are_off_are_not_part_of_it():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
-    base = model.get_base_model()
+    base, structure = model.get_base_model(), Structure()
     with model.disable_adapter():
-        before = fingerprint(base)
+        before = fingerprint(base, structure)
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.data.mul_(2)
     with model.disable_adapter():
-        assert fingerprint(base) == before
-    assert fingerprint(base) != before
+        assert fingerprint(base, structure) == before
+    assert fingerprint(base, structure) != before

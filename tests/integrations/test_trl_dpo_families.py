@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAILS_IN_STOCK, FUSED, STOCK, WINDOW, kind, tiny_family
 from trl.trainer import dpo_trainer
-from trl_runs import assert_fused, assert_same, assert_same_bits, train
+from trl_runs import Run, assert_fused, assert_same, assert_same_bits, tiny_model, train
 
 import fastdpo
 from fastdpo import attention
@@ -14,14 +14,25 @@ from fastdpo.integrations import qualify
 
 CPU = torch.device("cpu")
 
-ILL_CONDITIONED = {"gemma4_text": 1e-4}  # its gradients lose a digit more than others' in float32, and none in float64
+ILL_CONDITIONED = {"gemma4_text"}  # float32 leaves fewer digits of their gradients, how few depends on the processor
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_same_training(both, name):
+def test_same_training(both, tmp_path, name):
     stock, patched = both(kind(name), FUSED[name][1], max_steps=2)
-    assert_same(stock, patched, rtol=ILL_CONDITIONED.get(name, 1e-5))
+    rtol = 1e-5
+    if name in ILL_CONDITIONED:
+        models = [tiny_model(kind(name), seed, **FUSED[name][1]).double() for seed in range(2)]
+        rtol = 4 * largest_rounding(stock, train(tmp_path / "exact", *models, max_steps=2))
+        assert rtol < 2e-3, "a wrong mask or position makes more"
+    assert_same(stock, patched, rtol=rtol)
     assert_fused(patched, policy=2, reference=2)
+
+
+def largest_rounding(run: Run, exact: Run) -> float:
+    """The largest relative error of a gradient."""
+    steps = zip(run.gradients, exact.gradients, strict=True)
+    return max(((a[name] - b[name]).norm() / b[name].norm()).item() for a, b in steps for name in a if b[name].any())
 
 
 @pytest.mark.parametrize(

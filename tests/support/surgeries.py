@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 from trl_runs import LORA, WORDS
 
 
@@ -98,6 +99,25 @@ class MixesTokens(nn.Module):
 
 def layer_that_mixes_tokens(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = MixesTokens()
+
+
+class RollingMLP(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x).roll(1, 1)
+
+
+def layer_of_another_class(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.__class__ = RollingMLP
+
+
+def layer_in_the_same_place(model: PreTrainedModel) -> None:
+    del model.model.layers[0].mlp
+    model.model.layers[0].mlp = MixesTokens()
+
+
+def attention_dropout(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 1e-9  # of which nothing is dropped
 
 
 def eager(model: PreTrainedModel) -> None:
@@ -195,6 +215,11 @@ SURGERIES = [
     Surgery(
         layer_that_mixes_tokens, "a layer that mixes tokens", "the packed hidden states of LlamaForCausalLM differ"
     ),
+    Surgery(
+        layer_of_another_class, "a layer given another class", "the packed hidden states of LlamaForCausalLM differ"
+    ),
+    Surgery(layer_in_the_same_place, "a layer deleted and set", "the packed hidden states of LlamaForCausalLM differ"),
+    Surgery(attention_dropout, "attention dropout set on layers", "attention dropout is active"),
     Surgery(eager, '`set_attn_implementation("eager")`'),
     Surgery(eager_and_back, "`set_attn_implementation`, there and back"),
     Surgery(
