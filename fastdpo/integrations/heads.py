@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENGINES = ("torch.distributed.", "deepspeed.", "accelerate.")
 """Modules whose hooks on a head bring and take its weight, and change nothing else."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
@@ -70,7 +70,7 @@ def restore(head: nn.Module | None) -> None:
 
 
 def hooks_of(module: nn.Module) -> Iterator[Callable]:
-    for name in _HOOKS:
+    for name in HOOKS:
         yield from vars(module)[name].values()
 
 

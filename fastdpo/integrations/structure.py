@@ -54,7 +54,8 @@ class Structure:
         known = self._known.get(id(module))
         if known is None or known[0] is not module or known[1] is not kind or not _same(own, known[2]):
             known = self._known[id(module)] = (module, kind, dict(own), _plain(module, whole))
-        return hash((id(module), known[3], *(additions_to(module) if whole else ())))
+        added = whole and ("forward" in own or any(own[name] for name in heads.HOOKS))
+        return hash((id(module), known[3], *(additions_to(module) if added else ())))
 
 
 def additions_to(module: nn.Module) -> Iterator[object]:
