@@ -9,8 +9,9 @@ later. When the function returns, its numbers leave the trainer's lists and wait
 - `Ledger.show` puts this rank's own values there. It is called when anything but the stock function reads the lists,
   on whichever rank that happens, and never communicates. The next `settle` replaces them.
 
-So user code sees lists of floats, as in stock. It sees values over all ranks at every log, and between logs where it
-overrides a function that computes metrics (`is_overridden`); elsewhere between logs it sees those of its own rank.
+User code therefore sees lists of floats, as in stock. They hold values over all ranks in every log of the trainer, and
+after each step in a subclass that overrides a function which computes metrics (`is_overridden`). Otherwise, between two
+logs, they hold this rank's values.
 
 Where a trainer calls `gather_for_metrics` on one value a rank, accelerate takes ranks for rows and leaves the last ones
 out of the last batch when the rows don't divide evenly; here all ranks count.
@@ -44,7 +45,7 @@ GATHERS = ("gather", "gather_for_metrics")
 
 @dataclass(eq=False)
 class _Total:
-    """A sum and a count: of this rank, once they were read, and over all ranks, once they were reduced."""
+    """A sum and a count. `own` is set once this rank's values are read, `reduced` once those of all ranks are."""
 
     own: tuple[float, float] | None = None
     reduced: tuple[float, float] | None = None
@@ -111,7 +112,7 @@ def _constant(x: float) -> Number:
 
 
 class Gathered:
-    """Stands in for a tensor gathered from all ranks, of which only sums and means are wanted."""
+    """Placeholder for a tensor gathered from all ranks. Supports only sums and means."""
 
     def __init__(self, ledger: Ledger, x: Tensor):
         self._ledger, self._x = ledger, x
@@ -144,7 +145,7 @@ class Gathered:
 
 @dataclass(eq=False)
 class _Entry:
-    """A number that belongs at the end of a list, and what stands there in its place meanwhile."""
+    """A number that belongs at the end of a list, and the value shown there until it is settled."""
 
     values: list
     number: Number
@@ -212,7 +213,7 @@ class Ledger:
         return {name: x.value(_known) if isinstance(x, Number) else x for name, x in metrics.items()}
 
     def look(self) -> None:
-        """Shows, now and from now on after each step: whoever has read a list may have kept it."""
+        """Shows now, and from now on after each step: the reader may keep the list."""
         self._watched = True
         self.show()
 
@@ -259,7 +260,7 @@ class Ledger:
         self.show()
 
     def _close_step(self) -> None:
-        """One tensor holds what a step has summed."""
+        """Stacks the sums of a step into one tensor."""
         if self._step:
             totals, sums, counts = zip(*self._step, strict=True)
             device = sums[0].device
@@ -357,7 +358,7 @@ def running_total(name: str, ledger_of: Callable[[Any], Ledger | None], codes: f
 
 
 def stored(trainer: Any, name: str) -> Any:
-    """The attribute itself, where this module reads it: nobody has looked. A subclass may keep it elsewhere."""
+    """The attribute as it is stored, without counting as a reader. A subclass may store it elsewhere."""
     return vars(trainer)[name] if name in vars(trainer) else getattr(trainer, name)
 
 

@@ -1,8 +1,8 @@
-"""What a reference's log-probabilities rest on, cheap enough to look at in every step.
+"""A fingerprint of the reference model, cheap enough to compute in every step.
 
-Values that are remembered stay true only while this stays the same. Versions of tensors would not do: a write to
-`.data`, which is how callbacks that move a reference write, leaves them as they are. So the bits are summed: as many
-reads as one token's forward pass, and one synchronisation.
+Remembered log-probabilities are valid as long as it stays the same. Version counters of tensors miss writes to `.data`,
+which is how callbacks update a reference, so the bits of all tensors are summed. That reads the weights once, as the
+forward pass of a single token does, and takes one synchronisation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU_WORDS, WORDS = 1 << 15, 1 << 24
 
 
 class Fingerprint(NamedTuple):
-    """Of a model as it would run now.
+    """Everything that the outputs of a model depend on.
 
     Attributes:
         structure: modules, their classes, hooks, replaced forwards and plain attributes; comparable within a process.
@@ -38,7 +38,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(model: PreTrainedModel, structure: Structure) -> Fingerprint:
-    """Of a model whose `structure` has been kept.
+    """The fingerprint of a model as it would run now. `structure` is kept from call to call.
 
     Raises:
         RuntimeError, NotImplementedError: a tensor's memory can't be read.
@@ -66,7 +66,7 @@ def _checksums(tensors: list[Tensor]) -> list[int]:
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """int64 []: words of 64 bits, mixed, and weighed by their places. Modulo 2^64."""
+    """int64 []: the sum of the 64-bit words, each mixed and multiplied by a weight of its position, modulo 2^64."""
     flat = x.detach().reshape(-1)
     if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):  # a view into a larger buffer
         flat = flat.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,7 @@
-"""The head of a causal LM, taught to score targets as a call of its module.
+"""Lets the head of a causal LM compute log-probabilities when it is called as a module.
 
-Called as a module, a head has its weight brought and its gradient taken by whatever engine has hooks on it (FSDP2,
-ZeRO-3, accelerate's `device_map`). Only a plain `nn.Linear` qualifies: what anybody else does around or in place of its
-forward would be lost.
+The hooks of engines on the module (FSDP2, ZeRO-3, accelerate's `device_map`) then gather its weight and reduce its
+gradient. Only a plain `nn.Linear` qualifies: other hooks or a replaced forward would be bypassed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ENGINES = ("torch.distributed.", "deepspeed.", "accelerate.")
-"""Modules whose hooks on a head bring and take its weight, and change nothing else."""
+"""Packages whose hooks on a head gather and release its weight, and change nothing else."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -49,18 +48,18 @@ def unsupported_reason(head: nn.Module | None) -> str | None:
 
 
 def device_of(head: nn.Linear) -> torch.device:
-    """Where its weight is. Only where there is no `unsupported_reason`."""
+    """The device of the head's weight. The head must have no `unsupported_reason`."""
     return cast(Tensor, _weight(head)).device
 
 
 def install(head: nn.Linear) -> None:
-    """Once for as long as the head keeps its forward. Only where there is no `unsupported_reason`."""
+    """Replaces the head's forward, once. The head must have no `unsupported_reason`."""
     if not is_ours(vars(head).get(_place_of_forward(head))):
         setattr(head, _place_of_forward(head), MethodType(_forward, head))
 
 
 def restore(head: nn.Module | None) -> None:
-    """Takes the forward of `install` away again, and no other."""
+    """Undoes `install`. A forward that somebody else has set stays."""
     if head is None or not is_ours(vars(head).get(_place_of_forward(head))):
         return
     if "_hf_hook" in vars(head):
@@ -135,7 +134,7 @@ def _missing_weight(head: nn.Linear) -> str | None:
 
 
 def _weight(head: nn.Linear) -> Tensor | None:
-    """The weight, or ZeRO-3's placeholder for it: as an attribute it would be gathered."""
+    """The weight, or ZeRO-3's placeholder for it. Reading the attribute would gather it."""
     return head._parameters.get("weight")
 
 

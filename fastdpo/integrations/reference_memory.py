@@ -106,7 +106,7 @@ class Memory:
         self._write()
 
     def check(self, reference: PreTrainedModel) -> None:
-        """Drops what is remembered if the reference, which is as it would run now, has changed since the last call."""
+        """Clears the memory if the reference, as it would run now, has changed since the last call."""
         from ..ref_logps import keys
 
         try:
@@ -132,7 +132,7 @@ class Memory:
         self._read()
 
     def _read(self) -> None:
-        """Takes what the directory has under the key. Goes on in RAM without a key, or where nothing can be written."""
+        """Reads the values stored under the key. Continues in RAM if there is no key or the directory is unusable."""
         from ..ref_logps import shards
 
         if self._directory is None:
@@ -170,7 +170,7 @@ class Memory:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Of the generators that a model on this device draws from."""
+    """The states of the random number generators that a model on this device uses."""
     on_host = torch.get_rng_state()
     return [on_host, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [on_host]
 

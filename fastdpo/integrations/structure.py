@@ -1,13 +1,13 @@
-"""What a model consists of, compared from call to call: modules, classes, hooks, replaced forwards, plain attributes.
+"""The structure of a model as a hash: modules, their classes, hooks, replaced forwards and plain attributes.
 
-A verdict on a model, and values remembered of one, hold for as long as this is the same. It is looked at in every call,
-so what has been read of a module is kept until its attributes differ from a copy of them.
+The verdict on a model, and log-probabilities remembered of it, are valid as long as its structure stays the same. The
+hash is computed in every call, so the part of each module is cached until the attributes of the module change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from inspect import getclosurevars
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,23 +23,26 @@ CHANGES_NOTHING = {
     *("training", "gradient_checkpointing", "max_seq_len_cached"),
     *("_disable_adapters", "_active_adapter"),
 }
-"""Plain attributes that trainers switch as they go, of which a verdict does not depend on any."""
+"""Plain attributes that trainers switch during a training, and that no verdict depends on."""
 
 COUNTERS = ("ds_", "_ds", "applied_pre_backward")
-"""Beginnings of the names under which DeepSpeed keeps its counts on modules."""
+"""Prefixes of the counters that DeepSpeed keeps on modules."""
 
 NEUTRAL_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
-"""Of transformers and PEFT, which add one more whenever gradient checkpointing is enabled."""
+"""Hooks of transformers and PEFT. They add one more each time gradient checkpointing is enabled."""
 
 
 class Structure:
-    """Of one model. Holds on to its modules, so that the id of one that is gone is not taken by another."""
+    """Computes the structure of one model. Keeps its modules alive, so that no new module can reuse an id."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
 
     def hash(self, model: PreTrainedModel) -> int:
-        """Of this process alone. What is put on the model itself is left out: it runs around its wrapped forward."""
+        """The hash of the model's structure, valid in this process.
+
+        Leaves out hooks on the model itself: they run around its wrapped forward.
+        """
         parts: list[object] = [attention.implementation(model)]
         modules = 0
         for module in model.modules():
@@ -59,7 +62,7 @@ class Structure:
 
 
 def additions_to(module: nn.Module) -> Iterator[object]:
-    """What identifies the hooks on a module, and a forward in place of its class's; not that of `heads.install`."""
+    """Identifies the hooks on a module and a replaced forward, except the one that `heads.install` sets."""
     seen = {
         _identity(hook) for hook in heads.hooks_of(module) if heads.name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS
     }
@@ -77,17 +80,20 @@ def _plain(module: nn.Module, whole: bool) -> int:
 
 def _same(own: dict[str, Any], copy: dict[str, Any]) -> bool:
     try:
-        return own == copy  # by identity first: what is the same object is not looked into
-    except (RuntimeError, ValueError):  # of tensors and arrays
+        return own == copy  # compares by identity first, and so doesn't look into the same object
+    except (RuntimeError, ValueError):  # raised by tensors and arrays
         return False
 
 
 def _identity(function: Callable) -> tuple:
-    """The same for a function that is made again of the same code and over the same values, as hooks are."""
+    """Identifies a function by its code, its owner and the values it closes over: hooks are often created anew."""
     owner = id(getattr(function, "__self__", None))
     function = heads.function_of(function)
     code = getattr(function, "__code__", None)
     if code is None:
         return id(type(function)), owner
-    values = [*(getattr(function, "__defaults__", None) or ()), *getclosurevars(function).nonlocals.values()]
+    values = [*(function.__defaults__ or ())]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            values.append(cell.cell_contents)
     return id(code), owner, *((type(x), x) if type(x) in PLAIN else id(x) for x in values)
