@@ -137,13 +137,13 @@ def _probe(model: PreTrainedModel, device: torch.device) -> Found:
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
     """Gives buffers the values back that they had. Names those that were written to, after the block."""
-    before = [(name, x, x.clone()) for name, x in model.named_buffers()]
+    before = [(name, x, x.clone()) for name, x in model.named_buffers() if x.device.type != "meta"]
     written: list[str] = []
     try:
         yield written
     finally:
         for name, x, copy in before:
-            if not torch.equal(x, copy):
+            if not _equal(x, copy):
                 written.append(name)
                 x.copy_(copy)
 
@@ -184,6 +184,11 @@ def probe_head(model: PreTrainedModel, device: torch.device) -> str | None:
     if error <= _tolerance(model):
         return None
     return f"the head of {type(model).__name__} makes other logits than its forward, by {error:.2g} of their size"
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal, NaN where the other is NaN."""
+    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
 
 
 def run(model: PreTrainedModel, layout: packing.Layout, input_ids: Tensor, **options: object):
