@@ -107,8 +107,7 @@ def pack(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        NotPackable: a mask has holes or values that say nothing of padding, a label is scored by a padding position, or
-            no token is real.
+        NotPackable: a mask has holes, a label is scored by a padding position, or no token is real.
     """
     for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
         if tensor.shape != input_ids.shape:
@@ -133,7 +132,7 @@ def pack(
     device = input_ids.device
     ids, real, targets = _to_host(input_ids, _real(attention_mask), labels if shifted else labels[:, 1:])
     if real.dtype != torch.bool and (real > 1).any():
-        raise NotPackable("pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value")
+        raise ValueError("pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value")
     real = real.bool()
     scored = targets != IGNORE_INDEX  # [R, W]
     target = targets[scored]  # [M]
