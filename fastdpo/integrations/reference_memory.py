@@ -107,21 +107,14 @@ class Memory:
 
     def check(self, reference: PreTrainedModel) -> None:
         """Clears the memory if the reference, as it would run now, has changed since the last call."""
-        from ..ref_logps import keys
-
         try:
             found = fingerprint(reference, self._structure)
         except (RuntimeError, NotImplementedError) as error:
             self.turn_off(f"the reference's tensors can't be read: {error}")
             return
-        if found != self._of:
-            reason = keys.uncacheable(reference)  # what such functions do may change unseen
-            if reason is not None:
-                self.turn_off(reason)
-                return
-            if self._of is not None:
-                self._drop()
-            self._of = found
+        if self._of is not None and found != self._of:
+            self._drop()
+        self._of = found
 
     def _drop(self) -> None:
         self._write()

@@ -63,10 +63,9 @@ class Structure:
 
 def additions_to(module: nn.Module) -> Iterator[object]:
     """Identifies the hooks on a module and a replaced forward, except the one that `heads.install` sets."""
-    seen = {
-        _identity(hook) for hook in heads.hooks_of(module) if heads.name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS
-    }
-    yield from sorted(seen, key=hash)
+    for hook in heads.hooks_of(module):
+        if heads.name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS:
+            yield _identity(hook)
     forward = vars(module).get("forward")
     if forward is not None and not heads.is_ours(forward):
         yield _identity(forward)

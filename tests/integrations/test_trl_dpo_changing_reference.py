@@ -63,6 +63,11 @@ def replace(trainer):
     trainer.ref_model = other.eval()
 
 
+def scale_its_output(trainer):
+    factor = 1 + trainer.state.global_step / 10
+    trainer.ref_model.model.norm.register_forward_hook(lambda module, args, output: output * factor)
+
+
 def scale_its_attention(trainer):
     trainer.ref_model.model.layers[0].self_attn.scaling *= 1.5
 
@@ -108,6 +113,7 @@ def adapter() -> dict:
 CASES = {
     "written to": lambda: full(trainer_class=changing(follow_the_policy)),
     "replaced": lambda: full(trainer_class=changing(replace)),
+    "hooked": lambda: full(trainer_class=changing(scale_its_output)),
     "rescaled": lambda: full(trainer_class=changing(scale_its_attention)),
     "given another class": lambda: full(trainer_class=changing(give_it_another_class)),
     "reordered": lambda: full(trainer_class=changing(flip_its_head)),
@@ -131,25 +137,6 @@ def test_what_was_remembered_is_dropped(tmp_path, caplog, name):
     assert said == ["trl.DPOTrainer: the reference has changed; what reference_memory held is dropped"]
     of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
     assert of_reference == {("reference", "fused"): 4, ("reference", "remembered"): 4}, "an epoch of each two is new"
-
-
-def test_a_reference_with_hooks_of_the_users_own_is_not_remembered(tmp_path, caplog):
-    """What a hook computes may change without any sign of it."""
-    factor = [1.0]
-
-    def hook(trainer):
-        if factor == [1.0]:
-            trainer.ref_model.model.norm.register_forward_hook(lambda module, args, output: output * factor[0])
-        factor[0] *= 1.1
-
-    options = dict(trainer_class=changing(hook), **EPOCHS)
-    stock = train(tmp_path / "stock", **full(**options))
-    factor[0] = 1.0
-    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
-        patched = train(tmp_path / "patched", **full(**options))
-    assert_same(stock, patched)
-    assert "reference_memory is off" in caplog.text
-    assert patched.calls["reference", "remembered"] == 2, "before there was a hook"
 
 
 def test_a_bad_file_met_in_the_middle_ends_no_training(tmp_path, caplog):
