@@ -235,10 +235,10 @@ class Ledger:
 
         Called on every rank, where stock has gathered.
         """
-        if self._watched:
-            self.show()
         if seen or len(self._step) + sum(len(totals) for totals, _ in self._steps) >= LIMIT:
             self.settle()
+        elif self._watched:
+            self.show()
 
     def settle(self) -> None:
         """Puts values over all ranks where numbers belong. One collective if there are ranks, one synchronisation.

@@ -307,9 +307,13 @@ def uninstall(model: PreTrainedModel) -> None:
 
 def _enter(model: PreTrainedModel, wrapper: _Wrapper) -> None:
     """Gives a model the packed attention, and its head the scoring of targets, if it hasn't them already."""
+    _switch(model, wrapper)
+    heads.install(heads.head_of(model))
+
+
+def _switch(model: PreTrainedModel, wrapper: _Wrapper) -> None:
     if not attention.is_switched(model):
         wrapper.prior_attention = attention.switch(model)
-    heads.install(heads.head_of(model))
 
 
 def _leave(model: PreTrainedModel, wrapper: _Wrapper) -> None:
@@ -470,8 +474,7 @@ def _examine(model: PreTrainedModel, wrapper: _Wrapper, device: torch.device) ->
     reason = qualify.agreed(model, wrapper.off or qualify.why_not(model))
     if reason is not None:
         return qualify.Found(reason)
-    if not attention.is_switched(model):
-        wrapper.prior_attention = attention.switch(model)
+    _switch(model, wrapper)
     found = qualify.probe(model, device)
     if found.wrong is None and not wrapper.stock_scores:
         found = found._replace(wrong=qualify.agreed(model, qualify.probe_head(model, device)))
