@@ -9,6 +9,7 @@ from types import MethodType
 import pytest
 import torch
 from accelerate import Accelerator, dispatch_model
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from ref_logps_runs import tokens
@@ -160,6 +161,7 @@ def hooked(model):
 
 
 def prepared(model):
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier trainer's precision is kept in it
     return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
 
 
