@@ -24,7 +24,6 @@ from benchmarks import machine
 from benchmarks.cases import Unavailable
 from benchmarks.run import PACKAGES, commit
 from benchmarks.sides.heads import PEERS, plain
-from fastdpo.ops import pruned_linear_logps
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
@@ -49,17 +48,8 @@ What fastdpo does about it: the target's own logit is taken in float32 and never
 the vocabulary, so that `1 - p` keeps its digits; tiles of the gradient hold the other words' exponentials unscaled,
 relative to a shift at which the target's entry is a power of two; the upstream gradient multiplies rows in float32.
 
-## Gradients through a part of the vocabulary
-
-What `pruned_linear_logps` costs in accuracy: the mean probability, over tokens, of the words that pass no gradient on
-(`PrunedLogps.dropped`), and the errors of the gradients as above. Log-probabilities are the same bits. Words of this
-model point nowhere in common; where they do, what is dropped counts for more: look at it before you rely on it.
-
-{pruned}
-
 {where}
 """
-COLUMNS = (1000, 500, 250)
 
 
 def inputs(strength: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,38 +92,6 @@ def measure() -> dict[str, Any]:
     return found
 
 
-def measure_pruned() -> dict[str, Any]:
-    """For each regime and number of columns what fastdpo drops, and its errors."""
-    found: dict[str, Any] = {}
-    for regime, strength in REGIMES.items():
-        hidden, weight, targets = (x[0] if i != 1 else x for i, x in enumerate(inputs(strength)))
-        exact = run(plain, hidden.double(), weight.double(), targets)
-        found[regime] = {}
-        for columns in (V, *COLUMNS):
-            dropped = []
-
-            def head(*tensors: Tensor, columns: int = columns, dropped: list[Tensor] = dropped) -> Tensor:
-                results = pruned_linear_logps(*tensors, columns)
-                dropped.append(results.dropped)
-                return results.tokens.logps
-
-            _, *gradients = run(head, hidden, weight, targets)
-            errors = [error(x, truth) for x, truth in zip(gradients, exact[1:], strict=True)]
-            names = ("dropped", "gradient of hidden", "gradient of the head")
-            found[regime][columns] = dict(zip(names, (float(dropped[0].mean()), *errors), strict=True))
-    return found
-
-
-def pruned_table(pruned: dict[str, Any]) -> str:
-    rows = [
-        [regime, f"{int(columns):,}", *(f"{e:.1e}" for e in of_columns.values())]
-        for regime, of_regime in pruned.items()
-        for columns, of_columns in of_regime.items()
-    ]
-    headers = ["", f"columns of {V:,}", "dropped", "gradient of hidden", "gradient of the head"]
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
 def page(result: dict[str, Any]) -> str:
     """docs/accuracy.md"""
     tables = []
@@ -153,7 +111,7 @@ def page(result: dict[str, Any]) -> str:
     if away:
         where = "Not measured here: " + "; ".join(f"{name} ({why})" for name, why in away.items()) + ".\n\n" + where
     sizes = {"sequences": SEQUENCES, "tokens": TOKENS, "v": V, "d": D}
-    texts = {"tables": "\n\n".join(tables), "pruned": pruned_table(result["pruned"]), "where": where}
+    texts = {"tables": "\n\n".join(tables), "where": where}
     return PAGE_TEXT.format(**texts, **sizes)
 
 
@@ -168,7 +126,6 @@ def main(argv: list[str] | None = None) -> None:
         "machine": described.get("accelerator") or described["cpu"],
         "versions": machine.versions(*PACKAGES),
         "regimes": measure(),
-        "pruned": measure_pruned(),
     }
     args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if args.json == RESULT:

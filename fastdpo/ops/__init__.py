@@ -16,8 +16,7 @@ from .preference_loss import (
     preference_loss,
     wpo_weights,
 )
-from .pruned_logps import pruned_linear_logps
-from .results import PrunedLogps, SequenceLogps, TokenLogps
+from .results import SequenceLogps, TokenLogps
 from .sequence_logps import linear_sequence_logps, sequence_logps
 from .token_logps import token_logps
 
@@ -28,7 +27,6 @@ __all__ = [
     "NotPackable",
     "PreferenceLoss",
     "PreferenceObjective",
-    "PrunedLogps",
     "SequenceLogps",
     "TokenLogps",
     "length_desensitized_logps",
@@ -38,7 +36,6 @@ __all__ = [
     "pack_pairs",
     "packed_attention",
     "preference_loss",
-    "pruned_linear_logps",
     "reference",
     "sequence_logps",
     "token_logps",

@@ -58,12 +58,9 @@ def linear_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
-    through: Tensor | None = None,  # [N, V] bool: which logits pass gradients on; all if None
 ) -> TokenLogps:
     """`token_logps` of the head's logits `hidden @ weight.T + bias`."""
     logits = F.linear(hidden, weight, bias)  # [N, V]
-    if through is not None:
-        logits = torch.where(through, logits, logits.detach())
     return token_logps(
         logits, targets, softcap=softcap, logit_scale=logit_scale, temperature=temperature, outputs=outputs
     )

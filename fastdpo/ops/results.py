@@ -28,19 +28,6 @@ class TokenLogps(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
 
 
-class PrunedLogps(NamedTuple):
-    """Of a head whose gradients go through a part of the vocabulary.
-
-    Attributes:
-        tokens: as without, bit for bit. Of its fields only `logps` is differentiable.
-        dropped: [N] `sum_v |d logp / d logit_v|` over the words that pass no gradient on; without a softcap or a scale
-            their probability. Zero where the target is ignored, and where nothing needs a gradient.
-    """
-
-    tokens: TokenLogps
-    dropped: Tensor
-
-
 class SequenceLogps(NamedTuple):
     """Per sequence.
 

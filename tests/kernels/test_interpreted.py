@@ -16,7 +16,6 @@ RUNS = {  # files or folders, which of their tests, and the environment
     "kernels": ([HERE / "interpreted"], "", {}),
     "heads": ([OPS / "test_linear_logps.py"], WAYS, {}),
     "fused heads": ([OPS / "test_linear_logps.py"], WAYS, {"FASTDPO_HEAD_TABLE": str(HERE / "fused_heads.json")}),
-    "pruned heads": ([OPS / "test_pruned_logps.py"], "through or dropped", {}),
     "attention": ([OPS / "test_packed_attention.py"], "every_feature and pairs and not blocks and not products", {}),
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from heads import head_inputs
 
-from fastdpo.ops import linear_logps, packed_attention, pruned_linear_logps, token_logps
+from fastdpo.ops import linear_logps, packed_attention, token_logps
 from fastdpo.ops.logit_rows import kernel_tile_rows
 from fastdpo.testing import error
 
@@ -25,20 +25,16 @@ def head_leaves(n, trainable):
     return inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_(trainable), inputs["targets"]
 
 
-def heads(trainable, op=linear_logps, **options):
+def heads(trainable, **options):
     """A call and its tensors: 700 tokens in three tiles."""
     hidden, weight, targets = head_leaves(700, trainable)
     leaves = (hidden, weight) if trainable else (hidden,)
 
     def call():
-        logps = op(hidden, weight, targets, **options).logps
+        logps = linear_logps(hidden, weight, targets, **options).logps
         return logps.detach(), *torch.autograd.grad(logps.sum(), leaves)
 
     return call, (hidden, weight)
-
-
-def pruned(*tensors):
-    return pruned_linear_logps(*tensors, 512).tokens
 
 
 def logits():
@@ -67,7 +63,6 @@ CALLS = {
     "kept": lambda: heads(True),
     "some kept": lambda: heads(True, memory_budget=256 * (V + 16) * 2),
     "recomputed": lambda: heads(True, memory_budget=0),
-    "pruned": lambda: heads(True, pruned),
     "logits": logits,
     "attention": attention,
 }

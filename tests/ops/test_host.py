@@ -8,7 +8,7 @@ import torch
 from fastdpo import ops
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
-from fastdpo.ops import devices, pruned_logps
+from fastdpo.ops import devices
 from fastdpo.ops.head_tiles import Tiles
 from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd
 from fastdpo.ops.results import STATISTICS
@@ -87,19 +87,6 @@ def test_a_head_waits_for_nothing(way, statistics, launches):
     assert len(launches["backward"]) == (0 if way == "frozen" and of_entropy is None else multiplied_again)
 
 
-@pytest.mark.parametrize("way", ["frozen", "kept", "recomputed"])
-def test_a_pruned_head_waits_for_nothing(way, launches):
-    inputs, columns = head_arguments(), 8192
-    keep = N if way == "kept" else 0
-    sizes = ("", torch.bfloat16, columns, keep, way == "frozen")
-    kept, words, jacobian, _, *sums = pruned_logps._fwd._init_fn(*inputs, *TRANSFORM, *sizes)
-    steps = len(launches["forward"])
-    assert words.shape == (steps, columns)
-    needs = [True, way != "frozen", False]
-    pruned_logps._bwd._init_fn(empty(N), *inputs, kept, words, jacobian, sums, *TRANSFORM, torch.bfloat16, needs)
-    assert len(launches["backward"]) == (steps if way == "recomputed" else 0)
-
-
 def test_logits_wait_for_nothing(launches):
     logits, targets = empty(64, V, dtype=torch.bfloat16), empty(64, dtype=torch.long)
     results = token_fwd._init_fn(logits, targets, *TRANSFORM, "")
@@ -119,7 +106,6 @@ def calls_of_each_op():
         "token_logps": (logits, lambda x: ops.token_logps(x, targets, **every).logps),
         "linear_logps": (head, lambda h, w: ops.linear_logps(h, w, targets, **every).logps),
         "frozen linear_logps": (hidden, lambda h: ops.linear_logps(h, weight, targets, softcap=5.0).logps),
-        "pruned_linear_logps": (head, lambda h, w: ops.pruned_linear_logps(h, w, targets, 20).tokens.logps),
         "sequence_logps": (logits, lambda x: ops.sequence_logps(x, targets, bounds).logps),
         "padded sequence_logps": (logits, lambda x: ops.sequence_logps(x[None], targets[None]).logps),
         "linear_sequence_logps": (head, lambda h, w: ops.linear_sequence_logps(h, w, targets, bounds).logps),
