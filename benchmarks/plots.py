@@ -39,36 +39,36 @@ def names_of_sides(cases: list[Result]) -> list[str]:
 
 
 def bars(result: Result) -> None:
-    """Time of every side over fastdpo's, with intervals."""
+    """Time of every side divided by fastdpo's, with intervals; a side without a measurement is named in its place."""
     cases = result["cases"]
     sides = names_of_sides(cases)
-    color, height = colors(sides), 0.8 / len(sides)
+    sides = [side for side in sides if any(case["sides"].get(side, {}).get("samples") for case in cases)]
+    color, height = colors(sides), 0.8 / max(len(sides), 1)
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.16 * len(cases) * (len(sides) + 1)), layout="constrained")
-    for i, side in enumerate(sides):
-        labelled = False
-        for row, case in enumerate(cases):
-            summary = result["summary"]["cases"][case["name"]]
+    labelled: set[str] = set()
+    for row, case in enumerate(cases):
+        summary = result["summary"]["cases"][case["name"]]
+        for i, side in enumerate(sides):
+            place = row + i * height
             if side not in summary["seconds"] or SUBJECT not in summary["seconds"]:
+                missing = side if side not in summary["seconds"] else SUBJECT
+                status = case["sides"].get(missing, {}).get("status", "not run")
+                axes.annotate(
+                    f"{missing}: {status}", (1, place), (4, 0), textcoords="offset points", fontsize=7, va="center"
+                )
                 continue
             ratio = summary["times_fastdpo"].get(side, {"value": 1.0, "low": None, "high": None})
             interval = None
             if ratio["low"] is not None:
                 interval = [[max(ratio["value"] - ratio["low"], 0)], [max(ratio["high"] - ratio["value"], 0)]]
-            label = None if labelled else side
-            axes.barh(
-                row + i * height,
-                ratio["value"],
-                height,
-                color=color[side],
-                xerr=interval,
-                label=label,
-                error_kw={"lw": 0.7},
-            )
-            labelled = True
+            label = None if side in labelled else side
+            bar = {"color": color[side], "label": label, "xerr": interval, "error_kw": {"lw": 0.7}}
+            axes.barh(place, ratio["value"], height, **bar)
+            labelled.add(side)
     axes.set_yticks([row + 0.4 - height / 2 for row in range(len(cases))], [case["name"] for case in cases])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.6)
-    axes.set_xlabel("time over fastdpo's (median, 95 % interval)")
+    axes.set_xlabel("time relative to fastdpo (ratio of medians, 95 % interval)")
     axes.set_title(result["title"], loc="left", fontsize=10)
     if axes.containers:
         figure.legend(loc="outside lower center", ncols=3)

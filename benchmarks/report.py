@@ -29,6 +29,10 @@ Made by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/re
 says when it is stale. `make bench` measures again. All sides of a case take turns, each in a process of its own; before
 a side is timed, its numbers are checked against float64, and one that is wrong gets no time. Brackets hold 95 %
 bootstrap intervals. What each suite is made of: [benchmarks/suites](../benchmarks/suites)."""
+OVERVIEW = """## Overview
+
+Geometric means over the cases of a suite. A mean that lacks a case, because one of its two sides failed there, says
+which."""
 
 
 def results(directory: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -53,7 +57,7 @@ def section(result: dict[str, Any], level: str) -> str:
 def page(found: dict[str, dict[str, Any]]) -> str:
     """docs/benchmarks.md"""
     sections = [f"{section(result, '##')}\n\n![{result['title']}](plots/{name}.svg)" for name, result in found.items()]
-    return "\n\n".join([HEADER, *sections]) + "\n"
+    return "\n\n".join([HEADER, OVERVIEW, tables.overview(found), *sections]) + "\n"
 
 
 def on_gpu(found: dict[str, dict[str, Any]]) -> str:
@@ -76,7 +80,7 @@ def filled(text: str, content: str) -> str:
 
 def main() -> None:
     found = results()
-    README.write_text(filled(README.read_text(), tables.overview(found)))
+    README.write_text(filled(README.read_text(), tables.readme_table(found)))
     GPU_PAGE.write_text(filled(GPU_PAGE.read_text(), on_gpu(results(GPU_RESULTS))))
     PAGE.write_text(page(found))
     for name, result in found.items():

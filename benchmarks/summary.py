@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from benchmarks import intervals
 from benchmarks.cases import SUBJECT, Suite
-from benchmarks.intervals import Batches
 
 Record = dict[str, Any]
 
@@ -34,43 +33,66 @@ def peaks(case: Record) -> list[Reading]:
     ]
 
 
-def _ratios(case: Record) -> dict[str, tuple[Batches, Batches]]:
-    """Of every other side that was measured: its samples and those of fastdpo."""
-    measured = {name: samples_by_batch(side) for name, side in case["sides"].items() if side.get("samples")}
-    subject = measured.pop(SUBJECT, None)
-    return {} if subject is None else {name: (other, subject) for name, other in measured.items()}
+def _measured(case: Record, side: str) -> bool:
+    return bool(case["sides"].get(side, {}).get("samples"))
 
 
-def mean_over(cases: list[Record], other: str, subject: str) -> dict[str, Any] | None:
-    """How many times the subject's cost the other's is, in the geometric mean of cases; None if one is nowhere."""
-    measured = [case["sides"] for case in cases]
-    if not measured or not all(x.get(name, {}).get("samples") for x in measured for name in (other, subject)):
+def ratios(case: Record) -> dict[str, Record]:
+    """How many times the cost of fastdpo each other side costs, for the sides of a case that were measured."""
+    if not _measured(case, SUBJECT):
+        return {}
+    subject = samples_by_batch(case["sides"][SUBJECT])
+    return {
+        name: intervals.ratio(samples_by_batch(side), subject)._asdict()
+        for name, side in case["sides"].items()
+        if name != SUBJECT and _measured(case, name)
+    }
+
+
+def mean_ratio(cases: list[Record], other: str, subject: str = SUBJECT) -> Record | None:
+    """Geometric mean over cases of the cost of `other` divided by the cost of `subject`.
+
+    Returns:
+        The estimate with `cases`, the number of cases in which both sides were measured, and `missing`, the names of
+        the other cases. None if both were measured in no case.
+    """
+    measured = [case for case in cases if _measured(case, other) and _measured(case, subject)]
+    if not measured:
         return None
-    pairs = [tuple(samples_by_batch(x[name]) for name in (other, subject)) for x in measured]
-    return intervals.geometric_mean_of_ratios(pairs)._asdict()
+    pairs = [tuple(samples_by_batch(case["sides"][name]) for name in (other, subject)) for case in measured]
+    names = {case["name"] for case in measured}
+    missing = [case["name"] for case in cases if case["name"] not in names]
+    return intervals.geometric_mean_of_ratios(pairs)._asdict() | {"cases": len(measured), "missing": missing}
+
+
+def group_means(cases: list[Record]) -> dict[str, Record]:
+    """`mean_ratio` of every other side to fastdpo; sides without any are left out."""
+    others = dict.fromkeys(name for case in cases for name in case["sides"] if name != SUBJECT)
+    means = {name: mean_ratio(cases, name) for name in others}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def by_group(cases: list[Record]) -> dict[str, list[Record]]:
+    """The cases of each group, in their order."""
+    groups: dict[str, list[Record]] = {}
+    for case in cases:
+        groups.setdefault(case["group"], []).append(case)
+    return groups
 
 
 def summarize(suite: Suite, cases: list[Record]) -> Record:
     """`cases`: medians in seconds, peaks in bytes, ratios of others to fastdpo; `groups`: their geometric means."""
-    of_cases, groups = {}, {}
-    for case in cases:
-        pairs = _ratios(case)
-        of_cases[case["name"]] = {
+    of_cases = {
+        case["name"]: {
             "seconds": {
                 name: intervals.median(samples_by_batch(side))._asdict()
                 for name, side in case["sides"].items()
                 if side.get("samples")
             },
             "peak_bytes": {reading.side: reading.bytes for reading in peaks(case)},
-            "times_fastdpo": {name: intervals.ratio(*pair)._asdict() for name, pair in pairs.items()},
+            "times_fastdpo": ratios(case),
         }
-        for name, pair in pairs.items():
-            groups.setdefault(case["group"], {}).setdefault(name, []).append(pair)
-    of_groups = {
-        group: {
-            name: intervals.geometric_mean_of_ratios(pairs)._asdict() | {"cases": len(pairs)}
-            for name, pairs in others.items()
-        }
-        for group, others in groups.items()
+        for case in cases
     }
-    return {"cases": of_cases, "groups": of_groups} | suite.conclude(cases)
+    groups = {group: means for group, members in by_group(cases).items() if (means := group_means(members))}
+    return {"cases": of_cases, "groups": groups} | suite.conclude(cases)

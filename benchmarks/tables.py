@@ -1,26 +1,38 @@
-"""Tables in markdown, made of a run's JSON. A side that was not measured shows why in place of a number."""
+"""Markdown tables of a run's JSON. A side without a measurement shows the reason instead of a number."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from tabulate import tabulate
 
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.step import FLOOR, LABELLED, REMEMBERED, STOCK
-from benchmarks.summary import mean_over
+from benchmarks.summary import by_group, mean_ratio
 from benchmarks.turns import NOT_EQUAL
 
 Result = dict[str, Any]
 MIB = 1 << 20
+WIDTH = 100
+GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
+WORK = {
+    "step": "Training step",
+    "bf16": "Training step, emulated bfloat16",
+    "evaluation": "Evaluation step",
+    "precompute": "Precomputing reference log-probs",
+    "online": "Online DPO step, without generation",
+}
+"""Suites that run a whole trainer, and what they measure."""
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
-def times(estimate: dict[str, Any] | None, inverse: bool = False) -> str:
-    """A ratio with its interval."""
+def format_ratio(estimate: Result | None, inverse: bool = False) -> str:
+    """The ratio of one case, with its interval."""
     if estimate is None:
         return ""
     value, low, high = (estimate[name] for name in ("value", "low", "high"))
@@ -30,101 +42,132 @@ def times(estimate: dict[str, Any] | None, inverse: bool = False) -> str:
     return f"{value:.2f}x{interval}"
 
 
-def cell(case: Result, side: str, measured: dict[str, Any], show: Any) -> str:
-    """What was measured of a side, or why nothing was."""
+def format_mean(mean: Result | None, inverse: bool = False) -> str:
+    """A geometric mean with its interval and, if it lacks cases, which ones."""
+    return "" if mean is None else f"{format_ratio(mean, inverse)}{coverage(mean)}"
+
+
+def coverage(mean: Result) -> str:
+    """ ", 5 of 6 (Capybara missing)" for a mean over 5 cases of a group of 6; nothing if no case is missing."""
+    if not mean["missing"]:
+        return ""
+    missing = "; ".join(name.rpartition("/")[2] for name in mean["missing"])
+    return f", {mean['cases']} of {mean['cases'] + len(mean['missing'])} ({missing} missing)"
+
+
+def cell(case: Result, side: str, measured: dict[str, Any], show: Callable[[Any], str]) -> str:
+    """The measurement of a side, or the reason why there is none."""
     if side in measured:
         return show(measured[side])
     record = case["sides"].get(side)
     if record is None:
         return ""
-    return f"not equal: {record['reason']}" if record["status"] == NOT_EQUAL else record["status"]
+    return f"{NOT_EQUAL}: {record['reason']}" if record["status"] == NOT_EQUAL else record["status"]
 
 
 def render(rows: list[list[str]], headers: list[str]) -> str:
-    """Of columns that hold anything but blanks."""
+    """A table without the columns that are empty in every row."""
     kept = [i for i, _ in enumerate(headers) if i == 0 or any(row[i] for row in rows)]
     body = [[row[i] for i in kept] for row in rows]
     align = ("left", *["right"] * (len(kept) - 1))
     return tabulate(body, [headers[i] for i in kept], tablefmt="github", colalign=align, disable_numparse=True)
 
 
-def step(result: Result) -> str:
-    """One row a case, then the geometric means of each group."""
-    summary, rows = result["summary"], []
+def wrap(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def mean_label(group: str, cases: list[Result]) -> str:
+    label = GROUP_LABELS.get(group, group)
+    count = f"geometric mean of {plural(len(cases), 'case')}"
+    return f"{label}, {count}" if label else count
+
+
+STEP_NOTE = wrap(
+    "Times are medians; parentheses hold 95 % bootstrap intervals of the ratios. With a cached reference, the "
+    "reference log-probs are known from an earlier pass over the data (`reference_memory=True`). Tokens are those "
+    "that pass through a backbone in a step, including padding. Memory is the peak of each process above its loaded "
+    "models. The floor is a lower bound of any step: the model's own layers on the distinct tokens, and the bare "
+    "matrix products of the head (`benchmarks/sides/floor.py`)."
+)
+
+
+def step_table(result: Result) -> str:
+    """One row per case, then the geometric means of each group."""
+    rows = []
     for case in result["cases"]:
-        of_case = summary["cases"][case["name"]]
-        ratios = of_case["times_fastdpo"]
+        summary = result["summary"]["cases"][case["name"]]
+        ratios = summary["times_fastdpo"]
         facts = {name: side.get("facts", {}) for name, side in case["sides"].items()}
         tokens = [facts[name].get("tokens") for name in (STOCK, SUBJECT)]
-        peaks = [of_case["peak_bytes"].get(name) for name in (STOCK, LABELLED, SUBJECT)]
+        peaks = [summary["peak_bytes"].get(name) for name in (STOCK, LABELLED, SUBJECT)]
+        medians = (cell(case, side, summary["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT, REMEMBERED))
         rows.append(
             [
                 case["name"],
-                *(cell(case, side, of_case["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT, REMEMBERED)),
-                times(ratios.get(STOCK)),
-                times(ratios.get(LABELLED)),
-                times(ratios.get(FLOOR), inverse=True),
+                *medians,
+                format_ratio(ratios.get(STOCK)),
+                format_ratio(ratios.get(LABELLED)),
+                format_ratio(ratios.get(FLOOR), inverse=True),
                 "" if None in tokens else f"{tokens[0]:,.0f} / {tokens[1]:,.0f}",
                 " / ".join("-" if peak is None else f"{peak / MIB:,.0f}" for peak in peaks),
             ]
         )
-    for group, others in summary["groups"].items():
-        means = times(others.get(STOCK)), times(others.get(LABELLED)), times(others.get(FLOOR), inverse=True)
-        count = max(other["cases"] for other in others.values())
-        rows.append([f"{group}, geometric mean of {count}", "", "", "", "", *means, "", ""])
+    for group, cases in by_group(result["cases"]).items():
+        means = result["summary"]["groups"].get(group, {})
+        speedups = format_mean(means.get(STOCK)), format_mean(means.get(LABELLED))
+        over_floor = format_mean(means.get(FLOOR), inverse=True)
+        rows.append([mean_label(group, cases), "", "", "", "", *speedups, over_floor, "", ""])
     headers = [
         "",
         STOCK,
         LABELLED,
         SUBJECT,
         REMEMBERED,
-        "faster than shipped",
-        "faster than labelled only",
-        "over the floor",
+        "speedup over TRL as shipped",
+        "speedup over labelled positions only",
+        "time relative to the floor",
+        "tokens, TRL / fastdpo",
+        "peak MiB, shipped / labelled / fastdpo",
     ]
-    text = render(rows, [*headers, "tokens, TRL / fastdpo", "peak MiB, shipped / labelled / fastdpo"])
-    return f"{text}\n\n{STEP_NOTE}"
+    return f"{render(rows, headers)}\n\n{STEP_NOTE}"
 
 
-STEP_NOTE = (
-    "Medians; in brackets 95 % bootstrap intervals of the ratios. With the reference remembered, its log-probabilities "
-    "are known from an earlier pass over the data (`reference_memory=True`). Tokens are those that went through a "
-    "backbone in a step, padding included. Memory is each process's own peak above the loaded models. The floor is the "
-    "model's own layers on the distinct tokens and the head's bare matrix products: less work than any step can do "
-    "(`benchmarks/sides/floor.py`)."
-)
+def _median(estimate: Result) -> str:
+    return format_seconds(estimate["value"])
 
 
-def _median(estimate: dict[str, Any]) -> str:
-    return seconds(estimate["value"])
-
-
-def sides(result: Result) -> str:
-    """One row a case; of each side the time, how many times fastdpo's that is, and its peak."""
+def sides_table(result: Result) -> str:
+    """One row per case: the time of each side, its ratio to fastdpo's, and its peak memory."""
     names = list(dict.fromkeys(name for case in result["cases"] for name in case["sides"]))
     rows = []
     for case in result["cases"]:
-        of_case = result["summary"]["cases"][case["name"]]
+        summary = result["summary"]["cases"][case["name"]]
 
-        def show(estimate: dict[str, Any], name: str, of_case: Result = of_case) -> str:
-            ratio = of_case["times_fastdpo"].get(name)
-            peak = f"{of_case['peak_bytes'][name] / MIB:,.0f} MiB"
-            parts = [seconds(estimate["value"]), *([f"{ratio['value']:.2f}x"] if ratio else []), peak]
+        def show(name: str, summary: Result = summary) -> str:
+            parts = [format_seconds(summary["seconds"][name]["value"])]
+            if name in summary["times_fastdpo"]:
+                parts.append(f"{summary['times_fastdpo'][name]['value']:.2f}x")
+            if name in summary["peak_bytes"]:
+                parts.append(f"{summary['peak_bytes'][name] / MIB:,.0f} MiB")
             return ", ".join(parts)
 
-        cells = [cell(case, n, of_case["seconds"], lambda estimate, n=n: show(estimate, n)) for n in names]
-        rows.append([case["name"], *cells])
-    for group, others in result["summary"]["groups"].items():
-        count = max(other["cases"] for other in others.values())
-        rows.append([f"{group}, geometric mean of {count}", *(times(others.get(name)) for name in names)])
-    return f"{render(rows, ['', *names])}\n\nMedian time, how many times fastdpo's that is, and peak memory."
+        rows.append([case["name"], *(cell(case, n, summary["seconds"], lambda _, n=n: show(n)) for n in names)])
+    for group, cases in by_group(result["cases"]).items():
+        means = result["summary"]["groups"].get(group, {})
+        rows.append([mean_label(group, cases), *(format_mean(means.get(name)) for name in names)])
+    note = "Median time, that time divided by fastdpo's, and peak memory."
+    return f"{render(rows, ['', *names])}\n\n{note}"
 
 
-def memory(result: Result) -> str:
-    """Two tables: peaks as something grows, and peaks by budget."""
-    text = []
-    for group in dict.fromkeys(case["group"] for case in result["cases"]):
-        cases = [case for case in result["cases"] if case["group"] == group]
+def memory_table(result: Result) -> str:
+    """Peak memory by size and by memory budget, one table per group."""
+    tables = []
+    for group, cases in by_group(result["cases"]).items():
         sides = list(dict.fromkeys(name for case in cases for name in case["sides"]))
         rows = []
         for case in cases:
@@ -132,76 +175,114 @@ def memory(result: Result) -> str:
             cells = [cell(case, side, peaks, lambda peak: f"{peak / MIB:,.0f} MiB") for side in sides]
             rows.append([case["name"] if group == "knob" else f"{case['facts']['x']:,}", *cells])
         corner = "`memory_budget`" if group == "knob" else f"{group}, {cases[0]['facts']['x_name']}"
-        text.append(render(rows, [corner, *sides]))
-    return "\n\n".join(text)
+        tables.append(render(rows, [corner, *sides]))
+    return "\n\n".join(tables)
 
 
-def scaling(result: Result) -> str:
-    """One row an axis."""
+def scaling_table(result: Result) -> str:
+    """One row per axis."""
     rows = []
     for case in result["cases"]:
         medians = result["summary"]["cases"][case["name"]]["seconds"]
-        points = [f"{x} {cell(case, x, medians, _median)}" for x in case["sides"]]
+        points = [f"{x}: {cell(case, x, medians, _median)}" for x in case["sides"]]
         fit = result["summary"]["exponents"].get(case["name"])
         power = ""
         if fit is not None:
             interval = "" if fit["low"] is None else f" ({fit['low']:.2f} to {fit['high']:.2f})"
             power = f"{fit['value']:.2f}{interval}"
         rows.append([case["name"], case["facts"]["x_name"], power, ", ".join(points)])
-    note = "Least squares on logarithms of medians; in brackets 95 % intervals of the slope."
-    return f"{render(rows, ['axis', 'x', 'time grows as x to the power of', 'x and median time'])}\n\n{note}"
+    note = "Least squares on the logarithms of the medians; parentheses hold 95 % intervals of the slope."
+    return f"{render(rows, ['axis', 'x', 'exponent of time in x', 'median time at each x'])}\n\n{note}"
 
 
-TABLES = {"step": step, "bf16": step, "memory": memory, "scaling": scaling}
-"""Of suites that are not shown as `sides`."""
-
-WORK = {
-    "step": "a training step",
-    "bf16": "a training step in bfloat16, emulated",
-    "evaluation": "an evaluation step",
-    "precompute": "precomputing the reference",
-    "online": "an online training step, generation apart",
-}
-"""What the suites of whole trainers measure."""
+TABLES = {"step": step_table, "bf16": step_table, "memory": memory_table, "scaling": scaling_table}
+"""Suites with a table of their own; the others use `sides_table`."""
 
 
 def table(result: Result) -> str:
-    """That of its suite. On a GPU a step has other sides than the table of steps shows."""
+    """The table of a suite. On a GPU the suite `step` has other sides than `step_table` shows."""
     on_gpu = result["suite"] == "step" and "accelerator" in result["machine"]
-    return sides(result) if on_gpu else TABLES.get(result["suite"], sides)(result)
+    return sides_table(result) if on_gpu else TABLES.get(result["suite"], sides_table)(result)
 
 
 def overview(results: dict[str, Result]) -> str:
-    """One row a group of cases of whole trainers; then heads by themselves. Geometric means."""
+    """Geometric means of every suite: one table of whole trainers, one of LM heads."""
     rows = []
-    for name, work in WORK.items():
-        rows += _groups(work, results[name]["cases"]) if name in results else []
-    headers = ["", "datasets", "faster than TRL as shipped", "faster than labelled only", "over the floor"]
-    text = [render(rows, headers)] if rows else []
+    for suite, work in WORK.items():
+        for group, cases in by_group(results[suite]["cases"] if suite in results else []).items():
+            label = GROUP_LABELS.get(group, group)
+            title = f"{work}, {label}" if label else work
+            for subject, name in ((SUBJECT, title), (REMEMBERED, f"{title}, cached reference")):
+                means = {other: mean_ratio(cases, other, subject) for other in (STOCK, LABELLED, FLOOR)}
+                if means[STOCK] is None:
+                    continue
+                over_floor = format_mean(means[FLOOR], inverse=True) if subject == SUBJECT else ""
+                speedups = format_mean(means[STOCK]), format_mean(means[LABELLED])
+                rows.append([name, str(len(cases)), *speedups, over_floor])
+    headers = ["speedup of", "datasets", f"over {STOCK}", f"over {LABELLED}", "time relative to the floor"]
+    tables = [render(rows, headers)] if rows else []
     if "head" in results:
         groups = results["head"]["summary"]["groups"]
-        peers = list(dict.fromkeys(peer for others in groups.values() for peer in others))
-        rows = [[f"head, {group}", *(times(others.get(peer)) for peer in peers)] for group, others in groups.items()]
-        text.append(render(rows, ["fastdpo is faster than", *peers]))
-    return "\n\n".join(text)
+        peers = list(dict.fromkeys(peer for means in groups.values() for peer in means))
+        rows = [
+            [f"LM head, {group}", *(format_mean(means.get(peer)) for peer in peers)] for group, means in groups.items()
+        ]
+        tables.append(render(rows, ["speedup over", *peers]))
+    return "\n\n".join(tables)
 
 
-def _groups(work: str, cases: list[Result]) -> list[list[str]]:
-    rows = []
-    for group in dict.fromkeys(case["group"] for case in cases):
-        of_group = [case for case in cases if case["group"] == group and case["sides"][STOCK].get("samples")]
-        title = work if group == "all" else f"{work}, {group}"
-        for subject, what in ((SUBJECT, title), (REMEMBERED, f"{title}, the reference remembered")):
-            means = {other: mean_over(of_group, other, subject) for other in (STOCK, LABELLED, FLOOR)}
-            if means[STOCK] is not None:
-                over_floor = times(means[FLOOR], inverse=True) if subject == SUBJECT else ""
-                rows.append([what, str(len(of_group)), times(means[STOCK]), times(means[LABELLED]), over_floor])
-    return rows
+README_ROWS = (  # suite, group, first column, what the cases are
+    ("step", "full", "Training step, full fine-tuning", "dataset"),
+    ("step", "LoRA", "Training step, LoRA", "dataset"),
+    ("evaluation", "all", "Evaluation step", "dataset"),
+    ("precompute", "all", "Precomputing reference log-probs", "dataset"),
+    ("online", "all", "Online DPO step, without generation", "dataset"),
+    ("head", "trainable", "LM head alone", "size"),
+)
+README_SIDES = {"head": (None, "TRL")}
+"""The sides in the two columns, where they are not TRL's trainer as shipped and on labelled positions only."""
+
+
+def readme_table(results: dict[str, Result]) -> str:
+    """At most six rows of speedups, and one paragraph that says what they are."""
+    rows, shown = [], []
+    for suite, group, label, unit in README_ROWS:
+        cases = by_group(results[suite]["cases"]).get(group, []) if suite in results else []
+        if not cases:
+            continue
+        means = results[suite]["summary"]["groups"].get(group, {})
+        columns = README_SIDES.get(suite, (STOCK, LABELLED))
+        speedups = [_speedup(means.get(side)) for side in columns]
+        rows.append([label, plural(len(cases), unit), *speedups])
+        shown.append(results[suite])
+    if not rows:
+        return "Nothing yet."
+    table = render(rows, ["speedup", "measured on", f"over {STOCK}", f"over {LABELLED}"])
+    return f"{table}\n\n{wrap(_readme_note(shown))}"
+
+
+def _speedup(mean: Result | None) -> str:
+    return "" if mean is None else f"{mean['value']:.1f}x{coverage(mean)}"
+
+
+def _readme_note(results: list[Result]) -> str:
+    environments = {
+        f"{result['machine'].get('accelerator') or result['machine']['cpu']}, {result['machine']['threads']} threads, "
+        f"{result['cases'][0]['facts'].get('dtype', 'float32')}, torch {result['versions']['torch']}, "
+        f"TRL {result['versions'].get('trl', 'not installed')}"
+        for result in results
+    }
+    return (
+        "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
+        "every position; the last column makes it score labelled positions only, as it does on CUDA. "
+        f"Measured on {'; '.join(sorted(environments))}. "
+        "Intervals, memory and every other table: [docs/benchmarks.md](docs/benchmarks.md)."
+    )
 
 
 def where(result: Result) -> str:
-    """One line: machine, versions, precision, command and commit."""
+    """The command, machine, versions and commit of a run."""
     described = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     packages = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v != "not installed")
     command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
-    return f"`{command}` on {described}; {packages}; {result['date'][:10]}, commit {result['commit'][:7]}."
+    return wrap(f"`{command}` on {described}; {packages}; {result['date'][:10]}, commit {result['commit'][:7]}.")

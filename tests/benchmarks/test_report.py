@@ -4,11 +4,17 @@ import json
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import plots, report, tables
+from benchmarks.suites import SUITES
+from benchmarks.summary import summarize
 
 
 def estimate(value: float) -> dict:
     return {"value": value, "low": 0.9 * value, "high": 1.1 * value}
+
+
+def mean(value: float) -> dict:
+    return estimate(value) | {"cases": 1, "missing": []}
 
 
 @pytest.fixture
@@ -32,16 +38,21 @@ def result() -> dict:
         "quick": False,
         "rounds": 3,
         "cases": [
-            {"name": "a case", "group": "g", "sides": {"TRL": side, "other": lost, "fastdpo": side}, "facts": {}}
+            {
+                "name": "a case",
+                "group": "trainable",
+                "sides": {"TRL": side, "other": lost, "fastdpo": side},
+                "facts": {},
+            }
         ],
-        "summary": {"cases": {"a case": of_case}, "groups": {"g": {"TRL": estimate(4.0) | {"cases": 1}}}},
+        "summary": {"cases": {"a case": of_case}, "groups": {"trainable": {"TRL": mean(4.0)}}},
     }
 
 
 def test_pages_are_up_to_date():
     found, stale = report.results(), "run `python -m benchmarks.report`"
     readme, of_gpu = report.README.read_text(), report.GPU_PAGE.read_text()
-    assert report.filled(readme, tables.overview(found)) == readme, stale
+    assert report.filled(readme, tables.readme_table(found)) == readme, stale
     assert report.filled(of_gpu, report.on_gpu(report.results(report.GPU_RESULTS))) == of_gpu, stale
     assert report.page(found) == report.PAGE.read_text(), stale
 
@@ -58,12 +69,12 @@ def test_the_page_shows_what_was_measured_and_what_was_not(result):
     assert "not equal: log-probs off by 1.0e-01" in text
     assert "4.00x (3.60 to 4.40)" in text
     assert "`python -m benchmarks.run --suite head --rounds 3` on cpu a processor, threads 2;" in text
-    assert "python 3.11, torch 2.13; 2026-01-02, commit 0123456." in text
+    assert "python 3.11, torch 2.13; 2026-01-02, commit 0123456." in text.replace("\n", " ")
     assert "](plots/head.svg)" in text
 
 
 def samples(*seconds: float) -> dict:
-    return {"samples": [{"batch": 0, "seconds": x} for x in seconds]}
+    return {"options": {}, "samples": [{"batch": 0, "seconds": x, "peak_bytes": 0} for x in seconds]}
 
 
 def test_the_overview_is_of_geometric_means(result):
@@ -72,12 +83,75 @@ def test_the_overview_is_of_geometric_means(result):
     twice = {**sides, "TRL as shipped": samples(32.0, 32.0)}
     cases = [{"name": str(i), "group": "full", "sides": case} for i, case in enumerate((sides, twice))]
     text = tables.overview({"head": result, "step": result | {"suite": "step", "cases": cases}})
-    step, remembered, head = (line for line in text.splitlines() if line.startswith(("| a training", "| head")))
+    step, cached, head = (line for line in text.splitlines() if line.startswith(("| Training", "| LM head")))
     assert [cell.strip() for cell in step.split("|")[1:-1]] == [
-        *("a training step, full", "2", "8.00x (8.00 to 8.00)", "1.25x (1.25 to 1.25)"),
+        *("Training step, full fine-tuning", "2", "8.00x (8.00 to 8.00)", "1.25x (1.25 to 1.25)"),
     ]
-    assert "16.00x (16.00 to 16.00)" in remembered
+    assert "16.00x (16.00 to 16.00)" in cached
     assert "4.00x (3.60 to 4.40)" in head
+
+
+@pytest.fixture
+def step_result(result) -> dict:
+    """Six LoRA cases of the suite of steps. In one of them TRL as shipped failed."""
+    names = ("HH", "TL;DR", "UltraFeedback", "HelpSteer", "MetaMath", "Capybara")
+    cases = []
+    for name in names:
+        sides = {
+            "TRL as shipped": samples(8.0, 8.0) | {"status": "measured"},
+            "TRL, labelled positions only": samples(4.0, 4.0) | {"status": "measured"},
+            "fastdpo": samples(2.0, 2.0) | {"status": "measured"},
+        }
+        cases.append({"name": f"LoRA/{name}", "group": "LoRA", "facts": {}, "sides": sides})
+    # The slowest case of the other side: a mean without it would be another number.
+    cases[-1]["sides"]["TRL, labelled positions only"] = samples(16.0, 16.0) | {"status": "measured"}
+    cases[-1]["sides"]["TRL as shipped"] = {"status": "failed", "reason": "out of memory"}
+    summary = summarize(SUITES["step"], cases)
+    return result | {"suite": "step", "title": "Steps", "cases": cases, "summary": summary}
+
+
+def cells(text: str, row: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {row}"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "mean"),
+    [
+        (lambda r: tables.table(r), "LoRA, geometric mean", "4.00x (4.00 to 4.00)"),
+        (lambda r: tables.sides_table(r), "LoRA, geometric mean", "4.00x (4.00 to 4.00)"),
+        (lambda r: tables.overview({"step": r}), "Training step, LoRA", "4.00x (4.00 to 4.00)"),
+        (lambda r: tables.readme_table({"step": r}), "Training step, LoRA", "4.0x"),
+    ],
+    ids=["step", "sides", "overview", "README"],
+)
+def test_a_mean_names_the_cases_that_it_lacks(table, row, mean, step_result):
+    found = cells(table(step_result), row)
+    (shipped,) = (cell for cell in found if cell.startswith("4.0"))
+    assert shipped == f"{mean}, 5 of 6 (Capybara missing)"
+    (labelled,) = (cell for cell in found if cell.startswith("2.5"))  # (2^5 * 8)^(1/6): of all six cases
+    assert "of 6" not in labelled
+
+
+def test_a_mean_over_an_unnamed_subset_is_an_error(step_result):
+    """Results of a version that did not write which cases a mean lacks."""
+    for mean in step_result["summary"]["groups"]["LoRA"].values():
+        del mean["missing"]
+    with pytest.raises(KeyError, match="missing"):
+        tables.table(step_result)
+
+
+def test_a_plot_says_which_bars_are_missing(step_result, tmp_path):
+    plots.plot(step_result, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert text.count(">TRL as shipped: failed<") == 1
+
+
+def test_the_readme_has_at_most_six_rows_of_results():
+    assert len(tables.README_ROWS) <= 6
+    lines = tables.readme_table(report.results()).splitlines()
+    assert 1 < sum(line.startswith("|") for line in lines) <= 2 + 6
+    assert all(len(line.split("|")) - 2 <= 4 for line in lines if line.startswith("|"))
 
 
 def test_the_overview_is_put_between_its_markers(result):
@@ -110,7 +184,7 @@ def test_the_report_is_written(result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(report, "results", lambda of=directory, read=report.results: read(of))
     report.main()
-    assert "| head, g" in readme.read_text()
+    assert cells(readme.read_text(), "LM head alone") == ["LM head alone", "1 size", "4.0x"]
     assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
     of_gpu = (tmp_path / "docs" / "gpu.md").read_text()
     assert "### Steps" in of_gpu
