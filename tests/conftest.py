@@ -4,6 +4,7 @@ With `--device cuda` tensors are made on a GPU; with `--device interpreter`, and
 tensors of the CPU. Both are for the tests of ops.
 """
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -23,6 +24,17 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("device") == "interpreter":
         params = {item: getattr(item, "callspec", None) for item in items}
         items[:] = [item for item in items if not params[item] or torch.bfloat16 not in params[item].params.values()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_permanent():
+    """Excludes what is imported from garbage collection, which every training asks for: most of its time went there."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
