@@ -2,32 +2,19 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from means_worker import PAIRS, update
+from means_worker import PAIRS, reduce_rank, update
+from rank_processes import run_ranks
 
 from fastdpo.metrics import Means, PreferenceMeans
 from fastdpo.ops import TokenLogps, preference_loss
 
-WORKER = Path(__file__).parent / "support" / "means_worker.py"
-
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_agree_with_one_process(ranks, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(ranks, reduce_rank, tmp_path)
     alone = PreferenceMeans()
     update(alone, slice(0, PAIRS))
     expected = alone.compute()

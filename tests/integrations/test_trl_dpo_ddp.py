@@ -1,27 +1,14 @@
 """Two gloo processes with different data against one process with all of it: the same gradients."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import ddp_worker
 import torch
-
-WORKER = Path(__file__).parents[1] / "support" / "ddp_worker.py"
+from rank_processes import run_ranks
 
 
 def run(directory: Path, ranks: int, batch: int) -> list[dict]:
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(directory), str(batch)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(ranks, ddp_worker.train_rank, directory, batch)
     return [torch.load(directory / f"rank{rank}of{ranks}.pt") for rank in range(ranks)]
 
 

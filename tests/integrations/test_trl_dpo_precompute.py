@@ -4,18 +4,16 @@ That trainings on them are the same is in test_trl_dpo_options.py and test_trl_d
 """
 
 import logging
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import datasets
+import precompute_worker
 import pytest
 import torch
 from datasets import Dataset
 from families import tiny_family
 from peft import LoraConfig
+from rank_processes import run_ranks
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl_runs import config, dataset, pairs, tiny_model, tokenizer
@@ -23,7 +21,6 @@ from trl_runs import config, dataset, pairs, tiny_model, tokenizer
 import fastdpo
 from fastdpo import ref_logps
 
-WORKER = Path(__file__).parents[1] / "support" / "precompute_worker.py"
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
@@ -328,15 +325,7 @@ def test_another_signature_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_ranks_with_data_in_memory(ranks, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(ranks, precompute_worker.train_rank, tmp_path)
     alone, _ = trainer_on(dataset(10, tmp_path / "data"), tmp_path)
     reference, policy = (("trl.DPOTrainer", kind, "fused") for kind in ("reference", "policy"))
     for rank in range(ranks):

@@ -1,7 +1,6 @@
-"""One rank of a patched training: `torchrun ddp_worker.py DIRECTORY BATCH`. Leaves its gradients and counters there."""
+"""One rank of a patched training."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -12,8 +11,9 @@ from trl_runs import Gradients, config, dataset, tiny_model, tokenizer
 import fastdpo
 
 
-def main(directory: Path, batch: int) -> None:
-    rank = int(os.environ.get("RANK", "0"))
+def train_rank(directory: Path, batch: int) -> None:
+    """Writes gradients and counters to a file of the directory."""
+    rank = int(os.environ["RANK"])
     gradients, lengths = [], []
     fastdpo.patch("trl.DPOTrainer")
     trainer = DPOTrainer(
@@ -32,7 +32,7 @@ def main(directory: Path, batch: int) -> None:
 
     trainer.compute_loss = compute_loss
     trainer.train()
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size()
     torch.save(
         {
             "gradients": [{n.removeprefix("module."): g for n, g in step.items()} for step in gradients],
@@ -44,10 +44,3 @@ def main(directory: Path, batch: int) -> None:
         },
         directory / f"rank{rank}of{world}.pt",
     )
-    if world > 1:
-        dist.barrier()
-        os._exit(0)  # gloo workers that have imported transformers may abort while they shut down
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

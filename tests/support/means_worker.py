@@ -1,8 +1,6 @@
-"""One rank of means over a batch: `torchrun means_worker.py DIRECTORY`. Leaves what it computed there."""
+"""One rank of means over a batch."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -31,7 +29,8 @@ def update(means: PreferenceMeans, pairs: slice) -> None:
     means.update_tokens(tokens, mask[rows])
 
 
-def main(directory: Path) -> None:
+def reduce_rank(directory: Path) -> None:
+    """Writes the means and the number of collectives to a file of the directory."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     collectives = []
@@ -43,9 +42,3 @@ def main(directory: Path) -> None:
         update(means, slice(pair, pair + 1))
     result = means.compute()
     (directory / f"rank{rank}.json").write_text(json.dumps({"means": result, "collectives": len(collectives)}))
-    dist.barrier()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

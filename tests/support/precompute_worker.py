@@ -1,10 +1,10 @@
-"""One rank of a patched training on precomputed values of data in memory: `torchrun precompute_worker.py DIRECTORY`."""
+"""One rank of a patched training on precomputed values of data in memory."""
 
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import torch
 import torch.distributed as dist
 from datasets import Dataset
@@ -14,7 +14,9 @@ from trl_runs import config, pairs, tiny_model, tokenizer
 import fastdpo
 
 
-def main(directory: Path) -> None:
+def train_rank(directory: Path) -> None:
+    """Writes the values and fastdpo's counters to a file of the directory."""
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
     rank = int(os.environ["RANK"])
     fastdpo.patch("trl.DPOTrainer")
     trainer = DPOTrainer(
@@ -45,9 +47,3 @@ def main(directory: Path) -> None:
         },
         directory / f"rank{rank}.pt",
     )
-    dist.barrier()
-    os._exit(0)  # gloo workers that have imported transformers may abort while they shut down
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

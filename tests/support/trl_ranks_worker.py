@@ -1,11 +1,6 @@
-"""One rank of a training: `torchrun trl_ranks_worker.py DIRECTORY stock|uncut|patched|memory`. Leaves its logs there.
-
-"uncut" is stock with an accelerate that takes ranks for ranks. With the logs: fastdpo's counters, and how many
-collectives Python code has called in each step.
-"""
+"""One rank of a training whose logs and collectives are compared."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -20,8 +15,13 @@ import fastdpo
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 
 
-def main(directory: Path, kind: str) -> None:
-    rank = int(os.environ.get("RANK", "0"))
+def train_rank(directory: Path, kind: str) -> None:
+    """Writes the logs, fastdpo's counters and the number of collectives in each step to a file of the directory.
+
+    `kind` is "stock", "patched", "memory" (patched, with a reference memory), or "uncut": stock with an accelerate that
+    leaves out no rank at the end of an epoch.
+    """
+    rank = int(os.environ["RANK"])
     counts: list[int] = [0]
     for name in COLLECTIVES:
         stock = getattr(dist, name)
@@ -63,9 +63,3 @@ def main(directory: Path, kind: str) -> None:
     world = dist.get_world_size()
     logs = [numbers(log) for log in trainer.state.log_history]
     torch.save({"logs": logs, "calls": dict(fastdpo.calls), "counts": counts}, directory / f"rank{rank}of{world}.pt")
-    dist.barrier()
-    os._exit(0)  # gloo workers that have imported transformers may abort while they shut down
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

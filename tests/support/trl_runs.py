@@ -17,6 +17,7 @@ import torch
 from comparison import SIZES, assert_same_gradients, assert_same_logs, sharpen
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
+from rank_processes import run_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer
@@ -216,11 +217,10 @@ def run_with_oldest(worker: Path, directory: Path) -> None:
 
 
 def run_two_ranks(kind: str, directory: Path) -> list[dict]:
-    """What `trl_ranks_worker` leaves of each rank."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(Path(__file__).with_name("trl_ranks_worker.py")), str(directory / kind), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    """Results of `trl_ranks_worker.train_rank`, one of each rank."""
+    import trl_ranks_worker  # which imports this module
+
+    run_ranks(2, trl_ranks_worker.train_rank, directory / kind, kind)
     return [torch.load(directory / kind / f"rank{rank}of2.pt") for rank in range(2)]
 
 

@@ -1,0 +1,58 @@
+"""Runs one function on several ranks. The processes are forked from a server that has imported TRL once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["trl.trainer.dpo_trainer"])
+
+
+def run_ranks(world: int, work: Callable, *args, seconds: float = 300) -> None:
+    """Calls `work(*args)` in `world` processes that are set up as `torchrun` does it.
+
+    `work` must be importable. When a rank fails, or `seconds` have passed, all ranks are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [PROCESSES.Process(target=_rank, args=(rank, world, port, work, args)) for rank in range(world)]
+    try:
+        for process in processes:
+            process.start()
+        end = time.monotonic() + seconds
+        while any(process.exitcode is None for process in processes) and time.monotonic() < end:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.02)
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert codes == [0] * world, f"exit codes (None if killed): {codes}; tracebacks are in the captured stderr"
+
+
+def _rank(rank: int, world: int, port: int, work: Callable, args: tuple) -> None:
+    where = dict(MASTER_ADDR="localhost", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank)
+    sizes = dict(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update({name: str(value) for name, value in {**where, **sizes}.items()})
+    torch.set_num_threads(1)
+    try:
+        work(*args)
+        if dist.is_initialized():
+            dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # gloo workers that have imported transformers may abort while they shut down
