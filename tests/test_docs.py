@@ -1,7 +1,99 @@
-"""What the documentation says of the library is what the library does now."""
+"""The documentation is true: its code runs as printed, its commands exist, and its generated parts are up to date."""
 
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
 import support_tables
+from markdown_blocks import PAGES, ROOT, blocks, blocks_of
+
+import fastdpo
+
+RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
+"""Pages whose Python needs a package that is not installed here, and the file that runs it."""
+
+PYTHON = [block for block in blocks("python") if block.page not in RUN_ELSEWHERE]
+TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
+
+
+def test_every_block_has_a_language_that_is_tested():
+    for page in PAGES:
+        for block in blocks_of(page):
+            assert block.language in ("python", "bash", "diff", "text"), block.place
+    for page, test in RUN_ELSEWHERE.items():
+        assert f'"{page}"' in (ROOT / test).read_text()
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=[block.place for block in PYTHON])
+def test_python_runs_as_printed(block, tmp_path, monkeypatch, capsys):
+    """Every block runs from an empty namespace and prints what its comments say."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out.splitlines()
+    for comment in re.findall(r"^ *print\(.*\)  # (.*)$", block.code, re.M):
+        assert comment.split(": ")[0] in printed, f"{block.place} prints {printed}, and its comment says {comment}"
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=[block.place for block in blocks("bash")])
+def test_commands_exist(block):
+    for line in block.code.splitlines():
+        command = line.split("  #")[0].strip()
+        if command:
+            check_command(command)
+
+
+def check_command(command: str) -> None:
+    words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]  # without variables
+    match words:
+        case ["make", *targets]:
+            assert set(targets) <= set(TARGETS), command
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module), command
+        case ["python", script, *_]:
+            assert (ROOT / script).exists(), command
+        case ["pip", "install", "-e", place]:
+            extras = re.fullmatch(r'"?\.(?:\[([\w,-]+)\])?"?', place)
+            assert extras, command
+            assert set(filter(None, (extras[1] or "").split(","))) <= EXTRAS.keys(), command
+        case ["pip", "install", package]:
+            assert re.fullmatch(r'"[\w-]+==[\d.]+"', package), command
+        case _:
+            pytest.fail(f"no test knows the command: {command}")
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if link.startswith(("http:", "https:")):
+                continue
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            if heading:
+                assert heading in anchors(target), f"{page.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_page_of_what_is_supported_is_up_to_date():
     assert support_tables.PAGE.read_text() == support_tables.page(), "run `make docs`"
+
+
+def test_the_picture_of_a_layout_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("draw_layout", ROOT / "docs" / "draw_layout.py")
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    assert drawing.PICTURE.read_text() == drawing.picture(), "run `python docs/draw_layout.py`"

@@ -1,49 +1,110 @@
-"""The README's loop of one's own runs as it stands, and its numbers are those of the padded batch."""
+"""README's script and its custom training loop do what README says."""
 
+import copy
+import json
+import os
 import re
-from pathlib import Path
+import subprocess
+import sys
+from importlib.metadata import version
 
+import pytest
 import torch
+from markdown_blocks import ROOT, blocks_of
+from trl_runs import pairs, tiny_model, tokenizer
 
 from fastdpo import ops
 
-README = Path(__file__).parents[1] / "README.md"
-HEADS, KV_HEADS, D, VOCABULARY = 4, 2, 8, 50
+README = ROOT / "README.md"
+CHECKPOINT, DATASET, CONFIG = '"Qwen/Qwen2.5-0.5B-Instruct"', '"trl-lib/ultrafeedback_binarized"', 'output_dir="out"'
 
 
-def test_loop_of_ones_own():
-    (code,) = [
-        block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "ops.pack_pairs" in block
-    ]
-    pack, rest = code.split("\nout =", 1)
-    attend, score = f"out ={rest}".split("logps =", 1)
+def the_block(language: str):
+    (block,) = [block for block in blocks_of(README) if block.language == language]
+    return block
 
-    torch.manual_seed(0)
-    ids = torch.randint(1, VOCABULARY, (4, 9))
-    ids[2:, :4] = ids[:2, :4]
-    mask = torch.ones_like(ids)
-    mask[3, 7:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
+
+def after_the_diff(diff: str) -> str:
+    return "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("-"))
+
+
+def test_the_script_runs_after_the_diff(tmp_path):
+    """As printed, but for three things: checkpoint and dataset are local ones, since nothing is downloaded in tests,
+    and a machine without an accelerator needs `use_cpu=True`. A last line prints the counters.
+    """
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(16)))
+    script = after_the_diff(the_block("diff").code)
+    for name, local in ((CHECKPOINT, '"./model"'), (DATASET, '"./data"'), (CONFIG, f"{CONFIG}, use_cpu=True")):
+        assert script.count(name) == 1
+        script = script.replace(name, local)
+    (tmp_path / "train.py").write_text(f"{script}print(fastdpo.calls)\n")
+
+    offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "FASTDPO_STRICT": "1", "OMP_NUM_THREADS": "1", **offline}
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        env={**os.environ, **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report, *_, counters = (line for line in done.stdout.splitlines() if line.startswith(("fastdpo:", "Counter")))
+    assert report == re.sub(r"\(1\.\d+\.\d+\)", f"({version('trl')})", the_block("text").code.strip())
+    assert re.findall(r"'(\w+)', '(\w+)'\): (\d+)", counters) == [(m, "fused", "6") for m in ("policy", "reference")]
+
+
+@pytest.fixture
+def loop() -> dict:
+    """The names that README's custom training loop leaves, and weights large enough for errors to show."""
+    names = {"__name__": "__main__"}
+    exec(compile(the_block("python").code, "README.md", "exec"), names)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in names["policy"].parameters())
+    with torch.no_grad():
+        for parameter in names["policy"].parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    return names
+
+
+def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and labels of three pairs [6, 11] that share prompts of four tokens, padded with 0 on the right."""
+    ids = torch.randint(1, 64, (6, 11))
+    ids[3:, :4] = ids[:3, :4]
+    ids[1, 7:], ids[3, 9:] = 0, 0
+    labels = ids.masked_fill(ids == 0, -100)
     labels[:, :4] = -100
-    embeddings = [torch.randn(VOCABULARY, h, D) for h in (HEADS, KV_HEADS, KV_HEADS)]
-    head = torch.nn.Linear(HEADS * D, VOCABULARY, bias=False)
+    return ids, labels
 
-    names = {"ops": ops, "input_ids": ids, "attention_mask": mask, "labels": labels, "head": head}
-    exec(pack.replace("from fastdpo import ops", ""), names)
-    names.update(zip(("query", "key", "value"), (e[names["ids"][0]] for e in embeddings), strict=True))
-    exec(attend, names)
-    names["hidden"] = names["out"].flatten(1)
-    names["ref_chosen"], names["ref_rejected"] = torch.randn(2, 2)
-    exec(f"logps ={score}", names)
 
-    expected = []
-    for row in range(4):
-        real = ids[row][mask[row] != 0]
-        q, k, v = (e[real].transpose(0, 1)[None] for e in embeddings)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        logp = head(out[0].transpose(0, 1).flatten(1)).log_softmax(-1)
-        expected.append(sum(logp[i - 1, real[i]] for i in range(4, len(real))))
-    torch.testing.assert_close(torch.cat([names["chosen"], names["rejected"]]), torch.stack(expected))
-    chosen_ratio, rejected_ratio = names["chosen"] - names["ref_chosen"], names["rejected"] - names["ref_rejected"]
-    dpo = -torch.nn.functional.logsigmoid(0.1 * (chosen_ratio - rejected_ratio)).mean()
-    torch.testing.assert_close(names["loss"], dpo)
+def padded_logps(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed log-probabilities [2B] of a padded batch, in plain PyTorch."""
+    targets = labels[:, 1:]
+    logps = model(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, :-1].log_softmax(-1)
+    return (logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)).sum(1)
+
+
+@torch.no_grad()
+def test_the_custom_loop_scores_what_a_padded_batch_does(loop):
+    stock = copy.deepcopy(loop["policy"])  # a copy has the attention that the model had before
+    assert stock.config._attn_implementation == "sdpa"
+    for ids, labels in ((loop["input_ids"], loop["labels"]), ragged_batch()):
+        loop["input_ids"] = ids
+        layout = ops.pack_pairs(ids, attention_mask=ids != 0, labels=labels)
+        scored = torch.cat(loop["score"](loop["policy"], layout))
+        expected = padded_logps(stock, ids, labels)
+        torch.testing.assert_close(scored, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_speedup_is_the_measured_one():
+    """The range in README's status line is that of the committed runs."""
+    low, high = map(float, re.search(r"is (\d\.\d) to (\d\.\d) times[\s>]+as", README.read_text()).groups())
+    result = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())
+    speedups = [
+        case["times_fastdpo"]["TRL, labelled positions only"]["value"] for case in result["summary"]["cases"].values()
+    ]
+    assert (low, high) == (round(min(speedups), 1), round(max(speedups), 1))
