@@ -1,10 +1,12 @@
-"""docs/support.md, made from what the tests run: `python tests/support/support_tables.py`."""
+"""Generates docs/support.md from what the tests run: `python tests/support/support_tables.py`."""
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,38 +22,46 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "support.md"
 TESTS = ROOT / "tests" / "integrations"
 
-TEXT = """# What is supported, and how that is known
+PINS = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints" / "pins.txt").read_text(), re.M))
 
-Made from the tests by `make docs`; a test says when it is stale.
+TEXT = """# Supported models, changes and fields
+
+Generated from the tests by `make docs`; a test fails when the page is stale. The tests run with
+transformers {transformers} and TRL {trl}.
 
 ## Model families
 
-Nothing in the library knows a family by its name. A model's configuration and modules are looked at, and then it is
-run before it is trusted: a few random rows, longer than its window, packed and padded, must give the same hidden
-states. So a family that is not in this table is packed too if it passes, and takes TRL's own path if it does not, with
-the reason in the log. Those in the table are trained in the tests, as tiny random models with what makes them special
-switched on: every logged number and every gradient as stock's; and their padded forward and `generate()` give the same
-bits as before, with eager and with sdpa attention.
+fastdpo does not know a model family by its name. It checks a model's configuration and modules, and
+then probes the model: a few random rows, longer than its sliding window, must give the same hidden
+states packed and padded. A family that is not in this table is therefore packed as well if it
+passes. Otherwise it falls back to TRL, and the reason is logged.
 
-*packed*: no padding is computed. *shared*: what the answers to a prompt have in common is computed once. *fused*:
-logits are never stored whole.
+The tests train every family in this table as a tiny random model that uses its special features.
+Every logged number and every gradient must equal TRL's. Padded forward passes and `generate()` must
+give the same bits as before, with eager and with sdpa attention.
+
+- *packed*: padding is not computed
+- *shared*: what the completions of a prompt have in common is computed once
+- *fused*: logits are never stored whole
 
 {families}
 
-TRL's own fused head fails on {failing}, patched or not, with the same error.
+TRL's own fused head fails on {failing} with the same error, with or without fastdpo.
 
-## What is done to a model between two steps
+## Changes to a model between two steps
 
-The training goes on as TRL's does: fused, or in TRL's own path for the reason that is logged.
+Training continues as in TRL: fused, or on TRL's own path for the reason that is logged.
 
 {surgeries}
 
-With `reference_memory`, the reference is looked at in every step. What was remembered is dropped when it is {changes}.
+With `reference_memory`, the reference is checked in every step. The stored log-probabilities are
+dropped when the reference is {changes}.
 
-## Fields of `DPOConfig`, and those of `TrainingArguments` that change a model or its calls
+## Fields of `DPOConfig`, and fields of `TrainingArguments` that change a model or its calls
 
-*untouched*: read before the model is called, or after, by the same code on either side. Otherwise the test that trains
-with the field set, stock against patched.
+*untouched* means that TRL reads the field before or after the model is called, in code that is the
+same with fastdpo. Otherwise the table names the test that trains with the field set, with and
+without fastdpo.
 
 {options}
 """
@@ -92,18 +102,27 @@ def option_rows() -> list[list[str]]:
 
 
 def surgery_rows() -> list[list[str]]:
-    return [[surgery.what, "no" if surgery.reason else "yes", surgery.reason] for surgery in SURGERIES]
+    reasons = [html.escape(surgery.reason or "", quote=False) for surgery in SURGERIES]  # a name may hold <lambda>
+    return [
+        [surgery.what, "no" if reason else "yes", reason] for surgery, reason in zip(SURGERIES, reasons, strict=True)
+    ]
+
+
+def listed(items: Iterable[str], conjunction: str) -> str:
+    *most, last = items
+    return f"{', '.join(most)} {conjunction} {last}"
 
 
 def page() -> str:
-    of_families = ["family", "what is special", "packed", "shared", "fused", "why not"]
-    changes = list(tests_of("changing_reference").CASES)
+    of_families = ["family", "special features", "packed", "shared", "fused", "reason"]
     return TEXT.format(
+        transformers=PINS["transformers"],
+        trl=PINS["trl"],
         families=tabulate(family_rows(), of_families, tablefmt="github"),
-        failing=", ".join(FAILS_IN_STOCK),
-        surgeries=tabulate(surgery_rows(), ["what is done", "fused", "why not"], tablefmt="github"),
-        changes=" or ".join([", ".join(changes[:-1]), changes[-1]]),
-        options=tabulate(option_rows(), ["field", "what becomes of it"], tablefmt="github"),
+        failing=listed(FAILS_IN_STOCK, "and"),
+        surgeries=tabulate(surgery_rows(), ["change", "fused", "reason"], tablefmt="github"),
+        changes=listed(tests_of("changing_reference").CASES, "or"),
+        options=tabulate(option_rows(), ["field", "tested by"], tablefmt="github"),
     )
 
 
