@@ -2,8 +2,8 @@
 
     python docs/draw_layout.py
 
-The blocks are those of the `Layout` that `pack_pairs` returns for the batch, so the picture cannot disagree with the
-code.
+The blocks are those of the `Layout` that `pack_pairs` returns for the batch, so the picture cannot
+disagree with the code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FONT = "font-family='-apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, attention mask and labels [2B, L] of the pairs: chosen rows first, padded on the right."""
+    """Token ids, attention mask and labels [2B, L] of the pairs: chosen rows first, right-padded."""
     rows = []
     for completion in (1, 2):
         for pair, lengths in enumerate(PAIRS):
@@ -97,7 +97,7 @@ def packed_row(y: float, layout: Layout) -> list[str]:
 
 
 def picture() -> str:
-    """The whole SVG. Its background is white, so that it reads the same on a light and on a dark page."""
+    """The whole SVG. Its background is white, so that it is legible on light and on dark pages."""
     ids, mask, labels = batch()
     layout = pack_pairs(ids, mask, labels)
     tokens = len(layout.token_index)

@@ -1,8 +1,8 @@
-"""DPO in a plain PyTorch loop: packed batches, shared prompts, no logits.
+"""DPO in a plain PyTorch loop, with packed batches, shared prompts and a fused LM head.
 
     python examples/dpo_loop.py --model MODEL --dataset PAIRS.jsonl
 
-The pairs have the columns prompt, chosen and rejected, as text.
+The pairs have the text columns prompt, chosen and rejected.
 """
 
 import argparse
@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", required=True, help="a causal LM with its tokenizer")
 parser.add_argument("--dataset", required=True, help="pairs as .jsonl")
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
 parser.add_argument("--beta", type=float, default=0.1)
 args = parser.parse_args()
 
@@ -33,7 +33,7 @@ def tokenize(row: dict) -> dict:
 
 
 def collate(pairs: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, mask and labels [2B, L]: the chosen rows, then the rejected ones, padded on the right."""
+    """Returns ids, mask and labels [2B, L]: chosen rows, then rejected rows, padded on the right."""
     rows = [(pair["prompt_ids"], pair[f"{name}_ids"]) for name in NAMES for pair in pairs]
     ids = torch.zeros(len(rows), max(len(p) + len(a) for p, a in rows), dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -46,10 +46,10 @@ def collate(pairs: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 NAMES = ("chosen", "rejected")
 data = Dataset.from_json(args.dataset).map(tokenize)
-# The policy is still its own reference: once over the data, and it needs no reference model any more.
+# Before training, policy and reference are equal: after this pass, no reference model is needed.
 data = ref_logps.with_ref_logps(data, ref_logps.precompute(policy, data))
 
-attention.switch(policy)  # rows of a packed batch see themselves and the prompt that they share
+attention.switch(policy)  # required: only this attention reads a layout
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
 means = metrics.PreferenceMeans()
 loader = torch.utils.data.DataLoader(list(data), args.batch_size, shuffle=True, collate_fn=list)
@@ -60,7 +60,7 @@ for pairs in (bar := tqdm(itertools.islice(batches, args.steps), total=args.step
     layout = ops.pack_pairs(ids, mask, labels)
     hidden = policy.base_model(
         input_ids=layout.pack(ids), attention_mask=layout.mask, position_ids=layout.position_ids[None], use_cache=False
-    ).last_hidden_state[0]  # [T, D]: each distinct token once
+    ).last_hidden_state[0]  # [T, D]
     logps = ops.linear_logps(hidden[layout.score_index], policy.get_output_embeddings().weight, layout.targets).logps
     chosen, rejected = layout.unpack(logps).sum(1).chunk(2)  # [B] each
     reference = (torch.tensor([pair[f"ref_{name}_logps"] for pair in pairs]) for name in NAMES)

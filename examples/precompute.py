@@ -1,9 +1,10 @@
-"""Reference log-probabilities computed once, packed, and kept: the training itself never runs the reference.
+"""DPO with TRL and precomputed reference log-probabilities: training does not run the reference.
 
     python examples/precompute.py --model MODEL --dataset PAIRS.jsonl
 
-Stop it at any time and start it again: it goes on where it was. Values are found by the content of model, tokens and
-options, beside the data set. For a loop of your own see dpo_loop.py.
+Precomputing continues where it stopped when the program is killed and started again. The values are
+stored next to the dataset, under a hash of model, tokens and options. For a custom training loop see
+dpo_loop.py.
 """
 
 import fastdpo
@@ -21,7 +22,7 @@ parser.add_argument("--model", required=True, help="a causal LM with its tokeniz
 parser.add_argument("--dataset", required=True, help="pairs as .jsonl: prompt, chosen, rejected")
 parser.add_argument("--max-length", type=int, default=1024)
 parser.add_argument("--steps", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
 parser.add_argument("--out", default="out/precompute")
 args = parser.parse_args()
 
@@ -44,4 +45,4 @@ values = trainer.train_dataset.select_columns(["ref_chosen_logps", "ref_rejected
 print(f"Means over {len(trainer.train_dataset)} pairs, in nats: {values.to_dict()}")
 trainer.train()
 for (trainer_name, model, path), n in sorted(fastdpo.calls.items()):
-    print(f"{trainer_name}: {n} calls of the {model} went the way: {path}")
+    print(f"{trainer_name}: {n} {path} calls of the {model} model")

@@ -1,8 +1,9 @@
-"""TRL's DPOTrainer, packed and fused: the first two lines are all that is new.
+"""DPO with TRL: importing and patching fastdpo is all that is new.
 
     python examples/trl_dpo.py --model MODEL --dataset PAIRS.jsonl
 
-The reference's log-probabilities are remembered: later epochs and evaluations don't run it again.
+Reference log-probabilities are remembered, so later epochs and evaluations do not run the
+reference.
 """
 
 import fastdpo
@@ -19,7 +20,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", required=True, help="a causal LM with its tokenizer")
 parser.add_argument("--dataset", required=True, help="pairs as .jsonl: prompt, chosen, rejected")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
 parser.add_argument("--out", default="out/trl_dpo")
 args = parser.parse_args()
 
@@ -41,4 +42,4 @@ trainer = DPOTrainer(
 )
 trainer.train()
 for (trainer_name, model, path), n in sorted(fastdpo.calls.items()):
-    print(f"{trainer_name}: {n} calls of the {model} went the way: {path}")
+    print(f"{trainer_name}: {n} {path} calls of the {model} model")

@@ -1,6 +1,8 @@
-"""TRL's OnlineDPOTrainer: both completions of a prompt share it, and only their tokens are scored.
+"""Online DPO with TRL: the completions of a prompt share it, and only their tokens are scored.
 
-python examples/trl_online_dpo.py --model MODEL --dataset PROMPTS.jsonl
+    python examples/trl_online_dpo.py --model MODEL --dataset PROMPTS.jsonl
+
+Generation and rewards are not changed.
 """
 
 import fastdpo
@@ -18,14 +20,14 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", required=True, help="a causal LM with its tokenizer")
 parser.add_argument("--dataset", required=True, help="prompts as .jsonl: the column prompt")
 parser.add_argument("--steps", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=8, help="prompts a step")
+parser.add_argument("--batch-size", type=int, default=8, help="prompts per step")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 parser.add_argument("--out", default="out/trl_online_dpo")
 args = parser.parse_args()
 
 
 def variety(completions: list[str], **columns) -> list[float]:
-    """How many different words a completion has. Put a judge of your own here, or a reward model."""
+    """Returns the number of different words in each completion. Use a judge or a reward model here."""
     return [float(len(set(completion.split()))) for completion in completions]
 
 
@@ -49,4 +51,4 @@ trainer = OnlineDPOTrainer(
 )
 trainer.train()
 for (trainer_name, model, path), n in sorted(fastdpo.calls.items()):
-    print(f"{trainer_name}: {n} calls of the {model} went the way: {path}")
+    print(f"{trainer_name}: {n} {path} calls of the {model} model")

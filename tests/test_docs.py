@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs as printed, its commands exist, and its generated parts are up to date."""
+"""The documentation is true: its code runs as printed, its commands exist, and it is up to date."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Every example runs, on a tiny model, and goes the fused way."""
+"""Every example runs on a tiny model and uses the fused path."""
 
 import json
 import os
@@ -44,12 +44,13 @@ def test_all_of_them_are_run():
 
 
 def run(name: str, model: Path, data: Path, directory: Path) -> set[tuple[str, ...]]:
-    """What it says of the calls that it made."""
+    """Runs an example. Returns the trainers, models and paths of the calls that it reports."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--model", str(model), "--dataset", str(data), *RUNS[name]]
     environment = {**os.environ, "FASTDPO_STRICT": "1", "HF_HOME": str(directory / "hf"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return set(re.findall(r"^(\S+): \d+ calls of the (\w+) went the way: (\w+)$", done.stdout, re.M))
+    found = re.findall(r"^(\S+): \d+ (\w+) calls of the (\w+) model$", done.stdout, re.M)
+    return {(trainer, model, path) for trainer, path, model in found}
 
 
 @pytest.mark.parametrize("name", RUNS)

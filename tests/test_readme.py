@@ -29,8 +29,9 @@ def after_the_diff(diff: str) -> str:
 
 
 def test_the_script_runs_after_the_diff(tmp_path):
-    """As printed, but for three things: checkpoint and dataset are local ones, since nothing is downloaded in tests,
-    and a machine without an accelerator needs `use_cpu=True`. A last line prints the counters.
+    """The script runs as printed, with three replacements: checkpoint and dataset are local, since
+    nothing is downloaded in tests, and a machine without an accelerator needs `use_cpu=True`. A last
+    line prints the counters.
     """
     tiny_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -60,7 +61,7 @@ def test_the_script_runs_after_the_diff(tmp_path):
 
 @pytest.fixture
 def loop() -> dict:
-    """The names that README's custom training loop leaves, and weights large enough for errors to show."""
+    """The names that README's custom training loop leaves, with weights large enough to show errors."""
     names = {"__name__": "__main__"}
     exec(compile(the_block("python").code, "README.md", "exec"), names)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in names["policy"].parameters())
@@ -72,7 +73,7 @@ def loop() -> dict:
 
 
 def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels of three pairs [6, 11] that share prompts of four tokens, padded with 0 on the right."""
+    """Ids and labels [6, 11] of three pairs with prompts of four tokens, padded with 0 on the right."""
     ids = torch.randint(1, 64, (6, 11))
     ids[3:, :4] = ids[:3, :4]
     ids[1, 7:], ids[3, 9:] = 0, 0
