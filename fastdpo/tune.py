@@ -1,8 +1,9 @@
-"""Measures which kernels a head should run on this GPU, and writes a table that FASTDPO_HEAD_TABLE can name.
+"""Measures which kernels are fastest for a head on this GPU and writes a table for FASTDPO_HEAD_TABLE.
 
     python -m fastdpo.tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
 
-The entry that is written, if there is one, is for every head that is at most so wide: measure the widest you have.
+The written entry applies to every head whose hidden size is at most `--hidden`: measure the widest head you use. No
+entry is written if the fused kernel is not faster.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .ops import linear_logps
 from .ops.head_table import VARIABLE, Entry, architecture
 
 TOKENS = 8192
-GAIN = 1.02  # how much faster a fused head must be than the other
-BLOCKS = (  # tokens, words, width, warps, stages
+MIN_SPEEDUP = 1.02  # of the fused kernel over the table's `rows`, for an entry to be written
+CANDIDATES = (  # block sizes of tokens, vocabulary and hidden size, warps, stages
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
     (128, 128, 64, 8, 3),
@@ -33,7 +34,7 @@ BLOCKS = (  # tokens, words, width, warps, stages
 
 
 def step(hidden: int, vocabulary: int, dtype: torch.dtype, frozen: bool) -> Callable[[], None]:
-    """Forward and backward of a head."""
+    """A function that runs forward and backward of a head of `TOKENS` tokens on the GPU."""
     h = torch.randn(TOKENS, hidden, device="cuda", dtype=dtype, requires_grad=True)
     weight = (torch.randn(vocabulary, hidden, device="cuda") * hidden**-0.5).to(dtype).requires_grad_(not frozen)
     targets = torch.randint(vocabulary, (TOKENS,), device="cuda")
@@ -52,7 +53,13 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], entry: Entry) -> Entry | None:
-    """The entry with the fastest blocks, or None where no fused head is faster than the other by `GAIN`."""
+    """The entry with the fastest blocks, or None if no candidate is faster than `rows` by `MIN_SPEEDUP`.
+
+    Args:
+        run: runs the head once.
+        time: measures `run`, in milliseconds.
+        entry: the entry to be completed with blocks.
+    """
 
     def measured(blocks: tuple[int, ...] | None) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -60,41 +67,43 @@ def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], e
             path.write_text(json.dumps([] if blocks is None else [{**entry._asdict(), "blocks": blocks}]))
             os.environ[VARIABLE] = str(path)
             try:
-                found = time(run)
-            except Exception as reason:  # blocks that don't fit this device
+                elapsed = time(run)
+            except Exception as reason:  # a candidate that does not fit this device
                 print(f"{blocks}: {type(reason).__name__}: {reason}")
                 return float("inf")
             finally:
                 del os.environ[VARIABLE]
-        print(f"{'rows' if blocks is None else blocks}: {found:.3f} ms")
-        return found
+        print(f"{'rows' if blocks is None else blocks}: {elapsed:.3f} ms")
+        return elapsed
 
     rows = measured(None)
-    best, blocks = min((measured(blocks), blocks) for blocks in BLOCKS)
-    return entry._replace(blocks=blocks) if best * GAIN < rows else None
+    best, blocks = min((measured(blocks), blocks) for blocks in CANDIDATES)
+    return entry._replace(blocks=blocks) if best * MIN_SPEEDUP < rows else None
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastdpo.tune", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hidden", type=int, required=True, help="size of the hidden states")
-    parser.add_argument("--vocabulary", type=int, required=True, help="words")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="what is multiplied")
-    parser.add_argument("--frozen", action="store_true", help="a head that is not trained (LoRA)")
+    parser.add_argument("--vocabulary", type=int, required=True, help="number of vocabulary entries")
     parser.add_argument(
-        "--table", type=Path, default=Path("head.json"), help="written, or added to; default: head.json"
+        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of the matrix product"
+    )
+    parser.add_argument("--frozen", action="store_true", help="measure a head that is not trained (LoRA)")
+    parser.add_argument(
+        "--table", type=Path, default=Path("head.json"), help="JSON file to write or extend; default: head.json"
     )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("fastdpo.tune: a GPU is needed; torch sees none", file=sys.stderr)
+        print("fastdpo.tune: no GPU found (torch.cuda.is_available() is False)", file=sys.stderr)
         return 2
-    entry = Entry(architecture(torch.device("cuda", 0)), args.dtype, args.hidden, BLOCKS[0])
-    found = tune(step(args.hidden, args.vocabulary, getattr(torch, args.dtype), args.frozen), milliseconds, entry)
-    if found is None:
-        print("No fused head is faster here: nothing is written.")
+    entry = Entry(architecture(torch.device("cuda", 0)), args.dtype, args.hidden, CANDIDATES[0])
+    fastest = tune(step(args.hidden, args.vocabulary, getattr(torch, args.dtype), args.frozen), milliseconds, entry)
+    if fastest is None:
+        print("The fused kernel is not faster on this GPU: no entry was written.")
         return 0
     before = json.loads(args.table.read_text()) if args.table.exists() else []
-    args.table.write_text(json.dumps([found._asdict(), *before], indent=1) + "\n")
-    print(f"Written: {args.table}. Use it with {VARIABLE}={args.table.resolve()}")
+    args.table.write_text(json.dumps([fastest._asdict(), *before], indent=1) + "\n")
+    print(f"Wrote {args.table}. Use it with {VARIABLE}={args.table.resolve()}")
     return 0
 
 

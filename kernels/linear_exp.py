@@ -1,16 +1,19 @@
-"""A head whose logits are never written: a product of matrices that ends in the exponential.
+"""A head whose logits are never written: a matrix product with the exponential in its epilogue.
 
-    h [N, D], W [V, D]  16-bit, or float32    b [V] or None    y [N] targets    z as in `token_logps`
-    a [N]  float32      anchors: the targets' own logits, or the shifts of an earlier pass
+    h [N, D], W [V, D]  float16, bfloat16 or float32    hidden states and weight
+    b [V]               the same, or None               bias
+    y [N]               int32 or int64                  targets
+    a [N]               float32                         anchors: the targets' logits, or the shifts of an earlier pass
+    z [N, V]            float32, never stored           logits, transformed as in `token_logps`
 
     e_nv = exp(z_nv - a_n), 0 at v = y        others_n = sum_v e_nv        total_n = others_n + exp(t_n - a_n)
 
-Anchored at a logit that is known beforehand, the exponentials need no maximum: a tile of them leaves the registers as
-the gradient tile of `token_logps`, in bfloat16, which has the range of float32, or not at all if none is asked for. A
-sum over the vocabulary is taken over blocks, which are added up in a fixed order.
+The anchor is known before the product, so the exponentials need no maximum. They leave the registers as the gradient
+tile of `token_logps` in bfloat16, which has the range of float32, or not at all if no tile is requested. Sums over the
+vocabulary are taken per block of columns, and the blocks are added up in a fixed order.
 
-Where some logit lies more than 78 above its row's anchor the sums may overflow. Such a row is computed again, relative
-to its largest logit, by the program that adds up its blocks: slowly, but no value goes to the host.
+If a logit exceeds its row's anchor by more than 78, the sums may overflow. The program that adds up the blocks of such
+a row recomputes it relative to its largest logit. That is slow, but needs no synchronization with the host.
 """
 
 from __future__ import annotations
@@ -23,50 +26,51 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .token_logps import (
+from .logit_math import (
     LOG2E,
-    NEVER,
-    _gradient_tile,
-    _log_sigmoid,
-    _over_all_words,
-    _rebase,
-    _slope,
-    _target,
-    _transform,
-    results_by_name,
+    MIN_EXPONENT,
+    empty_results_by_name,
+    gradient_tile,
+    log_sigmoid,
+    rebase,
     scale_and_cap,
+    slope,
+    split_target,
+    statistics_with_target,
+    transform,
 )
 
-LIMIT = tl.constexpr(1e34)  # exp(78): sums below it are far from overflow
-LIMIT_OF_SQUARES = tl.constexpr(1e17)  # their sums too
-AGAIN = {"BLOCK_V": 128, "BLOCK_D": 64}  # of a row that is computed again
+SUM_LIMIT = tl.constexpr(1e34)  # exp(78): smaller sums are far from overflow
+SQUARES_SUM_LIMIT = tl.constexpr(1e17)  # the same for sums of squares
+RECOMPUTE_BLOCKS = {"BLOCK_V": 128, "BLOCK_D": 64}  # block sizes for rows that are recomputed
+STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")  # that these kernels can compute
 NUM_WARPS = 4
 
 
-class Blocks(NamedTuple):
-    """How the product is cut, and how a program runs."""
+class FusedConfig(NamedTuple):
+    """Block sizes and launch options of the matrix product, the meaning of `Entry.blocks` in the table of heads."""
 
-    tokens: int = 128
-    words: int = 128
-    width: int = 64
+    block_n: int = 128
+    block_v: int = 128
+    block_d: int = 64
     warps: int = 8
     stages: int = 3
 
 
 @triton.jit(do_not_specialize=["N"])
 def _linear_exp_kernel(
-    hidden,  # [N, D] descriptor with TMA, else pointer; as the next
-    weight,  # [V, D]
+    hidden,  # [N, D] tensor descriptor with TMA, otherwise a pointer
+    weight,  # [V, D] the same
     bias_ptr,  # [V] or None
     targets_ptr,  # [N]
     anchors_ptr,  # [N] float32
     tile_ptr,  # [N, V] rows `tile_stride` apart, or None
-    of_targets_ptr,  # [N] float32 others, for the tile's target columns; or None: 0 for now
-    others_ptr,  # [N, blocks of V] float32 sums of e, or None, as those that follow: not asked for
-    weighted_ptr,  # of e (z - a)
-    sum_ptr,  # of z
-    squares_ptr,  # of e^2
-    above_ptr,  # how many words come before the target
+    target_sums_ptr,  # [N] float32 others, written negated to the target column; None writes 0 there
+    others_ptr,  # [N, blocks of V] float32 sums of e. This and the next four are None if not requested
+    weighted_ptr,  # sums of e (z - a)
+    sum_ptr,  # sums of z
+    squares_ptr,  # sums of e^2
+    above_ptr,  # how many vocabulary entries rank before the target
     N,
     V,
     D,
@@ -80,13 +84,16 @@ def _linear_exp_kernel(
     BLOCK_D: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One program a block of tokens and of words; those of the same words follow one another, for the caches."""
+    """One program per block of tokens and of vocabulary entries.
+
+    Programs of the same vocabulary entries are adjacent, so that the caches hold their part of the weight.
+    """
     blocks_n, blocks_v = tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_V)
     start_n = tl.program_id(0) % blocks_n * BLOCK_N
     block_v = tl.program_id(0) // blocks_n
     start_v = block_v * BLOCK_V
     off_n, off_v = start_n + tl.arange(0, BLOCK_N), start_v + tl.arange(0, BLOCK_V)
-    rows, words = off_n.to(tl.int64), off_v.to(tl.int64)
+    rows, columns = off_n.to(tl.int64), off_v.to(tl.int64)
     in_n, in_v = off_n < N, off_v < V
 
     x = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -97,16 +104,16 @@ def _linear_exp_kernel(
         else:
             off_d = start_d + tl.arange(0, BLOCK_D)
             in_d = off_d < D
-            off_h, off_w = rows[:, None] * stride_n + off_d[None, :], words[:, None] * stride_v + off_d[None, :]
+            off_h, off_w = rows[:, None] * stride_n + off_d[None, :], columns[:, None] * stride_v + off_d[None, :]
             h = tl.load(hidden + off_h, mask=in_n[:, None] & in_d[None, :], other=0.0)
             w = tl.load(weight + off_w, mask=in_v[:, None] & in_d[None, :], other=0.0)
         x = tl.dot(h, w.T, x, input_precision="ieee")
     if bias_ptr is not None:
         x += tl.load(bias_ptr + off_v, mask=in_v, other=0.0).to(tl.float32)[None, :]
-    z = _transform(x, scale, cap)
+    z = transform(x, scale, cap)
 
     a = tl.load(anchors_ptr + rows, mask=in_n, other=0.0)
-    y, scored = _target(tl.load(targets_ptr + rows, mask=in_n, other=-1), V)
+    y, scored = split_target(tl.load(targets_ptr + rows, mask=in_n, other=-1), V)
     is_target = off_v[None, :] == y[:, None]
     d = z - a[:, None]
     e = tl.where(in_v[None, :] & ~is_target, tl.exp2(d * LOG2E), 0.0)
@@ -114,7 +121,7 @@ def _linear_exp_kernel(
     if others_ptr is not None:
         tl.store(others_ptr + partial, tl.sum(e, 1), mask=in_n)
     if weighted_ptr is not None:
-        tl.store(weighted_ptr + partial, tl.sum(e * tl.maximum(d, NEVER), 1), mask=in_n)
+        tl.store(weighted_ptr + partial, tl.sum(e * tl.maximum(d, MIN_EXPONENT), 1), mask=in_n)
     if sum_ptr is not None:
         tl.store(sum_ptr + partial, tl.sum(tl.where(in_v[None, :], z, 0.0), 1), mask=in_n)
     if squares_ptr is not None:
@@ -126,11 +133,11 @@ def _linear_exp_kernel(
 
     if tile_ptr is not None:
         tile = e
-        if of_targets_ptr is not None:
-            of_targets = tl.load(of_targets_ptr + rows, mask=in_n, other=0.0)
-            tile = tl.where(is_target, -of_targets[:, None], tile)
+        if target_sums_ptr is not None:
+            target_sums = tl.load(target_sums_ptr + rows, mask=in_n, other=0.0)
+            tile = tl.where(is_target, -target_sums[:, None], tile)
         if cap is not None:
-            tile *= _slope(z, cap)
+            tile *= slope(z, cap)
         tl.store(
             tile_ptr + rows[:, None] * tile_stride + off_v[None, :],
             tl.where(scored[:, None], tile, 0.0),
@@ -139,10 +146,10 @@ def _linear_exp_kernel(
 
 
 @triton.jit
-def _words_of_a_row(
+def _row_logits(
     h_ptr, weight_ptr, bias_ptr, off_v, V, D, stride_v, scale, cap, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """z [BLOCK_V] of one token."""
+    """Logits z [BLOCK_V] of one token."""
     in_v = off_v < V
     x = tl.zeros([BLOCK_V], tl.float32)
     for start_d in range(0, D, BLOCK_D):
@@ -153,25 +160,26 @@ def _words_of_a_row(
         x += tl.sum(w * h[None, :], 1)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + off_v, mask=in_v, other=0.0).to(tl.float32)
-    return _transform(x, scale, cap)
+    return transform(x, scale, cap)
 
 
 @triton.jit
 def _linear_exp_sums_kernel(
-    logps_ptr,  # [N] float32, as all results but is_top1
+    logps_ptr,  # [N] float32, like all results except is_top1
     shift_ptr,
     others_ptr,
     total_ptr,
-    entropy_ptr,  # [N] or None, as those that follow: not asked for
+    entropy_ptr,  # [N], None if not requested, like the next three
     mean_logits_ptr,
     is_top1_ptr,  # bool
     log_sum_sq_probs_ptr,
-    tile_ptr,  # [N, V] rows `tile_stride` apart, of which the target's column is missing; or None
-    of_blocks_ptr,  # [N, blocks of V] float32 sums of e; the next likewise, or None
-    weighted_of_blocks_ptr,
-    sum_of_blocks_ptr,
-    squares_of_blocks_ptr,
-    above_of_blocks_ptr,
+    tile_ptr,  # [N, V] rows `tile_stride` apart, complete except for the target's column; or None
+    others_block_sums_ptr,  # [N, blocks of V] float32 sums of e
+    # [N, blocks of V] float32 each, None if not requested: sums of e (z - a), z and e^2, and counts of larger entries
+    weighted_block_sums_ptr,
+    sum_block_sums_ptr,
+    squares_block_sums_ptr,
+    above_block_sums_ptr,
     hidden_ptr,  # [N, D]
     weight_ptr,  # [V, D]
     bias_ptr,  # [V] or None
@@ -189,62 +197,62 @@ def _linear_exp_sums_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     row = tl.program_id(0).to(tl.int64)
-    y, scored = _target(tl.load(targets_ptr + row), V)
+    y, scored = split_target(tl.load(targets_ptr + row), V)
     t = tl.where(scored, tl.load(anchors_ptr + row), 0.0)
     off = tl.arange(0, BLOCKS)
-    of_row, inside = row * blocks + off, off < tl.where(scored, blocks, 0)
-    others = tl.sum(tl.load(of_blocks_ptr + of_row, mask=inside, other=0.0), 0)
+    block_offsets, inside = row * blocks + off, off < tl.where(scored, blocks, 0)
+    others = tl.sum(tl.load(others_block_sums_ptr + block_offsets, mask=inside, other=0.0), 0)
     zero = tl.full([], 0.0, tl.float32)
     shift, weighted, squares, sum_z, above = t, zero, zero, zero, zero
-    if weighted_of_blocks_ptr is not None:
-        weighted = tl.sum(tl.load(weighted_of_blocks_ptr + of_row, mask=inside, other=0.0), 0)
-    if sum_of_blocks_ptr is not None:
-        sum_z = tl.sum(tl.load(sum_of_blocks_ptr + of_row, mask=inside, other=0.0), 0)
-    if squares_of_blocks_ptr is not None:
-        squares = tl.sum(tl.load(squares_of_blocks_ptr + of_row, mask=inside, other=0.0), 0)
-    if above_of_blocks_ptr is not None:
-        above = tl.sum(tl.load(above_of_blocks_ptr + of_row, mask=inside, other=0.0), 0)
+    if weighted_block_sums_ptr is not None:
+        weighted = tl.sum(tl.load(weighted_block_sums_ptr + block_offsets, mask=inside, other=0.0), 0)
+    if sum_block_sums_ptr is not None:
+        sum_z = tl.sum(tl.load(sum_block_sums_ptr + block_offsets, mask=inside, other=0.0), 0)
+    if squares_block_sums_ptr is not None:
+        squares = tl.sum(tl.load(squares_block_sums_ptr + block_offsets, mask=inside, other=0.0), 0)
+    if above_block_sums_ptr is not None:
+        above = tl.sum(tl.load(above_block_sums_ptr + block_offsets, mask=inside, other=0.0), 0)
     if tile_ptr is not None:
         tile_ptr += row * tile_stride
 
-    limit = LIMIT if squares_of_blocks_ptr is None else LIMIT_OF_SQUARES
-    again = scored & ~(others < limit)  # NaN too
-    if again:
+    limit = SUM_LIMIT if squares_block_sums_ptr is None else SQUARES_SUM_LIMIT
+    overflows = scored & ~(others < limit)  # also true for NaN
+    if overflows:
         h_ptr = hidden_ptr + row * stride_n
         m = tl.full([BLOCK_V], -float("inf"), tl.float32)
         sums = tl.zeros([BLOCK_V], tl.float32)
-        of_d = tl.zeros([BLOCK_V], tl.float32)
-        of_squares = tl.zeros([BLOCK_V], tl.float32)
+        weighted_sums = tl.zeros([BLOCK_V], tl.float32)
+        squares_sums = tl.zeros([BLOCK_V], tl.float32)
         for start_v in range(0, V, BLOCK_V):
             off_v = start_v + tl.arange(0, BLOCK_V)
-            z = _words_of_a_row(h_ptr, weight_ptr, bias_ptr, off_v, V, D, stride_v, scale, cap, BLOCK_V, BLOCK_D)
+            z = _row_logits(h_ptr, weight_ptr, bias_ptr, off_v, V, D, stride_v, scale, cap, BLOCK_V, BLOCK_D)
             z = tl.where((off_v < V) & (off_v != y), z, -float("inf"))
             old, m = m, tl.maximum(m, z)
-            sums, of_d, of_squares = _rebase(sums, of_d, of_squares, old, m)
+            sums, weighted_sums, squares_sums = rebase(sums, weighted_sums, squares_sums, old, m)
             d = z - tl.where(m == -float("inf"), 0.0, m)
-            d = tl.maximum(d, NEVER, propagate_nan=tl.PropagateNan.ALL)
+            d = tl.maximum(d, MIN_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
             e = tl.exp2(d * LOG2E)
             sums += e
-            of_d += e * d
-            of_squares += e * e
+            weighted_sums += e * d
+            squares_sums += e * e
         shift = tl.max(m, 0)
-        sums, of_d, of_squares = _rebase(sums, of_d, of_squares, m, shift)
-        others, weighted, squares = tl.sum(sums, 0), tl.sum(of_d, 0), tl.sum(of_squares, 0)
+        sums, weighted_sums, squares_sums = rebase(sums, weighted_sums, squares_sums, m, shift)
+        others, weighted, squares = tl.sum(sums, 0), tl.sum(weighted_sums, 0), tl.sum(squares_sums, 0)
         shift = tl.where(shift == -float("inf"), t, shift)
         if tile_ptr is not None:
             for start_v in range(0, V, BLOCK_V):
                 off_v = start_v + tl.arange(0, BLOCK_V)
-                z = _words_of_a_row(h_ptr, weight_ptr, bias_ptr, off_v, V, D, stride_v, scale, cap, BLOCK_V, BLOCK_D)
-                tl.store(tile_ptr + off_v, _gradient_tile(z, off_v, y, shift, others, cap), mask=off_v < V)
+                z = _row_logits(h_ptr, weight_ptr, bias_ptr, off_v, V, D, stride_v, scale, cap, BLOCK_V, BLOCK_D)
+                tl.store(tile_ptr + off_v, gradient_tile(z, off_v, y, shift, others, cap), mask=off_v < V)
     elif tile_ptr is not None:
-        of_target = -others
+        target_entry = -others
         if cap is not None:
-            of_target *= _slope(t, cap)
-        tl.store(tile_ptr + y, of_target, mask=y >= 0)
+            target_entry *= slope(t, cap)
+        tl.store(tile_ptr + y, target_entry, mask=y >= 0)
 
-    logps = _log_sigmoid(t - shift - tl.log(others))
+    logps = log_sigmoid(t - shift - tl.log(others))
     tl.store(logps_ptr + row, tl.where(scored, logps, 0.0))
     tl.store(shift_ptr + row, shift)
     tl.store(others_ptr + row, others)
@@ -254,7 +262,7 @@ def _linear_exp_sums_kernel(
     if is_top1_ptr is not None:
         tl.store(is_top1_ptr + row, (y >= 0) & (above == 0.0))
     if entropy_ptr is not None or log_sum_sq_probs_ptr is not None:
-        entropy, log_sum_sq_probs = _over_all_words(others, weighted, squares, shift, t)
+        entropy, log_sum_sq_probs = statistics_with_target(others, weighted, squares, shift, t)
         if entropy_ptr is not None:
             tl.store(entropy_ptr + row, tl.where(scored, entropy, 0.0))
         if log_sum_sq_probs_ptr is not None:
@@ -262,8 +270,8 @@ def _linear_exp_sums_kernel(
 
 
 def linear_exp_fwd(
-    hidden: Tensor,  # [N, D], the last stride 1, as that of the next
-    weight: Tensor,  # [V, D]
+    hidden: Tensor,  # [N, D], last stride 1
+    weight: Tensor,  # [V, D], last stride 1
     bias: Tensor | None,  # [V], contiguous
     targets: Tensor,  # [N], contiguous
     target_logits: Tensor,  # [N] float32
@@ -271,32 +279,32 @@ def linear_exp_fwd(
     logit_scale: float,
     temperature: float,
     statistics: str,
-    tile: Tensor | None,  # [N, V], the last stride 1: filled
-    blocks: Blocks,
+    tile: Tensor | None,  # [N, V], last stride 1, overwritten
+    config: FusedConfig,
 ) -> list[Tensor]:
-    """logps, shift, others, total, then the statistics; each [N]."""
+    """logps, shift, others, total and the statistics, [N] each. Writes the gradient tile if one is given."""
     (n, d), vocabulary = hidden.shape, len(weight)
-    count = triton.cdiv(vocabulary, blocks.words)
-    asked = {*filter(None, statistics.split(","))}
-    of_blocks = {
+    count = triton.cdiv(vocabulary, config.block_v)
+    requested = {*filter(None, statistics.split(","))}
+    block_sums = {
         name: torch.empty(n, count, dtype=torch.float32, device=hidden.device) if wanted else None
         for name, wanted in {
             "others": True,
-            "weighted": "entropy" in asked,
-            "sum": "mean_logits" in asked,
-            "squares": "log_sum_sq_probs" in asked,
-            "above": "is_top1" in asked,
+            "weighted": "entropy" in requested,
+            "sum": "mean_logits" in requested,
+            "squares": "log_sum_sq_probs" in requested,
+            "above": "is_top1" in requested,
         }.items()
     }
-    results = results_by_name(n, statistics, hidden.device)
-    transform = scale_and_cap(softcap, logit_scale, temperature)
+    results = empty_results_by_name(n, statistics, hidden.device)
+    scale_cap = scale_and_cap(softcap, logit_scale, temperature)
     with torch.cuda.device_of(hidden):
-        _launch(hidden, weight, bias, targets, target_logits, tile, None, of_blocks, transform, blocks)
+        _launch(hidden, weight, bias, targets, target_logits, tile, None, block_sums, scale_cap, config)
         _linear_exp_sums_kernel[(n,)](
             *(results[name] for name in ("logps", "shift", "others", "total")),
-            *(results.get(name) for name in ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")),
+            *(results.get(name) for name in STATISTICS),
             tile,
-            *of_blocks.values(),
+            *block_sums.values(),
             hidden,
             weight,
             bias,
@@ -308,9 +316,9 @@ def linear_exp_fwd(
             hidden.stride(0),
             weight.stride(0),
             None if tile is None else tile.stride(0),
-            *transform,
+            *scale_cap,
             BLOCKS=triton.next_power_of_2(count),
-            **AGAIN,
+            **RECOMPUTE_BLOCKS,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
@@ -322,18 +330,18 @@ def linear_exp_tile(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    shift: Tensor,  # [N] float32, as the next: what the forward returned
-    others: Tensor,
+    shift: Tensor,  # [N] float32, from the forward
+    others: Tensor,  # [N] float32, from the forward
     softcap: float | None,
     logit_scale: float,
     temperature: float,
-    tile: Tensor,  # [N, V], the last stride 1: filled
-    blocks: Blocks,
+    tile: Tensor,  # [N, V], last stride 1, overwritten
+    config: FusedConfig,
 ) -> None:
-    """The gradient tile, again."""
-    transform = scale_and_cap(softcap, logit_scale, temperature)
+    """Writes the gradient tile from the sums of an earlier pass."""
+    scale_cap = scale_and_cap(softcap, logit_scale, temperature)
     with torch.cuda.device_of(hidden):
-        _launch(hidden, weight, bias, targets, shift, tile, others, {}, transform, blocks)
+        _launch(hidden, weight, bias, targets, shift, tile, others, {}, scale_cap, config)
 
 
 def _launch(
@@ -343,45 +351,45 @@ def _launch(
     targets: Tensor,
     anchors: Tensor,
     tile: Tensor | None,
-    of_targets: Tensor | None,
-    of_blocks: dict[str, Tensor | None],
-    transform: tuple[float | None, float | None],
-    blocks: Blocks,
+    target_sums: Tensor | None,
+    block_sums: dict[str, Tensor | None],
+    scale_cap: tuple[float | None, float | None],
+    config: FusedConfig,
 ) -> None:
     (n, d), vocabulary = hidden.shape, len(weight)
     tma = takes_descriptors(hidden) and takes_descriptors(weight)
     operands = (hidden, weight)
     if tma:
-        shapes = ([blocks.tokens, blocks.width], [blocks.words, blocks.width])
+        shapes = ([config.block_n, config.block_d], [config.block_v, config.block_d])
         operands = [TensorDescriptor.from_tensor(x, shape) for x, shape in zip(operands, shapes, strict=True)]
-    grid = (triton.cdiv(n, blocks.tokens) * triton.cdiv(vocabulary, blocks.words),)
+    grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocabulary, config.block_v),)
     _linear_exp_kernel[grid](
         *operands,
         bias,
         targets,
         anchors,
         tile,
-        of_targets,
-        *(of_blocks.get(name) for name in ("others", "weighted", "sum", "squares", "above")),
+        target_sums,
+        *(block_sums.get(name) for name in ("others", "weighted", "sum", "squares", "above")),
         n,
         vocabulary,
         d,
         hidden.stride(0),
         weight.stride(0),
         None if tile is None else tile.stride(0),
-        *transform,
-        BLOCK_N=blocks.tokens,
-        BLOCK_V=blocks.words,
-        BLOCK_D=blocks.width,
+        *scale_cap,
+        BLOCK_N=config.block_n,
+        BLOCK_V=config.block_v,
+        BLOCK_D=config.block_d,
         TMA=tma,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
         enable_fp_fusion=True,
     )
 
 
 def takes_descriptors(x: Tensor) -> bool:
-    """Whether the copy engine of Hopper and later loads it: rows begin at multiples of 16 bytes."""
+    """Whether the tensor memory accelerator (Hopper and later) can load x: rows start at multiples of 16 bytes."""
     if x.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0

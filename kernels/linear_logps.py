@@ -1,12 +1,12 @@
-"""The target's own logit of each token, from hidden states and a head's weight, never rounded below float32.
+"""Logits of the targets from hidden states and a head's weight, never rounded below float32.
 
-    h [N, D], W [V, D]  float16, bfloat16 or float32
-    b [V]               the same, or None
-    y [N]               int32 or int64 targets
-    t [N]               float32    t = z(h . W_y + b_y), z as in `token_logps`
+    h [N, D], W [V, D]  float16, bfloat16 or float32    hidden states and weight
+    b [V]               the same, or None               bias
+    y [N]               int32 or int64                  targets
+    t [N]               float32                         t = z(h . W_y + b_y), with z as in `token_logps`
 
-Sums over many tokens of a preference loss err by the rounding of these logits above all. Where the target is outside of
-the vocabulary t is NaN.
+t is NaN where the target is not in the vocabulary. The rounding of these logits is the main source of error in the
+sums over many tokens that a preference loss compares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .token_logps import _transform, scale_and_cap
+from .logit_math import scale_and_cap, transform
 
 BLOCK_D = 1024
 NUM_WARPS = 4
@@ -30,15 +30,15 @@ def _target_logits_kernel(
     bias_ptr,  # [V] or None
     targets_ptr,  # [N]
     stride_n,  # of hidden
-    stride_v,  # of weight, as the next
-    stride_d,
+    stride_v,  # of weight
+    stride_d,  # of weight
     D,
     V,
     scale,  # float or None
     cap,  # float or None
     BLOCK_D: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row).to(tl.int64)
     known = (y >= 0) & (y < V)
@@ -54,11 +54,11 @@ def _target_logits_kernel(
     x = tl.sum(products, 0)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + y, mask=known, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, tl.where(known, _transform(x, scale, cap), float("nan")))
+    tl.store(out_ptr + row, tl.where(known, transform(x, scale, cap), float("nan")))
 
 
 def target_logits(
-    hidden: Tensor,  # [N, D], the last stride 1
+    hidden: Tensor,  # [N, D], last stride 1
     weight: Tensor,  # [V, D]
     bias: Tensor | None,  # [V], contiguous
     targets: Tensor,  # [N], contiguous
@@ -66,7 +66,7 @@ def target_logits(
     logit_scale: float,
     temperature: float,
 ) -> Tensor:
-    """[N] float32"""
+    """Transformed logits [N] of the targets, float32."""
     n, d = hidden.shape
     out = torch.empty(n, dtype=torch.float32, device=hidden.device)
     with torch.cuda.device_of(hidden):

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .token_logps import LOG2E, _slope, _transform
+from .logit_math import LOG2E, slope, transform
 
 LN2 = tl.constexpr(0.6931471805599453)
 BLOCK_T = 64  # of delta
@@ -140,7 +140,7 @@ def _fold(
         off_k = start + tl.arange(0, BLOCK_K)
         inside = off_k < end
         k = _rows_of(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
-        z = _transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
+        z = transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             visible = inside[None, :] & _sees(positions[:, None] - off_k[None, :], window)
             z = tl.where(visible, z, -float("inf"))
@@ -258,13 +258,13 @@ def _fold_dq(
         inside = off_k < end
         k = _rows_of(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
         v = _rows_of(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
-        z = _transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
+        z = transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
         p = tl.exp2(z - lse[:, None])
         if MASKED:
             p = tl.where(inside[None, :] & _sees(positions[:, None] - off_k[None, :], window), p, 0.0)
         dz = p * (tl.dot(grad, v.T, input_precision="ieee") - delta[:, None])
         if cap is not None:
-            dz *= _slope(z, cap)
+            dz *= slope(z, cap)
         dq = tl.dot(dz.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -357,13 +357,13 @@ def _fold_dkv(
         grad = _rows_of(grad_ptr, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
         lse = tl.load(lse_ptr + off_q, mask=inside, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + off_q, mask=inside, other=0.0)
-        z = _transform(tl.dot(k, q.T, input_precision="ieee"), scale, cap)  # [BLOCK_K, BLOCK_Q]
+        z = transform(tl.dot(k, q.T, input_precision="ieee"), scale, cap)  # [BLOCK_K, BLOCK_Q]
         visible = valid[:, None] & _sees(offset + off_q[None, :] - key_positions[:, None], window)
         p = tl.where(visible, tl.exp2(z - lse[None, :]), 0.0)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
         dz = p * (tl.dot(v, grad.T, input_precision="ieee") - delta[None, :])
         if cap is not None:
-            dz *= _slope(z, cap)
+            dz *= slope(z, cap)
         dk = tl.dot(dz.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_layouts import tiled
-from .logit_rows import Transform, accumulator
+from .dtypes import accumulation_dtype
+from .logit_rows import Transform
 
 BLOCK = 128  # queries of a window's block: it computes window + BLOCK scores a query, of which it needs window
 SCORE_BYTES = 64 << 20  # of one product, all heads
@@ -126,7 +127,7 @@ class Flash:
     def _band(self) -> Tensor:
         """0 or -inf [BLOCK, window + BLOCK - 1], float32 or float64: every mask is a part of it."""
         visible = _visible(BLOCK, self.window + BLOCK - 1, self.window - 1, self.window, torch.device("cpu"))
-        return torch.zeros_like(visible, dtype=accumulator(self.dtype)).masked_fill_(~visible, -torch.inf)
+        return torch.zeros_like(visible, dtype=accumulation_dtype(self.dtype)).masked_fill_(~visible, -torch.inf)
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:
@@ -141,7 +142,7 @@ class Math:
     def __init__(self, query: Tensor, window: int, scale: float, softcap: float | None):
         self.window, self.transform = window, Transform(softcap, scale, 1.0)
         available = CPU_SCORE_BYTES if query.device.type == "cpu" else SCORE_BYTES
-        self.room = available // (query.shape[1] * accumulator(query.dtype).itemsize)
+        self.room = available // (query.shape[1] * accumulation_dtype(query.dtype).itemsize)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """As `Flash.forward`."""
@@ -167,7 +168,7 @@ class Math:
 
     def _scores(self, rows: Tensor, k: Tensor) -> Tensor:
         """[1, H_kv, G n_q, n_k], nothing hidden."""
-        return self.transform.apply_((rows @ k.mT).to(accumulator(k.dtype)))
+        return self.transform.apply_((rows @ k.mT).to(accumulation_dtype(k.dtype)))
 
     def _hide(self, scores: Tensor, q: Tensor, offset: int) -> Tensor:
         n_q, n_k = q.shape[2], scores.shape[3]

@@ -1,23 +1,24 @@
-"""Errors of the callers, worded alike: `<op>: <argument> must <rule>; got <value>`."""
+"""Checks of arguments. Every error reads `<op>: <argument> must <rule>; got <value>`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .dtypes import FLOATS, INTS
 from .results import STATISTICS
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.int32, torch.int64)
 
 
 def require(
     condition: bool, op: str, argument: str, rule: str, got: object, *sizes: object, error: type[Exception] = ValueError
 ) -> None:
-    """`sizes` fill the braces of a broken rule. Not sooner: under torch.compile a formatted size is a constant."""
+    """Raises `error` unless the condition holds.
+
+    `sizes` fill the braces of `rule`. They are formatted only in case of an error: under `torch.compile`, formatting a
+    size makes it a constant of the graph.
+    """
     if not condition:
         raise error(f"{op}: {argument} must {rule.format(*sizes)}; got {got}")
 
@@ -30,8 +31,8 @@ def require_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def require_same_device(op: str, **tensors: Tensor | None) -> None:
-    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    (first, device), *others = given.items()
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    (first, device), *others = devices.items()
     for name, other in others:
         require(other == device, op, name, "be on the device of {} ({})", other, first, device)
 
@@ -46,26 +47,28 @@ def require_transform(op: str, softcap: float | None, temperature: float) -> Non
     require(temperature > 0, op, "temperature", "be positive", temperature)
 
 
-def requested(op: str, outputs: Sequence[str]) -> str:
-    """The statistics among `outputs`, comma-separated in canonical order: the form that the custom ops take."""
+def requested_statistics(op: str, outputs: Sequence[str]) -> str:
+    """The statistics among `outputs`, comma-separated in the order of `STATISTICS`: the form that custom ops take."""
     known = ("logps", *STATISTICS)
     names = outputs if isinstance(outputs, str) else tuple(outputs)
-    right = not isinstance(names, str) and all(name in known for name in names)
-    require(right, op, "outputs", f"be a sequence of names from {known}", names)
+    valid = not isinstance(names, str) and all(name in known for name in names)
+    require(valid, op, "outputs", f"be a sequence of names from {known}", names)
     return ",".join(name for name in STATISTICS if name in names)
 
 
-def require_own_places(op: str, argument: str, rows: Tensor, option: str) -> None:
-    """No two elements of [N, V] at one place: what is written over one would be written over the other."""
-    (n, v), (of_rows, of_columns) = rows.shape, rows.stride()
-    spread = (n <= 1 or of_rows > 0) and (v <= 1 or of_columns > 0)
-    crossed = n > 1 and v > 1 and of_rows <= (v - 1) * of_columns and of_columns <= (n - 1) * of_rows
-    apart = n == 0 or (spread and not crossed)
-    require(apart, op, argument, "have one place for each element with {}", f"strides {rows.stride()}", option)
+def require_distinct_memory(op: str, argument: str, rows: Tensor, option: str) -> None:
+    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten one by one."""
+    (n, v), (row_stride, column_stride) = rows.shape, rows.stride()
+    expanded = (n > 1 and row_stride <= 0) or (v > 1 and column_stride <= 0)
+    overlapping = n > 1 and v > 1 and row_stride <= (v - 1) * column_stride and column_stride <= (n - 1) * row_stride
+    distinct = n == 0 or not (expanded or overlapping)
+    require(
+        distinct, op, argument, "not have elements that overlap in memory with {}", f"strides {rows.stride()}", option
+    )
 
 
-def require_whole(op: str, **tensors: Tensor | None) -> None:
-    """No DTensor: kernels read memory, and a shard's memory is not the tensor."""
+def require_no_dtensor(op: str, **tensors: Tensor | None) -> None:
+    """Requires plain tensors: kernels read the local memory, which holds only a shard of a DTensor."""
     for name, tensor in tensors.items():
         sharded = isinstance(tensor, DTensor)
         require(not sharded, op, name, "be a whole tensor, not a DTensor (FSDP2: pass full_tensor())", type(tensor))

@@ -1,10 +1,11 @@
-"""Which kernels a head runs on a GPU, by architecture, sizes and dtype. Never by the number of tokens: batches differ.
+"""The table that chooses the kernels of a head on a GPU, by architecture, hidden size and dtype.
 
-    rows     a cuBLAS product into a tile, and one kernel that reads it once
-    fused    a product of our own that ends in the exponential (`kernels/linear_exp.py`)
+    rows     a cuBLAS product into a tile, and one kernel that reads the tile once
+    fused    a matrix product with the exponential in its epilogue (`kernels/linear_exp.py`)
 
-The table holds what has been measured to be faster than `rows`; what it doesn't name runs `rows`. The environment
-variable FASTDPO_HEAD_TABLE names a JSON file with a list of entries that are looked up first.
+A head runs `fused` if the table has an entry for it, and `rows` otherwise. The table holds the heads for which `fused`
+was measured to be faster. The environment variable FASTDPO_HEAD_TABLE names a JSON file with a list of further entries
+that take precedence. The choice never depends on the number of tokens, which differs between batches.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from ..kernels.linear_exp import Blocks
+    from ..kernels.linear_exp import FusedConfig
 
 VARIABLE = "FASTDPO_HEAD_TABLE"
 
 
 class Entry(NamedTuple):
-    """Heads that run `fused`.
+    """A set of heads that run `fused`.
 
     Attributes:
-        architecture: "sm90", "gfx942", ...; "*" is any.
-        dtype: what is multiplied: "bfloat16" or "float16". In float32 the anchored exponentials would cost digits.
+        architecture: "sm90", "gfx942", ..., or "*" for any.
+        dtype: the dtype of the matrix product, "bfloat16" or "float16". In float32, the anchored exponentials would
+            lose digits.
         max_width: the largest hidden size.
-        blocks: the fields of `kernels.linear_exp.Blocks`: tokens, words, width, warps, stages.
+        blocks: the fields of `kernels.linear_exp.FusedConfig`: block sizes of tokens, vocabulary and hidden size,
+            warps, stages.
     """
 
     architecture: str
@@ -42,19 +45,19 @@ class Entry(NamedTuple):
 TABLE: tuple[Entry, ...] = ()
 
 
-def fused_blocks(width: int, dtype: torch.dtype, device: torch.device) -> Blocks | None:
-    """How the fused kernel cuts a head of this hidden size; None where it is not to be used.
+def fused_config(width: int, dtype: torch.dtype, device: torch.device) -> FusedConfig | None:
+    """The configuration of the fused kernel for a head of this hidden size, or None if the head runs `rows`.
 
     Raises:
         ValueError: the file that FASTDPO_HEAD_TABLE names is not a list of entries.
     """
-    from ..kernels.linear_exp import Blocks
+    from ..kernels.linear_exp import FusedConfig
 
     name = str(dtype).removeprefix("torch.")
     for entry in _entries():
         fits = entry.dtype == name and width <= entry.max_width
         if fits and entry.architecture in ("*", architecture(device)):
-            return Blocks(*entry.blocks)
+            return FusedConfig(*entry.blocks)
     return None
 
 
@@ -62,18 +65,19 @@ F = TypeVar("F", bound=Any)
 
 
 def _constant_while_tracing(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which would import Dynamo, and with it Triton, along with fastdpo."""
+    """`torch.compiler.assume_constant_result` without its import of Dynamo, which would import Triton with fastdpo."""
     function._dynamo_marked_constant = True
     return function
 
 
-@_constant_while_tracing  # a compiler can't trace what reads a file
+@_constant_while_tracing  # the compiler cannot trace code that reads a file
 def _entries() -> tuple[Entry, ...]:
     return *_from_file(os.environ.get(VARIABLE, "")), *TABLE
 
 
 @_constant_while_tracing
 def architecture(device: torch.device) -> str:
+    """The name of a device's architecture in the table: "sm90", "gfx942", or the type of a device other than a GPU."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:

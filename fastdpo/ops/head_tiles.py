@@ -1,293 +1,323 @@
-"""A head cut into tiles of tokens: the logits of one tile at a time, what is read off them, and their gradient."""
+"""A head in tiles of tokens: the logits of one tile at a time, the results read off them, and their gradient.
+
+Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
-from . import checks
 from .devices import suits_triton
-from .head_table import fused_blocks
+from .dtypes import accumulation_dtype
+from .head_table import fused_config
 from .logit_rows import (
     RowSums,
     Transform,
-    accumulator,
-    blocks,
-    fold,
-    gradient_tile,
-    gradient_tile_again,
+    block_slices,
+    gradient_tile_,
+    gradient_tile_from_logits_,
+    join_results,
     kernel_tile_rows,
-    level,
     logit_gradient,
+    normalize,
+    row_slices,
+    sum_block_,
     tile_rows,
 )
-from .token_logps import results_of, split_targets
+from .results import statistic_names
+from .targets import split_targets
 
 if TYPE_CHECKING:
-    from ..kernels.linear_exp import Blocks
+    from ..kernels.linear_exp import FusedConfig
 
-MEMORY_BUDGET = 512 << 20  # bytes
-ALIGNMENT = 16  # words: rows of a tile begin where kernels load vectors, whatever the vocabulary
+ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
 
 
 class HeadCall(NamedTuple):
-    """The arguments of an op over a head, checked, and what of them needs a gradient."""
+    """The arguments that the forward and the backward of a head have in common, flat as custom ops need them."""
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    transform: Transform
-    statistics: str
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # [N]
+    softcap: float | None
+    logit_scale: float
+    temperature: float
     compute_dtype: torch.dtype
-    trains_head: bool
-    forms_jacobian: bool  # in the forward: hidden states alone need a gradient
 
     @property
-    def inputs(self) -> tuple:
-        """What custom ops are given first."""
-        return self[:7]
+    def transform(self) -> Transform:
+        return Transform(self.softcap, self.logit_scale, self.temperature)
+
+
+class TileFormat(NamedTuple):
+    """Size, dtype and kernels of a head's tiles.
+
+    Attributes:
+        rows: tokens of a tile.
+        columns: allocated columns of a tile, at least V.
+        dtype: the dtype in which gradient tiles are stored and multiplied.
+        triton: whether Triton kernels make the passes over a tile.
+        fused: configuration of the kernel that also multiplies, or None if this head does not use it.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    triton: bool
+    fused: FusedConfig | None
 
     @staticmethod
-    def of(
-        op: str,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        logit_scale: float,
-        temperature: float,
-        outputs: Sequence[str],
-        memory_budget: int,
-    ) -> HeadCall:
-        checks.require_floating(op, hidden=hidden, weight=weight, bias=bias)
-        checks.require(hidden.dim() == 2, op, "hidden", "be [N, D]", list(hidden.shape))
-        checks.require_whole(op, weight=weight, bias=bias)
-        d = hidden.shape[1]
-        matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
-        expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
-        checks.require(matches, op, "weight", expected, list(weight.shape), d)
-        if bias is not None:
-            checks.require(tuple(bias.shape) == (len(weight),), op, "bias", "be [{}]", list(bias.shape), len(weight))
-        checks.require_targets(op, targets, hidden.shape[:1])
-        checks.require_same_device(op, hidden=hidden, weight=weight, bias=bias, targets=targets)
-        checks.require_transform(op, softcap, temperature)
-        checks.require(memory_budget >= 0, op, "memory_budget", "be a number of bytes, 0 or more", memory_budget)
-        statistics = checks.requested(op, outputs)
-
-        device, grad = hidden.device.type, torch.is_grad_enabled()
-        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-        compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        trains_head = grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
-        forms_jacobian = grad and hidden.requires_grad and not trains_head
-        transform = Transform(softcap, logit_scale, temperature)
-        inputs = (hidden, weight, bias, targets, transform, statistics, compute_dtype)
-        return HeadCall(*inputs, trains_head, forms_jacobian)
-
-
-class Tiles(NamedTuple):
-    """How the logits of a head are cut, at a time when they are not there yet."""
-
-    rows: int  # of a tile
-    columns: int  # of its memory, of which the vocabulary takes the first
-    dtype: torch.dtype  # that gradient tiles are kept and multiplied in
-    kernels: bool  # whether Triton's make the passes over it
-    fused: Blocks | None  # of the kernel that makes the product too, where there is one for this head
-
-    @staticmethod
-    def of(weight: Tensor, compute_dtype: torch.dtype) -> Tiles:
-        """For a weight [V, D] that is multiplied in a dtype."""
+    def of(weight: Tensor, compute_dtype: torch.dtype) -> TileFormat:
+        """The format for a weight [V, D] that is multiplied in `compute_dtype`."""
         vocabulary, width = weight.shape
-        in_float32 = torch.float32 if compute_dtype == torch.float16 else compute_dtype
-        if not suits_triton(weight.device, compute_dtype):
-            rows = tile_rows(vocabulary, accumulator(compute_dtype))
-            return Tiles(rows, vocabulary, in_float32, False, None)  # in which CPUs multiply faster than in float16
+        float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
+        if not suits_triton(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
+            rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
+            return TileFormat(rows, vocabulary, float16_widened, triton=False, fused=None)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        fused = fused_blocks(width, compute_dtype, weight.device) if weight.stride(1) == 1 else None
-        dtype = compute_dtype if fused is None else in_float32  # its tiles have no level
-        return Tiles(kernel_tile_rows(columns, compute_dtype), columns, dtype, True, fused)
+        fused = fused_config(width, compute_dtype, weight.device) if weight.stride(1) == 1 else None
+        dtype = compute_dtype if fused is None else float16_widened  # the fused kernel does not normalize its tiles
+        return TileFormat(kernel_tile_rows(columns, compute_dtype), columns, dtype, triton=True, fused=fused)
 
-    def kept(self, n: int, budget: int) -> int:
-        """How many tokens' gradient tiles fit in the budget: all, or whole tiles of the loop over tokens."""
-        fit = budget // (self.columns * self.dtype.itemsize)
-        return min(n, n if n <= fit else fit // self.rows * self.rows)
+    def rows_within(self, n: int, budget: int) -> int:
+        """How many of n tokens have gradient tiles that fit in `budget` bytes: all of them, or whole tiles."""
+        fitting = budget // (self.columns * self.dtype.itemsize)
+        return min(n, n if n <= fitting else fitting // self.rows * self.rows)
 
-    def empty(self, rows: int, weight: Tensor) -> Tensor:
-        """Memory for a tile of so many tokens. [rows, V]"""
+    def allocate(self, rows: int, weight: Tensor) -> Tensor:
+        """Uninitialized memory [rows, V] on the device of the weight."""
         memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
         return memory[:, : weight.shape[0]]
 
 
-def take_kept(ctx: Any) -> Tensor:
-    """The gradient tiles that the forward of an `autograd.Function` left in `ctx.kept`, for its backward.
-
-    Autograd does not save them, so that hooks on saved tensors do not move them to the host with the activations. They
-    are freed when saved tensors are: by a backward that does not retain the graph.
-    """
-    tiles = ctx.kept
-    if not (torch.compiler.is_compiling() or _retains_graph()):
-        ctx.kept = None
-    return tiles
-
-
 class Head:
-    """One call's operands, in the dtype that it computes in."""
+    """One call of a head, in its compute dtype, and the work on one tile of its tokens."""
 
-    def __init__(
-        self,
-        op: str,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        dtype: torch.dtype,
-        transform: Transform,
-    ) -> None:
-        self.tiles = Tiles.of(weight, dtype)
-        self.ignored, self.unknown, self.index = split_targets(op, targets, weight.shape[0])
-        self.targets = targets.contiguous()
-        self.hidden, self.dtype, self.transform = hidden, dtype, transform
-        self.weight = weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype).contiguous()
-        self.accumulator = accumulator(dtype)
+    def __init__(self, op: str, call: HeadCall) -> None:
+        dtype = self.dtype = call.compute_dtype
+        self.format = TileFormat.of(call.weight, dtype)
+        self.ignored, self.unknown, self.index = split_targets(op, call.targets, call.weight.shape[0])
+        self.targets = call.targets.contiguous()
+        self.hidden, self.transform = call.hidden, call.transform
+        self.weight = call.weight.to(dtype)
+        self.bias = None if call.bias is None else call.bias.to(dtype).contiguous()
+        self.accumulation_dtype = accumulation_dtype(dtype)
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def rows(self, rows: slice) -> Tensor:
-        """Hidden states [n, D]; zero where the target is ignored, so that nothing of them can spread."""
+    def tiles(self, start: int = 0) -> list[slice]:
+        """The tokens [start, N) in slices of one tile."""
+        slices = row_slices(len(self.hidden) - start, self.format.rows)
+        return [slice(start + rows.start, start + rows.stop) for rows in slices]
+
+    def hidden_rows(self, rows: slice) -> Tensor:
+        """Hidden states [n, D], zero where the target is ignored so that their NaN or infinity cannot spread."""
         return self.hidden[rows].to(self.dtype).masked_fill(self.ignored[rows, None], 0)
 
     def scratch(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """A tile's worth of memory, the same every time. [n, V]"""
+        """Memory for one tile [n, V]. Every call with the same dtype returns the same memory."""
         if dtype not in self._scratch:
-            size = min(len(self.hidden), self.tiles.rows)
-            self._scratch[dtype] = self.tiles._replace(dtype=dtype).empty(size, self.weight)
+            size = min(len(self.hidden), self.format.rows)
+            self._scratch[dtype] = self.format._replace(dtype=dtype).allocate(size, self.weight)
         return self._scratch[dtype][: rows.stop - rows.start]
 
     def results(self, rows: slice, statistics: str, gradient: Tensor | None) -> list[Tensor]:
-        """logps, shift, others, total and statistics of the rows [n]. Fills their gradient tile [n, V], if given."""
-        h, targets = self.rows(rows), self.targets[rows]
+        """logps, shift, others, total and statistics of one tile, [n] each.
+
+        Writes the gradient tile to `gradient` [n, V] if it is given.
+        """
+        h, targets = self.hidden_rows(rows), self.targets[rows]
         target_logits = self._target_logits(h, rows)
-        if self.tiles.fused is not None:
+        if self.format.fused is not None and _fused_kernel_computes(statistics):
             from ..kernels.linear_exp import linear_exp_fwd
 
             operands = (h.contiguous(), self.weight, self.bias, targets, target_logits)
-            return linear_exp_fwd(*operands, *self.transform, statistics, gradient, self.tiles.fused)
+            return linear_exp_fwd(*operands, *self.transform, statistics, gradient, self.format.fused)
         if gradient is not None and gradient.dtype == self.dtype:
-            product = self._product(h, out=gradient)
+            logits = self._raw_logits(h, out=gradient)
         else:
-            product = self._product(h, out=self.scratch(rows, self.dtype))
-        if self.tiles.kernels:
+            logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
+        if self.format.triton:
             from ..kernels.token_logps import token_logps_fwd
 
-            return token_logps_fwd(product, targets, *self.transform, statistics, target_logits, gradient)
-        index, parts, narrow = self.index[rows], [], self.tiles.dtype != self.accumulator
-        for block in self._blocks(product):
-            z = self.transform.apply_(product[block].to(self.accumulator))
+            return token_logps_fwd(logits, targets, *self.transform, statistics, target_logits, gradient)
+        return self._results_in_torch(rows, h, logits, target_logits, statistics, gradient)
+
+    def _results_in_torch(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        logits: Tensor,
+        target_logits: Tensor,
+        statistics: str,
+        gradient: Tensor | None,
+    ) -> list[Tensor]:
+        index, parts, narrow = self.index[rows], [], self.format.dtype != self.accumulation_dtype
+        for block in self._blocks(logits):
+            z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
             slope = None if gradient is None else self.transform.slope(z)
-            sums, exponentials = fold(z, index[block], target_logits[block], statistics)
+            sums, exponentials = sum_block_(z, index[block], target_logits[block], statistics)
             if gradient is not None:
                 others = sums.others
                 if narrow:
-                    _, others, factor = level(sums.shift, others)
+                    _, others, factor = normalize(sums.shift, others)
                     exponentials.mul_(factor[:, None])
-                _put(gradient[block], gradient_tile(exponentials, index[block], others, slope))
+                _store(gradient[block], gradient_tile_(exponentials, index[block], others, slope))
             parts.append(sums)
-        logps, shift, others, total, *extra = results_of(parts, h, self.ignored[rows], statistics)
+        logps, shift, others, total, *extra = join_results(parts, hidden, self.ignored[rows], statistics)
         if narrow:
-            shift, others, factor = level(shift, others)
+            shift, others, factor = normalize(shift, others)
             total *= factor
         return [logps, shift, others, total, *extra]
 
-    def gradient_again(
-        self, rows: slice, sums: Sequence[Tensor], upstream: tuple[Tensor, Tensor] | None, dtype: torch.dtype
-    ) -> Tensor:
-        """The rows' gradient tile [n, V], or the gradient of their logits if that of their results is given.
+    def gradient_tiles(self, kept: Tensor, sums: RowSums) -> Iterator[tuple[slice, Tensor]]:
+        """Every token's gradient tile, with its rows: first those in `kept`, then the others, recomputed.
 
-        `sums` are of all rows: logps, shift, others and total; `upstream` too: of log-probabilities and entropies.
+        Kept tiles come all at once if they can be multiplied without a wider copy.
         """
-        h, tile = self.rows(rows), self.scratch(rows, dtype)
-        of_rows = RowSums(*(x[rows] for x in sums))
-        if self.tiles.fused is not None and upstream is None:
+        keep, dtype = len(kept), kept.dtype
+        if keep and (dtype == self.accumulation_dtype or self.format.triton):
+            yield slice(0, keep), kept
+        else:
+            for rows in row_slices(keep, self.format.rows):
+                yield rows, kept[rows]
+        for rows in self.tiles(keep):
+            yield rows, self._gradient_tile(rows, sums, dtype)
+
+    def _gradient_tile(self, rows: slice, sums: RowSums, dtype: torch.dtype) -> Tensor:
+        h, tile, tile_sums = self.hidden_rows(rows), self.scratch(rows, dtype), _rows_of(sums, rows)
+        if self.format.fused is not None:
             from ..kernels.linear_exp import linear_exp_tile
 
-            operands = (h.contiguous(), self.weight, self.bias, self.targets[rows], of_rows.shift, of_rows.others)
-            linear_exp_tile(*operands, *self.transform, tile, self.tiles.fused)
+            operands = (h.contiguous(), self.weight, self.bias, self.targets[rows], tile_sums.shift, tile_sums.others)
+            linear_exp_tile(*operands, *self.transform, tile, self.format.fused)
             return tile
-        product = self._product(h, out=self.scratch(rows, self.dtype))
-        of_logps, of_entropy = (None, None) if upstream is None else (x[rows] for x in upstream)
-        if self.tiles.kernels:
-            from ..kernels.token_logps import token_logps_bwd, token_logps_tile
+        logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
+        if self.format.triton:
+            from ..kernels.token_logps import token_logps_tile
 
-            operands = (product, self.targets[rows], of_rows)
-            if upstream is None:
-                token_logps_tile(tile, *operands, *self.transform)
-            else:
-                token_logps_bwd(tile, of_logps, of_entropy, *operands, *self.transform)
+            token_logps_tile(tile, logits, self.targets[rows], tile_sums, *self.transform)
             return tile
         index = self.index[rows]
-        for block in self._blocks(product):
-            z = self.transform.apply_(product[block].to(self.accumulator))
-            of_block = RowSums(*(x[block] for x in of_rows))
-            if of_logps is None or of_entropy is None:
-                gradient = gradient_tile_again(z, index[block], of_block, self.transform.slope(z))
-            else:
-                given = of_logps[block], of_entropy[block]
-                gradient = logit_gradient(z, index[block], of_block, *given, self.transform)
-            _put(tile[block], gradient)
+        for block in self._blocks(logits):
+            z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
+            slope, block_sums = self.transform.slope(z), _rows_of(tile_sums, block)
+            _store(tile[block], gradient_tile_from_logits_(z, index[block], block_sums, slope))
         return tile
 
-    def _product(self, hidden: Tensor, out: Tensor) -> Tensor:
+    def logit_gradients(
+        self, sums: RowSums, grad_logps: Tensor, grad_entropy: Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The gradient of every token's raw logits in tiles of `dtype`, with their rows. All logits are recomputed."""
+        for rows in self.tiles():
+            yield rows, self._logit_gradient(rows, _rows_of(sums, rows), grad_logps[rows], grad_entropy[rows], dtype)
+
+    def _logit_gradient(
+        self, rows: slice, sums: RowSums, grad_logps: Tensor, grad_entropy: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        tile = self.scratch(rows, dtype)
+        logits = self._raw_logits(self.hidden_rows(rows), out=self.scratch(rows, self.dtype))
+        if self.format.triton:
+            from ..kernels.token_logps import token_logps_bwd
+
+            token_logps_bwd(tile, grad_logps, grad_entropy, logits, self.targets[rows], sums, *self.transform)
+            return tile
+        index = self.index[rows]
+        for block in self._blocks(logits):
+            z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
+            upstream = grad_logps[block], grad_entropy[block]
+            _store(tile[block], logit_gradient(z, index[block], _rows_of(sums, block), *upstream, self.transform))
+        return tile
+
+    def _raw_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Logits [n, V] before their transform, rounded to the compute dtype."""
         if self.bias is None:
             return torch.mm(hidden, self.weight.t(), out=out)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
     def _target_logits(self, hidden: Tensor, rows: slice) -> Tensor:
-        """The targets' transformed logits [n], never rounded below float32."""
-        if self.tiles.kernels:
+        """Transformed logits [n] of the targets, never rounded below float32; NaN for unknown targets."""
+        if self.format.triton:
             from ..kernels.linear_logps import target_logits
 
             return target_logits(hidden.contiguous(), self.weight, self.bias, self.targets[rows], *self.transform)
-        x = torch.linalg.vecdot(hidden.to(self.accumulator), self.weight[self.index[rows]].to(self.accumulator))
-        t = self.transform.apply_(x if self.bias is None else x + self.bias[self.index[rows]])
+        wide, index = self.accumulation_dtype, self.index[rows]
+        x = torch.linalg.vecdot(hidden.to(wide), self.weight[index].to(wide))
+        t = self.transform.apply_(x if self.bias is None else x + self.bias[index])
         return t.masked_fill_(self.unknown[rows], torch.nan)
 
-    def _blocks(self, product: Tensor) -> list[slice]:
-        n, vocabulary = product.shape
-        return blocks(n, vocabulary, self.accumulator, product.device)
+    def _blocks(self, logits: Tensor) -> list[slice]:
+        n, vocabulary = logits.shape
+        return block_slices(n, vocabulary, self.accumulation_dtype, logits.device)
 
 
-def _put(place: Tensor, tile: Tensor) -> None:
-    """Writes a block of a gradient tile to its place, where it may have been made already."""
-    if tile.data_ptr() != place.data_ptr():
-        place.copy_(tile)
+def _fused_kernel_computes(statistics: str) -> bool:
+    from ..kernels.linear_exp import STATISTICS
+
+    return all(name in STATISTICS for name in statistic_names(statistics))
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b` in a wider dtype than theirs, where that can be had not rounded to theirs first."""
+def _rows_of(sums: RowSums, rows: slice) -> RowSums:
+    return RowSums(*(x[rows] for x in sums))
+
+
+def _store(place: Tensor, block: Tensor) -> None:
+    """Copies a block to its place in a tile, unless it was computed there."""
+    if block.data_ptr() != place.data_ptr():
+        place.copy_(block)
+
+
+class GradientSum:
+    """The gradient of a parameter, summed over tiles as `scale * sum(tile.T @ rows)` in a wide dtype.
+
+    Args:
+        out: [V, ...] memory for the gradient.
+        dtype: the dtype of the sum. A sum in another dtype than `out` is kept separately and rounded once.
+        scale: a scalar tensor, or None for 1.
+        accumulate: add the gradient to `out`, as to Megatron-LM's `main_grad`, instead of overwriting it.
+    """
+
+    def __init__(self, out: Tensor, dtype: torch.dtype, scale: Tensor | None, accumulate: bool = False) -> None:
+        self.out, self.scale, self.accumulate = out, scale, accumulate
+        self.separate = scale is not None or out.dtype != dtype
+        self.total = torch.empty_like(out, dtype=dtype) if self.separate else out
+        self.overwrite = self.separate or not accumulate  # the first product replaces what `total` holds
+
+    def add(self, tile: Tensor, rows: Tensor) -> None:
+        """Adds `tile.T @ rows` for a tile [n, V] and rows [n, ...]."""
+        total, beta = self.total, 0 if self.overwrite else 1  # beta 0 also ignores uninitialized memory
+        if tile.dtype != total.dtype and tile.device.type == "cuda":
+            torch.addmm(total, tile.t(), rows.to(tile.dtype), beta=beta, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, tile.t().to(total.dtype), rows.to(total.dtype), beta=beta, out=total)
+        self.overwrite = False
+
+    def finish(self) -> None:
+        """Writes the gradient to `out`."""
+        if self.scale is not None:
+            self.total *= self.scale
+        if self.separate and self.accumulate:
+            self.out += self.total
+        elif self.separate:
+            self.out.copy_(self.total)
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b` in a dtype wider than theirs; on CUDA it is not rounded to theirs first."""
     if a.dtype != dtype and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """`total (+)= a @ b` in the dtype of total, a wide one, whatever that of a and b."""
-    beta = 0 if first else 1  # with 0 what total holds is ignored, so nothing needs filling
-    if a.dtype != total.dtype and a.device.type == "cuda":
-        torch.addmm(total, a, b.to(a.dtype), beta=beta, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Splits row factors [N] into factors [N] that `dtype` can represent and a common factor.
 
-
-def shares(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """By what hidden states are multiplied [N] for their product with a tile, and by what that product is afterwards.
-
-    Upstream gradients, and nothing; but for float16 they are too small: there their shares of the largest, and that.
+    Upstream gradients may be too small for float16: there, rows are multiplied by their share of the largest factor and
+    the sum over all rows by that factor. For other dtypes the common factor is None.
     """
     if dtype != torch.float16:
         return scale, None
@@ -295,11 +325,12 @@ def shares(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return scale / largest, largest
 
 
-def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
-    """Memory for the gradients that are needed; nothing for the others."""
-    found = zip((hidden, weight, bias), needs, strict=True)
-    contiguous = torch.contiguous_format
-    return [
-        torch.empty_like(x, memory_format=contiguous) if needed and x is not None else hidden.new_empty(0)
-        for x, needed in found
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized gradients of the inputs that need one, and tensors without elements for the others."""
+    grads = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needed and x is not None else hidden.new_empty(0)
+        for x, needed in zip((hidden, weight, bias), needs, strict=True)
     ]
+    return grads[0], grads[1], grads[2]

@@ -1,30 +1,35 @@
-"""Log-probabilities straight from hidden states and the head's weight: the `[N, V]` logits are never stored whole."""
+"""Log-probabilities from hidden states and the head's weight: the `[N, V]` logits are never stored whole.
+
+Dimensions: N scored tokens, V vocabulary, D hidden size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from ..packing import IGNORE_INDEX
 from . import checks
+from .dtypes import accumulation_dtype
 from .head_tiles import (
-    MEMORY_BUDGET,
+    GradientSum,
     Head,
     HeadCall,
-    Tiles,
-    add_product,
+    TileFormat,
     empty_gradients,
-    product,
-    shares,
-    take_kept,
+    split_row_scale,
+    wide_product,
 )
-from .logit_rows import Transform, accumulator, cuts, scaled_upstream
-from .results import TokenLogps
-from .token_logps import empty_results, named_results
+from .logit_rows import RowSums, upstream_scale
+from .results import TokenLogps, empty_results, named_results
 
 OP = "linear_logps"
+MEMORY_BUDGET = 512 << 20
+"""Default number of bytes of gradient tiles that are kept for the backward of a trainable head."""
 
 
 @torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
@@ -36,19 +41,20 @@ def _fwd(
     softcap: float | None,
     logit_scale: float,
     temperature: float,
-    statistics: str,
     compute_dtype: torch.dtype,
+    statistics: str,
     keep: int,
     form_jacobian: bool,
 ) -> list[Tensor]:
-    """kept gradient tiles [keep, V], jacobian [N or 0, D]; logps, shift, others, total, statistics; all [N]."""
-    transform = Transform(softcap, logit_scale, temperature)
-    kept, jacobian, *empty = _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
+    """Gradient tiles of the first `keep` tokens [keep, V], the jacobian `d logp / d hidden` [N, D] (or [0, D]), then
+    logps, shift, others, total and the statistics, [N] each.
+    """
+    kept, jacobian, *empty = _empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
-        tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # in float16 a CPU's is a copy
+        head = Head(OP, HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype))
+        tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # widened for float16 on a CPU
         parts: list[list[Tensor]] = []
-        for rows in cuts(len(hidden), head.tiles.rows):
+        for rows in head.tiles():
             gradient = None
             if rows.stop <= keep:
                 gradient = kept[rows]
@@ -56,195 +62,145 @@ def _fwd(
                 gradient = head.scratch(rows, kept.dtype)
             parts.append(head.results(rows, statistics, gradient))
             if form_jacobian and gradient is not None:
-                jacobian[rows] = product(gradient, tile_weight, jacobian.dtype)
+                jacobian[rows] = wide_product(gradient, tile_weight, jacobian.dtype)
         results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
         return [kept, jacobian, *results]
 
 
-def _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian):
-    kept = Tiles.of(weight, compute_dtype).empty(keep, weight)
+def _empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian):
+    kept = TileFormat.of(weight, compute_dtype).allocate(keep, weight)
     n, d = hidden.shape
-    jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulator(compute_dtype))
+    jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(compute_dtype))
     return [kept, jacobian, *empty_results(hidden, statistics)]
 
 
 @_fwd.register_fake
-def _(
-    hidden,
-    weight,
-    bias,
-    targets,
-    softcap,
-    logit_scale,
-    temperature,
-    statistics,
-    compute_dtype,
-    keep,
-    form_jacobian,
-):
-    return _fwd_results(hidden, weight, statistics, compute_dtype, keep, form_jacobian)
+def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
+    return _empty_outputs(hidden, weight, compute_dtype, *options)
 
 
-def _gradients(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    kept: Tensor,
-    jacobian: Tensor,
-    sums: Sequence[Tensor],
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    needs: Sequence[bool],
-    main_grad: Tensor | None,
-) -> list[Tensor]:
-    """Gradients of hidden, weight and bias; empty where not needed. The weight's is added to main_grad if given."""
-    transform = Transform(softcap, logit_scale, temperature)
-    needs_hidden, _, needs_bias = needs
-    grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
-    with torch.autocast(hidden.device.type, enabled=False):
-        wide = accumulator(compute_dtype)
-        of_logps, of_entropy = (
-            torch.zeros_like(sums[-1]) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
-            for grad in (grad_logps, grad_entropy)
-        )
-        scale = scaled_upstream(of_logps, sums[-1], transform)  # [N]
-        if len(jacobian) and grad_entropy is None:
-            torch.mul(jacobian, scale[:, None], out=grad_hidden)
-            return [grad_hidden, grad_weight, grad_bias]
-
-        if not len(hidden):
-            return [grad.zero_() for grad in (grad_hidden, grad_weight, grad_bias)]
-        head = Head(OP, hidden, weight, bias, targets, compute_dtype, transform)
-        dtype, keep, upstream = kept.dtype, len(kept), None
-        if grad_entropy is not None:  # every tile again, and scaled: too small for float16
-            upstream, scale = (of_logps, of_entropy), torch.ones_like(scale)
-            dtype, keep = wide if dtype == torch.float16 else dtype, 0
-        tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
-        share, largest = shares(scale, dtype)
-        weight_sum = grad_weight if main_grad is None else main_grad
-        apart = largest is not None or weight_sum.dtype != wide
-        if apart:
-            weight_sum = torch.empty_like(weight_sum, dtype=wide)
-        bias_sum = torch.zeros(len(weight) if needs_bias else 0, dtype=wide, device=weight.device)
-        # Kept tiles are multiplied at once, where that takes no wider copy of them.
-        step = head.tiles.rows
-        slices = [slice(0, keep)] if keep and (dtype == wide or head.tiles.kernels) else cuts(keep, step)
-        slices += [slice(rows.start + keep, rows.stop + keep) for rows in cuts(len(hidden) - keep, step)]
-        for rows in slices:
-            tile = kept[rows] if rows.stop <= keep else head.gradient_again(rows, sums, upstream, dtype)
-            if needs_hidden:
-                torch.mul(product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
-            if len(weight_sum):
-                h = (head.rows(rows).to(wide) * share[rows, None]).to(dtype)
-                add_product(weight_sum, tile.t(), h, first=rows.start == 0 and (apart or main_grad is None))
-            if needs_bias:
-                add_product(bias_sum[:, None], tile.t(), share[rows, None], first=rows.start == 0)
-        if largest is not None:
-            weight_sum *= largest
-            bias_sum *= largest
-        if apart and main_grad is not None:
-            main_grad += weight_sum
-        elif apart:
-            grad_weight.copy_(weight_sum)
-        if needs_bias:
-            grad_bias.copy_(bias_sum)
-        return [grad_hidden, grad_weight, grad_bias]
-
-
-@torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=())
+@torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=("main_grad",))
 def _bwd(
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    needs: Sequence[bool],
+    main_grad: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    kept: Tensor,
-    jacobian: Tensor,
-    sums: Sequence[Tensor],
     softcap: float | None,
     logit_scale: float,
     temperature: float,
     compute_dtype: torch.dtype,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    inputs = (grad_logps, grad_entropy, hidden, weight, bias, targets, kept, jacobian, sums)
-    return _gradients(*inputs, softcap, logit_scale, temperature, compute_dtype, needs, None)
+) -> tuple[Tensor, Tensor, Tensor]:  # compilers do not take a list from an op that mutates an argument
+    """Gradients of hidden, weight and bias, without elements where not needed. Adds the weight's to `main_grad`."""
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    grads = grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
+    needs_hidden, needs_weight, needs_bias = needs
+    wide, row_sums = accumulation_dtype(compute_dtype), RowSums(*sums)
+    with torch.autocast(hidden.device.type, enabled=False):
+        upstream_logps, upstream_entropy = (
+            torch.zeros_like(row_sums.total) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
+            for grad in (grad_logps, grad_entropy)
+        )
+        scale = upstream_scale(upstream_logps, row_sums.total, call.transform)  # [N]
+        if len(jacobian) and grad_entropy is None:
+            torch.mul(jacobian, scale[:, None], out=grad_hidden)
+            return grads
+        if not len(hidden):
+            for grad in grads:
+                grad.zero_()
+            return grads
+
+        head, dtype = Head(OP, call), kept.dtype
+        if grad_entropy is None:
+            tiles = head.gradient_tiles(kept, row_sums)
+        else:  # these tiles are scaled already, by upstream gradients that may be too small for float16
+            dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
+            tiles = head.logit_gradients(row_sums, upstream_logps, upstream_entropy, dtype)
+        row_scale, common_scale = split_row_scale(scale, dtype)
+        tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
+        weight_sum = bias_sum = None
+        if main_grad is not None:
+            weight_sum = GradientSum(main_grad, wide, common_scale, accumulate=True)
+        elif needs_weight:
+            weight_sum = GradientSum(grad_weight, wide, common_scale)
+        if needs_bias:
+            bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
+        for rows, tile in tiles:
+            if needs_hidden:
+                torch.mul(wide_product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
+            if weight_sum is not None:
+                scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
+                weight_sum.add(tile, scaled_rows.to(dtype))
+            if bias_sum is not None:
+                bias_sum.add(tile, row_scale[rows, None])
+        for gradient_sum in (weight_sum, bias_sum):
+            if gradient_sum is not None:
+                gradient_sum.finish()
+        return grads
 
 
 @_bwd.register_fake
-def _(grad_logps, grad_entropy, hidden, weight, bias, *rest):
-    return empty_gradients(hidden, weight, bias, rest[-1])
-
-
-@torch.library.custom_op("fastdpo::linear_logps_bwd_main_grad", mutates_args=("main_grad",))
-def _bwd_main_grad(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    kept: Tensor,
-    jacobian: Tensor,
-    sums: Sequence[Tensor],
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    needs: Sequence[bool],
-    main_grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # compilers take no list from an op that writes to an argument
-    inputs = (grad_logps, grad_entropy, hidden, weight, bias, targets, kept, jacobian, sums)
-    of_hidden, of_weight, of_bias = _gradients(
-        *inputs, softcap, logit_scale, temperature, compute_dtype, needs, main_grad
-    )
-    return of_hidden, of_weight, of_bias
-
-
-@_bwd_main_grad.register_fake
-def _(grad_logps, grad_entropy, hidden, weight, bias, *rest):
-    return tuple(empty_gradients(hidden, weight, bias, rest[-2]))
+def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
+    return empty_gradients(hidden, weight, bias, needs)
 
 
 class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, targets, transform, statistics, compute_dtype, keep, form_jacobian, main_grad
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        softcap,
+        logit_scale,
+        temperature,
+        compute_dtype,
+        statistics,
+        keep,
+        form_jacobian,
+        main_grad,
     ):
         ctx.set_materialize_grads(False)
-        kept, jacobian, *sums_and_extra = _fwd(
-            hidden, weight, bias, targets, *transform, statistics, compute_dtype, keep, form_jacobian
-        )
-        sums, extra = sums_and_extra[:4], sums_and_extra[4:]
+        scalars = softcap, logit_scale, temperature, compute_dtype
+        kept, jacobian, *results = _fwd(hidden, weight, bias, targets, *scalars, statistics, keep, form_jacobian)
+        logps, shift, others, total, *extra = results
         ctx.kept = kept
-        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
-        ctx.transform, ctx.compute_dtype, ctx.main_grad = transform, compute_dtype, main_grad
-        ctx.entropy = "entropy" in statistics
-        ctx.mark_non_differentiable(*extra[ctx.entropy :])
-        return (sums[0], *extra)
+        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, logps, shift, others, total)
+        ctx.scalars, ctx.main_grad, ctx.has_entropy = scalars, main_grad, "entropy" in statistics
+        ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
+        return (logps, *extra)
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
-        *inputs, jacobian, logps, shift, others, total = ctx.saved_tensors
-        kept = take_kept(ctx)
-        upstream = (grad_logps, grad_extra[0] if ctx.entropy else None)
-        if upstream == (None, None):
-            return (None,) * 10
-        needs = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-        sums = [logps, shift, others, total]
-        arguments = (*upstream, *inputs, kept, jacobian, sums, *ctx.transform, ctx.compute_dtype)
-        if ctx.main_grad is not None and needs[1]:
-            needs[1] = False
-            grads = _bwd_main_grad(*arguments, needs, ctx.main_grad)
-        else:
-            grads = _bwd(*arguments, needs)
-        return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *[None] * 7
+        hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
+        kept = _take_kept(ctx)
+        grad_entropy = grad_extra[0] if ctx.has_entropy else None
+        if grad_logps is None and grad_entropy is None:
+            return (None,) * 12
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        main_grad = ctx.main_grad if needs_weight else None
+        needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
+        call = HeadCall(hidden, weight, bias, targets, *ctx.scalars)
+        grads = _bwd(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call)
+        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *[None] * 9
+
+
+def _take_kept(ctx: Any) -> Tensor:
+    """Returns `ctx.kept`, the gradient tiles of the forward, and frees them unless the graph is retained.
+
+    Autograd does not save these tiles, so hooks on saved tensors do not move them to the host with the activations.
+    """
+    tiles = ctx.kept
+    if not (torch.compiler.is_compiling() or _retains_graph()):
+        ctx.kept = None
+    return tiles
 
 
 def linear_logps(
@@ -262,57 +218,99 @@ def linear_logps(
 ) -> TokenLogps:
     """Log-probability of each target under `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
 
-    Logits exist for one tile of tokens at a time. What the backward costs depends on what needs a gradient:
+    Defined by `fastdpo.ops.reference.linear_logps`.
 
-    - nothing: forward only, 1 GEMM over `[N, D] x [D, V]`;
-    - hidden alone (LoRA, a frozen head): the gradient is formed in the forward, 2 GEMMs, `[N, D]` float32 kept;
-    - the head: tiles up to `memory_budget` are kept for the backward, 3 GEMMs; what does not fit is computed again, 4.
-      A gradient that reaches `entropy` computes everything again. Under `torch.compile`, detach an entropy that leaves
-      the graph only to be logged: a compiled graph can't tell that no gradient will come.
+    Logits exist for one tile of tokens at a time. The cost depends on what needs a gradient:
 
-    The product is rounded to the compute dtype (that of hidden, or autocast's), as in plain PyTorch, but the target's
-    logit is taken in float32 and kept out of the sum over the others. Gradients of the weight are summed in float32.
-    Meaning: `fastdpo.ops.reference.linear_logps`.
+    - nothing: the forward, one GEMM over `[N, D] x [D, V]`.
+    - only `hidden` (LoRA, a frozen head): the gradient is formed in the forward. Two GEMMs; `[N, D]` in float32 is
+      kept for the backward.
+    - the head: gradient tiles of up to `memory_budget` bytes are kept for the backward, at three GEMMs in total. The
+      remaining tiles are recomputed, at four.
 
-    A head with a low-rank adapter, `W + s B A`, is a head too, that of hidden states widened by the adapter's rank:
-    `linear_logps(cat([h, s * h @ A.T], 1), cat([W, B], 1), targets)`. No merged weight is built; the gradient is that
-    of a trainable head.
+    A gradient that reaches `entropy` recomputes all tiles. Under `torch.compile`, detach an entropy that leaves the
+    graph only to be logged: a compiled graph cannot tell that no gradient will arrive.
 
-    Extra memory beside the results and gradients: `min(memory_budget, N * V * itemsize)` from forward to backward if
-    the head needs a gradient, and while it runs one tile of logits (in float16 on a CPU two, tiles are float32 there),
-    of at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8 MiB (off the CPU, tiles in
-    float32); on CUDA instead one tile of at most 256 MiB or 256 tokens, and nothing else of its size. A copy of a
-    weight whose dtype is not the compute dtype, and in float16 on a CPU another in float32. The weight's gradient is
-    summed in `[V, D]` float32. Kept tiles are not saved tensors of autograd: hooks on those, such as activation
-    offloading and checkpointing install, leave them where they are.
+    Logits are rounded to the compute dtype (that of `hidden`, or autocast's), as in plain PyTorch, but the target's
+    logit is computed in float32 and kept out of the sum over the other vocabulary entries. Gradients of the weight are
+    summed in float32.
+
+    A low-rank adapter of the head, `W + s B A`, needs no merged weight: extend the hidden states by the rank of the
+    adapter, `linear_logps(cat([h, s * h @ A.T], 1), cat([W, B], 1), targets)`. The cost is that of a trainable head.
+
+    Memory in addition to results and gradients:
+
+    - `min(memory_budget, N * V * itemsize)` bytes from forward to backward if the head needs a gradient;
+    - while the op runs, one tile of logits. On CUDA, at most 256 MiB or 256 tokens, whichever is more. Elsewhere, at
+      most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8 MiB on a CPU or further tiles in
+      float32 on other devices. float16 on a CPU takes two tiles, because gradient tiles are float32 there;
+    - a copy of the weight if its dtype is not the compute dtype, and one more in float32 for float16 on a CPU;
+    - `[V, D]` in float32 for the sum of the weight's gradient.
+
+    The kept tiles are not saved tensors of autograd: hooks on saved tensors, such as activation offloading and
+    checkpointing install, do not see them.
 
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.
         weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3 placeholder.
-        targets: [N] int32 or int64 ids below V. Where it is -100 every result and every gradient is exactly zero. Any
-            other id: as in `token_logps`.
+        targets: [N] int32 or int64 ids below V. Where the target is -100, every result and every gradient is exactly
+            zero. Other ids are handled as in `token_logps`.
         bias: [V] or None.
         softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
-        logit_scale: multiplies the logits before the cap.
-        temperature: divides them after it.
-        outputs: names of the fields of `TokenLogps` to fill; `logps` always is.
-        memory_budget: bytes of gradient tiles to keep for the backward of a trainable head.
-        main_grad: [V, D] float32, as Megatron-LM keeps one for each parameter. The weight's gradient is added to it,
-            unrounded, and `weight.grad` stays as it is: hooks on the weight see nothing.
+        logit_scale: multiplies the logits before the softcap.
+        temperature: divides the logits after the softcap.
+        outputs: names of the fields of `TokenLogps` to fill. `logps` is always filled.
+        memory_budget: maximum number of bytes of gradient tiles kept for the backward of a trainable head.
+        main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps for each parameter.
+            The weight's gradient is added to it without rounding. `weight.grad` does not change, and hooks on the
+            weight do not run.
 
     Returns:
         `TokenLogps` with fields [N].
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    options = (softcap, logit_scale, temperature, outputs, memory_budget)
-    call = HeadCall.of(OP, hidden, weight, targets, bias, *options)
+    _check(hidden, weight, targets, bias, softcap, temperature, memory_budget)
+    statistics = checks.requested_statistics(OP, outputs)
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     checks.require_same_device(OP, weight=weight, main_grad=main_grad)
     if main_grad is not None:
-        wide = accumulator(call.compute_dtype)
+        wide = accumulation_dtype(compute_dtype)
         fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
         checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
-    keep = Tiles.of(weight, call.compute_dtype).kept(len(hidden), memory_budget) if call.trains_head else 0
-    logps, *extra = _LinearLogps.apply(*call.inputs, keep, call.forms_jacobian, main_grad)
-    return named_results(logps, extra, call.statistics, targets.shape)
+
+    grad_enabled = torch.is_grad_enabled()
+    trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
+    keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), memory_budget) if trains_head else 0
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad)
+    return named_results(logps, extra, statistics, targets.shape)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    temperature: float,
+    memory_budget: int,
+) -> None:
+    checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
+    checks.require(hidden.dim() == 2, OP, "hidden", "be [N, D]", list(hidden.shape))
+    checks.require_no_dtensor(OP, weight=weight, bias=bias)
+    d = hidden.shape[1]
+    matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
+    expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
+    checks.require(matches, OP, "weight", expected, list(weight.shape), d)
+    if bias is not None:
+        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
+    checks.require_targets(OP, targets, hidden.shape[:1])
+    checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
+    checks.require_transform(OP, softcap, temperature)
+    checks.require(memory_budget >= 0, OP, "memory_budget", "be a number of bytes, 0 or more", memory_budget)

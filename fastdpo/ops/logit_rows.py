@@ -1,14 +1,15 @@
-"""What one pass over a tile of logits yields, in plain torch: the part that heads and given logits share.
+"""Log-probabilities, statistics and gradients of one tile of logits, in plain PyTorch.
 
-A tile is `z [n, V]`, the transformed logits of n tokens. With y the target, m the largest of the other logits and
-t the target's own logit,
+`token_logps` and `linear_logps` share this file wherever no Triton kernel runs. A tile is `z [n, V]`, the transformed
+logits of n tokens, in float32 (float64 for float64 inputs). With `y` the target, `t` the target's logit and `m` the
+largest of the other logits:
 
     others = sum_{v != y} exp(z_v - m)        logp = t - logsumexp(z) = logsigmoid(t - m - log(others))
     total  = others + exp(t - m)              d logp / d z_v = (v == y) - p_v
                                               p_v = exp(z_v - m) / total,  1 - p_y = others / total
 
-The target stays out of the sum, so that a confident prediction (p_y near 1) loses no digits to cancellation, and t may
-be more precise than the tile that the sum is taken over. Tiles are float32 (float64 for float64 inputs).
+The sum leaves the target out. A confident prediction (p_y close to 1) therefore loses no digits to cancellation, and t
+may be more precise than the tile: a head computes it separately, in float32.
 """
 
 from __future__ import annotations
@@ -20,50 +21,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .results import empty_results
+
 TILE_BYTES = 64 << 20
-KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes: a GPU multiplies fewer rows than fit here less well
-TILE_ROWS = 256  # fewer would read the head's weight too often
-BLOCK_BYTES = 8 << 20  # of a tile: what a CPU's caches hold while several passes go over it
-LEVEL = 2.0**10  # what the others sum up to in a 16-bit tile
-NEVER = -1e4  # exp(NEVER) is 0 in every dtype, and 0 * NEVER is not the NaN that 0 * -inf would be
+KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes: matrix products of fewer rows are slower on a GPU
+MIN_TILE_ROWS = 256  # smaller tiles would read the head's weight too often
+BLOCK_BYTES = 8 << 20  # part of a tile that stays in a CPU's caches while several passes are made over it
+NORMALIZED_SUM = 2.0**10  # sum of the exponentials of the other entries in a 16-bit gradient tile
+MIN_EXPONENT = -1e4  # its exponential is 0 in every dtype, and 0 * MIN_EXPONENT is 0 where 0 * -inf would be NaN
 
 
-def cuts(n: int, rows: int) -> list[slice]:
-    """Rows [0, n) in slices of so many: the same cuts for every n."""
-    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
+def row_slices(n: int, size: int) -> list[slice]:
+    """Slices of `size` rows that cover [0, n); the last one may be shorter."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of a tile that several passes are made over, each in its own memory."""
-    return max(TILE_ROWS, TILE_BYTES // (vocabulary * dtype.itemsize))
+    """Rows of a tile where several passes are made over it, each with memory of its own."""
+    return max(MIN_TILE_ROWS, TILE_BYTES // (vocabulary * dtype.itemsize))
 
 
 def kernel_tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of a tile that one kernel makes all passes over: whole blocks of a matrix product."""
-    return max(TILE_ROWS, KERNEL_TILE_BYTES // (vocabulary * dtype.itemsize) // TILE_ROWS * TILE_ROWS)
+    """Rows of a tile where one kernel makes all passes: a multiple of the block size of matrix products."""
+    return max(MIN_TILE_ROWS, KERNEL_TILE_BYTES // (vocabulary * dtype.itemsize) // MIN_TILE_ROWS * MIN_TILE_ROWS)
 
 
-def blocks(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
-    """Rows [0, n) in slices that several passes are made over: what a CPU's caches hold; elsewhere tiles."""
+def block_slices(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
+    """Slices of [0, n) over which several passes are made: blocks that fit in a CPU's caches, elsewhere whole tiles."""
     if device.type != "cpu":
-        return cuts(n, tile_rows(vocabulary, dtype))
-    return cuts(n, max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize)))
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of values of this dtype are taken in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        return row_slices(n, tile_rows(vocabulary, dtype))
+    return row_slices(n, max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize)))
 
 
 class Transform(NamedTuple):
-    """Head outputs to logits: `z = softcap * tanh(scale * x / softcap) / temperature`."""
+    """The transform from raw logits to logits: `z = softcap * tanh(scale * x / softcap) / temperature`."""
 
     softcap: float | None
     scale: float
     temperature: float
 
     def apply_(self, x: Tensor) -> Tensor:
-        """In place, in the dtype of x."""
+        """Transforms x in place, in its dtype."""
         if self.scale != 1.0:
             x.mul_(self.scale)
         if self.softcap is not None:
@@ -71,7 +69,7 @@ class Transform(NamedTuple):
         return x if self.temperature == 1.0 else x.div_(self.temperature)
 
     def slope(self, z: Tensor) -> Tensor | None:
-        """`d z / d x` less the constant `gain`, from z; None where it is 1."""
+        """`d z / d x` divided by the constant `gain`, computed from z; None where it is 1."""
         return None if self.softcap is None else 1 - (z * (self.temperature / self.softcap)).square()
 
     @property
@@ -80,129 +78,146 @@ class Transform(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Per token, in the tile's dtype: all that the gradient needs beside the logits."""
+    """What the gradient needs besides the logits, per token and in the dtype of the tile. [n] each"""
 
-    logps: Tensor  # [n]
-    shift: Tensor  # [n] m
-    others: Tensor  # [n]
-    total: Tensor  # [n]
+    logps: Tensor
+    shift: Tensor  # m
+    others: Tensor
+    total: Tensor
 
 
 class BlockSums(NamedTuple):
-    """What is read off a block of logits, per token, all [n]. What no statistic asked for is None."""
+    """Sums over the vocabulary for each token of a block, [n] each. Those that no statistic needs are None."""
 
     target_logits: Tensor  # t, as precise as it is known
-    own: Tensor  # t as the tile has it: statistics are taken over one distribution
-    shift: Tensor
+    tile_target_logits: Tensor  # t as it stands in the tile, for statistics of one consistent distribution
+    shift: Tensor  # m
     others: Tensor
-    weighted: Tensor | None  # sum exp(z - m) (z - m), over the others
+    weighted: Tensor | None  # sum_{v != y} exp(z_v - m) (z_v - m)
     mean: Tensor | None  # of all logits
     is_top1: Tensor | None
-    squares: Tensor | None  # sum exp(z - m)^2, over the others
+    squares: Tensor | None  # sum_{v != y} exp(z_v - m)^2
 
     @staticmethod
-    def join(parts: Sequence[BlockSums]) -> BlockSums:
-        fields: Any = (None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True))
+    def join(blocks: Sequence[BlockSums]) -> BlockSums:
+        fields: Any = (None if field[0] is None else torch.cat(field) for field in zip(*blocks, strict=True))
         return BlockSums(*fields)
 
 
-def fold(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
-    """All passes over a block: its sums, and `exp(z - m)` with 0 at the targets.
+def sum_block_(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
+    """All passes over a block of logits.
 
     Args:
         z: [n, V] transformed logits. Overwritten.
         targets: [n] ids in the vocabulary.
-        target_logits: [n] the targets' transformed logits.
-        statistics: names out of `results.STATISTICS`, comma-separated.
+        target_logits: [n] the transformed logits of the targets, NaN for unknown targets.
+        statistics: names from `results.STATISTICS`, comma-separated.
+
+    Returns:
+        The sums, and `exp(z - m)` [n, V] with 0 at the targets.
     """
     column = targets[:, None]
-    own = z.gather(1, column)[:, 0]
-    own = torch.where(target_logits.isnan(), target_logits, own)  # of a target outside the vocabulary
+    tile_target_logits = z.gather(1, column)[:, 0]
+    tile_target_logits = torch.where(target_logits.isnan(), target_logits, tile_target_logits)
     mean = z.mean(-1) if "mean_logits" in statistics else None
     z.scatter_(1, column, -torch.inf)
     peak = z.amax(-1)
-    is_top1 = _is_top1(z, targets, own, peak) if "is_top1" in statistics else None
-    shift = torch.where(peak == -torch.inf, target_logits, peak)  # nothing but the target is possible
+    is_top1 = _is_top1(z, targets, tile_target_logits, peak) if "is_top1" in statistics else None
+    shift = torch.where(peak == -torch.inf, target_logits, peak)  # only the target has a nonzero probability
 
     z.sub_(shift[:, None])
     weighted = squares = None
     if "entropy" in statistics or "log_sum_sq_probs" in statistics:
         exponentials = z.exp()
         if "entropy" in statistics:
-            weighted = z.clamp_(min=NEVER).mul_(exponentials).sum(-1)
+            weighted = z.clamp_(min=MIN_EXPONENT).mul_(exponentials).sum(-1)
         if "log_sum_sq_probs" in statistics:
             squares = torch.mul(exponentials, exponentials, out=z).sum(-1)
     else:
         exponentials = z.exp_()
     others = exponentials.sum(-1)
-    return BlockSums(target_logits, own, shift, others, weighted, mean, is_top1, squares), exponentials
+    sums = BlockSums(target_logits, tile_target_logits, shift, others, weighted, mean, is_top1, squares)
+    return sums, exponentials
 
 
-def conclude(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
-    """What follows for each token: its log-probability with the gradient's sums, and its statistics in their order."""
-    target_logits, own, shift, others, weighted, mean, is_top1, squares = sums
-    # An infinite target would be certain, and its gradient zero: an overflow must be seen.
+def finish_sums(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
+    """Log-probabilities with what their gradient needs, and the requested statistics in the order of `STATISTICS`."""
+    target_logits, tile_target_logits, shift, others, weighted, mean, is_top1, squares = sums
+    # A logit of +inf would have probability 1 and no gradient, and its overflow would go unnoticed: make it NaN.
     gap = torch.where(target_logits == torch.inf, torch.nan, target_logits - shift)
     row_sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
 
-    # The statistics count the target too: everything relative to the larger of m and its logit.
-    top = torch.maximum(shift, own)
-    own_gap = (own - top).clamp(min=NEVER)
-    ratio, own_exp = (shift - top).exp(), own_gap.exp()
-    everything = others * ratio + own_exp
-    log_everything = torch.where(own > shift, (others * ratio).log1p(), everything.log())
+    # Statistics include the target: sums over the vocabulary, relative to the larger of m and the target's logit.
+    top = torch.maximum(shift, tile_target_logits)
+    target_gap = (tile_target_logits - top).clamp(min=MIN_EXPONENT)
+    ratio, target_exp = (shift - top).exp(), target_gap.exp()
+    total = others * ratio + target_exp
+    log_total = torch.where(tile_target_logits > shift, (others * ratio).log1p(), total.log())
     entropy = log_sum_sq_probs = None
     if weighted is not None:
-        inner = (weighted + others * (shift - top)) * ratio + own_exp * own_gap
-        entropy = log_everything - inner / everything
+        total_weighted = (weighted + others * (shift - top)) * ratio + target_exp * target_gap
+        entropy = log_total - total_weighted / total
     if squares is not None:
-        log_sum_sq_probs = (squares * ratio.square() + own_exp.square()).log() - 2 * log_everything
+        log_sum_sq_probs = (squares * ratio.square() + target_exp.square()).log() - 2 * log_total
     return row_sums, [x for x in (entropy, mean, is_top1, log_sum_sq_probs) if x is not None]
 
 
-def _is_top1(z: Tensor, targets: Tensor, own: Tensor, peak: Tensor) -> Tensor:
-    """Whether the target is the first of the largest, where z holds -inf at the target and peak is its maximum."""
-    tied = own == peak
-    if z.device.type == "cpu":  # few rows are tied, and elsewhere finding them would cost a synchronisation
+def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) -> Tensor:
+    """Whether the target is the first of the largest logits. z is -inf at the target, and `peak` is its maximum."""
+    tied = target_logits == peak
+    if z.device.type == "cpu":  # few rows are tied; on other devices, selecting them would synchronize with the host
         rows = tied.nonzero()[:, 0]
         tied[rows] = targets[rows] < z[rows].argmax(-1)
     else:
         tied &= targets < z.argmax(-1)
-    return tied | (own > peak)
+    return tied | (target_logits > peak)
 
 
-def level(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The shift relative to which the others sum up to LEVEL, that sum, and by what exponentials are multiplied. [n]
+def join_results(blocks: Sequence[BlockSums], rows: Tensor, ignored: Tensor, statistics: str) -> list[Tensor]:
+    """logps, shift, others, total and statistics of `rows` [N, ...] from the blocks that they consist of.
 
-    Rounded to 16 bits the gradient tile's entry at the target, -LEVEL, is exact then.
+    Log-probabilities and statistics are 0 where `ignored`.
     """
-    leveled = shift + torch.where(others > 0, (others / LEVEL).log(), 0.0)
-    factor = (shift - leveled).exp()  # of the shift as it was rounded
-    return leveled, others * factor, factor
+    if not blocks:
+        return empty_results(rows, statistics)
+    (logps, *sums), extra = finish_sums(BlockSums.join(blocks))
+    return [logps.masked_fill_(ignored, 0), *sums, *(x.masked_fill_(ignored, 0) for x in extra)]
 
 
-def gradient_tile(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
-    """`exp(z - m)` turned, in place, into the gradient tile: times `-gain / total` a row it is `d logp / d x`.
+def normalize(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses the shift relative to which `others` is `NORMALIZED_SUM`.
 
-    Left unscaled, so that the upstream gradient and the normaliser multiply rows of [n, D], in float32, and not a tile.
+    The target's entry of a gradient tile, `-NORMALIZED_SUM`, is then exact in 16 bits.
+
+    Returns:
+        The new shift, the new others, and the factor from old to new exponentials. [n] each
+    """
+    normalized = shift + torch.where(others > 0, (others / NORMALIZED_SUM).log(), 0.0)
+    factor = (shift - normalized).exp()  # accounts for the rounding of the new shift
+    return normalized, others * factor, factor
+
+
+def gradient_tile_(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
+    """Turns `exp(z - m)` [n, V] into the gradient tile, in place: times `-gain / total` per row it is `d logp / d x`.
+
+    The tile is left unscaled so that the upstream gradient and the normalizer multiply rows of [n, D] in float32
+    instead of a tile.
     """
     exponentials.scatter_(1, targets[:, None], -others[:, None])
     return exponentials if slope is None else exponentials.mul_(slope)
 
 
-def gradient_tile_again(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor | None) -> Tensor:
-    """The gradient tile, in place, from logits that were computed again and the sums of the first time."""
-    return gradient_tile(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
+def gradient_tile_from_logits_(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor | None) -> Tensor:
+    """Turns recomputed logits z [n, V] into the gradient tile, in place, with the sums of the forward."""
+    return gradient_tile_(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
 
 
-def row_scale(total: Tensor, transform: Transform) -> Tensor:
-    """What makes a row of the gradient tile `d logp / d x`. [n]"""
-    return -transform.gain / total
+def upstream_scale(upstream: Tensor, total: Tensor, transform: Transform) -> Tensor:
+    """The factors [n] from rows of the gradient tile to `d loss / d x`.
 
-
-def scaled_upstream(upstream: Tensor, total: Tensor, transform: Transform) -> Tensor:
-    """What makes a row of the gradient tile `d loss / d x`: zero if upstream is, even where the total is NaN. [n]"""
-    return torch.where(upstream == 0, 0.0, upstream * row_scale(total, transform))
+    Zero where the upstream gradient is zero, even if the total is NaN.
+    """
+    return torch.where(upstream == 0, 0.0, upstream * (-transform.gain / total))
 
 
 def logit_gradient(
@@ -213,26 +228,26 @@ def logit_gradient(
     grad_entropy: Tensor | None,  # [n]
     transform: Transform,
 ) -> Tensor:
-    """`d loss / d x` [n, V], scaled, from transformed logits and the gradients of their log-probs and entropies."""
+    """`d loss / d x` [n, V] from transformed logits and the gradients of their log-probabilities and entropies."""
     slope = transform.slope(z)
-    tile = None
+    gradient = None
     if grad_entropy is not None:
-        # d entropy / d z_v = -p_v (log p_v + entropy), in which log p_v + entropy is d_v = z_v - top less its mean:
-        # the logarithm of the sum, of the size of z, would cost the digits of a logarithm of p.
-        own = z.gather(1, targets[:, None])[:, 0]
-        top = torch.maximum(sums.shift, own)
-        total = sums.others * (sums.shift - top).exp() + (own - top).exp()
-        tile = torch.sub(z, top[:, None]).clamp_(min=NEVER)  # d
-        exponentials = tile.exp()
-        mean = tile.mul_(exponentials).sum(-1) / total
-        total = total.masked_fill(sums.total.isnan(), torch.nan)  # of a target outside the vocabulary
-        scale = scaled_upstream(grad_entropy, total, transform)
-        tile.addcmul_(exponentials, mean[:, None], value=-1).mul_(scale[:, None])
+        # d entropy / d z_v = -p_v (log p_v + entropy). log p_v + entropy equals d_v = z_v - top minus its mean, which
+        # keeps the digits that log p_v loses to the logarithm of the sum where logits are large.
+        target_logits = z.gather(1, targets[:, None])[:, 0]
+        top = torch.maximum(sums.shift, target_logits)
+        total = sums.others * (sums.shift - top).exp() + (target_logits - top).exp()
+        gradient = torch.sub(z, top[:, None]).clamp_(min=MIN_EXPONENT)  # d
+        exponentials = gradient.exp()
+        mean = gradient.mul_(exponentials).sum(-1) / total
+        total = total.masked_fill(sums.total.isnan(), torch.nan)  # unknown targets
+        scale = upstream_scale(grad_entropy, total, transform)
+        gradient.addcmul_(exponentials, mean[:, None], value=-1).mul_(scale[:, None])
         del exponentials
         if slope is not None:
-            tile.mul_(slope)
+            gradient.mul_(slope)
     if grad_logps is not None:
-        scale = scaled_upstream(grad_logps, sums.total, transform)
-        of_logps = gradient_tile_again(z, targets, sums, slope).mul_(scale[:, None])
-        tile = of_logps if tile is None else tile.add_(of_logps)
-    return torch.zeros_like(z) if tile is None else tile
+        scale = upstream_scale(grad_logps, sums.total, transform)
+        logps_gradient = gradient_tile_from_logits_(z, targets, sums, slope).mul_(scale[:, None])
+        gradient = logps_gradient if gradient is None else gradient.add_(logps_gradient)
+    return torch.zeros_like(z) if gradient is None else gradient

@@ -19,7 +19,7 @@ from . import checks
 from .attention_backends import backend
 from .attention_flash import Options, takes_scale, with_sinks, words_together
 from .attention_pieces import Flash, Math, blocks
-from .logit_rows import accumulator
+from .dtypes import accumulation_dtype
 
 OP = "packed_attention"
 
@@ -55,7 +55,7 @@ def _fwd(
 
 def _fwd_results(query, key, value, rows, sinks, scale, window, softcap):
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-    return out, query.new_empty(query.shape[1], query.shape[0], dtype=accumulator(query.dtype))
+    return out, query.new_empty(query.shape[1], query.shape[0], dtype=accumulation_dtype(query.dtype))
 
 
 _fwd.register_fake(_fwd_results)

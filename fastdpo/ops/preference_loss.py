@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
-from .logit_rows import accumulator
+from .dtypes import accumulation_dtype
 
 OP = "preference_loss"
 
@@ -367,7 +367,7 @@ def preference_loss(
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
-    dtype = reduce(torch.promote_types, (accumulator(x.dtype) for x in floats.values() if x is not None))
+    dtype = reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in floats.values() if x is not None))
     chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
     ref_chosen, ref_rejected = ref_chosen_logps.detach().to(dtype), ref_rejected_logps.detach().to(dtype)
     score = DIVERGENCES[objective.f_divergence_type]
@@ -418,7 +418,7 @@ def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> T
     _require_rows_of_pairs(op, logps, mask=mask)
     checks.require(0 <= ld_alpha <= 1, op, "ld_alpha", "lie in [0, 1]", ld_alpha)
     scored = mask.bool()
-    logps = logps.to(accumulator(logps.dtype)).masked_fill(~scored, 0)  # [2P, L]
+    logps = logps.to(accumulation_dtype(logps.dtype)).masked_fill(~scored, 0)  # [2P, L]
     shorter = scored.sum(1).view(2, len(logps) // 2).amin(0).repeat(2)  # [2P]
     return torch.where(scored.cumsum(1) <= shorter[:, None], logps, ld_alpha * logps).sum(1)
 
@@ -444,7 +444,7 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
     checks.require_floating(op, logps=logps, log_sum_sq_probs=log_sum_sq_probs)
     _require_rows_of_pairs(op, logps, log_sum_sq_probs=log_sum_sq_probs, mask=mask)
     scored = mask.bool()
-    dtype = accumulator(logps.dtype)
+    dtype = accumulation_dtype(logps.dtype)
     aligned = (logps.detach().to(dtype) - log_sum_sq_probs.detach().to(dtype)).masked_fill(~scored, 0)  # [2P, L]
     means = aligned.sum(1) / scored.sum(1).clamp(min=1)  # [2P]
     return means.view(2, len(logps) // 2).sum(0).exp()

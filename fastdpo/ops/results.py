@@ -1,24 +1,31 @@
-"""What the ops return when it is more than one tensor. A statistic that was not asked for is None."""
+"""Results of the ops that return more than one tensor. A statistic that was not requested is None."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .dtypes import accumulation_dtype
+
 STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-"""What can be asked for beside the log-probability, in the order in which the kernels return it."""
+"""The statistics that can be requested, in the order in which custom ops and kernels return them."""
 
 
 class TokenLogps(NamedTuple):
-    """Per scored token; zero where the target is ignored. float32 (float64 for float64 inputs) unless said.
+    """Log-probabilities and statistics per scored token; zero where the target is ignored.
+
+    float32 (float64 for float64 inputs) unless stated otherwise.
 
     Attributes:
         logps: log-probability of the target, in nats. Differentiable.
         entropy: entropy of the predicted distribution, in nats. Differentiable.
         mean_logits: mean of the transformed logits over the vocabulary. No gradient.
-        is_top1: bool; whether the target is the first among the most likely tokens.
-        log_sum_sq_probs: `log sum_v p_v^2`, what WPO weights with (arXiv 2406.11827, eq. 2). No gradient.
+        is_top1: bool, whether the target is the first of the most likely tokens.
+        log_sum_sq_probs: `log sum_v p_v^2`, from which WPO computes its weights (arXiv 2406.11827,
+            eq. 2). No gradient.
     """
 
     logps: Tensor
@@ -29,12 +36,30 @@ class TokenLogps(NamedTuple):
 
 
 class SequenceLogps(NamedTuple):
-    """Per sequence.
+    """Log-probabilities per sequence.
 
     Attributes:
         logps: sum of the log-probabilities of the sequence's targets, in nats. Differentiable.
-        lengths: int64; how many targets that sum has.
+        lengths: int64, the number of targets in that sum.
     """
 
     logps: Tensor
     lengths: Tensor
+
+
+def statistic_names(statistics: str) -> list[str]:
+    """The names in a comma-separated string of statistics, the form in which custom ops take them."""
+    return [name for name in statistics.split(",") if name]
+
+
+def empty_results(rows: Tensor, statistics: str) -> list[Tensor]:
+    """Uninitialized logps, shift, others, total and statistics, each [N], for `rows` [N, ...]."""
+    dtype = accumulation_dtype(rows.dtype)
+    dtypes = [dtype] * 4 + [torch.bool if name == "is_top1" else dtype for name in statistic_names(statistics)]
+    return [torch.empty(rows.shape[0], dtype=dtype, device=rows.device) for dtype in dtypes]
+
+
+def named_results(logps: Tensor, extra: Sequence[Tensor], statistics: str, shape: Sequence[int]) -> TokenLogps:
+    """`TokenLogps` of the given shape from log-probabilities [N] and statistics [N], in their order."""
+    values = zip(statistic_names(statistics), extra, strict=True)
+    return TokenLogps(logps=logps.reshape(shape), **{name: value.reshape(shape) for name, value in values})

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..packing import IGNORE_INDEX
 from . import checks
 from .devices import is_host
+from .dtypes import INTS
 from .linear_logps import MEMORY_BUDGET, linear_logps
 from .results import SequenceLogps
 from .token_logps import token_logps
@@ -126,9 +127,7 @@ def linear_sequence_logps(
 
 
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
-    checks.require(
-        cu_seqlens.dtype in checks.INTS, op, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype, error=TypeError
-    )
+    checks.require(cu_seqlens.dtype in INTS, op, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype, error=TypeError)
     checks.require(
         cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
     )

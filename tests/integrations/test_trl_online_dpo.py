@@ -264,7 +264,7 @@ def largest_allocation(path: Path, function) -> int:
 def test_no_logits_are_stored(tmp_path, monkeypatch):
     """16 completions to 16 tokens. What is larger than the head itself would be logits, or their gradient."""
     vocabulary, hidden = 2000, 24
-    monkeypatch.setattr(logit_rows, "TILE_ROWS", 8)
+    monkeypatch.setattr(logit_rows, "MIN_TILE_ROWS", 8)
     monkeypatch.setattr(logit_rows, "TILE_BYTES", 0)
     sizes = dict(vocab_size=vocabulary, hidden_size=hidden, attn_implementation="eager")
     options = dict(max_new_tokens=16, per_device_train_batch_size=8, max_steps=1)

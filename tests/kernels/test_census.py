@@ -191,23 +191,23 @@ def test_attention_of_other_models(name, d, features, tmp_path):
     assert PRODUCTS["sm90"] in compiled.asm["ptx"]
 
 
-BLOCKS = linear_exp.Blocks()
+CONFIG = linear_exp.FusedConfig()
 
 
 def compile_fused_head(target, tma, asked):
     """The product that ends in the exponential, of bfloat16; `asked`: the pointers that are given beside."""
     arguments = {
-        "hidden": f"tensordesc<bf16[{BLOCKS.tokens}, {BLOCKS.width}]>" if tma else "*bf16",
-        "weight": f"tensordesc<bf16[{BLOCKS.words}, {BLOCKS.width}]>" if tma else "*bf16",
+        "hidden": f"tensordesc<bf16[{CONFIG.block_n}, {CONFIG.block_d}]>" if tma else "*bf16",
+        "weight": f"tensordesc<bf16[{CONFIG.block_v}, {CONFIG.block_d}]>" if tma else "*bf16",
         **dict(targets_ptr="*i64", anchors_ptr="*fp32", others_ptr="*fp32"),
         **dict(N="i32", V="i32", D="i32", stride_n="i32", stride_v="i32"),
-        **dict(BLOCK_N=BLOCKS.tokens, BLOCK_V=BLOCKS.words, BLOCK_D=BLOCKS.width, TMA=tma),
+        **dict(BLOCK_N=CONFIG.block_n, BLOCK_V=CONFIG.block_v, BLOCK_D=CONFIG.block_d, TMA=tma),
         **asked,
     }
     aligned = {"hidden", "weight", "tile_ptr", "stride_n", "stride_v", "tile_stride", "V", "D"} - (
         {"hidden", "weight"} if tma else set()
     )
-    options = dict(num_warps=BLOCKS.warps, num_stages=BLOCKS.stages)
+    options = dict(num_warps=CONFIG.warps, num_stages=CONFIG.stages)
     return compile_for(target, linear_exp._linear_exp_kernel, arguments, aligned, **options)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the ops share: the size of tiles, and a record of the memory and the products of a call."""
+"""Fixtures of the tests of ops: small tiles, unchecked targets, and a record of a call's memory and matrix products."""
 
 import json
 from itertools import accumulate
@@ -7,47 +7,47 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fastdpo.ops import logit_rows
+from fastdpo.ops import logit_rows, targets
+from fastdpo.ops.dtypes import accumulation_dtype
 from fastdpo.ops.head_tiles import ALIGNMENT
-from fastdpo.ops.token_logps import split_targets
 
 
 class Trace(NamedTuple):
-    """What torch's profiler saw of a call, inside custom ops too."""
+    """A call as torch's profiler recorded it, including the inside of custom ops."""
 
-    peak: int  # bytes above what was allocated before it
-    left: int  # bytes that its result keeps
-    largest: int  # bytes of its largest allocation
-    products: int  # of matrices
-    product_dtypes: set[str]  # of their operands
+    peak: int  # bytes above those allocated before the call
+    left: int  # bytes still allocated after the call
+    largest: int  # bytes of the largest allocation
+    products: int  # number of matrix products
+    product_dtypes: set[str]  # dtypes of their operands
 
 
 @pytest.fixture
 def rows_of_a_tile(monkeypatch):
-    """Sets how many rows of logits a tile has. Passes are made over a third of it at a time."""
+    """A function that sets the number of rows of a tile. Passes are made over blocks of a third of a tile."""
 
     def set_rows(rows, vocabulary, dtype):
-        bytes_of_a_row = vocabulary * logit_rows.accumulator(dtype).itemsize
+        row_bytes = vocabulary * accumulation_dtype(dtype).itemsize
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        monkeypatch.setattr(logit_rows, "TILE_BYTES", rows * bytes_of_a_row)
+        monkeypatch.setattr(logit_rows, "TILE_BYTES", rows * row_bytes)
         monkeypatch.setattr(logit_rows, "KERNEL_TILE_BYTES", rows * columns * dtype.itemsize)
-        monkeypatch.setattr(logit_rows, "TILE_ROWS", 1)
-        monkeypatch.setattr(logit_rows, "BLOCK_BYTES", max(1, rows // 3) * bytes_of_a_row)
+        monkeypatch.setattr(logit_rows, "MIN_TILE_ROWS", 1)
+        monkeypatch.setattr(logit_rows, "BLOCK_BYTES", max(1, rows // 3) * row_bytes)
 
     return set_rows
 
 
 @pytest.fixture
 def unchecked_targets(monkeypatch):
-    """Targets are not compared with the vocabulary on the host, as those of a device are not."""
-    monkeypatch.setitem(split_targets.__globals__, "is_host", lambda device: False)
+    """Skips the host's check that targets are in the vocabulary, as for targets on a device."""
+    monkeypatch.setattr(targets, "is_host", lambda device: False)
 
 
 @pytest.fixture
 def trace(tmp_path, device):
-    """Calls a function; returns its result and the `Trace` of the call."""
+    """A function that calls another and returns its result with the `Trace` of the call."""
     if device != "cpu":
-        pytest.skip("the profiler's records are read as those of a CPU")
+        pytest.skip("reads the profiler's records of a CPU")
     path = tmp_path / "trace.json"
 
     def call(function):

@@ -9,7 +9,7 @@ from fastdpo import ops
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
-from fastdpo.ops.head_tiles import Tiles
+from fastdpo.ops.head_tiles import TileFormat
 from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd
 from fastdpo.ops.results import STATISTICS
 from fastdpo.ops.token_logps import _bwd as token_bwd
@@ -70,10 +70,10 @@ def test_a_value_that_is_asked_for_is_an_error(launches):
 @pytest.mark.parametrize("statistics", ["", ",".join(STATISTICS)])
 @pytest.mark.parametrize("way", ["nothing", "frozen", "kept", "recomputed"])
 def test_a_head_waits_for_nothing(way, statistics, launches):
-    tiles = Tiles.of(empty(V, D), torch.bfloat16)
-    keep = {"kept": N, "recomputed": tiles.kept(N, MEMORY_BUDGET)}.get(way, 0)
-    inputs = head_arguments()
-    kept, jacobian, *results = _fwd._init_fn(*inputs, *TRANSFORM, statistics, torch.bfloat16, keep, way == "frozen")
+    tiles = TileFormat.of(empty(V, D), torch.bfloat16)
+    keep = {"kept": N, "recomputed": tiles.rows_within(N, MEMORY_BUDGET)}.get(way, 0)
+    inputs, options = head_arguments(), (*TRANSFORM, torch.bfloat16)
+    kept, jacobian, *results = _fwd._init_fn(*inputs, *options, statistics, keep, way == "frozen")
     steps = -(-N // tiles.rows)
     assert len(launches["forward"]) == len(launches["targets"]) == steps > 1
     assert sum(rows for (rows,) in launches["forward"]) == N
@@ -81,7 +81,8 @@ def test_a_head_waits_for_nothing(way, statistics, launches):
         return
     of_entropy = empty(N) if statistics and way != "kept" else None
     needs = [True, way != "frozen", False]
-    grads = _bwd._init_fn(empty(N), of_entropy, *inputs, kept, jacobian, results[:4], *TRANSFORM, torch.bfloat16, needs)
+    upstream = empty(N), of_entropy
+    grads = _bwd._init_fn(*upstream, kept, jacobian, results[:4], needs, None, *inputs, *options)
     assert [x.shape for x in grads[:2]] == [(N, D), (V, D) if needs[1] else (0,)]
     multiplied_again = steps if of_entropy is not None else steps - -(-keep // tiles.rows)
     assert len(launches["backward"]) == (0 if way == "frozen" and of_entropy is None else multiplied_again)

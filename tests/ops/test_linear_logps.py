@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastdpo.ops import linear_logps, reference
-from fastdpo.ops.head_tiles import Tiles
+from fastdpo.ops.head_tiles import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 
 INF = float("inf")
@@ -54,7 +54,7 @@ def way(rows_of_a_tile):
     def arguments(name, dtype):
         rows_of_a_tile(8, 131, dtype)
         needs, rows = WAYS[name]
-        tiles = Tiles.of(torch.empty(131, 24), dtype)
+        tiles = TileFormat.of(torch.empty(131, 24), dtype)
         return dict(needs=needs, memory_budget=rows * tiles.columns * tiles.dtype.itemsize)
 
     return arguments
@@ -515,14 +515,15 @@ def test_opcheck(keep, form_jacobian, statistics, dtype):
     tensors = [inputs[name] for name in (*LEAVES, "targets")]
     transform = (5.0, 1.7, 0.7)
     forward, backward = torch.ops.fastdpo.linear_logps_fwd, torch.ops.fastdpo.linear_logps_bwd
-    arguments = (*tensors, *transform, statistics, dtype, keep, form_jacobian)
+    call = (*tensors, *transform, dtype)
+    arguments = (*call, statistics, keep, form_jacobian)
     torch.library.opcheck(forward, arguments, test_utils=CHECKS)
     kept, jacobian, *results = forward(*arguments)
     of_entropy = torch.randn(8) if statistics else None
     needs = [True, not form_jacobian, not form_jacobian]
     torch.library.opcheck(
         backward,
-        (torch.randn(8), of_entropy, *tensors, kept, jacobian, results[:4], *transform, dtype, needs),
+        (torch.randn(8), of_entropy, kept, jacobian, results[:4], needs, None, *call),
         test_utils=CHECKS,
     )
 

@@ -192,7 +192,7 @@ OVERLAPPING = {
 @pytest.mark.parametrize("form", OVERLAPPING)
 def test_logits_that_overlap_have_no_place_for_their_gradient(form):
     logits = OVERLAPPING[form]().requires_grad_()
-    rule = r"logits must have one place for each element with inplace_backward; got strides \("
+    rule = r"logits must not have elements that overlap in memory with inplace_backward; got strides \("
     with pytest.raises(ValueError, match=f"^token_logps: {rule}"):
         token_logps(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), inplace_backward=True)
 

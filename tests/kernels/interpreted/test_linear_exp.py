@@ -5,7 +5,7 @@ import torch
 from special_rows import SPECIAL_ROWS, special_row
 
 from fastdpo.kernels import linear_exp
-from fastdpo.kernels.linear_exp import Blocks, linear_exp_fwd, linear_exp_tile
+from fastdpo.kernels.linear_exp import FusedConfig, linear_exp_fwd, linear_exp_tile
 from fastdpo.kernels.linear_logps import target_logits
 from fastdpo.ops import reference
 from fastdpo.ops.results import STATISTICS
@@ -14,7 +14,7 @@ from fastdpo.testing import error
 PLAIN = (None, 1.0, 1.0)
 CAPPED = (5.0, 1.7, 0.7)
 EVERYTHING = ",".join(STATISTICS)
-BLOCKS = Blocks(16, 32, 16, 4, 2)
+CONFIG = FusedConfig(16, 32, 16, 4, 2)
 
 
 def inputs(n, v, d):
@@ -27,7 +27,7 @@ def inputs(n, v, d):
 
 def call(hidden, weight, bias, targets, transform=PLAIN, tile=None, statistics=EVERYTHING):
     given = target_logits(hidden, weight, bias, targets, *transform)
-    values = linear_exp_fwd(hidden, weight, bias, targets, given, *transform, statistics, tile, BLOCKS)
+    values = linear_exp_fwd(hidden, weight, bias, targets, given, *transform, statistics, tile, CONFIG)
     return dict(zip(("logps", "shift", "others", "total", *filter(None, statistics.split(","))), values, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_results_and_tile(shape, transform):
     assert error(tile * (-gain / results["total"])[:, None], gradient) < 2e-6
     again = torch.full_like(tile, torch.nan)
     hidden, weight, bias, targets = tensors
-    linear_exp_tile(hidden, weight, bias, targets, results["shift"], results["others"], *transform, again, BLOCKS)
+    linear_exp_tile(hidden, weight, bias, targets, results["shift"], results["others"], *transform, again, CONFIG)
     assert error(again, tile) < 1e-6
 
 

@@ -8,7 +8,7 @@ import torch
 from heads import Dropped
 from special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
-from fastdpo.kernels.token_logps import LEVEL
+from fastdpo.kernels.token_logps import NORMALIZED_SUM
 from fastdpo.ops import reference, token_logps
 from fastdpo.ops.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
@@ -109,7 +109,7 @@ def test_sums_are_relative_to_a_level(option):
     exact = (z - shift[:, None]).exp().scatter(1, targets[scored, None], 0).sum(1)
     assert others.allclose(exact, rtol=2e-6)
     assert total.allclose(exact + (t - shift).exp(), rtol=2e-6)
-    assert others.allclose(torch.full_like(others, LEVEL.value), rtol=1e-5)
+    assert others.allclose(torch.full_like(others, NORMALIZED_SUM.value), rtol=1e-5)
 
 
 def test_targets_on_either_side_of_every_boundary():
