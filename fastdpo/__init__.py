@@ -1,13 +1,27 @@
-"""fastdpo: packed, prompt-sharing, fused-head DPO training. The same numbers, several times faster.
+"""fastdpo: packed, prompt-sharing, fused-head DPO training with the same numbers, several times faster.
 
-`fastdpo.patch()` enters the trainers that are installed. For loops of one's own `fastdpo.ops` are the parts, and
-`fastdpo.metrics` are means that are exact over all ranks.
+`fastdpo.patch()` patches the trainers that are installed. For custom training loops, `fastdpo.ops` has the
+parts, `fastdpo.attention` switches a transformers model to packed attention, `fastdpo.ref_logps` computes
+reference log-probabilities, and `fastdpo.metrics` has means that are exact over all ranks.
 """
 
 from . import metrics, ops
-from .integrations.fused_forward import NotFused, calls
 from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
+from .models import attention
+from .models.fallback import NotFused, calls
 
 __version__ = "0.1.0"
 
-__all__ = ["NotFused", "PatchError", "PatchReport", "Seam", "calls", "metrics", "ops", "patch", "patched", "unpatch"]
+__all__ = [
+    "NotFused",
+    "PatchError",
+    "PatchReport",
+    "Seam",
+    "attention",
+    "calls",
+    "metrics",
+    "ops",
+    "patch",
+    "patched",
+    "unpatch",
+]

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import zipfile
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,44 @@ ROOT = Path(__file__).parents[1]
 ARROWS = {  # a package, and the parts of the project that it may import
     "kernels": set(),
     "packing": set(),
-    "ops": {"kernels", "packing", "ops"},
-    "attention": {"ops", "packing"},
+    "distributed": set(),
+    "ops": {"kernels", "packing"},
     "metrics": {"ops"},
-    "ref_logps": {
-        "ops",
-        "packing",
-        "integrations",
-        "ref_logps",
-    },  # a model is made to score by the wrapper of a forward
-    "integrations": {"attention", "ops", "packing", "integrations", "ref_logps"},  # which TRL's precompute is handed to
+    "models": {"distributed", "ops", "packing"},
+    "ref_logps": {"distributed", "models", "ops", "packing"},
+    "integrations": {"distributed", "models", "ops", "packing", "ref_logps"},
 }
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted names of all modules of the package, and their files."""
+    files = [*(ROOT / "fastdpo").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+    names = {}
+    for file in files:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        parts = parts if parts[0] == "fastdpo" else ("fastdpo", *parts)
+        names[".".join(part for part in parts if part != "__init__")] = file
+    return names
+
+
+def _imports(name: str, file: Path, modules: dict[str, Path]) -> set[str]:
+    """The project's modules that a file imports. `from package import module` imports the module."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            source = ".".join(filter(None, (*base, node.module)))
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                imported.add(submodule if submodule in modules else source)
+    return imported & modules.keys()
+
+
+MODULES = _modules()
+IMPORTS = {name: _imports(name, file, MODULES) for name, file in MODULES.items() if name != "fastdpo"}
 
 
 @pytest.fixture(scope="module")
@@ -56,23 +84,23 @@ def test_the_root_offers_no_package_named_kernels():
 
 @pytest.mark.parametrize("part", ARROWS)
 def test_imports_follow_the_arrows(part):
-    home = ROOT / "kernels" if part == "kernels" else ROOT / "fastdpo" / part
-    files = list(home.rglob("*.py")) if home.is_dir() else [home.with_suffix(".py")]
-    assert files
-    for file in files:
-        package = ("fastdpo", *file.relative_to(ROOT / "fastdpo" if part != "kernels" else ROOT).parts[:-1])
-        reached = {target.split(".")[1] for target in _project_imports(file, package) if "." in target}
-        assert reached <= ARROWS[part] | {part}, f"{file.relative_to(ROOT)} imports {reached - ARROWS[part]}"
+    for module, imported in IMPORTS.items():
+        if module.split(".")[1] == part:
+            reached = {target.split(".")[1] for target in imported}
+            assert reached <= ARROWS[part] | {part}, f"{module} imports {reached - ARROWS[part]}"
 
 
-def _project_imports(file: Path, package: tuple[str, ...]) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "fastdpo"}
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            if module.split(".")[0] == "fastdpo":
-                found |= {f"{module}.{alias.name}" for alias in node.names} if module == "fastdpo" else {module}
-    return found
+def test_no_circle_of_files():
+    """Imports inside of functions, and those for types alone, count as well."""
+    assert not any("fastdpo" in imported for imported in IMPORTS.values())
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_circle_is_found():
+    with pytest.raises(CycleError):
+        TopologicalSorter(
+            {**IMPORTS, "fastdpo.packing": {"fastdpo.ops.packed_attention", "fastdpo.models.forward"}}
+        ).prepare()

@@ -1,1 +1,1 @@
-"""One module a trainer line: where it is entered, what guards the entry, and what takes its place."""
+"""Patches for trainers. Each trainer line is one module, with the four functions of `protocol.TrainerLine`."""

@@ -1,20 +1,21 @@
-"""Metrics of TRL's trainers without a gather or a synchronisation a step: one collective a log.
+"""Metrics of TRL's trainers with one collective per log, and no gather or synchronisation per step.
 
-While a stock function computes its metrics, `Accelerator.gather` and `gather_for_metrics` return stand-ins for the
-gathered tensors to that function, and to nothing that it calls. A sum or a mean of a stand-in is a `Number`, known
-later. When the function returns, its numbers leave the trainer's lists and wait in a `Ledger`:
+While a function of TRL computes its metrics, `Accelerator.gather` and `gather_for_metrics` return
+placeholders of the gathered tensors to that function, but not to functions that it calls. A sum or a mean
+of a placeholder is a `Number`, whose value is not known yet. When the function returns, its numbers move
+from the trainer's lists to a `Ledger`:
 
-- `Ledger.settle` reduces them over the ranks and puts floats into the lists. It is called where stock code, too, has a
-  collective on every rank right before it logs.
-- `Ledger.show` puts this rank's own values there. It is called when anything but the stock function reads the lists,
-  on whichever rank that happens, and never communicates. The next `settle` replaces them.
+- `Ledger.settle` reduces them over the ranks and puts floats into the lists. It is called where TRL, too,
+  has a collective on every rank right before it logs.
+- `Ledger.show` puts this rank's own values into the lists. It is called when other code reads the lists,
+  on whichever rank that happens, and never communicates. The next `settle` replaces these values.
 
-User code therefore sees lists of floats, as in stock. They hold values over all ranks in every log of the trainer, and
-after each step in a subclass that overrides a function which computes metrics (`is_overridden`). Otherwise, between two
-logs, they hold this rank's values.
+User code therefore sees lists of floats, as in TRL. They hold values over all ranks in every log of the
+trainer, and after each step of a subclass that overrides a function which computes metrics
+(`is_overridden`). Otherwise, between two logs, they hold this rank's values.
 
-Where a trainer calls `gather_for_metrics` on one value a rank, accelerate takes ranks for rows and leaves the last ones
-out of the last batch when the rows don't divide evenly; here all ranks count.
+Where a trainer calls `gather_for_metrics` on one value per rank, accelerate mistakes ranks for rows and
+omits the last ones from a last batch whose rows do not divide evenly. Here all ranks count.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LIMIT = 2048
-"""Pending sums after which they are reduced without a log, to bound memory and the depth of numbers made of numbers."""
+"""Number of pending sums at which they are reduced without a log, which bounds memory and the nesting of numbers."""
 
 GATHERS = ("gather", "gather_for_metrics")
 
@@ -54,11 +55,11 @@ class _Total:
 Read = Callable[[_Total], tuple[float, float]]
 
 
-def _known(total: _Total) -> tuple[float, float]:
-    found = total.reduced or total.own
-    if found is None:
-        raise RuntimeError("metrics: a sum was asked for before it was read")
-    return found
+def _value_of(total: _Total) -> tuple[float, float]:
+    pair = total.reduced or total.own
+    if pair is None:
+        raise RuntimeError("metrics: a sum was requested before it was read")
+    return pair
 
 
 def _reduce(sums: Tensor) -> None:
@@ -67,7 +68,7 @@ def _reduce(sums: Tensor) -> None:
 
 
 def _read_into(field: str, steps: list[tuple[list[_Total], Tensor]], reduce: Callable[[Tensor], None]) -> None:
-    """Reads the sums of steps, after `reduce`, into a field of their totals. One synchronisation if there are any."""
+    """Reads the sums of steps, after `reduce`, into a field of their totals. At most one synchronisation."""
     if steps:
         device = steps[-1][1].device
         sums = torch.cat([x.to(device) for _, x in steps], 1)  # [2, K]
@@ -77,7 +78,7 @@ def _read_into(field: str, steps: list[tuple[list[_Total], Tensor]], reduce: Cal
 
 
 class Number:
-    """A number made of sums that are not known yet. Only stock functions ever see one."""
+    """A number computed from sums that are not known yet. Only functions of TRL ever see one."""
 
     def __init__(self, value: Callable[[Read], float]):
         self.value = value
@@ -97,7 +98,7 @@ class Number:
         return self._with(other, lambda a, b: a // b)
 
     def __gt__(self, bound: float) -> bool:
-        """Asked by trainers before they divide by it. The answer can wait: a quotient by 0 is 0, as it is there."""
+        """True. Trainers compare before they divide, and use 0 otherwise, which here is the quotient by 0."""
         return True
 
     def _with(self, other: Any, operation: Callable[[float, float], float]) -> Number:
@@ -112,7 +113,7 @@ def _constant(x: float) -> Number:
 
 
 class Gathered:
-    """Placeholder for a tensor gathered from all ranks. Supports only sums and means."""
+    """Placeholder of a tensor gathered from all ranks. Supports sums and means, and what TRL does before them."""
 
     def __init__(self, ledger: Ledger, x: Tensor):
         self._ledger, self._x = ledger, x
@@ -125,8 +126,8 @@ class Gathered:
         total = self._ledger.total(self._x)
 
         def value(read: Read) -> float:
-            found, count = read(total)
-            return found / count
+            value, count = read(total)
+            return value / count
 
         return Number(value)
 
@@ -145,7 +146,7 @@ class Gathered:
 
 @dataclass(eq=False)
 class _Entry:
-    """A number that belongs at the end of a list, and the value shown there until it is settled."""
+    """A number to be appended to a list, and the value shown there until it is settled."""
 
     values: list
     number: Number
@@ -156,13 +157,13 @@ class _Entry:
         if self.index is None:
             self.index = len(self.values)
             self.values.append(x)
-        elif self.index < len(self.values) and self.values[self.index] is self.shown:  # else somebody changed the list
+        elif self.index < len(self.values) and self.values[self.index] is self.shown:  # the list was not changed since
             self.values[self.index] = x
         self.shown = x
 
 
 class Ledger:
-    """The sums of one trainer that have not been reduced over the ranks yet, and the numbers made of them."""
+    """The sums of one trainer that have not been reduced over the ranks yet, and the numbers computed from them."""
 
     def __init__(self) -> None:
         self._step: list[tuple[_Total, Tensor, int]] = []
@@ -172,21 +173,22 @@ class Ledger:
         self._watched = False
 
     def __deepcopy__(self, memo: dict) -> Ledger:
-        """For a trainer that is copied: its lists are copied with this rank's values in them."""
+        """For copies of a trainer, whose lists then hold this rank's values."""
         other = memo[id(self)] = Ledger()
         other.running = {name: _constant(self.shown(name)) for name in self.running}
         return other
 
     def total(self, x: Tensor) -> _Total:
+        """Adds the sum and the number of elements of a tensor to the current step."""
         total = _Total()
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         self._step.append((total, x.detach().sum(dtype=dtype), x.numel()))
         return total
 
     def take(self, metrics: dict[str, Any]) -> None:
-        """Takes the numbers out of lists, where they are put again once they are known.
+        """Moves numbers from lists to the ledger, which appends their values later.
 
-        Out of containers of another kind they can't be taken: there they are settled at once.
+        In containers other than lists, numbers are settled at once.
         """
         for values in metrics.values():
             taken = [x for x in values if isinstance(x, Number)]
@@ -199,62 +201,62 @@ class Ledger:
             self.settle()
             for i, x in enumerate(values):
                 if isinstance(x, Number):
-                    values[i] = x.value(_known)
+                    values[i] = x.value(_value_of)
 
     def keep(self, metrics: dict[str, Any], lists: dict[str, list]) -> dict[str, Any]:
-        """Has numbers appended to the lists of their names as soon as they are known. Returns the other metrics."""
+        """Keeps numbers, whose values are appended to the lists of their names later. Returns the other metrics."""
         numbers = {name: x for name, x in metrics.items() if isinstance(x, Number)}
         self._entries += [_Entry(lists[name], number) for name, number in numbers.items()]
         return {name: x for name, x in metrics.items() if name not in numbers}
 
-    def known(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics with values over all ranks in place of numbers. Settles: every rank must call this."""
+    def settled(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Settles the ledger, and returns metrics with values over all ranks. Every rank must call this."""
         self.settle()
-        return {name: x.value(_known) if isinstance(x, Number) else x for name, x in metrics.items()}
+        return {name: x.value(_value_of) if isinstance(x, Number) else x for name, x in metrics.items()}
 
-    def look(self) -> None:
-        """Shows now, and from now on after each step: the reader may keep the list."""
+    def watch(self) -> None:
+        """Shows values now and after each later step, for readers that may keep the list."""
         self._watched = True
         self.show()
 
     def show(self) -> None:
-        """Puts this rank's own values where numbers belong. No communication; one synchronisation if any is new."""
+        """Puts this rank's own values into the lists. No communication, and at most one synchronisation."""
         self._close_step()
         _read_into("own", [step for step in self._steps if step[0][0].own is None], lambda sums: None)
         for entry in self._entries:
             if entry.shown is None:
-                entry.put(entry.number.value(_known))
+                entry.put(entry.number.value(_value_of))
 
     def shown(self, name: str) -> float:
         """This rank's own value of a running number."""
         self.show()
-        return self.running[name].value(_known)
+        return self.running[name].value(_value_of)
 
-    def settle_if_due(self, seen: bool) -> None:
-        """Settles if user code is about to see numbers that stock has gathered just now, or if very many wait.
+    def settle_if_due(self, read: bool) -> None:
+        """Settles if user code is about to read numbers that TRL has gathered just now, or if `LIMIT` sums wait.
 
-        Called on every rank, where stock has gathered.
+        Called on every rank, where TRL has gathered.
         """
-        if seen or len(self._step) + sum(len(totals) for totals, _ in self._steps) >= LIMIT:
+        if read or len(self._step) + sum(len(totals) for totals, _ in self._steps) >= LIMIT:
             self.settle()
         elif self._watched:
             self.show()
 
     def settle(self) -> None:
-        """Puts values over all ranks where numbers belong. One collective if there are ranks, one synchronisation.
+        """Puts values over all ranks into the lists. At most one collective and one synchronisation.
 
-        Every rank must call this. Nothing is done if nothing is pending.
+        Every rank must call this. Does nothing if no sum is pending.
         """
         self._close_step()
         _read_into("reduced", self._steps, _reduce)
         for entry in self._entries:
-            entry.put(entry.number.value(_known))
-        for name, number in self.running.items():  # what is known needs no history
-            self.running[name] = _constant(number.value(_known))
+            entry.put(entry.number.value(_value_of))
+        for name, number in self.running.items():  # drops its history
+            self.running[name] = _constant(number.value(_value_of))
         self._steps, self._entries = [], []
 
     def close(self, trainer: object) -> None:
-        """Leaves plain numbers in a trainer that is no longer patched. No communication."""
+        """Leaves plain numbers in a trainer that is no longer patched. Does not communicate."""
         for name in self.running:
             vars(trainer)[name] = self.shown(name)
         self.show()
@@ -270,9 +272,9 @@ class Ledger:
 
 
 def codes_of(function: Callable, package: str = "trl") -> frozenset[CodeType]:
-    """The code of a package's function and of what is nested in it, by which its frames are known.
+    """The code objects of a package's function and of functions nested in it, which identify its frames.
 
-    Empty for a function of somebody else's, who has put it in the place of the package's: nothing is deferred then.
+    Empty if the function was replaced by one from elsewhere. Nothing is deferred then.
     """
     function = unwrap(function)
     if not f"{function.__globals__['__name__']}.".startswith(f"{package}."):
@@ -289,9 +291,12 @@ def codes_of(function: Callable, package: str = "trl") -> frozenset[CodeType]:
 
 @contextmanager
 def deferring(accelerator: Accelerator, ledger: Ledger, codes: frozenset[CodeType]) -> Iterator[None]:
-    """While the block lasts, what functions of this code gather goes to the ledger, unless user code gathers itself."""
+    """During the block, tensors gathered by functions with these codes go to the ledger.
 
-    def stand_in(gather: Callable) -> Callable:
+    Does nothing if user code has replaced the accelerator's gathering functions.
+    """
+
+    def deferred(gather: Callable) -> Callable:
         def gather_or_defer(tensor, *args, **kwargs):
             if sys._getframe(1).f_code in codes:
                 return Gathered(ledger, tensor)
@@ -299,28 +304,28 @@ def deferring(accelerator: Accelerator, ledger: Ledger, codes: frozenset[CodeTyp
 
         return gather_or_defer
 
-    own = vars(accelerator)
-    stand_ins = {}
-    if all(_is_accelerates(getattr(accelerator, name)) for name in GATHERS):
-        stand_ins = {name: stand_in(getattr(accelerator, name)) for name in GATHERS}
-    own.update(stand_ins)
+    attributes = vars(accelerator)
+    replaced = {}
+    if all(_is_from_accelerate(getattr(accelerator, name)) for name in GATHERS):
+        replaced = {name: deferred(getattr(accelerator, name)) for name in GATHERS}
+    attributes.update(replaced)
     try:
         yield
     finally:
-        for name, function in stand_ins.items():
-            if own.get(name) is function:
-                del own[name]
+        for name, function in replaced.items():
+            if attributes.get(name) is function:
+                del attributes[name]
 
 
-def _is_accelerates(gather: Callable) -> bool:
+def _is_from_accelerate(gather: Callable) -> bool:
     function = unwrap(getattr(gather, "__func__", gather))
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("accelerate.")
 
 
-def shown_to_others(name: str, ledger_of: Callable[[Any], Ledger | None], codes: frozenset[CodeType]) -> property:
-    """An attribute of trainers that holds lists of metrics. Whoever reads it sees floats, but for functions of `codes`.
+def shown_metrics(name: str, ledger_of: Callable[[Any], Ledger | None], codes: frozenset[CodeType]) -> property:
+    """A property for lists of metrics, which hold floats for all readers except functions with these codes.
 
-    `ledger_of` returns None for a trainer whose metrics are not deferred.
+    `ledger_of` returns None for trainers whose metrics are not deferred.
     """
 
     def get(self: Any) -> Any:
@@ -329,14 +334,14 @@ def shown_to_others(name: str, ledger_of: Callable[[Any], Ledger | None], codes:
             if reader.f_globals.get("__name__", "").startswith("trl."):
                 ledger.show()
             else:
-                ledger.look()
+                ledger.watch()
         return _stored(self, name)
 
     return property(get, lambda self, value: vars(self).__setitem__(name, value))
 
 
 def running_total(name: str, ledger_of: Callable[[Any], Ledger | None], codes: frozenset[CodeType]) -> property:
-    """An attribute of trainers that functions of `codes` add numbers to. Whoever else reads it sees a plain number."""
+    """A property to which functions with these codes add numbers. Other readers get a plain number."""
 
     def get(self: Any) -> Any:
         ledger = ledger_of(self)
@@ -349,7 +354,7 @@ def running_total(name: str, ledger_of: Callable[[Any], Ledger | None], codes: f
         if ledger is not None and isinstance(value, Number):
             ledger.running[name] = value
             return
-        if ledger is not None and name in ledger.running:  # what other ranks have added is not lost
+        if ledger is not None and name in ledger.running:  # keeps what other ranks have added
             ledger.running[name] += value - ledger.shown(name)
             return
         vars(self)[name] = value
@@ -358,7 +363,7 @@ def running_total(name: str, ledger_of: Callable[[Any], Ledger | None], codes: f
 
 
 def stored(trainer: Any, name: str) -> Any:
-    """The attribute as it is stored, without counting as a reader. A subclass may store it elsewhere."""
+    """The attribute as it is stored, bypassing the properties of this module. A subclass may store it elsewhere."""
     return vars(trainer)[name] if name in vars(trainer) else getattr(trainer, name)
 
 
@@ -369,10 +374,10 @@ def _stored(trainer: Any, name: str) -> Any:
         raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}") from None
 
 
-def settle_where_stock_communicates(
+def settle_where_trl_communicates(
     replacements: Replacements, trainer: type, ledger_of: Callable[[Any], Ledger | None]
 ) -> None:
-    """Has a trainer's ledger settled before `store_flos`, which comes right before each log, and after evaluations."""
+    """Settles the ledgers of a trainer class before `store_flos`, which precedes each log, and after evaluations."""
 
     def settling(name: str, before: bool) -> Callable:
         stock = getattr(trainer, name)
@@ -382,10 +387,10 @@ def settle_where_stock_communicates(
             ledger = ledger_of(self)
             if before and ledger is not None:
                 ledger.settle()
-            found = stock(self, *args, **kwargs)
+            result = stock(self, *args, **kwargs)
             if not before and ledger is not None:
                 ledger.settle()
-            return found
+            return result
 
         return function
 
@@ -396,8 +401,8 @@ def settle_where_stock_communicates(
 
 
 def is_overridden(trainer: object, stock: type, names: Iterable[str]) -> bool:
-    """Whether a trainer's class has functions of its own in place of stock's.
+    """Whether a trainer's class overrides any of these attributes of the stock class.
 
-    A function on the trainer itself may be there on one rank alone, as a profiler's is: it does not count.
+    Functions set on the trainer itself do not count, since they may exist on one rank only, like a profiler's.
     """
     return any(getattr(type(trainer), name) is not getattr(stock, name) for name in names)

@@ -1,30 +1,27 @@
-"""`patch()` and its undoing: which trainers are entered, and a report of what is on, what is off and why."""
+"""`patch()` and `unpatch()`, and the report of which trainers are patched, and why others are not."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ..models import fallback, forward
+from ..models.fallback import logger
 from ..ops.linear_logps import MEMORY_BUDGET
-from . import fused_forward
-from .fused_forward import Options
-
-logger = logging.getLogger("fastdpo")
+from .protocol import PatchOptions, TrainerLine
 
 
 class Line(NamedTuple):
-    """Versions of a trainer that were tested, and the module of this package that enters them."""
+    """A trainer, the versions of its package that are supported, and the module that patches it (`TrainerLine`)."""
 
     trainer: str
     package: str
@@ -33,28 +30,28 @@ class Line(NamedTuple):
 
 
 LINES = (
-    Line("trl.DPOTrainer", "trl", ">=1.15,<1.17", "trl_dpo"),
-    Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl_dpo_legacy"),
-    Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl_online_dpo"),
-    Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl_online_dpo"),
-    Line("openrlhf.DPOTrainer", "openrlhf", ">=0.9.10,<0.12", "openrlhf_dpo"),
+    Line("trl.DPOTrainer", "trl", ">=1.15,<1.17", "trl.dpo"),
+    Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl.dpo_legacy"),
+    Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl.online_dpo"),
+    Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl.online_dpo"),
+    Line("openrlhf.DPOTrainer", "openrlhf", ">=0.9.10,<0.12", "openrlhf.dpo"),
 )
 PACKAGES = {line.trainer: line.package for line in LINES}
 
 
 class PatchError(RuntimeError):
-    """A trainer that was asked for by name can't be patched, or is patched with other options already."""
+    """A trainer that was named cannot be patched, or is already patched with other options."""
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One trainer, and whether it is entered.
+    """One trainer, and whether it is patched.
 
     Attributes:
         name: such as "trl.DPOTrainer".
-        version: of the package that was found, or None.
-        reason: why it is off; None if it is on.
-        stock_trainers: class names of trainers that were built before; they stay as they were.
+        version: version of the package that is installed, or None.
+        reason: why the trainer is not patched; None if it is.
+        stock_trainers: class names of trainers created before `patch()`, which stay unpatched.
     """
 
     name: str
@@ -71,13 +68,13 @@ class Seam:
             f"{self.name}{f' ({self.version})' if self.version else ''}: {'on' if self.on else f'off, {self.reason}'}"
         )
         if self.stock_trainers:
-            text += f"; built before and left as they were: {', '.join(self.stock_trainers)}"
+            text += f"; created before patch() and not patched: {', '.join(self.stock_trainers)}"
         return text
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `patch()` did."""
+    """The result of `patch()`."""
 
     seams: tuple[Seam, ...]
 
@@ -86,11 +83,11 @@ class PatchReport:
 
 
 class _Patched(NamedTuple):
-    """A trainer that is entered."""
+    """A trainer that is patched."""
 
     seam: Seam
-    options: Options
-    module: ModuleType
+    options: PatchOptions
+    line: TrainerLine
 
 
 _patched: dict[str, _Patched] = {}
@@ -102,51 +99,51 @@ def patch(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike = False,
 ) -> PatchReport:
-    """Trainers built from now on train packed, with shared prompts and a fused head. Same numbers, less work.
+    """Patches trainers. Those created afterwards train packed, with shared prompts and a fused head.
 
-    Calling it again changes nothing. What can't be entered is left exactly as it was, and the report says why.
+    Numbers stay the same up to rounding. Calling `patch` again with the same options changes nothing. A
+    trainer that cannot be patched is left exactly as it was, and the report says why.
 
     Args:
-        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl", "openrlhf"). Default: whatever is
-            installed.
-        share_prompts: compute the tokens that the two answers of a prompt have in common once.
+        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl", "openrlhf"). Default: all
+            whose packages are installed.
+        share_prompts: compute the tokens that the two answers to a prompt begin with once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward (`ops.linear_logps`).
-        reference_memory: remember the reference's log-probabilities of each pair when they are first computed, so that
-            later epochs and evaluations after the first don't run the reference. A directory: across processes too.
-            Of both DPOTrainers. Off, with a logged reason, where the reference moves or anything in it is random, and
-            where ranks compute it together.
+        reference_memory: remember the reference's log-probabilities of each pair when they are first computed,
+            so that later epochs, and evaluations after the first, do not run the reference. With a directory,
+            later processes remember them, too. Applies to the DPOTrainers of TRL and OpenRLHF. Disabled, with a
+            logged reason, where the reference is trained or random, and where ranks run it together.
 
     Returns:
-        The report; also logged, as one line, by the logger "fastdpo" at INFO.
+        The report. The logger "fastdpo" logs it, too, as one line at level INFO.
 
     Raises:
-        ValueError: a target is not known.
-        PatchError: a target that was named can't be entered, or was entered with other options; with
-            `FASTDPO_STRICT=1`, anything is off. Nothing is changed then.
+        ValueError: a target is unknown.
+        PatchError: a named target cannot be patched, or is already patched with other options. With
+            `FASTDPO_STRICT=1`, any trainer cannot be patched. Nothing is changed then.
     """
-    kept = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
-    options = Options(share_prompts, memory_budget, kept)
-    names = _chosen(targets)
-    found: list[tuple[Seam, ModuleType | None]] = []
-    for name in names:
-        entered = _patched.get(name)
-        if entered is not None and entered.options != options:
-            raise PatchError(f"patch: {name} is patched with {entered.options}; call fastdpo.unpatch() first")
-        found.append(_examine(name) if entered is None else (entered.seam, entered.module))
-    report = PatchReport(tuple(seam for seam, _ in found))
-    if (targets or fused_forward.strict()) and not all(seam.on for seam in report.seams):
+    memory = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
+    options = PatchOptions(share_prompts, memory_budget, memory)
+    examined: list[tuple[Seam, TrainerLine | None]] = []
+    for name in _chosen(targets):
+        before = _patched.get(name)
+        if before is not None and before.options != options:
+            raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
+        examined.append(_examine(name) if before is None else (before.seam, before.line))
+    report = PatchReport(tuple(seam for seam, _ in examined))
+    if (targets or fallback.strict()) and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
 
-    for seam, module in found:
-        if module is not None and seam.name not in _patched:
-            module.enable(options)
-            _patched[seam.name] = _Patched(seam, options, module)
+    for seam, line in examined:
+        if line is not None and seam.name not in _patched:
+            line.enable(options)
+            _patched[seam.name] = _Patched(seam, options, line)
     logger.info("%s", report)
     return report
 
 
 def unpatch() -> None:
-    """Gives every trainer class and every living model back what it had before `patch()`."""
+    """Undoes `patch()`, for trainer classes and for existing trainers and models."""
     _undo(set(_patched))
 
 
@@ -157,7 +154,7 @@ def patched(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike = False,
 ) -> Iterator[PatchReport]:
-    """`with fastdpo.patched():` patches for the block. Takes the arguments of `patch`; a patch from outside stays."""
+    """Patches trainers during a `with` block. Takes the arguments of `patch`, and keeps earlier patches."""
     before = set(_patched)
     report = patch(
         *targets, share_prompts=share_prompts, memory_budget=memory_budget, reference_memory=reference_memory
@@ -170,16 +167,16 @@ def patched(
 
 def _undo(names: set[str]) -> None:
     for name in names:
-        _patched.pop(name).module.disable()
-        fused_forward.uninstall_all(name)
+        _patched.pop(name).line.disable()
+        forward.uninstall_all(name)
 
 
 def _chosen(targets: tuple[str, ...]) -> list[str]:
-    """Names of trainers. All whose packages are installed if none is named; simply all if there is no such package."""
+    """The names of the targeted trainers. By default those whose packages are installed, or all if none is."""
     unknown = [t for t in targets if t not in PACKAGES and t not in PACKAGES.values()]
     if unknown:
-        known = ", ".join(PACKAGES)
-        raise ValueError(f"patch: targets must be among {known} or their packages; got {', '.join(unknown)}")
+        names = ", ".join(PACKAGES)
+        raise ValueError(f"patch: targets must be among {names} or their packages; got {', '.join(unknown)}")
     if targets:
         return [name for name, package in PACKAGES.items() if {name, package} & set(targets)]
     return [name for name, package in PACKAGES.items() if _version(package) is not None] or list(PACKAGES)
@@ -192,8 +189,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _examine(name: str) -> tuple[Seam, ModuleType | None]:
-    """What is installed, and the module that enters it; None if nothing can be."""
+def _examine(name: str) -> tuple[Seam, TrainerLine | None]:
+    """The seam, and the module that can patch the trainer, or None."""
     package = PACKAGES[name]
     version = _version(package)
     if version is None:
@@ -203,12 +200,12 @@ def _examine(name: str) -> tuple[Seam, ModuleType | None]:
     if line is None:
         install = " or ".join(f"'{package}{line.versions}'" for line in lines)
         return Seam(name, version, f"this version is not supported: install {install}"), None
-    module = importlib.import_module(f".{line.module}", __package__)
+    module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     try:
-        reason = module.why_not()
+        reason = module.unsupported_reason()
     except ImportError as error:
-        reason = f"{package} can't be imported: {error}"
+        reason = f"{package} cannot be imported: {error}"
     if reason is not None:
         return Seam(name, version, reason), None
-    stock = tuple(sorted(type(trainer).__name__ for trainer in module.living_trainers()))
-    return Seam(name, version, None, stock), module
+    existing = tuple(sorted(type(trainer).__name__ for trainer in module.existing_trainers()))
+    return Seam(name, version, None, existing), module

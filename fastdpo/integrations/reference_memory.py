@@ -1,4 +1,4 @@
-"""What a reference gave each pair, remembered by the pair's content: what the trainers' memories have in common."""
+"""Remembers the reference's log-probabilities of each pair by the pair's tokens."""
 
 from __future__ import annotations
 
@@ -13,114 +13,117 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .fingerprints import Fingerprint, fingerprint
-from .fused_forward import calls, logger, say_off
-from .structure import Structure
+from ..distributed import gather_objects
+from ..models import fallback
+from ..models.fallback import calls, logger
+from ..models.fingerprint import Fingerprint, fingerprint
+from ..models.structure import Structure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"high": "I64", "low": "I64", "chosen": "F64", "rejected": "F64"}
-"""Of files: the two halves of a pair's hash, and its log-probabilities in nats."""
+"""Contents of a file: the two halves of each pair's digest, and its log-probabilities in nats."""
 
 Pair = tuple[float, float]
 
 
 class Memory:
-    """Of one trainer.
-
-    Ranks remember for themselves, and tell each other in `share`.
+    """The reference memory of one trainer. Each rank has its own, and `exchange` merges them.
 
     Args:
-        option: False: nothing is remembered. True: for as long as the trainer lives. A directory: beyond that.
-        integration: whose calls are counted and who is named in logs.
+        option: False disables it. True keeps values for the lifetime of the trainer, a directory beyond it.
+        integration: name under which calls are counted and logged.
     """
 
     def __init__(self, option: bool | Path, integration: str):
-        self.on, self._directory = option is not False, option if isinstance(option, Path) else None
+        self.enabled = option is not False
+        self.started = False
+        self._directory = option if isinstance(option, Path) else None
         self._integration = integration
-        self.begun = False
         self._make_key: Callable[[], str] = str
         self._key = ""
-        self._of: Fingerprint | None = None  # what the values are of
+        self._fingerprint: Fingerprint | None = None  # of the reference that gave the values
         self._structure = Structure()
-        self._changed = False
+        self._reference_has_changed = False
         self._values: dict[bytes, Pair] = {}
         self._new: dict[bytes, Pair] = {}
 
-    def begin(self, reason: str | None, key: Callable[[], str]) -> None:
-        """Turns it off if there is a reason to; else reads what the directory has under the key.
+    def start(self, unsupported_reason: str | None, key: Callable[[], str]) -> None:
+        """Disables the memory if there is a reason to, and otherwise reads the values in the directory.
 
-        `key` makes a hash of all that a pair's log-probabilities depend on beside its content. It is called again when
-        the reference has changed.
+        Args:
+            unsupported_reason: why this reference's log-probabilities cannot be remembered, or None.
+            key: returns a hash of everything that they depend on next to a pair's tokens. It is called
+                again when the reference has changed.
         """
-        self.begun, self._make_key = True, key
-        if reason is not None:
-            self.turn_off(reason)
+        self.started, self._make_key = True, key
+        if unsupported_reason is not None:
+            self.disable(unsupported_reason)
         else:
             self._read()
 
-    def turn_off(self, reason: str) -> None:
-        self.on, self._values, self._new = False, {}, {}
-        say_off(f"{self._integration}: reference_memory is off, {reason}")
+    def disable(self, reason: str) -> None:
+        self.enabled, self._values, self._new = False, {}, {}
+        fallback.report(f"{self._integration}: reference_memory is disabled, {reason}")
 
     def log_probs(
         self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor]
     ) -> Tensor:
-        """[B, 2] float64, chosen and rejected, of pairs with these digests. To be called after `check`.
+        """Returns the log-probabilities of chosen and rejected completions, float64 [B, 2]. Call `check` first.
 
-        `compute` is called with the indices of pairs that are new, if any are, and returns [M, 2]. If it draws random
-        numbers, the memory is turned off.
+        Args:
+            reference: the model that `compute` runs.
+            digests: of the B pairs (see `digests_of_pairs`).
+            compute: given the indices of M pairs that are not remembered, returns their values [M, 2]. It
+                is not called for M = 0. If it draws random numbers, the memory is disabled.
         """
-        if any(module.training for module in reference.modules()):  # its numbers may be others than in evaluation
+        if any(module.training for module in reference.modules()):  # values may differ from those in evaluation mode
             digests = [hashlib.blake2b(x, digest_size=len(x), person=b"training").digest() for x in digests]
         missing = [i for i, digest in enumerate(digests) if digest not in self._values]
-        found: dict[bytes, Pair] = {}
         if missing:
             before = _random_states(reference.device)
             computed = compute(missing).double().tolist()
-            found = {digests[i]: (chosen, rejected) for i, (chosen, rejected) in zip(missing, computed, strict=True)}
-            known = [found.get(x) or self._values[x] for x in digests]
+            new: dict[bytes, Pair] = {digests[i]: (pair[0], pair[1]) for i, pair in zip(missing, computed, strict=True)}
+            values = [new.get(digest) or self._values[digest] for digest in digests]
             if not all(map(torch.equal, before, _random_states(reference.device))):
-                self.turn_off("it draws random numbers (dropout, noise or jitter)")
-            if self.on:
-                finite = {digest: pair for digest, pair in found.items() if all(map(math.isfinite, pair))}
+                self.disable("it draws random numbers (dropout, noise or jitter)")
+            if self.enabled:
+                finite = {digest: pair for digest, pair in new.items() if all(map(math.isfinite, pair))}
                 self._values |= finite
                 self._new |= finite
         else:
             calls[self._integration, "reference", "remembered"] += 1
-            known = [self._values[x] for x in digests]
-        return torch.tensor(known, dtype=torch.float64)
+            values = [self._values[digest] for digest in digests]
+        return torch.tensor(values, dtype=torch.float64)
 
-    def share(self) -> None:
-        """Tells the other ranks what is new, and writes it to the directory.
+    def exchange(self) -> None:
+        """Merges the new values of all ranks, and writes this rank's to the directory.
 
-        Every rank must call this, whether its memory is on or not.
+        Every rank must call this, whether its memory is enabled or not.
         """
-        from ..ref_logps.passes import of_all_ranks
-
-        tensors = None if self._of is None else self._of.tensors
-        for others_tensors, new in of_all_ranks((tensors, self._new)):
-            if self.on and others_tensors == tensors:
-                self._values |= new
+        tensors = None if self._fingerprint is None else self._fingerprint.tensors
+        for tensors_of_rank, new_of_rank in gather_objects((tensors, self._new)):
+            if self.enabled and tensors_of_rank == tensors:
+                self._values |= new_of_rank
         self._write()
 
     def check(self, reference: PreTrainedModel) -> None:
         """Clears the memory if the reference, as it would run now, has changed since the last call."""
         try:
-            found = fingerprint(reference, self._structure)
+            current = fingerprint(reference, self._structure)
         except (RuntimeError, NotImplementedError) as error:
-            self.turn_off(f"the reference's tensors can't be read: {error}")
+            self.disable(f"the reference's tensors cannot be read: {error}")
             return
-        if self._of is not None and found != self._of:
-            self._drop()
-        self._of = found
+        if self._fingerprint is not None and current != self._fingerprint:
+            self._clear()
+        self._fingerprint = current
 
-    def _drop(self) -> None:
+    def _clear(self) -> None:
         self._write()
-        level = logging.INFO if self._changed else logging.WARNING
-        logger.log(level, "%s: the reference has changed; what reference_memory held is dropped", self._integration)
-        self._changed = True
+        level = logging.INFO if self._reference_has_changed else logging.WARNING
+        logger.log(level, "%s: the reference has changed; reference_memory is cleared", self._integration)
+        self._reference_has_changed = True
         self._values, self._new = {}, {}
         self._read()
 
@@ -139,11 +142,11 @@ class Memory:
         try:
             self._values = _read(directory, self._key)
         except (ValueError, OSError) as error:
-            if not self._changed:  # at the start: nothing is lost yet
+            if not self._reference_has_changed:  # at the start, when raising loses no work
                 raise
             self._keep_in_ram(str(error))
             return
-        reason = shards.unusable(directory)
+        reason = shards.unusable_reason(directory)
         if reason is None:
             shards.remove_leftovers(directory)
         else:
@@ -154,7 +157,7 @@ class Memory:
             try:
                 _write(self._directory / self._key, self._key, self._new)
             except OSError as error:
-                self._keep_in_ram(f"a file can't be written: {error}")
+                self._keep_in_ram(f"a file cannot be written: {error}")
         self._new = {}
 
     def _keep_in_ram(self, reason: str) -> None:
@@ -164,29 +167,33 @@ class Memory:
 
 def _random_states(device: torch.device) -> list[Tensor]:
     """The states of the random number generators that a model on this device uses."""
-    on_host = torch.get_rng_state()
-    return [on_host, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [on_host]
+    cpu = torch.get_rng_state()
+    return [cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [cpu]
 
 
 def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor) -> list[bytes]:
-    """16 bytes for each pair: its real tokens and which of them are scored. One copy to the host.
+    """Digests of 16 bytes of each pair's real tokens and which of them are scored. One copy to the host.
 
-    All are [2B, L], chosen rows first; `mask` is 0 where padded, `scored` 0 where a token is not scored.
+    Args:
+        ids: [2B, L], chosen rows first.
+        mask: [2B, L], 0 at padding.
+        scored: [2B, L], 0 where a token is not scored.
     """
     host_ids, real, host_scored = torch.stack([ids.long(), mask.long(), scored.long()]).cpu().numpy()
     n_pairs = len(ids) // 2
-    found = []
+    digests = []
     for pair in range(n_pairs):
         digest = hashlib.blake2b(digest_size=16)
         for row in (pair, pair + n_pairs):
             kept = real[row] != 0
             digest.update(kept.sum().tobytes() + host_ids[row][kept].tobytes())
             digest.update((host_scored[row][kept] != 0).tobytes())
-        found.append(digest.digest())
-    return found
+        digests.append(digest.digest())
+    return digests
 
 
 def key_of(*parts: object) -> str:
+    """The key under which files store the values of a reference."""
     from ..ref_logps import keys
 
     return hashlib.sha256(repr((keys.VERSION, "by content", *parts)).encode()).hexdigest()
@@ -202,7 +209,7 @@ def _write(directory: Path, key: str, values: dict[bytes, Pair]) -> None:
 
 
 def _read(directory: Path, key: str) -> dict[bytes, Pair]:
-    """Of all files. ValueError if one is not what `_write` has made for this key."""
+    """The values in all files. Raises ValueError if `_write` has not written one of them for this key."""
     from ..ref_logps import shards
 
     values: dict[bytes, Pair] = {}

@@ -1,4 +1,4 @@
-"""Attributes of a trainer line that stand in for stock ones, and how they go away again."""
+"""Replaces attributes of classes and modules, and restores them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ T = TypeVar("T")
 
 
 class Replacements:
-    """What one integration has put in place of stock functions."""
+    """The attributes that one trainer line has replaced."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()
 
     def put(self, owner: object, name: str, replacement: object) -> None:
-        """Sets an attribute of a class or a module. One that a class has inherited is inherited again afterwards."""
-        own = vars(owner)
-        if name in own:
-            self._undo.callback(setattr, owner, name, own[name])
+        """Sets an attribute of a class or a module. An inherited attribute is inherited again after `undo`."""
+        attributes = vars(owner)
+        if name in attributes:
+            self._undo.callback(setattr, owner, name, attributes[name])
         else:
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, replacement)
 
     def undo(self) -> None:
-        """The last first."""
+        """Restores all attributes, the last one first."""
         self._undo.close()
 
 
-def living(kind: type[T]) -> list[T]:
-    """Every object of a class, or of one that inherits from it, that exists by now.
+def existing_instances(kind: type[T]) -> list[T]:
+    """Every instance of a class and of its subclasses that exists now.
 
-    By what refers to the class: `gc.get_objects` would hand out what other threads are still building, and break it.
+    Looks at what refers to the class. `gc.get_objects` would return objects that other threads are still
+    creating.
     """
-    found = [x for x in gc.get_referrers(kind) if type(x) is kind]
-    return found + [x for inheriting in kind.__subclasses__() for x in living(inheriting)]
+    instances = [x for x in gc.get_referrers(kind) if type(x) is kind]
+    return instances + [x for subclass in kind.__subclasses__() for x in existing_instances(subclass)]

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import keys, models, passes
+from ..models import forward
+from . import keys, passes, ranks, scoring
 from .pairs import Pairs, positive
 from .passes import TOKENS_PER_BATCH, RefLogps
 from .shards import Shards
@@ -88,19 +89,21 @@ def precompute(
             raise ValueError(f"precompute: ld_alpha must lie in [0, 1] or be None; got {ld_alpha!r}")
         ld_alpha = float(ld_alpha)
     tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
-    from ..integrations.fused_forward import is_fused
-
-    base = models.base_of(model)
-    pairs = Pairs(dataset, max_length, truncation_mode, models.vocabulary_of(base))
-    device = models.device_of(base)
-    with models.evaluating(model), models.with_adapter(model, adapter), models.scoring(model, pairs, ld_alpha) as score:
-        bounds = passes.Bounds(tokens_per_batch, None if is_fused(base) else 1)
+    base = scoring.base_of(model)
+    pairs = Pairs(dataset, max_length, truncation_mode, scoring.vocabulary_of(base))
+    device = scoring.device_of(base)
+    with (
+        scoring.evaluating(model),
+        scoring.with_adapter(model, adapter),
+        scoring.scoring(model, pairs, ld_alpha) as score,
+    ):
+        bounds = passes.Bounds(tokens_per_batch, None if forward.is_fused(base) else 1)
         options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
-        passes.same_everywhere(pairs.digest, *options, cache_dir is None)
+        ranks.require_equal_work(pairs.digest, *options, cache_dir is None)
         shards = None
-        if cache_dir is not None and not passes.off_anywhere(keys.uncacheable(model)):
+        if cache_dir is not None and not ranks.cache_disabled(keys.uncacheable_reason(model)):
             key = keys.key(pairs, keys.model_digest(base), _precision(device), ld_alpha)
-            passes.same_everywhere(key)
+            ranks.require_equal_work(key)
             shards = Shards(Path(cache_dir) / key, key, len(pairs))
         return passes.run(score, pairs, shards, bounds, device)
 

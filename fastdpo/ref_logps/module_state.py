@@ -1,8 +1,9 @@
 """Everything about a model's modules that its outputs depend on: classes, tensors, attributes, hooks and forwards.
 
-A function can't be hashed: it may read any variable. A function from an installed package is identified by its name,
-like the classes of that package. Functions of trainers and engines (accelerate, PEFT, FSDP2, fastdpo) don't change a
-model's outputs and are left out. A model with any other function raises `NotCacheable`.
+A function cannot be hashed, because it may read any variable. A function from an installed package is
+identified by its name, like the classes of that package. Functions of trainers and engines (accelerate,
+PEFT, FSDP2, fastdpo) do not change a model's outputs and are left out. A model with any other function
+raises `NotCacheable`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as hooks_of_all_modules
 
-from .adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
+from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
+from ..models.forward import ATTRIBUTE as FUSED_FORWARD
+from .digests import config_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,34 +45,33 @@ NEUTRAL = (
     *("transformers.utils", "transformers.generation"),
     *("transformers.trainer", "transformers.quantizers", "transformers.configuration_utils"),
 )
-"""Modules whose hooks, wrappers and objects don't change a model's outputs."""
+"""Modules whose hooks, wrappers and objects do not change a model's outputs."""
 
-NOT_NUMBERS = {
+IRRELEVANT_ATTRIBUTES = {
     *("_is_hf_initialized", "_attn_implementation", "gradient_checkpointing", "_gradient_checkpointing_func"),
     *("name_or_path", "loss_type", "router_aux_loss_coef", "tie_word_embeddings", "all_tied_weights_keys"),
     *("kernel_config", "model_tags", "hf_device_map", "warnings_issued", "is_parallelizable", "model_parallel"),
     *("neftune_noise_alpha", "_hf_peft_config_loaded", "peft_config", "_ep_plan", "_fsdp_plan"),
     *("_pp_plan", "_use_kernels", "_weight_conversions", "_compiled_call_impl", "_is_accelerate_prepared"),
     *("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_torch_compile"),
-    *("device", "config", "forward", "_old_forward", "_original_forward", "_fastdpo"),
+    *("device", "config", "forward", "_old_forward", "_original_forward", FUSED_FORWARD),
 }
-"""Attributes that outputs in evaluation mode don't depend on, and those that are handled on their own."""
-
+"""Attributes that outputs in evaluation mode do not depend on, and those that are handled separately."""
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
 _NEUTRAL = object()
-"""Stands for whatever a model's outputs don't depend on."""
+"""Marks values that a model's outputs do not depend on."""
 
 
 class NotCacheable(NotImplementedError):
-    """A model can't be told from one with other outputs, so values of it can't be cached. The message is the reason."""
+    """A model cannot be distinguished from one with other outputs, so its values cannot be cached."""
 
 
 class ModuleStates:
-    """What the outputs of a model depend on, as it would run now.
+    """Everything that the outputs of a model depend on, as it would run now.
 
-    The same with and without inactive adapters, FSDP2, `torch.compile` and the hooks of trainers.
+    It is the same with and without inactive adapters, FSDP2, `torch.compile` and the hooks of trainers.
 
     Attributes:
         tensors: parameters, all buffers and tensors held as attributes, by name.
@@ -85,7 +87,7 @@ class ModuleStates:
         self.tensors: dict[str, Tensor] = {}
         self.entries: list[object] = []
         self._classes: dict[type, object] = {}
-        self._own_files: set[str] = set()  # of the class that is being recorded; their bytes are hashed
+        self._own_files: set[str] = set()  # files of the class that is being recorded; their bytes are hashed
         self._known_functions: dict[int, tuple[object, set[str]]] = {}
         declared = {name for name in dir(PreTrainedModel) if not callable(getattr(PreTrainedModel, name, None))}
         self._declared = {nn.Module: set(vars(nn.Module())), PreTrainedModel: declared}
@@ -100,18 +102,18 @@ class ModuleStates:
         for name, state in adapter_states(model):
             self._add(name, "adapters", self._value(name, state))
 
-    def runs(self, name: str, module: nn.Module) -> None:
-        """Records a module's hooks, and the forwards that replace the one of its class."""
+    def add_functions(self, name: str, module: nn.Module) -> None:
+        """Adds a module's hooks, and the forwards that replace that of its class."""
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             self._hook(name, hook)
         attributes = vars(module)
-        wrapper: Any = attributes.get("_fastdpo")
-        while hasattr(wrapper, "stock"):
-            self._forward(name, module, wrapper.stock)
-            wrapper = wrapper.inner
-        for place in ("forward", "_old_forward", "_original_forward"):
-            if place in attributes:
-                self._forward(name, module, attributes[place])
+        fused: Any = attributes.get(FUSED_FORWARD)
+        while fused is not None:
+            self._forward(name, module, fused.prior_forward)
+            fused = fused.inner
+        for attribute in ("forward", "_old_forward", "_original_forward"):
+            if attribute in attributes:
+                self._forward(name, module, attributes[attribute])
 
     def _visit(self, model: nn.Module, prefix: str) -> None:
         inactive = InactiveAdapters(model)
@@ -129,11 +131,13 @@ class ModuleStates:
                 tensor = f"{names[path]}.{own}".removeprefix(".")
                 if x is not None and tensor not in inactive:
                     self.tensors[prefix + tensor] = x
-            if id(module) in adapters or (WRAPPED & module._modules.keys() and _is_neutral(_place(type(module)))):
+            if id(module) in adapters or (
+                WRAPPED & module._modules.keys() and _is_neutral(_installed_module_of(type(module)))
+            ):
                 wrappers.add(path)
             else:
                 self._module(name, module)
-            self.runs(name, module)
+            self.add_functions(name, module)
 
     def _module(self, name: str, module: nn.Module) -> None:
         self._add(name, "class", self._class(name, _own_class(module)))
@@ -143,7 +147,7 @@ class ModuleStates:
         attributes = vars(module)
         dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
         declared = set().union(*(names for kind, names in self._declared.items() if isinstance(module, kind)))
-        for attribute in sorted(attributes.keys() - declared - NOT_NUMBERS - dropout):
+        for attribute in sorted(attributes.keys() - declared - IRRELEVANT_ATTRIBUTES - dropout):
             self._add(name, attribute, self._value(f"{name}.{attribute}", attributes[attribute]))
 
     def _add(self, name: str, what: str, value: object) -> None:
@@ -158,7 +162,7 @@ class ModuleStates:
         self._add(name, "forward", sorted(others) or _NEUTRAL)
 
     def _class(self, where: str, kind: type) -> object:
-        """A class and its forward. A class that is not installed is identified by the bytes of its file as well."""
+        """Identifies a class and its forward, and one that is not installed by the bytes of its file as well."""
         if kind in self._classes:
             return self._classes[kind]
         names: list[object] = []
@@ -178,7 +182,7 @@ class ModuleStates:
         return names
 
     def _functions(self, where: str, function: Any) -> set[str]:
-        """Names of a function and of those that it wraps, and what they are bound to. Without the neutral ones."""
+        """Identifies a function, those that it wraps and what they are bound to. Leaves out neutral functions."""
         if id(function) not in self._known_functions:
             self._known_functions[id(function)] = (function, set())  # it may refer to itself
             self._known_functions[id(function)] = (function, self._names(where, function))
@@ -195,25 +199,23 @@ class ModuleStates:
         if isinstance(function, BuiltinFunctionType):
             return {f"{function.__module__}.{function.__qualname__}"}
         if not isinstance(function, FunctionType):  # an object that can be called
-            found = self._value(where, function)
-            return wrapped if found is _NEUTRAL else {*wrapped, json.dumps(found)}
-        place = _installed(function.__code__.co_filename)
-        if place is None:
+            value = self._value(where, function)
+            return wrapped if value is _NEUTRAL else {*wrapped, json.dumps(value)}
+        installed = _installed(function.__code__.co_filename)
+        if installed is None:
             own = function.__code__.co_filename in self._own_files
             if not own or {*function.__code__.co_freevars} - {"__class__"}:
                 raise NotCacheable(f"{where or 'the model'} runs {_described(function.__code__)}")
             return {*wrapped, function.__code__.co_qualname}
         bound = [_content(cell) for cell in function.__closure__ or ()]
-        if _is_neutral(place):
+        if _is_neutral(installed):
             python = (FunctionType, MethodType, functools.partial)
             return wrapped.union(*(self._functions(where, x) for x in bound if isinstance(x, python)))
         given = self._value(where, [function.__defaults__, function.__kwdefaults__, bound])
-        return {*wrapped, json.dumps([place, function.__code__.co_qualname, given], sort_keys=True)}
+        return {*wrapped, json.dumps([installed, function.__code__.co_qualname, given], sort_keys=True)}
 
     def _value(self, where: str, x: Any) -> object:
         from transformers import PretrainedConfig
-
-        from .keys import config_digest
 
         if x is None or isinstance(x, (bool, int, float, str)):
             return x
@@ -248,12 +250,12 @@ class ModuleStates:
         if isinstance(x, torch.device):
             return _NEUTRAL
         kind = type(x)
-        place = _place(kind)
-        if _is_neutral(place):
+        installed = _installed_module_of(kind)
+        if _is_neutral(installed):
             return _NEUTRAL
-        if isinstance(x, SimpleNamespace) or (place and dataclasses.is_dataclass(x)):
+        if isinstance(x, SimpleNamespace) or (installed and dataclasses.is_dataclass(x)):
             return [kind.__qualname__, self._value(where, vars(x))]
-        if place is None and kind.__module__ not in sys.builtin_module_names:
+        if installed is None and kind.__module__ not in sys.builtin_module_names:
             raise NotCacheable(f"{where} holds a {kind.__qualname__}")
         return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -290,13 +292,13 @@ def _described(code: CodeType) -> str:
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _place(kind: type) -> str | None:
+def _installed_module_of(kind: type) -> str | None:
     """The module that defines a class, if it is installed."""
     return _installed(getattr(sys.modules.get(kind.__module__), "__file__", None))
 
 
-def _is_neutral(place: str | None) -> bool:
-    return place is not None and any(place == name or place.startswith(f"{name}.") for name in NEUTRAL)
+def _is_neutral(module: str | None) -> bool:
+    return module is not None and any(module == name or module.startswith(f"{name}.") for name in NEUTRAL)
 
 
 @functools.cache

@@ -1,44 +1,44 @@
-"""One pass over the pairs that are not stored yet, shared between ranks, stored as it goes."""
+"""One pass over the pairs that are not stored yet, shared between ranks, which stores values as it goes."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from ..integrations.fused_forward import strict
+from ..distributed import gather_objects, rank_and_world_size
+from ..models import fallback
 from .pairs import Pairs, batches
-from .shards import MISSING, Shards, missing, remove_leftovers, unusable
+from .ranks import cache_disabled, merge, read_on_all_ranks
+from .shards import MISSING, Shards, missing, remove_leftovers, unusable_reason
+from .termination import ending_by_sigterm
 
 logger = logging.getLogger("fastdpo")
 
 SECONDS_BETWEEN_SHARDS = 30.0
-"""What a killed process loses at most, and one batch."""
+"""A killed process loses at most the values of this many seconds and of one batch."""
 
 TOKENS_PER_BATCH = 16384
 
 Score = Callable[[list[dict[str, list[int]]]], Sequence[Tensor]]
-"""Rows of a data set to the log-probabilities [n] of their chosen and of their rejected completions."""
+"""Returns the log-probabilities [n] of the chosen and of the rejected completions of n rows of a data set."""
 
 
 class RefLogps(NamedTuple):
-    """What the reference gives the completions of N pairs, in the order of the data set.
+    """Reference log-probabilities of N pairs, in the order of the data set.
 
     Attributes:
-        chosen: float32 [N] on the CPU, summed log-probabilities in nats.
-        rejected: float32 [N], the same.
+        chosen: float32 [N] on the CPU, summed log-probabilities of the chosen completions in nats.
+        rejected: float32 [N] on the CPU, those of the rejected completions.
     """
 
     chosen: Tensor
@@ -46,11 +46,11 @@ class RefLogps(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How large a batch may be.
+    """The largest batch in one call of the model.
 
     Attributes:
-        tokens: packed ones.
-        pairs: None: any number.
+        tokens: number of packed tokens. A longer pair is a batch of its own.
+        pairs: number of pairs, or None for any number.
     """
 
     tokens: int = TOKENS_PER_BATCH
@@ -65,29 +65,29 @@ def run(
     device: torch.device,
     description: str = "reference log-probabilities",
 ) -> RefLogps:
-    """The values of all pairs: those that are stored, and the others from `score`, which is called by every rank.
+    """Returns the stored values of all pairs, and computes those that are missing by `score`.
 
-    With torch.distributed initialised every rank must call this, and calls `score` equally often.
+    With torch.distributed initialised, every rank must call this, and each rank calls `score` equally often.
     """
-    values = _agreed(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
+    values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
     if not (values == MISSING).any():
         if shards is not None:
             shards.clean(values)
         return _split(values)
-    if shards is not None and off_anywhere(unusable(shards.directory)):
+    if shards is not None and cache_disabled(unusable_reason(shards.directory)):
         shards = None
     with ending_by_sigterm(), ExitStack() as stack:
         if shards is not None and not _lock(shards, stack):
             shards = None
         if shards is not None:
             # Read again: the process that held the lock may have stored more values meanwhile.
-            values = torch.maximum(values, _agreed(shards.read, device))
+            values = torch.maximum(values, read_on_all_ranks(shards.read, device))
         failure = _fill(values, score, pairs, shards, bounds, description)
-        values = _merged(values, device)
-        if shards is not None and failure is None and _rank_and_world()[0] == 0:
+        values = merge(values, device)
+        if shards is not None and failure is None and rank_and_world_size()[0] == 0:
             failure = _failure(partial(shards.merge, values))
-    if strict():
-        off_anywhere(failure)
+    if fallback.strict():
+        cache_disabled(failure)
     return _split(values)
 
 
@@ -96,36 +96,36 @@ def _split(values: Tensor) -> RefLogps:
 
 
 def _lock(shards: Shards, stack: ExitStack) -> bool:
-    """Rank 0 takes the lock while the others wait. Returns False, logged, if the file system does not support it.
+    """Rank 0 takes the lock while the others wait. Returns False, and logs why, if the file system has no locks.
 
-    All ranks take part in a short collective after each attempt: one that lasted as long as the wait would exceed the
-    time limit of the process group.
+    All ranks take part in a short collective after each attempt. A collective that lasted as long as
+    the wait would exceed the time limit of the process group.
     """
     held, failure = "held", None
-    if _rank_and_world()[0] == 0:
+    if rank_and_world_size()[0] == 0:
         try:
-            stack.enter_context(shards.lock(lambda: of_all_ranks(held)))
+            stack.enter_context(shards.lock(lambda: gather_objects(held)))
         except (OSError, NotImplementedError) as error:  # NotImplementedError: not on this file system
             failure = f"the lock in {shards.directory} failed: {error}"
-        of_all_ranks(failure)
+        gather_objects(failure)
     else:
-        while (failure := of_all_ranks(None)[0]) == held:
+        while (failure := gather_objects(None)[0]) == held:
             continue
         remove_leftovers(shards.directory)  # on a disk of its own
-    return not off_anywhere(failure)
+    return not cache_disabled(failure)
 
 
 def _fill(
     values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bounds: Bounds, description: str
 ) -> str | None:
-    """Computes this rank's part of the missing values. Returns why they could not be stored, if they could not."""
-    rank, world = _rank_and_world()
+    """Computes this rank's part of the missing values. Returns why they could not be stored, or None."""
+    rank, world = rank_and_world_size()
     sizes = pairs.sizes()
     todo = (values[:, 0] == MISSING).numpy()
     empty = (todo & ~sizes.scored).nonzero()[0]
     values[empty] = 0.0
     todo &= sizes.scored
-    plan = batches(todo.nonzero()[0], sizes, *bounds)
+    todo_batches = batches(todo.nonzero()[0], sizes, *bounds)
     pending: list[int] = empty.tolist() if rank == 0 else []
     failure: str | None = None
 
@@ -141,134 +141,38 @@ def _fill(
     saved = time.monotonic()
     try:
         with tqdm(total=total, initial=stored, desc=description, unit="tok", unit_scale=True, disable=hidden) as bar:
-            for step in range(0, len(plan), world):
-                mine = step + rank
-                # A rank without a batch repeats the last: engines' forwards wait for one another.
-                rows = plan[min(mine, len(plan) - 1)]
-                found = torch.stack([x.float().cpu() for x in score(pairs.rows(rows))], 1)
-                if mine < len(plan):
-                    values[rows] = _finite(rows, found)
+            for step in range(0, len(todo_batches), world):
+                index = step + rank
+                # A rank without a batch repeats the last one, since the forwards of engines wait for one another.
+                rows = todo_batches[min(index, len(todo_batches) - 1)]
+                scored = torch.stack([x.float().cpu() for x in score(pairs.rows(rows))], 1)
+                if index < len(todo_batches):
+                    _require_finite(rows, scored)
+                    values[rows] = scored
                     pending += rows.tolist()
                 if time.monotonic() - saved >= SECONDS_BETWEEN_SHARDS:
                     store()
                     saved = time.monotonic()
-                bar.update(sum(int(sizes.packed[batch].sum()) for batch in plan[step : step + world]))
+                bar.update(sum(int(sizes.packed[batch].sum()) for batch in todo_batches[step : step + world]))
     finally:
         store()
     return failure
 
 
 def _failure(write: Callable[[], None]) -> str | None:
-    """The reason why writing failed, which is logged, or None. The run goes on without the cache."""
+    """Calls `write`. Returns why it failed, and logs it, or None. The run continues without the cache."""
     try:
         write()
-    except (OSError, ValueError) as error:  # ValueError: a stored file can't be read any more
-        reason = f"values can't be stored any more: {error}"
-        if not strict():  # every rank raises it at the end
+    except (OSError, ValueError) as error:  # ValueError: a stored file cannot be read any more
+        reason = f"values cannot be stored any more: {error}"
+        if not fallback.strict():  # every rank raises it at the end
             logger.warning("reference log-probabilities: %s", reason)
         return reason
     return None
 
 
-def off_anywhere(reason: str | None) -> bool:
-    """Returns whether any rank has a reason to go on without the cache. Logs it once; raises in strict mode.
-
-    Every rank must call this.
-    """
-    from ..integrations.fused_forward import say_off
-
-    reasons = sorted({x for x in of_all_ranks(reason) if x is not None})
-    if reasons and (strict() or _rank_and_world()[0] == 0):
-        say_off(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
-    return bool(reasons)
-
-
-class _Terminated(BaseException):
-    """Raised where SIGTERM arrives, as KeyboardInterrupt is for SIGINT."""
-
-
-@contextmanager
-def ending_by_sigterm() -> Iterator[None]:
-    """On SIGTERM, unwinds the block, so that computed values are stored, and then lets the signal end the process.
-
-    Schedulers send SIGTERM some time before they kill a job. A handler that is already installed is left in place.
-    """
-    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not default or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = False
-
-    def unwind(*_: object) -> None:
-        nonlocal received
-        if not received:  # a launcher may repeat the scheduler's signal
-            received = True
-            raise _Terminated
-
-    try:
-        try:
-            signal.signal(signal.SIGTERM, unwind)
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    finally:  # the signal may arrive inside the inner block
-        if received:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
-
-
-def _finite(rows: np.ndarray, found: Tensor) -> Tensor:
-    if not found.isfinite().all():
-        row = rows[int((~found.isfinite().all(1)).nonzero()[0])]
+def _require_finite(rows: np.ndarray, scored: Tensor) -> None:
+    finite = scored.isfinite().all(1)
+    if not finite.all():
+        row = rows[int((~finite).nonzero()[0])]
         raise ValueError(f"precompute: the reference's log-probabilities must be finite; got others for row {row}")
-    return found
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def of_all_ranks(x: Any) -> list[Any]:
-    """What each rank has given, in their order. Every rank must call this."""
-    found = [x] * _rank_and_world()[1]
-    if len(found) > 1:
-        dist.all_gather_object(found, x)
-    return found
-
-
-def same_everywhere(*work: object) -> None:
-    """Raises on every rank if one was given something else: they could not share it."""
-    found = of_all_ranks(repr(work))
-    if len(set(found)) > 1:
-        rank, world = _rank_and_world()
-        raise ValueError(
-            "precompute: model, dataset and options must be the same on every rank; "
-            f"rank {rank} of {world} got {found[rank]}, others {sorted(set(found) - {found[rank]})}"
-        )
-
-
-def _agreed(read: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """What all ranks together have read. An error of one is an error of all, so that none waits for it."""
-    error = None
-    values = torch.empty(0)
-    try:
-        values = read()
-    except (ValueError, OSError) as caught:
-        error = caught
-    errors = of_all_ranks(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for other in filter(None, errors):
-        raise ValueError(other)
-    return _merged(values, device)
-
-
-def _merged(values: Tensor, device: torch.device) -> Tensor:
-    """What any rank has; by a collective, since ranks may not see one another's disks."""
-    if _rank_and_world()[1] == 1:
-        return values
-    values = values.to(device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.cpu()

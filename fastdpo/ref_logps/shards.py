@@ -68,18 +68,18 @@ class Shards:
         `waiting` is called after each failed attempt.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        lock, said = FileLock(self.directory / ".lock"), False
+        lock, logged = FileLock(self.directory / ".lock"), False
         while not lock.is_locked:
             try:
                 lock.acquire(blocking=False)
             except Timeout:
-                if not said:
+                if not logged:
                     logger.warning(
                         "reference log-probabilities: waiting for another process that computes the same "
                         "ones, and holds %s",
                         lock.lock_file,
                     )
-                said = True
+                logged = True
                 waiting()
                 time.sleep(SECONDS_BETWEEN_TRIES)
         try:
@@ -153,7 +153,7 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def unusable(directory: Path) -> str | None:
+def unusable_reason(directory: Path) -> str | None:
     """Returns why files can't be stored in a directory, or None if they can. Creates the directory if needed."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

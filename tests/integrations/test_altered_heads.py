@@ -13,7 +13,7 @@ from trl_runs import assert_same, tiny_model, train
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.integrations import heads
+from fastdpo.models import head as heads
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_rows_spread_over_ranks_are_left_alone(monkeypatch, caplog):
     spread = ParallelismConfig(cp_size=2)
     monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", spread)
     found = ref_logps.precompute(model, rows)
-    assert "sequences are spread over ranks (context or sequence parallelism)" in caplog.text
+    assert "sequences are split across ranks (context or sequence parallelism)" in caplog.text
     assert model.config._attn_implementation == "sdpa"
     assert_close(found, exact(model, rows))
 

@@ -67,7 +67,7 @@ def test_numbers_are_those_of_plain_code(read):
 
 def test_a_quotient_by_nothing_is_zero():
     ledger, found = deferred(Accelerator(cpu=True), torch.ones(2), torch.ones(2), torch.zeros(2))
-    known = ledger.known(found)
+    known = ledger.settled(found)
     assert known["ratio"] == known["of numbers"] == 0.0
 
 
@@ -124,7 +124,7 @@ def test_a_trainer_that_never_logs_keeps_little(monkeypatch):
         ledger.running["total"] = total
         values.append(number)
         ledger.take({"x": values})
-        ledger.settle_if_due(seen=False)
+        ledger.settle_if_due(read=False)
         total = ledger.running["total"]
         assert i - len(values) <= 64
     assert ledger.shown("total") == sum(range(3000))
@@ -359,7 +359,7 @@ def test_a_copied_trainer_has_numbers(tmp_path):
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16)
         batch = trainer.data_collator(list(trainer.train_dataset)[:4])
         trainer.compute_loss(trainer.model, batch)
-        own = copy.deepcopy(vars(trainer)["_fastdpo"].ledger)
+        own = copy.deepcopy(vars(trainer)["_fastdpo_state"].ledger)
         assert own.shown("_total_train_tokens") == trainer._total_train_tokens > 0
 
 

@@ -150,7 +150,7 @@ def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):
     trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
     report = fastdpo.patch()
     assert report.seams[0].stock_trainers == ("DPOTrainer",)
-    assert "built before and left as they were: DPOTrainer" in str(report)
+    assert "created before patch() and not patched: DPOTrainer" in str(report)
     before = dict(fastdpo.calls)
     trainer.train()
     assert fastdpo.calls == before
@@ -258,7 +258,7 @@ def test_trainers_that_share_a_reference_wrap_it_once(tmp_path):
     reference = tiny_model(seed=1)
 
     def depth() -> int:
-        found, wrapper = 0, vars(reference)["_fastdpo"]
+        found, wrapper = 0, vars(reference)["_fastdpo_forward"]
         while wrapper is not None:
             found, wrapper = found + 1, wrapper.inner
         return found

@@ -9,7 +9,7 @@ from trl_runs import assert_fused, assert_same, assert_same_bits, tiny_model, tr
 
 import fastdpo
 from fastdpo import attention, packing
-from fastdpo.integrations import qualify
+from fastdpo.models import probe, support
 
 
 def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
@@ -77,7 +77,7 @@ SABOTAGES = [_late_positions, _no_prefix, _leak, _wrong_target, _wrong_scale]
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_sabotage_is_noticed(both, monkeypatch, sabotage):
     """The comparison is one that can fail: each small wrong in the fused path turns it red."""
-    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found(None))
+    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
     assert_fused(patched, policy=1, reference=1)
@@ -96,7 +96,7 @@ def test_what_the_probe_notices_trains_stock(both, monkeypatch, caplog, sabotage
 
 def test_silently_off_is_noticed(both, monkeypatch):
     """With the fused path off, numbers agree, of course; the counters are what turns red."""
-    monkeypatch.setattr(qualify, "why_not", lambda model: "sabotage")
+    monkeypatch.setattr(support, "unsupported_reason", lambda model: "sabotage")
     stock, patched = both(max_steps=1)
     assert_same(stock, patched)
     with pytest.raises(AssertionError):
@@ -107,7 +107,7 @@ def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="ALiBi"):
         train(tmp_path, tiny_family("falcon-alibi"), tiny_family("falcon-alibi", seed=1))
-    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found("it differs"))
+    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult("it differs"))
     with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="it differs"):
         train(tmp_path / "probed", tiny_model(), tiny_model(seed=1))
 
@@ -116,7 +116,7 @@ def test_one_layout_serves_policy_and_reference(tmp_path, monkeypatch):
     packs = []
     stock = packing.pack
     monkeypatch.setattr(packing, "pack", lambda *args, **kwargs: packs.append(1) or stock(*args, **kwargs))
-    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found(None))
+    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
     with fastdpo.patched():
         train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), max_steps=2)
     assert len(packs) == 2
@@ -124,8 +124,8 @@ def test_one_layout_serves_policy_and_reference(tmp_path, monkeypatch):
 
 def test_a_model_is_probed_once(tmp_path, monkeypatch):
     probed = []
-    stock = qualify.probe
-    monkeypatch.setattr(qualify, "probe", lambda model, device: probed.append(id(model)) or stock(model, device))
+    stock = probe.probe
+    monkeypatch.setattr(probe, "probe", lambda model, device: probed.append(id(model)) or stock(model, device))
     with fastdpo.patched():
         train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), max_steps=3, evaluate=4)
     assert len(probed) == len(set(probed)) == 2, "policy and reference, before their first fused call"
@@ -148,7 +148,7 @@ def test_a_mask_with_holes_goes_to_stock(wrapped, caplog):
     batch["attention_mask"][1, 2] = 0
     out = model(**batch)
     assert "an attention mask has holes" in caplog.text
-    stock = vars(model)["_fastdpo"].stock(**batch)
+    stock = vars(model)["_fastdpo_forward"].prior_forward(**batch)
     assert torch.equal(out.log_probs, stock.log_probs)
 
 
@@ -163,7 +163,7 @@ def test_a_deep_copy_computes_with_its_own_weights(wrapped, caplog):
     logits = expected(input_ids=batch["input_ids"]).logits[:, :-1].log_softmax(-1)
     reference = logits.gather(-1, batch["input_ids"][:, 1:, None])[..., 0].masked_fill(batch["labels"][:, 1:] < 0, 0)
     torch.testing.assert_close(copied(**batch).log_probs, reference)
-    assert "copy of a model that was wrapped" in caplog.text
+    assert "copy of a patched model" in caplog.text
 
 
 def test_left_padding_equals_right_padding(wrapped):

@@ -15,9 +15,9 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl_runs import LORA, assert_same, build, numbers, pairs, tiny_model, train
 
 import fastdpo
-from fastdpo.integrations.fingerprints import fingerprint
-from fastdpo.integrations.fused_forward import NotFused
-from fastdpo.integrations.structure import Structure
+from fastdpo import NotFused
+from fastdpo.models.fingerprint import fingerprint
+from fastdpo.models.structure import Structure
 
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, evaluate=0)  # of two steps
 
@@ -134,7 +134,7 @@ def test_what_was_remembered_is_dropped(tmp_path, caplog, name):
         patched = train(tmp_path / "patched", **CASES[name](), **EPOCHS)
     assert_same(stock, patched)
     said = [record.message for record in caplog.records if "reference_memory" in record.message]
-    assert said == ["trl.DPOTrainer: the reference has changed; what reference_memory held is dropped"]
+    assert said == ["trl.DPOTrainer: the reference has changed; reference_memory is cleared"]
     of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
     assert of_reference == {("reference", "fused"): 4, ("reference", "remembered"): 4}, "an epoch of each two is new"
 
@@ -147,7 +147,7 @@ def test_a_bad_file_met_in_the_middle_ends_no_training(tmp_path, caplog):
         key = memory / "spoilt"
         key.mkdir(exist_ok=True)
         (key / "bad.safetensors").write_bytes(b"no tensors")
-        vars(trainer)["_fastdpo"].memory._make_key = lambda: "spoilt"
+        vars(trainer)["_fastdpo_state"].memory._make_key = lambda: "spoilt"
 
     options = dict(trainer_class=changing(change_and_spoil), **EPOCHS)
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=memory):
@@ -202,7 +202,7 @@ def test_a_reference_with_layers_of_the_policy_is_not_remembered(tmp_path, caplo
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
         patched = train(tmp_path / "patched", **models(), **EPOCHS)
     assert_same(stock, patched)
-    assert "reference_memory is off, weights that the reference has are trained" in caplog.text
+    assert "reference_memory is disabled, trained weights are part of the reference" in caplog.text
     assert not patched.calls["reference", "remembered"]
 
 
@@ -216,7 +216,7 @@ def test_a_reference_that_draws_random_numbers_is_not_remembered(tmp_path, caplo
 
     with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
         run = train(tmp_path / "1", **options())
-    assert "reference_memory is off, it draws random numbers (dropout, noise or jitter)" in caplog.text
+    assert "reference_memory is disabled, it draws random numbers (dropout, noise or jitter)" in caplog.text
     assert not run.calls["reference", "remembered"]
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with pytest.raises(NotFused, match="random numbers"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):

@@ -10,7 +10,7 @@ from trl_runs import Run, assert_fused, assert_same, assert_same_bits, tiny_mode
 
 import fastdpo
 from fastdpo import attention
-from fastdpo.integrations import qualify
+from fastdpo.models import probe
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def test_other_calls_are_unchanged(name, implementation):
 def test_probe_accepts_half_precision(name, dtype):
     model = tiny_family(name).to(dtype)
     attention.switch(model)
-    assert qualify.probe(model, CPU).wrong is None
+    assert probe.probe(model, CPU).unsupported_reason is None
 
 
 def _drop(name):
@@ -133,7 +133,7 @@ def test_probe_notices_an_attention_without(monkeypatch, name, feature, dtype):
     model = tiny_family(name).to(dtype)
     attention.switch(model)
     monkeypatch.setattr(attention, "packed_attention", _drop(feature))
-    assert "differ from its padded ones" in str(qualify.probe(model, CPU).wrong)
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -141,7 +141,7 @@ def test_probe_notices_an_attention_without(monkeypatch, name, feature, dtype):
 def test_probe_notices_a_wrong_layout(monkeypatch, change, dtype):
     model = tiny_family("llama").to(dtype)
     attention.switch(model)
-    stock = qualify.run
+    stock = probe.run_packed
 
     def wrong(model, layout, ids):
         rows = layout.rows
@@ -154,16 +154,16 @@ def test_probe_notices_a_wrong_layout(monkeypatch, change, dtype):
             layout.position_ids[layout.position_ids > 4] += 2
         return stock(model, layout, ids)
 
-    monkeypatch.setattr(qualify, "run", wrong)
-    assert "differ from its padded ones" in str(qualify.probe(model, CPU).wrong)
+    monkeypatch.setattr(probe, "run_packed", wrong)
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
 def test_a_window_too_long_to_be_probed_must_be_passed_on():
-    window = qualify.LONGEST_PROBE + 1
+    window = probe.LONGEST_PROBE + 1
     for name, reason in (("mistral", None), ("phimoe", f"the window of {window} tokens is not passed")):
         model = tiny_family(name, sliding_window=window, max_position_embeddings=2 * window)
         attention.switch(model)
-        wrong = qualify.probe(model, CPU).wrong
+        wrong = probe.probe(model, CPU).unsupported_reason
         assert wrong is None if reason is None else reason in wrong
 
 
@@ -173,8 +173,8 @@ def test_probe_leaves_no_trace():
     modes = [module.training for module in model.modules()]
     attention.switch(model)
     state = torch.get_rng_state()
-    found = qualify.probe(model, CPU)
-    assert found == qualify.Found(None, random=True, attention_dropout=0.1)
+    found = probe.probe(model, CPU)
+    assert found == probe.ProbeResult(None, is_random=True, attention_dropout=0.1)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -189,7 +189,7 @@ def test_attention_dropout_trains_stock(both, caplog):
 def test_dropout_is_found_whatever_makes_it():
     model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout: there is no module to find
     attention.switch(model)
-    assert qualify.probe(model, CPU) == qualify.Found(None, random=True)
+    assert probe.probe(model, CPU) == probe.ProbeResult(None, is_random=True)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def headed():
         before = fastdpo.calls.copy()
         fused = model(**batch, fused_lm_head=True)
         ran = {key[2] for key in fastdpo.calls - before}
-        return fused, vars(model)["_fastdpo"].stock(**batch, fused_lm_head=True), ran
+        return fused, vars(model)["_fastdpo_forward"].prior_forward(**batch, fused_lm_head=True), ran
 
     with fastdpo.patched():
         yield call

@@ -13,7 +13,7 @@ from trl import DPOTrainer
 from trl_runs import LORA, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
-from fastdpo.integrations.fused_forward import NotFused
+from fastdpo import NotFused
 from fastdpo.integrations.reference_memory import digests_of_pairs
 
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8)
@@ -189,9 +189,9 @@ OFF = {
     "the reference follows the policy": lambda: dict(
         sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=1, **MODELS["full"]()
     ),
-    "NEFTune's noise reaches the reference": lambda: dict(neftune_noise_alpha=5.0, **MODELS["adapter"]()),
+    "NEFTune adds noise to the reference": lambda: dict(neftune_noise_alpha=5.0, **MODELS["adapter"]()),
     "dropout is active in the reference": lambda: adapter_on(tiny_model(attention_dropout=0.5)),
-    "weights that the reference has are trained": lambda: adapter_on(tiny_model(attention_bias=True), bias="all"),
+    "trained weights are part of the reference": lambda: adapter_on(tiny_model(attention_bias=True), bias="all"),
 }
 
 
@@ -201,10 +201,10 @@ def test_it_is_off_where_the_reference_is_not_the_same_again(tmp_path, caplog, m
         run = remembering(tmp_path, data=pairs(4), max_steps=2, **OFF[reason]())
     said = [record.message for record in caplog.records if "reference_memory" in record.message]
     assert len(said) == 1
-    assert said[0].startswith(f"trl.DPOTrainer: reference_memory is off, {reason}")
+    assert said[0].startswith(f"trl.DPOTrainer: reference_memory is disabled, {reason}")
     assert not run.calls["reference", "remembered"]
     monkeypatch.setenv("FASTDPO_STRICT", "1")
-    with pytest.raises(NotFused, match="reference_memory is off"):
+    with pytest.raises(NotFused, match="reference_memory is disabled"):
         remembering(tmp_path / "strict", data=pairs(4), max_steps=2, **OFF[reason]())
 
 

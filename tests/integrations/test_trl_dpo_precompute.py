@@ -225,7 +225,7 @@ def test_columns_that_are_there_are_taken(data, tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="fastdpo"):
             trainer, calls = trainer_on(ref_logps.with_ref_logps(data, columns), tmp_path)
         assert calls == 0
-        assert "of the train dataset are used as they are" in caplog.text
+        assert "which are used as they are" in caplog.text
         batch = next(iter(trainer.get_train_dataloader()))
         trainer.train()
     assert values(trainer).tolist() == [columns.chosen.tolist(), columns.rejected.tolist()]
@@ -266,7 +266,7 @@ class WithReference(DPOTrainer):
 
 SUBCLASSES = {
     WithCollator: "OwnCollator may make other tokens",
-    WithReference: "WithReference has a compute_ref_log_probs of its own",
+    WithReference: "WithReference overrides compute_ref_log_probs",
 }
 
 

@@ -13,7 +13,7 @@ from trl import DPOTrainer
 from trl_runs import LORA, assert_same, pairs, tiny_model, train
 
 import fastdpo
-from fastdpo.integrations import qualify
+from fastdpo.models import probe
 
 STEPS = 4
 BEFORE = 2  # steps before the surgery
@@ -72,8 +72,8 @@ def test_surgery(tmp_path, caplog, surgery):
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_model_that_trainers_switch_is_examined_once(tmp_path, monkeypatch, adapter):
     """With gradient checkpointing, TRL disables and enables it in each step, and adds a hook each time."""
-    examined, probe = [], qualify.probe
-    monkeypatch.setattr(qualify, "probe", lambda model, device: examined.append(model) or probe(model, device))
+    examined, stock_probe = [], probe.probe
+    monkeypatch.setattr(probe, "probe", lambda model, device: examined.append(model) or stock_probe(model, device))
     given = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=tiny_model(seed=1))
     with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
         epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=4, eval_strategy="epoch")

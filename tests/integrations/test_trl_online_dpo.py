@@ -32,7 +32,8 @@ from trl_runs import LORA, assert_fused, assert_same_bits, run_with_oldest
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.integrations import qualify, trl_online_dpo
+from fastdpo.integrations.trl import online_dpo
+from fastdpo.models import probe
 from fastdpo.ops import logit_rows
 
 FULL = dict(policy=3, reference=3)
@@ -221,19 +222,19 @@ def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
 
 
 def _labels_a_token_late(monkeypatch):
-    stock = trl_online_dpo._batch
+    stock = online_dpo._batch
     late = lambda *args: {**stock(*args), "labels": stock(*args)["labels"].roll(1, 1)}  # noqa: E731
-    monkeypatch.setattr(trl_online_dpo, "_batch", late)
+    monkeypatch.setattr(online_dpo, "_batch", late)
 
 
 def _padding_is_scored(monkeypatch):
-    stock = trl_online_dpo._batch
-    monkeypatch.setattr(trl_online_dpo, "_batch", lambda *args: stock(*args[:-1], torch.ones_like(args[-1])))
+    stock = online_dpo._batch
+    monkeypatch.setattr(online_dpo, "_batch", lambda *args: stock(*args[:-1], torch.ones_like(args[-1])))
 
 
 def _prompts_a_token_short(monkeypatch):
-    stock = trl_online_dpo._batch
-    monkeypatch.setattr(trl_online_dpo, "_batch", lambda n, ids, mask, *rest: stock(n, ids[:, 1:], mask[:, 1:], *rest))
+    stock = online_dpo._batch
+    monkeypatch.setattr(online_dpo, "_batch", lambda n, ids, mask, *rest: stock(n, ids[:, 1:], mask[:, 1:], *rest))
 
 
 def _no_prefix(monkeypatch):
@@ -244,7 +245,7 @@ def _no_prefix(monkeypatch):
 
 @pytest.mark.parametrize("sabotage", [_labels_a_token_late, _padding_is_scored, _prompts_a_token_short, _no_prefix])
 def test_sabotage_is_noticed(three, monkeypatch, sabotage):
-    monkeypatch.setattr(qualify, "probe", lambda model, device: qualify.Found(None))
+    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
     sabotage(monkeypatch)
     _, masked_stock, patched = three(max_steps=1)
     assert_fused(patched, policy=1, reference=1)

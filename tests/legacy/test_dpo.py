@@ -14,8 +14,8 @@ from trl import DPOTrainer
 from trl_runs import adapter, assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
-from fastdpo.integrations import trl_dpo_legacy
-from fastdpo.integrations.fused_forward import Options
+from fastdpo.integrations.protocol import PatchOptions
+from fastdpo.integrations.trl import dpo_legacy
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
@@ -184,14 +184,14 @@ def test_other_inputs_go_to_stock(tmp_path, caplog, monkeypatch, name):
         batch[name] = torch.zeros_like(batch["prompt_input_ids"])
         trainer.concatenated_forward(trainer.model, batch)  # a Llama does without
     assert given == [batch]
-    assert f"batches hold {name} too" in caplog.text
+    assert f"batches also hold {name}" in caplog.text
 
 
 @pytest.mark.parametrize("flag", ["use_liger_loss", "use_liger_kernel"])
 def test_liger_stays_stock(tmp_path, caplog, flag):
     trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
     setattr(trainer.args, flag, True)  # without Liger, the configuration refuses it
-    trl_dpo_legacy._install_models(trainer, Options())
+    dpo_legacy._install(trainer, PatchOptions())
     assert caplog.text.count(f"not fused, {flag} is set") == 2
     assert "forward" not in vars(trainer.model)
 
@@ -270,7 +270,7 @@ def test_a_reference_that_changes_is_not_remembered(tmp_path, caplog):
         with fastdpo.patched("trl.DPOTrainer", reference_memory=True) if name == "patched" else nullcontext():
             runs.append(train(tmp_path / name, tiny_model(), tiny_model(seed=1), **options))
     assert_same(*runs)
-    assert "the reference has changed; what reference_memory held is dropped" in caplog.text
+    assert "the reference has changed; reference_memory is cleared" in caplog.text
     calls = runs[1].calls
     assert (calls["reference", "fused"], calls["reference", "remembered"]) == (4, 4)
 

@@ -22,7 +22,7 @@ from trl_runs import config, dataset, tiny_model, tokenizer
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.ref_logps import keys, models
+from fastdpo.ref_logps import digests, keys, scoring
 from fastdpo.ref_logps.pairs import Pairs
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -302,9 +302,9 @@ def test_a_wrapper_of_other_origin_counts():
 
 def test_a_hook_around_the_model():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
-    assert keys.uncacheable(model) is None
+    assert keys.uncacheable_reason(model) is None
     model.register_forward_hook(doubled)
-    assert "runs doubled" in (keys.uncacheable(model) or "")
+    assert "runs doubled" in (keys.uncacheable_reason(model) or "")
 
 
 UNKNOWN = [
@@ -335,7 +335,7 @@ def test_a_model_with_functions_of_other_origin_is_not_cached(changed, tmp_path,
 def test_a_forward_that_a_class_was_given(tmp_path, monkeypatch):
     plain = keys.model_digest(tiny_model())
     monkeypatch.setattr(LlamaMLP, "forward", doubled_after(LlamaMLP.forward))
-    assert "model.layers.0.mlp runs doubled_after" in (keys.uncacheable(tiny_model()) or "")
+    assert "model.layers.0.mlp runs doubled_after" in (keys.uncacheable_reason(tiny_model()) or "")
     monkeypatch.undo()
     monkeypatch.setattr(LlamaMLP, "forward", MistralMLP.forward)
     assert keys.model_digest(tiny_model()) != plain
@@ -344,10 +344,10 @@ def test_a_forward_that_a_class_was_given(tmp_path, monkeypatch):
 def test_a_hook_of_all_modules():
     handle = torch.nn.modules.module.register_module_forward_hook(doubled)
     try:
-        assert "every module runs doubled" in (keys.uncacheable(tiny_model()) or "")
+        assert "every module runs doubled" in (keys.uncacheable_reason(tiny_model()) or "")
     finally:
         handle.remove()
-    assert keys.uncacheable(tiny_model()) is None
+    assert keys.uncacheable_reason(tiny_model()) is None
 
 
 def test_a_class_of_a_script_is_known_by_its_file(tmp_path, monkeypatch):
@@ -366,14 +366,16 @@ def test_a_class_of_a_script_is_known_by_its_file(tmp_path, monkeypatch):
 
     space: dict = {"__name__": "notebook"}
     exec(file.read_text(), space)
-    assert "Norm, which no file defines" in (keys.uncacheable(with_attribute("model.norm", space["Norm"]())) or "")
+    assert "Norm, which no file defines" in (
+        keys.uncacheable_reason(with_attribute("model.norm", space["Norm"]())) or ""
+    )
 
 
 def test_an_adapter_that_is_merged_and_off():
     """Its forward takes the adapter out of the weights: it is not the model that has them."""
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     model.merge_adapter()
-    with models.with_adapter(model, None):
+    with scoring.with_adapter(model, None):
         found = keys.model_digest(model.get_base_model())
     assert found != keys.model_digest(model.merge_and_unload())
 
@@ -381,7 +383,7 @@ def test_an_adapter_that_is_merged_and_off():
 def test_of_adapters_only_the_active_one_counts():
     def digest(adapter, **options) -> str:
         model = adapters(**options)
-        with models.with_adapter(model, adapter):
+        with scoring.with_adapter(model, adapter):
             return keys.model_digest(model.get_base_model())
 
     plain = keys.model_digest(tiny_model())
@@ -393,7 +395,7 @@ def test_of_adapters_only_the_active_one_counts():
 
 def test_an_adapter_may_be_named_like_anything():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA), adapter_name="weight")
-    with models.with_adapter(model, None):
+    with scoring.with_adapter(model, None):
         found = keys.model_digest(model.get_base_model())
         model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.data += 1
         assert found != keys.model_digest(model.get_base_model())
@@ -403,7 +405,7 @@ def test_an_adapter_may_be_named_like_anything():
 def test_values_that_cannot_be_read_are_named(tmp_path):
     model = tiny_model()
     model.model.layers[0].mlp.up_proj.to("meta")
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp\.up_proj\.weight can't be read"):
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp\.up_proj\.weight cannot be read"):
         ref_logps.precompute(model, tokens(2), cache_dir=tmp_path)
 
 
@@ -415,11 +417,11 @@ def test_the_digest_of_a_tensor_tells_dtypes_and_shapes_apart():
         torch.zeros(6),
         torch.ones(6),
     ]
-    assert len({keys.tensor_digest("x", x) for x in tensors}) == 5
-    assert keys.tensor_digest("x", torch.arange(6.0).view(2, 3).T) == keys.tensor_digest(
+    assert len({digests.tensor_digest("x", x) for x in tensors}) == 5
+    assert digests.tensor_digest("x", torch.arange(6.0).view(2, 3).T) == digests.tensor_digest(
         "y", torch.arange(6.0).view(2, 3).T.contiguous()
     )
-    assert keys.tensor_digest("x", torch.tensor(1.0)) != keys.tensor_digest("x", torch.tensor([1.0]))
+    assert digests.tensor_digest("x", torch.tensor(1.0)) != digests.tensor_digest("x", torch.tensor([1.0]))
 
 
 def test_the_digest_of_tokens_tells_columns_and_rows_apart():

@@ -105,7 +105,7 @@ STOCK: dict[str, tuple[str, dict]] = {
             **dict(num_local_experts=2, intermediate_size_mlp=48, no_rope_layers=[1, 0]),
         ),
     ),
-    "doge": ("can't be run on packed tokens", dict(output_router_logits=False)),
+    "doge": ("cannot be run on packed tokens", dict(output_router_logits=False)),
     "gptj": ("does not let its attention be set", dict(**GPT, rotary_dim=4)),
 }
 """Name to a part of the reason that is logged, and its configuration."""

@@ -16,7 +16,7 @@ from surgeries import SURGERIES
 from tabulate import tabulate
 
 from fastdpo import attention
-from fastdpo.integrations import qualify
+from fastdpo.models import probe, support
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "support.md"
@@ -69,10 +69,10 @@ without fastdpo.
 
 def why_not(name: str) -> str | None:
     model = tiny_family(name)
-    reason = qualify.why_not(model)
+    reason = support.unsupported_reason(model)
     if reason is None:
         attention.switch(model)
-        reason = qualify.probe(model, torch.device("cpu")).wrong
+        reason = probe.probe(model, torch.device("cpu")).unsupported_reason
     return reason
 
 

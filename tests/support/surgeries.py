@@ -208,7 +208,7 @@ SURGERIES = [
     Surgery(
         hook_on_shapes,
         "hook on a layer that reads shapes",
-        "LlamaForCausalLM can't be run on padded rows: ValueError: an even number",
+        "LlamaForCausalLM cannot be run on padded rows: ValueError: an even number",
     ),
     Surgery(forward_of_a_layer, "forward of a layer replaced"),
     Surgery(new_layer, "layer replaced"),

@@ -1,15 +1,16 @@
-"""TRL's OnlineDPOTrainer, entered where it scores completions, in `_forward`.
+"""TRL's OnlineDPOTrainer, patched where it scores completions, in `_forward`.
 
-Stock, a softmax over the vocabulary at each position, padding included, is stored for policy and reference. Here the
-two completions of a prompt share it, and only their tokens are scored.
+TRL stores a softmax over the vocabulary at each position, padding included, for policy and reference.
+Here the two completions of a prompt share it, and only their tokens are scored.
 
-Loss, gradients, rewards and log-probabilities are stock's. Four metrics are not wherever completions differ in length:
-`objective/kl`, `objective/entropy`, `objective/non_score_reward` and `objective/rlhf_reward`. Stock sums them over the
-padding after the end of a completion too; here they are sums over its tokens, as padding is never computed, and is left
-out where a batch goes to stock's path. The loss masks padding out in stock as well.
+Loss, gradients, rewards and log-probabilities equal those of TRL. Four metrics differ if completions
+have different lengths: `objective/kl`, `objective/entropy`, `objective/non_score_reward` and
+`objective/rlhf_reward`. TRL also sums them over the padding after the end of a completion. Here they are
+sums over its tokens, whether a batch is fused or falls back. TRL masks the padding in its loss, too.
 
-Positions count from the first real token, as they do while generating. Stock passes none, so that models with learned
-positions (GPT-2, say) see other ones behind left padding in `_forward` than those that they generated with.
+Positions count from the first real token, as during generation. TRL passes no positions, so that behind
+left padding a model with learned positions, such as GPT-2, sees other positions in `_forward` than those
+that it generated with.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..packing import IGNORE_INDEX
-from . import qualify
-from .deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_to_others, stored
-from .fused_forward import ENTERED, Options, Request, Scored, install, is_wrapped, models_to_enter
-from .replacements import Replacements, living
+from ...models import forward
+from ...models.forward import Request, ScoredBatch
+from ...packing import IGNORE_INDEX
+from ..deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_metrics, stored
+from ..protocol import STATE, PatchOptions
+from ..replacements import Replacements, existing_instances
+from .models import new_models
+from .names import ONLINE_DPO
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
-
-NAME = "trl.OnlineDPOTrainer"
 
 _FORWARD_PARAMETERS = [
     *("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")
@@ -41,23 +44,29 @@ _STEP_PARAMETERS = ["self", "model", "inputs", "num_items_in_batch"]
 _LOG_PARAMETERS = [
     *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate")
 ]
-_LEDGER = "_fastdpo_ledger"
 
 _replacements = Replacements()
 _trainers: weakref.WeakSet[OnlineDPOTrainer] = weakref.WeakSet()
 
 
+@dataclass(eq=False)
+class _State:
+    """The state of a trainer that was created after `patch()`."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+
+
 def trainer_class() -> type[OnlineDPOTrainer]:
-    """From where this TRL keeps it."""
     try:
         from trl.experimental.online_dpo import OnlineDPOTrainer
-    except ModuleNotFoundError:  # before it moved
+    except ModuleNotFoundError:  # TRL before 0.26
         from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # pyright: ignore[reportMissingImports]
     return OnlineDPOTrainer
 
 
-def why_not() -> str | None:
-    """What of the seam is not as this module knows it; None if all is."""
+def unsupported_reason() -> str | None:
+    """Returns how TRL differs from the versions that this module was tested with, or None."""
     for name, expected in (
         ("_forward", _FORWARD_PARAMETERS),
         ("create_accelerator_and_postprocess", _CREATE_PARAMETERS),
@@ -65,13 +74,13 @@ def why_not() -> str | None:
         ("_maybe_log_save_evaluate", _LOG_PARAMETERS),
     ):
         function = getattr(trainer_class(), name, None)
-        found = None if function is None else list(inspect.signature(function).parameters)
-        if found != expected:
-            return f"OnlineDPOTrainer.{name} must have the parameters {expected}; found {found}"
+        parameters = None if function is None else list(inspect.signature(function).parameters)
+        if parameters != expected:
+            return f"OnlineDPOTrainer.{name} must have the parameters {expected}; got {parameters}"
     return None
 
 
-def enable(options: Options) -> None:
+def enable(options: PatchOptions) -> None:
     trainer = trainer_class()
     stock_init = trainer.__init__
     stock_create = trainer.create_accelerator_and_postprocess
@@ -82,48 +91,48 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
-        """The last step before models are prepared: what accelerate puts around their forwards goes around ours."""
+        """The last step before models are prepared: accelerate then wraps our forwards, not the reverse."""
         stock_create(self)
-        _install_models(self, options)
+        _install(self, options)
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[_LEDGER] = Ledger()
+        vars(self)[STATE] = _State()
         _trainers.add(self)
         stock_init(self, *args, **kwargs)
-        _install_models(self, options)
+        _install(self, options)
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):
         ledger = _ledger(self)
-        if ledger is None:  # built before
+        if ledger is None:  # created before patch()
             return stock_step(self, model, inputs, num_items_in_batch)
         try:
             with deferring(self.accelerator, ledger, codes):
                 loss = stock_step(self, model, inputs, num_items_in_batch)
         finally:
             ledger.take(stored(self, "stats"))
-        ledger.settle_if_due(seen=is_overridden(self, trainer, ("training_step", "_maybe_log_save_evaluate", "stats")))
+        ledger.settle_if_due(read=is_overridden(self, trainer, ("training_step", "_maybe_log_save_evaluate", "stats")))
         return loss
 
     @functools.wraps(stock_log)
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         ledger = _ledger(self)
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if ledger is not None and logs:  # stock has a collective there, too
+        if ledger is not None and logs:  # TRL has a collective there, too
             ledger.settle()
         return stock_log(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
     def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
-        if not is_wrapped(model, NAME):  # of a trainer that was built before
+        if not forward.is_installed(model, ONLINE_DPO):  # its trainer was created before patch()
             return stock_forward(self, model, *inputs)
         padding = completion_mask == 0
-        if vision_inputs is not None:  # the model says why not
+        if vision_inputs is not None:  # the call falls back, and the model logs why
             return stock_forward(self, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
         output = model(**_batch(self.max_length, *inputs[:4]), fused_lm_head=True)
-        if not isinstance(output, Tensor):  # logits: stock goes on from them
+        if not isinstance(output, Tensor):  # logits, from which TRL computes log-probabilities
             return stock_forward(self, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
         return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
 
@@ -132,44 +141,47 @@ def enable(options: Options) -> None:
     _replacements.put(trainer, "training_step", training_step)
     _replacements.put(trainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
     _replacements.put(trainer, "_forward", _forward)
-    _replacements.put(trainer, "stats", shown_to_others("stats", _ledger, codes))
+    _replacements.put(trainer, "stats", shown_metrics("stats", _ledger, codes))
 
 
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        ledger: Ledger | None = vars(trainer).pop(_LEDGER, None)
-        if ledger is not None:
-            ledger.close(trainer)
-        vars(trainer).pop(ENTERED, None)
+        state: _State | None = vars(trainer).pop(STATE, None)
+        if state is not None:
+            state.ledger.close(trainer)
     _trainers.clear()
 
 
+def existing_trainers() -> list[OnlineDPOTrainer]:
+    """Trainers that exist already, whose models accelerate has prepared."""
+    return existing_instances(trainer_class())
+
+
 def _ledger(trainer: Any) -> Ledger | None:
-    return vars(trainer).get(_LEDGER)
+    state: _State | None = vars(trainer).get(STATE)
+    return None if state is None else state.ledger
 
 
-def living_trainers() -> list[OnlineDPOTrainer]:
-    """Trainers that exist already: their models have been prepared without any patch."""
-    return living(trainer_class())
+def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:
+    state: _State | None = vars(trainer).get(STATE)
+    if state is None:
+        return
+    for role, model in new_models(trainer, state.models):
+        request = Request(ONLINE_DPO, role, share_prompts=options.share_prompts, memory_budget=options.memory_budget)
+        forward.install(model, request, _make_output, prior_scores=False)
 
 
-def _install_models(trainer: OnlineDPOTrainer, options: Options) -> None:
-    for role, base in models_to_enter(trainer):
-        request = Request((), 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
-        install(base, NAME, role, request, options, _answer, stock_scores=False)
-
-
-def _answer(scored: Scored, kwargs: dict) -> Tensor:
+def _make_output(scored: ScoredBatch, kwargs: dict) -> Tensor:
     return scored.logps.logps
 
 
 def _batch(
     max_length: int, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
 ) -> dict[str, Tensor]:
-    """Prompts, cut on the left to `max_length` as stock cuts them, and completions, whose real tokens are labels.
+    """Prompts, truncated on the left to `max_length` as in TRL, and completions, whose real tokens are the labels.
 
-    Of a prompt that is cut away whole, stock scores token i at position i, which has seen it.
+    If nothing of the prompts is left, TRL scores token i at position i, whose hidden state has seen it.
     """
     cut = max(prompt_ids.shape[1] + completion_ids.shape[1] - max_length, 0)
     prompt_ids, prompt_mask = prompt_ids[:, cut:], prompt_mask[:, cut:]

@@ -2,11 +2,11 @@
 
 import torch
 
-from fastdpo.integrations.fused_forward import Latest
+from fastdpo.integrations.last_result import LastResult
 
 
 def test_made_once_for_the_same_tensors():
-    made, latest = [], Latest()
+    made, latest = [], LastResult()
     a, b = torch.zeros(2), torch.zeros(2)
 
     def get(*tensors) -> int:

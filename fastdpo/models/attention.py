@@ -1,8 +1,15 @@
-"""The packed attention as an implementation that transformers models can be set to.
+"""Packed attention as an attention implementation of transformers.
 
-A `Layout` reaches attention as an int32 4-D attention mask that stays on the CPU (`Layout.mask`): transformers hands
-4-D masks on untouched, both kinds of gradient checkpointing keep them, and reading one costs no synchronisation. Every
-other call does what the model's former implementation does, padding masks included.
+    prior = attention.switch(model)  # the model now takes packed batches as well
+    hidden = model.base_model(
+        input_ids=layout.pack(input_ids), position_ids=layout.position_ids[None], attention_mask=layout.mask
+    ).last_hidden_state
+    attention.restore(model, prior)
+
+A `Layout` reaches the attention layers as a 4-D int32 attention mask that stays on the CPU
+(`Layout.mask`): transformers passes 4-D masks on untouched, both kinds of gradient checkpointing
+keep them, and reading one takes no synchronisation. Calls without a layout behave as under the
+model's prior implementation, padding masks included.
 """
 
 from __future__ import annotations
@@ -22,20 +29,27 @@ from ..ops.packed_attention import packed_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-PRIOR = ("sdpa", "eager", *FLASH)
-"""Attention implementations that a model may have had before."""
+FLASH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+SUPPORTED_PRIORS = ("sdpa", "eager", *FLASH_IMPLEMENTATIONS)
+"""Attention implementations that `switch` can replace."""
 
 _PREFIX = "fastdpo_"
-_LONG, _SHORT = "flash_attention_", "fa"  # a name with "flash" in it makes transformers look for a package of it
+_LONG, _SHORT = "flash_attention_", "fa"  # for a name that contains "flash", transformers looks for the package
 
-HARMLESS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
-"""What some families hand to their attention beside what `packed_attention` takes, and what it does without."""
+IGNORED_ARGUMENTS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
+"""Arguments that some model families pass to their attention and that `packed_attention` does not need."""
 
 
 @dataclass
 class Witness:
-    """The attention calls that were seen: those given a layout, the others, and what came with layouts."""
+    """Counts of attention calls, and the arguments that came with them.
+
+    Attributes:
+        layouts: number of calls with a layout.
+        others: number of calls without one.
+        windows: values of `sliding_window`.
+        dropout: the largest dropout of attention weights.
+    """
 
     layouts: int = 0
     others: int = 0
@@ -48,11 +62,14 @@ _witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=Non
 
 @contextmanager
 def witness() -> Iterator[Witness]:
-    """Sees the attention calls of a block, so that a caller can prove that every layer got the layout."""
-    seen = Witness()
-    token = _witness.set(seen)
+    """Records the attention calls of the block, which proves that every layer received the layout.
+
+    Attention dropout is recorded, but not applied.
+    """
+    recorded = Witness()
+    token = _witness.set(recorded)
     try:
-        yield seen
+        yield recorded
     finally:
         _witness.reset(token)
 
@@ -62,9 +79,9 @@ def is_layout(mask: object) -> bool:
 
 
 class _Name(str):
-    """The name of a packed attention. A configuration that is copied or pickled has the former one in its place.
+    """The name of a packed attention. Copies and pickles of a configuration hold the prior name instead.
 
-    What is copied is not switched, and another process knows no packed attention.
+    A copy of a model is not switched, and another process has not registered the packed attention.
     """
 
     __slots__ = ()
@@ -78,7 +95,13 @@ def is_switched(model: PreTrainedModel) -> bool:
 
 
 def switch(model: PreTrainedModel) -> str:
-    """Sets a transformers model to the packed attention. Returns the implementation that it had."""
+    """Sets a transformers model to packed attention, and returns the implementation that it had.
+
+    The model then accepts `Layout.mask` as an attention mask, next to everything it accepted before.
+
+    Raises:
+        RuntimeError: the model does not accept the implementation.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -87,18 +110,19 @@ def switch(model: PreTrainedModel) -> str:
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     model.set_attn_implementation(name)
-    found = model.config._attn_implementation
-    if found != name:
-        raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; has {found}")
+    current = model.config._attn_implementation
+    if current != name:
+        raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {current}")
     return prior
 
 
 def restore(model: PreTrainedModel, prior: str) -> None:
+    """Sets a model back to the implementation that `switch` returned."""
     model.set_attn_implementation(prior)
 
 
 def implementation(model: PreTrainedModel) -> str:
-    """The model's implementation, or the one it had before `switch`."""
+    """The model's attention implementation, or the one that it had before `switch`."""
     return _prior_of(model.config._attn_implementation or "eager")
 
 
@@ -109,34 +133,34 @@ def _prior_of(name: str) -> str:
 def _attention(prior: str) -> Callable:
     def forward(module, query, key, value, attention_mask, *args, **kwargs):
         packed = is_layout(attention_mask)
-        if not torch.compiler.is_compiling() and (seen := _witness.get()) is not None:
-            seen.layouts += packed
-            seen.others += not packed
-            seen.windows.add(kwargs.get("sliding_window"))
-            seen.dropout = max(seen.dropout, kwargs.pop("dropout", 0.0))  # seen, and left out
+        if not torch.compiler.is_compiling() and (recorded := _witness.get()) is not None:
+            recorded.layouts += packed
+            recorded.others += not packed
+            recorded.windows.add(kwargs.get("sliding_window"))
+            recorded.dropout = max(recorded.dropout, kwargs.pop("dropout", 0.0))
         if not packed:
             return _prior_forward(prior, module, query, key, value, attention_mask, *args, **kwargs)
-        if prior in FLASH:
-            query, key, value = _halves(module, query, key, value)
+        if prior in FLASH_IMPLEMENTATIONS:
+            query, key, value = _in_flash_dtype(module, query, key, value)
         return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward
 
 
 def _prior_forward(prior: str, module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if prior == "eager":  # each modeling file has its own; FSDP2 puts a class of its own before the file's
+    if prior == "eager":  # each modeling file has its own; the subclass that FSDP2 creates lies in another file
         files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
         forward = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
         return forward(module, *args, **kwargs)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if prior in FLASH:  # they take their name from the configuration
-        module = _Changed(module, config=_Changed(module.config, _attn_implementation=prior))
+    if prior in FLASH_IMPLEMENTATIONS:  # they read the implementation's name from the configuration
+        module = _WithAttributes(module, config=_WithAttributes(module.config, _attn_implementation=prior))
     return ALL_ATTENTION_FUNCTIONS[prior](module, *args, **kwargs)
 
 
-class _Changed:
-    """An object, some of whose attributes are others."""
+class _WithAttributes:
+    """A view of an object in which some attributes have other values."""
 
     def __init__(self, base: object, **attributes: object) -> None:
         self.__dict__.update(attributes, _base=base)
@@ -145,8 +169,8 @@ class _Changed:
         return getattr(self._base, name)
 
 
-def _halves(module: nn.Module, *tensors: Tensor) -> Iterator[Tensor]:
-    """As transformers hands them to flash attention: what layers in float32 left wide is brought back."""
+def _in_flash_dtype(module: nn.Module, *tensors: Tensor) -> Iterator[Tensor]:
+    """Casts as transformers does for flash attention: layers in float32 may return a wider dtype."""
     from transformers.integrations.flash_attention import get_target_dtype
 
     dtype = get_target_dtype(tensors[0], module)
@@ -171,7 +195,7 @@ def _packed_forward(
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise NotImplementedError("packed attention: is_causal must be True; pad this model's batches instead")
-    unknown = [k for k, x in others.items() if k not in HARMLESS and (isinstance(x, Tensor) or callable(x))]
+    unknown = [k for k, x in others.items() if k not in IGNORED_ARGUMENTS and (isinstance(x, Tensor) or callable(x))]
     if unknown:
         raise NotImplementedError(f"packed attention: {', '.join(unknown)} must be None; pad this model's batches")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer, from the line that enters its models through `add_fused_lm_head`."""
+"""TRL's DPOTrainer since its rewrite, which prepares its models by `add_fused_lm_head`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import inspect
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import qualify
-from .deferred_metrics import (
+from ...models import forward
+from ...models.fallback import counting_calls_as, logger
+from ...models.forward import Request, ScoredBatch
+from ...models.router import router_loss
+from ..deferred_metrics import (
     Ledger,
     codes_of,
     deferring,
     is_overridden,
     running_total,
-    settle_where_stock_communicates,
-    shown_to_others,
+    settle_where_trl_communicates,
+    shown_metrics,
     stored,
 )
-from .fused_forward import Options, Request, Scored, install, is_fused, kind_of_calls, logger, router_loss, uninstall
-from .replacements import Replacements, living
+from ..protocol import STATE, PatchOptions
+from ..replacements import Replacements, existing_instances
+from . import precompute
+from .memory import ReferenceMemory
+from .names import DPO
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from trl.trainer.dpo_trainer import DPOTrainer
-
-    from .trl_dpo_memory import ReferenceMemory
-
-NAME = "trl.DPOTrainer"
 
 _HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
@@ -51,21 +53,20 @@ _COMPUTES_METRICS = (
 )
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
-_OWN = "_fastdpo"
 
 _replacements = Replacements()
 _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
-class _Own(NamedTuple):
-    """What a trainer that was built patched has of ours."""
+class _State(NamedTuple):
+    """The state of a trainer that was created after `patch()`."""
 
     ledger: Ledger
     memory: ReferenceMemory
 
 
-def why_not() -> str | None:
-    """What of the seam is not as this module knows it; None if all is."""
+def unsupported_reason() -> str | None:
+    """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer, utils
 
     for function, expected in (
@@ -77,23 +78,21 @@ def why_not() -> str | None:
         (getattr(dpo_trainer.DPOTrainer, "evaluation_loop", None), _EVALUATION_PARAMETERS),
         (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
     ):
-        found = None if function is None else list(inspect.signature(function).parameters)
-        if found != expected:
-            return f"a function with the parameters {expected} was expected in trl.trainer.dpo_trainer; found {found}"
+        parameters = None if function is None else list(inspect.signature(function).parameters)
+        if parameters != expected:
+            return f"a function of trl.trainer.dpo_trainer must have the parameters {expected}; got {parameters}"
     for kind, expected in (
         (utils.FusedCausalLMOutput, _OUTPUT_FIELDS),
         (dpo_trainer.DataCollatorForPreference, _COLLATOR_FIELDS),
     ):
         fields = {field.name for field in dataclasses.fields(kind)}
         if fields != expected:
-            return f"{kind.__name__} must have the fields {sorted(expected)}; has {sorted(fields)}"
+            return f"{kind.__name__} must have the fields {sorted(expected)}; got {sorted(fields)}"
     return None
 
 
-def enable(options: Options) -> None:
+def enable(options: PatchOptions) -> None:
     from trl.trainer import dpo_trainer
-
-    from .trl_dpo_memory import ReferenceMemory
 
     stock_add = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
@@ -104,65 +103,67 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_add)
     def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
-        uninstall(model)  # else ours of another trainer would stay below
+        forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
         stock_add(model, temperature, cast_lm_head_to_fp32, outputs)
-        # The policy's statistics feed the metrics; of a reference only log-probabilities are asked for.
-        role = "policy" if len(outputs) > 1 else "reference"
-        statistics = tuple(name for name in outputs if name in _STATISTICS)
-        transform = qualify.logit_transform(model.config.get_text_config())
-        request = Request(statistics, temperature, cast_lm_head_to_fp32, *transform)
-        install(model, NAME, role, request, options, functools.partial(_answer, model.config))
+        request = Request(
+            DPO,
+            role="policy" if len(outputs) > 1 else "reference",  # only the policy's statistics feed metrics
+            outputs=tuple(name for name in outputs if name in _STATISTICS),
+            temperature=temperature,
+            float32_head=cast_lm_head_to_fp32,
+            share_prompts=options.share_prompts,
+            memory_budget=options.memory_budget,
+        )
+        forward.install(model, request, functools.partial(_make_output, model.config))
 
     @functools.wraps(stock_reference)
     def compute_ref_log_probs(self, model, inputs):
-        with kind_of_calls("reference"):
+        with counting_calls_as("reference"):
             return stock_reference(self, model, inputs)
 
     @functools.wraps(stock_precompute)
     def _precompute_ref_logps(self, dataset, name, batch_size):
-        from . import trl_dpo_precompute
-
-        if not trl_dpo_precompute.is_ours(self, dataset):
+        if not precompute.is_supported(self, dataset):
             return stock_precompute(self, dataset, name, batch_size)
-        return trl_dpo_precompute.precompute(self, dataset, name, batch_size)
+        return precompute.precompute(self, dataset, name, batch_size)
 
     @functools.wraps(stock_loss)
     def _compute_loss(self, model, inputs, return_outputs):
-        own: _Own | None = vars(self).get(_OWN)
-        if own is None:  # built before
+        state: _State | None = vars(self).get(STATE)
+        if state is None:  # created before patch()
             return stock_loss(self, model, inputs, return_outputs)
-        with own.memory.serving(self, inputs) as inputs:
+        with state.memory.serving(self, inputs) as inputs:
             try:
-                with deferring(self.accelerator, own.ledger, codes):
-                    found = stock_loss(self, model, inputs, return_outputs)
+                with deferring(self.accelerator, state.ledger, codes):
+                    result = stock_loss(self, model, inputs, return_outputs)
             finally:
                 for metrics in stored(self, _METRICS).values():
-                    own.ledger.take(metrics)
-        own.ledger.settle_if_due(seen=is_overridden(self, dpo_trainer.DPOTrainer, _COMPUTES_METRICS))
-        return found
+                    state.ledger.take(metrics)
+        state.ledger.settle_if_due(read=is_overridden(self, dpo_trainer.DPOTrainer, _COMPUTES_METRICS))
+        return result
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[_OWN] = _Own(Ledger(), ReferenceMemory(options.reference_memory))
+        vars(self)[STATE] = _State(Ledger(), ReferenceMemory(options.reference_memory))
         _trainers.add(self)
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         if config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
             return
-        config.padding_free = False  # TRL would warn that it pads
+        config.padding_free = False  # otherwise TRL would warn that it pads
         try:
             stock_init(self, *args, **kwargs)
         finally:
             config.padding_free = True
-        self.padding_free = is_fused(self.model)
+        self.padding_free = forward.is_fused(self.model)
         if not self.padding_free:
-            logger.warning("%s: padding_free=True, but batches are run padded, see above", NAME)
+            logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
 
     _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
-    settle_where_stock_communicates(_replacements, dpo_trainer.DPOTrainer, _ledger)
-    _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_to_others(_METRICS, _ledger, codes))
+    settle_where_trl_communicates(_replacements, dpo_trainer.DPOTrainer, _ledger)
+    _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_metrics(_METRICS, _ledger, codes))
     _replacements.put(dpo_trainer.DPOTrainer, _TOKENS, running_total(_TOKENS, _ledger, codes))
     _replacements.put(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
     _replacements.put(dpo_trainer.DPOTrainer, "_precompute_ref_logps", _precompute_ref_logps)
@@ -171,25 +172,25 @@ def enable(options: Options) -> None:
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        own: _Own | None = vars(trainer).pop(_OWN, None)
-        if own is not None:
-            own.ledger.close(trainer)
+        state: _State | None = vars(trainer).pop(STATE, None)
+        if state is not None:
+            state.ledger.close(trainer)
     _trainers.clear()
 
 
-def living_trainers() -> list[DPOTrainer]:
-    """Trainers that exist already: their models were given their heads before any patch."""
+def existing_trainers() -> list[DPOTrainer]:
+    """Trainers that exist already, whose models have TRL's heads."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    return living(DPOTrainer)
+    return existing_instances(DPOTrainer)
 
 
 def _ledger(trainer: Any) -> Ledger | None:
-    own: _Own | None = vars(trainer).get(_OWN)
-    return None if own is None else own.ledger
+    state: _State | None = vars(trainer).get(STATE)
+    return None if state is None else state.ledger
 
 
-def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:
+def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:
     from trl.trainer.utils import FusedCausalLMOutput
 
     logps = scored.logps
@@ -198,7 +199,7 @@ def _answer(config: PretrainedConfig, scored: Scored, kwargs: dict) -> object:
         count = scored.label_mask.sum().clamp(min=1)
     loss, aux_loss = -logps.logps.sum() / count, None
     if scored.router_logits is not None:
-        aux_loss = router_loss(config, scored)
+        aux_loss = router_loss(config, scored.router_logits, scored.multiplicity)
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     return FusedCausalLMOutput(
         loss=loss,

@@ -1,14 +1,14 @@
-"""Lets the head of a causal LM compute log-probabilities when it is called as a module.
+"""Adds scoring to the head of a causal LM, so that calling the module returns log-probabilities.
 
-The hooks of engines on the module (FSDP2, ZeRO-3, accelerate's `device_map`) then gather its weight and reduce its
-gradient. Only a plain `nn.Linear` qualifies: other hooks or a replaced forward would be bypassed.
+Calling the module lets the hooks of engines (FSDP2, ZeRO-3, accelerate's `device_map`) gather its
+weight and reduce its gradient. Only a plain `nn.Linear` is supported: any other hook or replaced
+forward would be bypassed.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,23 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..ops.linear_logps import linear_logps
+from .functions import inner_function, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ENGINES = ("torch.distributed.", "deepspeed.", "accelerate.")
-"""Packages whose hooks on a head gather and release its weight, and change nothing else."""
+"""Packages whose hooks on a head only gather and release its weight."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
-    """Looked up on each call: FSDP and PEFT replace it after a trainer has been built."""
+    """The head. Look it up for each call: FSDP and PEFT replace it after a trainer has been created."""
     return cast(nn.Linear, model.get_output_embeddings())
 
 
 def unsupported_reason(head: nn.Module | None) -> str | None:
-    """Why a head can't score targets itself; None if it can. Changes nothing."""
+    """Returns why a head cannot score targets itself, or None if it can. Changes nothing."""
     if head is None:
         return "the model has no head"
     if not _is_linear(type(head)):
@@ -41,26 +42,26 @@ def unsupported_reason(head: nn.Module | None) -> str | None:
     replaced = _replaced_forward(head)
     if replaced is not None:
         return f"the head's forward was replaced by {replaced}"
-    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_of_an_engine(hook)})
+    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_hook_of_engine(hook)})
     if hooks:
         return f"the head has hooks: {', '.join(hooks)}"
-    return _missing_weight(cast(nn.Linear, head))
+    return _weight_unsupported_reason(cast(nn.Linear, head))
 
 
 def device_of(head: nn.Linear) -> torch.device:
-    """The device of the head's weight. The head must have no `unsupported_reason`."""
+    """The device of the head's weight. The head must be supported (see `unsupported_reason`)."""
     return cast(Tensor, _weight(head)).device
 
 
 def install(head: nn.Linear) -> None:
-    """Replaces the head's forward, once. The head must have no `unsupported_reason`."""
-    if not is_ours(vars(head).get(_place_of_forward(head))):
-        setattr(head, _place_of_forward(head), MethodType(_forward, head))
+    """Replaces the head's forward, once. The head must be supported (see `unsupported_reason`)."""
+    if not is_installed(vars(head).get(_forward_attribute(head))):
+        setattr(head, _forward_attribute(head), MethodType(_forward, head))
 
 
 def restore(head: nn.Module | None) -> None:
-    """Undoes `install`. A forward that somebody else has set stays."""
-    if head is None or not is_ours(vars(head).get(_place_of_forward(head))):
+    """Undoes `install`. Keeps a forward that other code has set since."""
+    if head is None or not is_installed(vars(head).get(_forward_attribute(head))):
         return
     if "_hf_hook" in vars(head):
         vars(head)["_old_forward"] = MethodType(nn.Linear.forward, head)
@@ -68,33 +69,29 @@ def restore(head: nn.Module | None) -> None:
         del vars(head)["forward"]
 
 
+def is_installed(forward: object) -> bool:
+    """Whether a forward is the one that `install` sets."""
+    return getattr(forward, "__func__", None) is _forward
+
+
 def hooks_of(module: nn.Module) -> Iterator[Callable]:
     for name in HOOKS:
         yield from vars(module)[name].values()
 
 
-def name_of(function: Callable) -> str:
-    function = function_of(function)
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
 def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
-    """`nn.Linear.forward`; with targets [N] of hidden states [N, D], `TokenLogps`."""
+    """`nn.Linear.forward`. Given targets [N] for hidden states [N, D], returns `TokenLogps` instead."""
     if fastdpo_targets is None:
         return nn.Linear.forward(self, input)
     return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
 
 
-def _is_of_an_engine(hook: Callable) -> bool:
-    return module_of(inspect.unwrap(function_of(hook))).startswith(ENGINES)
-
-
-def is_ours(forward: object) -> bool:
-    return getattr(forward, "__func__", None) is _forward
+def _is_hook_of_engine(hook: Callable) -> bool:
+    return module_of(inspect.unwrap(inner_function(hook))).startswith(ENGINES)
 
 
 def _is_linear(kind: type) -> bool:
-    """nn.Linear, or what FSDP2 makes of its class."""
+    """Whether a class is nn.Linear, or the subclass of it that FSDP2 creates."""
     if kind is nn.Linear:
         return True
     return len(kind.__bases__) == 2 and kind.__bases__[1] is nn.Linear and _is_fsdp(kind)
@@ -104,15 +101,15 @@ def _is_fsdp(kind: type) -> bool:
     return kind.__module__.startswith("torch.distributed.fsdp.")
 
 
-def _place_of_forward(head: nn.Module) -> str:
-    """Where the head keeps what it computes: accelerate's hooks (`device_map`) move it there and call it."""
+def _forward_attribute(head: nn.Module) -> str:
+    """The attribute that holds the head's own forward. accelerate's hooks (`device_map`) move it."""
     return "_old_forward" if "_hf_hook" in vars(head) else "forward"
 
 
 def _replaced_forward(head: nn.Module) -> str | None:
-    """The name of a forward that is neither the class's, ours, nor accelerate's around one of them."""
-    inner = vars(head).get(_place_of_forward(head))
-    if inner is not None and not is_ours(inner) and getattr(inner, "__func__", None) is not nn.Linear.forward:
+    """The name of a forward other than the class's, the installed one, and accelerate's around either."""
+    inner = vars(head).get(_forward_attribute(head))
+    if inner is not None and not is_installed(inner) and getattr(inner, "__func__", None) is not nn.Linear.forward:
         return name_of(inner)
     outer = vars(head).get("forward")
     if "_hf_hook" in vars(head) and outer is not None and not module_of(outer).startswith("accelerate."):
@@ -120,7 +117,7 @@ def _replaced_forward(head: nn.Module) -> str | None:
     return None
 
 
-def _missing_weight(head: nn.Linear) -> str | None:
+def _weight_unsupported_reason(head: nn.Linear) -> str | None:
     weight = _weight(head)
     if weight is None:
         return "the head has no weight among its parameters"
@@ -128,23 +125,11 @@ def _missing_weight(head: nn.Linear) -> str | None:
         return "the head's weight is offloaded"
     if isinstance(weight, DTensor):
         shards = sum(isinstance(placement, Shard) for placement in weight.placements)
-        if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 brings the whole weight when the head is called
-            return "the head is cut between ranks (tensor parallelism)"
+        if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 gathers the whole weight when the head is called
+            return "the head is split across ranks (tensor parallelism)"
     return None
 
 
 def _weight(head: nn.Linear) -> Tensor | None:
     """The weight, or ZeRO-3's placeholder for it. Reading the attribute would gather it."""
     return head._parameters.get("weight")
-
-
-def function_of(function: Any) -> Any:
-    while isinstance(function, (partial, MethodType)):
-        function = function.func if isinstance(function, partial) else function.__func__
-    return function
-
-
-def module_of(function: Callable) -> str:
-    """Where a function was written; decorators like functools.wraps change its `__module__`."""
-    function = function_of(function)
-    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""

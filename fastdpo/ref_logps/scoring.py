@@ -1,4 +1,4 @@
-"""A causal LM made to score pairs, packed and fused if it can be, and left as it was afterwards."""
+"""Makes a causal LM score pairs, packed and fused where it is supported, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from ..models import forward
 from ..ops import length_desensitized_logps, token_logps
 from ..packing import IGNORE_INDEX
 from .pairs import Pairs
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from .passes import Score
 
 NAME = "fastdpo.ref_logps"
-"""Of its calls in `fastdpo.calls`."""
+"""The integration under which `fastdpo.calls` counts its calls."""
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model in a model, which may be wrapped by PEFT, DDP or another engine."""
+    """The transformers model inside a model, which PEFT, DDP or another engine may have wrapped."""
     from transformers import PreTrainedModel
 
     for module in model.modules() if isinstance(model, nn.Module) else ():
@@ -35,7 +36,7 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 
 
 def device_of(base: PreTrainedModel) -> torch.device:
-    """Where its inputs go."""
+    """The device that a model's inputs go to."""
     return cast(Tensor, base.get_input_embeddings().weight).device
 
 
@@ -54,7 +55,7 @@ def _peft_model(model: nn.Module) -> PeftModel | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A reference has no dropout, whatever mode the model is in."""
+    """Puts a model into evaluation mode for the block, and each module back into its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -66,7 +67,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_adapter(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """A PeftModel with only this adapter on; None: with none. Any other model as it is."""
+    """Activates only this adapter of a PeftModel for the block, or none. Leaves any other model as it is."""
     peft_model = _peft_model(model)
     if peft_model is None:
         if adapter is not None:
@@ -94,23 +95,20 @@ def with_adapter(model: nn.Module, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[Score]:
-    """Scores rows of pairs by the model while the block lasts."""
-    from ..integrations import fused_forward, qualify
-
+    """Yields a function that scores rows of pairs with the model, valid during the block."""
     base = base_of(model)
-    if "_fastdpo" in vars(base):
+    if forward.ATTRIBUTE in vars(base):
         raise ValueError(
-            "precompute: model must not be wrapped by fastdpo already; got one that belongs to a patched trainer. Call "
-            "this before the trainer is built, or have the trainer do it (precompute_ref_log_probs=True)"
+            "precompute: model must not belong to a patched trainer; got one that does. Call precompute before the "
+            "trainer is created, or let the trainer do it (precompute_ref_log_probs=True)"
         )
     device = device_of(base)
-    request = fused_forward.Request((), 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
     options = {"output_router_logits": False} if hasattr(base.config, "output_router_logits") else {}
 
     def score(rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
         batch = {name: x.to(device) for name, x in pairs.collate(rows).items()}
-        found = model(**batch, **options, use_cache=False, fused_lm_head=True)
-        logps = found if isinstance(found, Tensor) else _from_logits(found.logits, batch["labels"])  # [2B, L-1]
+        output = model(**batch, **options, use_cache=False, fused_lm_head=True)
+        logps = output if isinstance(output, Tensor) else _from_logits(output.logits, batch["labels"])  # [2B, L-1]
         if ld_alpha is None:
             sums = logps.sum(1)
         else:
@@ -120,23 +118,16 @@ def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[
         return chosen, rejected
 
     try:
-        fused_forward.install(
-            base,
-            NAME,
-            "reference",
-            request,
-            fused_forward.Options(),
-            lambda scored, _: scored.logps.logps,
-            stock_scores=False,
-        )
+        request = forward.Request(NAME, "reference")
+        forward.install(base, request, lambda scored, _: scored.logps.logps, prior_scores=False)
         with torch.no_grad():
             yield score
     finally:
-        fused_forward.uninstall(base)
+        forward.uninstall(base)
 
 
 def _from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probabilities [2B, L-1] of models that can't be packed."""
+    """Log-probabilities [2B, L-1] of models that cannot be packed."""
     labels = labels.to(logits.device)
     rows = [token_logps(row[:-1], targets[1:]).logps for row, targets in zip(logits, labels, strict=True)]
     return torch.stack(rows)

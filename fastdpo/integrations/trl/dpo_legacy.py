@@ -1,8 +1,8 @@
-"""TRL's DPOTrainer of the line before its rewrite, entered where it scores a batch, in `concatenated_forward`.
+"""TRL's DPOTrainer before its rewrite, patched where it scores a batch, in `concatenated_forward`.
 
-Training, evaluation, the reference and precomputing all go through there. What stock makes of logits is made here of
-per-token results, in the same way, its oddities included: `ld_alpha` counts positions from the beginning of a row, and
-`use_weighting` takes the log-probability of a token with the weight of the next.
+Training, evaluation, the reference and precomputing all call it. What TRL computes from logits is computed
+here from per-token results in the same way, including its peculiarities: `ld_alpha` counts positions from
+the beginning of a row, and `use_weighting` multiplies a token's log-probability by the next token's weight.
 """
 
 from __future__ import annotations
@@ -20,42 +20,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..packing import IGNORE_INDEX
-from . import qualify
-from .deferred_metrics import (
+from ...models import fallback, forward
+from ...models.fallback import counting_calls_as, logger
+from ...models.forward import Request, ScoredBatch
+from ...models.router import router_loss
+from ...packing import IGNORE_INDEX
+from ..deferred_metrics import (
     Ledger,
     codes_of,
     deferring,
     is_overridden,
-    settle_where_stock_communicates,
-    shown_to_others,
+    settle_where_trl_communicates,
+    shown_metrics,
     stored,
 )
-from .fused_forward import (
-    ENTERED,
-    Latest,
-    Options,
-    Request,
-    Scored,
-    decline,
-    install,
-    is_fused,
-    is_wrapped,
-    kind_of_calls,
-    logger,
-    models_to_enter,
-    router_loss,
-    say_off,
-)
-from .reference_memory import Memory, digests_of_pairs, key_of
-from .replacements import Replacements, living
-from .trl_dpo_memory import log_probs, model_digest, precision_of, sharing
-from .trl_dpo_memory import why_not as why_not_remember
+from ..last_result import LastResult
+from ..protocol import STATE, PatchOptions
+from ..reference_memory import Memory, digests_of_pairs, key_of
+from ..replacements import Replacements, existing_instances
+from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
+from .models import new_models
+from .names import DPO
+from .reference import model_digest, precision_of
 
 if TYPE_CHECKING:
-    DPOTrainer = Any  # of another TRL than types are checked with
-
-NAME = "trl.DPOTrainer"
+    DPOTrainer = Any  # types are checked in an environment with another TRL
 
 _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
@@ -76,38 +65,38 @@ _COMPUTES_METRICS = (
 )
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 _METRICS = "_stored_metrics"
-_OWN = "_fastdpo"
 
 _replacements = Replacements()
 _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class _Own:
-    """What a trainer that was built patched has of ours."""
+class _State:
+    """The state of a trainer that was created after `patch()`."""
 
     memory: Memory
     ledger: Ledger = field(default_factory=Ledger)
-    returns_metrics: bool = False  # to whoever has called the function that is running
-    batch: Latest[dict[str, Any] | str] = field(default_factory=Latest)
+    models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    returns_metrics: bool = False  # whether the function that is running returns its metrics to its caller
+    batch: LastResult[dict[str, Any] | str] = field(default_factory=LastResult)
 
 
-def why_not() -> str | None:
-    """What of the seam is not as this module knows it; None if all is."""
+def unsupported_reason() -> str | None:
+    """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer
 
     for name, expected in _PARAMETERS.items():
         function = getattr(dpo_trainer.DPOTrainer, name, None)
-        found = None if function is None else list(inspect.signature(function).parameters)
-        if found != expected:
-            return f"DPOTrainer.{name} must have the parameters {expected}; found {found}"
+        parameters = None if function is None else list(inspect.signature(function).parameters)
+        if parameters != expected:
+            return f"DPOTrainer.{name} must have the parameters {expected}; got {parameters}"
     for name in ("flush_left", "flush_right"):
         if not hasattr(dpo_trainer, name):
             return f"trl.trainer.dpo_trainer must have {name}"
     return None
 
 
-def enable(options: Options) -> None:
+def enable(options: PatchOptions) -> None:
     from trl.trainer import dpo_trainer
 
     DPOTrainer: Any = dpo_trainer.DPOTrainer
@@ -121,51 +110,51 @@ def enable(options: Options) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[_OWN] = _Own(Memory(options.reference_memory, NAME))
+        vars(self)[STATE] = _State(Memory(options.reference_memory, DPO))
         _trainers.add(self)
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         flattens = config is not None and config.padding_free
-        with _padded(config) if flattens else nullcontext():  # else TRL would warn of other attentions than its own
+        with _padded(config) if flattens else nullcontext():  # TRL warns unless attention is FlashAttention
             stock_init(self, *args, **kwargs)
-        _install_models(self, options)
+        _install(self, options)
         self.padding_free = flattens
-        if flattens and not is_fused(self.model):
-            logger.warning("%s: padding_free=True goes TRL's own way, see above", NAME)
+        if flattens and not forward.is_fused(self.model):
+            logger.warning("%s: padding_free=True falls back to TRL for the reason logged above", DPO)
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
-        """The last step before the reference is prepared: what accelerate puts around its forward goes around ours."""
+        """The last step before the reference is prepared: accelerate then wraps our forward, not the reverse."""
         stock_create(self)
-        _install_models(self, options)
+        _install(self, options)
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, batch, is_ref_model=False):
-        if _OWN not in vars(self) or not is_wrapped(model, NAME):  # built before
+        if STATE not in vars(self) or not forward.is_installed(model, DPO):  # created before patch()
             return stock_forward(self, model, batch, is_ref_model)
-        with kind_of_calls("reference") if is_ref_model else nullcontext():
-            inputs = _inputs_once(self, batch)
+        with counting_calls_as("reference") if is_ref_model else nullcontext():
+            inputs = _cached_inputs(self, batch)
             if isinstance(inputs, str):
-                decline(model, NAME, inputs)
+                forward.record_fallback(model, DPO, inputs)
                 return stock_forward(self, model, batch, is_ref_model)
             output = model(**inputs, fused_lm_head=True)
         if "log_probs" in output:
             return _results(self, inputs["input_ids"], inputs["labels"] != IGNORE_INDEX, output, is_ref_model)
-        with _padded(self):  # logits: stock goes on from them
+        with _padded(self):  # logits, from which TRL computes log-probabilities
             return stock_forward(self, lambda *args, **kwargs: output, batch, is_ref_model)
 
     @functools.wraps(stock_metrics)
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        own: _Own | None = vars(self).get(_OWN)
-        if own is None:  # built before
+        state: _State | None = vars(self).get(STATE)
+        if state is None:  # created before patch()
             return stock_metrics(self, model, batch, train_eval)
-        batch = {**batch, **_remembered(self, own.memory, batch)}
-        with deferring(self.accelerator, own.ledger, codes):
+        batch = {**batch, **_remembered(self, state.memory, batch)}
+        with deferring(self.accelerator, state.ledger, codes):
             loss, metrics = stock_metrics(self, model, batch, train_eval)
-        seen = own.returns_metrics or is_overridden(self, DPOTrainer, _COMPUTES_METRICS)
-        if seen or sys._getframe(1).f_code not in callers:
-            return loss, own.ledger.known(metrics)
-        own.ledger.settle_if_due(seen=False)
-        return loss, own.ledger.keep(metrics, stored(self, _METRICS)[train_eval])
+        read = state.returns_metrics or is_overridden(self, DPOTrainer, _COMPUTES_METRICS)
+        if read or sys._getframe(1).f_code not in callers:
+            return loss, state.ledger.settled(metrics)
+        state.ledger.settle_if_due(read=False)
+        return loss, state.ledger.keep(metrics, stored(self, _METRICS)[train_eval])
 
     @functools.wraps(stock_loss)
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -183,49 +172,48 @@ def enable(options: Options) -> None:
     _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
     _replacements.put(DPOTrainer, "compute_loss", compute_loss)
     _replacements.put(DPOTrainer, "prediction_step", prediction_step)
-    settle_where_stock_communicates(_replacements, DPOTrainer, _ledger)
-    _replacements.put(DPOTrainer, _METRICS, shown_to_others(_METRICS, _ledger, codes_of(DPOTrainer.store_metrics)))
+    settle_where_trl_communicates(_replacements, DPOTrainer, _ledger)
+    _replacements.put(DPOTrainer, _METRICS, shown_metrics(_METRICS, _ledger, codes_of(DPOTrainer.store_metrics)))
 
 
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        own: _Own | None = vars(trainer).pop(_OWN, None)
-        if own is not None:
-            own.ledger.close(trainer)
-        vars(trainer).pop(ENTERED, None)
+        state: _State | None = vars(trainer).pop(STATE, None)
+        if state is not None:
+            state.ledger.close(trainer)
     _trainers.clear()
 
 
-def living_trainers() -> list[DPOTrainer]:
-    """Trainers that exist already: their reference has been prepared without any patch."""
+def existing_trainers() -> list[DPOTrainer]:
+    """Trainers that exist already, whose reference accelerate has prepared."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    return living(DPOTrainer)
+    return existing_instances(DPOTrainer)
 
 
 def _ledger(trainer: Any) -> Ledger | None:
-    own: _Own | None = vars(trainer).get(_OWN)
-    return None if own is None else own.ledger
+    state: _State | None = vars(trainer).get(STATE)
+    return None if state is None else state.ledger
 
 
 @contextmanager
 def _returning_metrics(trainer: DPOTrainer, value: bool) -> Iterator[None]:
-    """While a function runs that returns its metrics, or does not."""
-    own: _Own | None = vars(trainer).get(_OWN)
-    if own is None:  # built before
+    """Records during the block whether the function that is running returns its metrics to its caller."""
+    state: _State | None = vars(trainer).get(STATE)
+    if state is None:  # created before patch()
         yield
         return
-    before, own.returns_metrics = own.returns_metrics, value
+    before, state.returns_metrics = state.returns_metrics, value
     try:
         yield
     finally:
-        own.returns_metrics = before
+        state.returns_metrics = before
 
 
 @contextmanager
 def _padded(owner: Any) -> Iterator[None]:
-    """Without `padding_free`, of a trainer or its configuration."""
+    """Disables `padding_free` of a trainer or a configuration during the block."""
     before, owner.padding_free = owner.padding_free, False
     try:
         yield
@@ -233,36 +221,44 @@ def _padded(owner: Any) -> Iterator[None]:
         owner.padding_free = before
 
 
-def _install_models(trainer: DPOTrainer, options: Options) -> None:
+def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
+    state: _State | None = vars(trainer).get(STATE)
+    if state is None:
+        return
     liger = [name for name in ("use_liger_loss", "use_liger_kernel") if getattr(trainer.args, name, False)]
-    for role, base in models_to_enter(trainer):
+    for role, model in new_models(trainer, state.models):
         if liger:
-            say_off(f"{NAME} ({role}): not fused, {liger[0]} is set")
+            fallback.report(f"{DPO} ({role}): not fused, {liger[0]} is set")
             continue
         statistics = ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
-        wanted = statistics if role == "policy" else ()  # of a reference only log-probabilities are
-        request = Request(wanted, 1.0, False, *qualify.logit_transform(base.config.get_text_config()))
-        install(base, NAME, role, request, options, functools.partial(_answer, base.config), stock_scores=False)
+        request = Request(
+            DPO,
+            role,
+            outputs=statistics if role == "policy" else (),  # only the policy's statistics feed metrics
+            share_prompts=options.share_prompts,
+            memory_budget=options.memory_budget,
+        )
+        forward.install(model, request, functools.partial(_make_output, model.config), prior_scores=False)
 
 
-def _answer(config: Any, scored: Scored, kwargs: dict) -> dict[str, Tensor]:
-    """`log_probs` and statistics [2B, L-1], of the token after each position; `aux_loss` of a router."""
-    found = {"log_probs": scored.logps.logps}
-    found |= {name: x for name, x in scored.logps._asdict().items() if name != "logps" and x is not None}
+def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:
+    """`log_probs` and statistics [2B, L-1] of the token after each position, and `aux_loss` of a router."""
+    output = {"log_probs": scored.logps.logps}
+    output |= {name: x for name, x in scored.logps._asdict().items() if name != "logps" and x is not None}
     if scored.router_logits is not None:
-        found["aux_loss"] = router_loss(config, scored)
-    return found
+        output["aux_loss"] = router_loss(config, scored.router_logits, scored.multiplicity)
+    return output
 
 
-def _inputs_once(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
-    """`_inputs`, the same tensors for policy and reference."""
-    own: _Own = vars(trainer)[_OWN]
+def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
+    """`_inputs`, with the same tensors for policy and reference."""
+    state: _State = vars(trainer)[STATE]
     tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
-    return own.batch.get(tensors, lambda: _inputs(trainer, batch))
+    return state.batch.get(tensors, lambda: _inputs(trainer, batch))
 
 
 def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
-    """Ids, mask and labels [2B, L], flushed and cut as stock does it; or why it can't be fused."""
+    """Ids, mask and labels [2B, L], aligned and truncated as in TRL; or the reason why the batch is unsupported."""
     from trl.trainer import dpo_trainer
 
     flush_left, flush_right = (getattr(dpo_trainer, name) for name in ("flush_left", "flush_right"))
@@ -270,7 +266,7 @@ def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
         return "the model is an encoder-decoder"
     other = [name for name in _OTHER_INPUTS if batch.get(name) is not None]
     if other:
-        return f"batches hold {', '.join(other)} too"
+        return f"batches also hold {', '.join(other)}"
     whole = trainer.concatenated_inputs(batch, padding_value=trainer.pad_token_id)
     ids, mask = (
         torch.cat([whole[f"prompt_{name}"], whole[f"completion_{name}"]], dim=1)
@@ -279,14 +275,14 @@ def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
     scored = torch.cat([torch.zeros_like(whole["prompt_attention_mask"]), whole["completion_attention_mask"]], dim=1)
 
     longest = mask.shape[1] if trainer.max_length is None else trainer.max_length
-    cut = longest < mask.shape[1]
-    if cut and trainer.truncation_mode == "keep_end":
+    truncated = longest < mask.shape[1]
+    if truncated and trainer.truncation_mode == "keep_end":
         mask, ids, scored = (x[:, -longest:] for x in flush_right(mask, ids, scored))
     mask, ids, scored = flush_left(mask, ids, scored)
-    if cut:
+    if truncated:
         mask, ids, scored = (x[:, :longest] for x in (mask, ids, scored))
-        if scored[:, 0].any():  # stock counts a token there that nothing predicts
-            return "a prompt was cut away whole"
+        if scored[:, 0].any():  # TRL counts a token there that nothing predicts
+            return "truncation has left nothing of a prompt"
     return {
         "input_ids": ids,
         "attention_mask": mask,
@@ -297,36 +293,38 @@ def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _remembered(trainer: DPOTrainer, memory: Memory, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The reference's log-probabilities [B] by their names in a batch; nothing where the memory is off."""
-    if not memory.on or "ref_chosen_logps" in batch:  # precomputed
+    """The reference's log-probabilities [B] by their names in a batch; nothing if the memory is disabled."""
+    if not memory.enabled or "ref_chosen_logps" in batch:  # precomputed
         return {}
-    if not memory.begun:
-        _begin(trainer, memory)
-    inputs = _inputs_once(trainer, batch) if memory.on else "it is off"
-    if isinstance(inputs, str):  # what can't be fused is said where it isn't
+    if not memory.started:
+        _start(trainer, memory)
+    if not memory.enabled:
+        return {}
+    inputs = _cached_inputs(trainer, batch)
+    if isinstance(inputs, str):  # the reason is logged when the model is called
         return {}
     digests = digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["labels"] != IGNORE_INDEX)
 
     def compute(missing: list[int]) -> Tensor:
-        all_are = len(missing) == len(digests)  # the same tensors are packed once
-        part = batch if all_are else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
+        all_missing = len(missing) == len(digests)  # the layout of the same tensors is cached
+        part = batch if all_missing else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
         return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
 
-    found = log_probs(memory, trainer, _as_reference, digests, compute)
-    chosen, rejected = found.to(inputs["input_ids"].device, torch.float32).unbind(1)
+    logps = remembered_logps(memory, trainer, _as_reference, digests, compute)
+    chosen, rejected = logps.to(inputs["input_ids"].device, torch.float32).unbind(1)
     return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
 
-def _begin(trainer: DPOTrainer, memory: Memory) -> None:
+def _start(trainer: DPOTrainer, memory: Memory) -> None:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     def key() -> str:
         normalized = "ipo" in trainer.loss_type
         return key_of("legacy", model_digest(trainer, _as_reference), precision_of(trainer), normalized)
 
-    trainer.add_callback(sharing(memory))  # on every rank, since all must take part
+    trainer.add_callback(exchange_callback(memory))  # on every rank, since all must take part
     reason = "the model is an encoder-decoder" if trainer.is_encoder_decoder else None
-    memory.begin(reason or why_not_remember(trainer, DPOTrainer, _as_reference), key)
+    memory.start(reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
 
 
 def _as_reference(trainer: Any) -> AbstractContextManager:
@@ -336,35 +334,35 @@ def _as_reference(trainer: Any) -> AbstractContextManager:
 def _results(
     trainer: DPOTrainer, ids: Tensor, scored: Tensor, output: dict[str, Tensor], is_ref_model: bool
 ) -> dict[str, Tensor]:
-    """What stock returns. `ids` and `scored` are [2B, L], scored tokens are never the first of a row."""
+    """What TRL returns. `ids` and `scored` are [2B, L]; the first token of a row is never scored."""
     n = len(ids) // 2
-    start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of stock's logits
+    start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of TRL's logits
     logps = F.pad(output["log_probs"], (1, 0))[:, start:]  # of each token
     predicts = scored[:, 1:].to(logps.device)  # where the next token is scored
     scored = scored[:, start:].to(logps.device)
     counts = scored.sum(1)
     sums = logps.sum(1)
-    found = {}
+    results = {}
 
     if "log_sum_sq_probs" in output:  # arXiv 2406.11827, eq. 2
         with torch.no_grad():
             weights = ((F.pad(output["log_probs"], (1, -1)) - output["log_sum_sq_probs"]) * predicts).sum(1) / counts
-            found["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
+            results["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
     if trainer.args.rpo_alpha is not None or "sft" in trainer.loss_type:
-        kept = scored[:n] & (ids[:n, start:] != 0).to(logps.device)  # stock ignores the token 0
-        found["nll_loss"] = -(logps[:n] * kept).sum() / kept.sum()
+        kept = scored[:n] & (ids[:n, start:] != 0).to(logps.device)  # TRL ignores token 0
+        results["nll_loss"] = -(logps[:n] * kept).sum() / kept.sum()
     if "ipo" in trainer.loss_type:
         sums = sums / counts
     if trainer.args.ld_alpha is not None and not is_ref_model:
         shorter = torch.minimum(counts[:n], counts[n:]).repeat(2)
         position = torch.arange(logps.shape[1], device=logps.device)
-        front, rear = (position < shorter[:, None]), (position < counts[:, None])
-        sums = (logps * (front + trainer.args.ld_alpha * (rear & ~front))).sum(1)
+        shared, own = (position < shorter[:, None]), (position < counts[:, None])
+        sums = (logps * (shared + trainer.args.ld_alpha * (own & ~shared))).sum(1)
 
-    found |= {"chosen_logps": sums[:n], "rejected_logps": sums[n:]}
+    results |= {"chosen_logps": sums[:n], "rejected_logps": sums[n:]}
     if "mean_logits" in output:
         for name, rows in (("chosen", slice(0, n)), ("rejected", slice(n, None))):
-            found[f"mean_{name}_logits"] = (output["mean_logits"][rows] * predicts[rows]).sum() / predicts[rows].sum()
+            results[f"mean_{name}_logits"] = (output["mean_logits"][rows] * predicts[rows]).sum() / predicts[rows].sum()
     if trainer.aux_loss_enabled:
-        found["aux_loss"] = output["aux_loss"]
-    return found
+        results["aux_loss"] = output["aux_loss"]
+    return results

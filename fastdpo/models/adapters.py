@@ -11,11 +11,11 @@ from torch import nn
 WRAPPED = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Names under which PEFT, `torch.compile` and checkpoint wrappers hold the module that they wrap."""
 
-NOT_NUMBERS = {
+IRRELEVANT_ENTRIES = {
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
     *("init_lora_weights", "lora_dropout"),
 }
-"""Entries of an adapter's configuration that outputs in evaluation mode don't depend on."""
+"""Entries of an adapter's configuration that outputs in evaluation mode do not depend on."""
 
 
 def unwrapped(name: str) -> str:
@@ -24,7 +24,7 @@ def unwrapped(name: str) -> str:
 
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's layers, with the names that their modules had before wrapping."""
+    """PEFT's layers and the names that their modules had before wrapping."""
     if "peft" not in sys.modules:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -36,17 +36,17 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def active_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the model would use now: without those of inactive adapters."""
+    """The parameters that the model would use now, which excludes those of inactive adapters."""
     inactive = InactiveAdapters(model)
     return [x for name, x in model.named_parameters() if unwrapped(name) not in inactive]
 
 
 def active_adapters(model: nn.Module) -> dict[str, object]:
-    """Name to configuration."""
+    """The configurations of the active adapters by their names."""
     active: set[str] = set().union(*(_active(module) for _, module in adapter_modules(model)))
     configs = [vars(module).get("peft_config") or {} for module in model.modules()]
     return {
-        name: {entry: x for entry, x in config.to_dict().items() if entry not in NOT_NUMBERS}
+        name: {entry: x for entry, x in config.to_dict().items() if entry not in IRRELEVANT_ENTRIES}
         for each in configs
         for name, config in each.items()
         if name in active
@@ -54,7 +54,7 @@ def active_adapters(model: nn.Module) -> dict[str, object]:
 
 
 def adapter_states(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What PEFT's layers hold for active adapters, such as scalings, and the adapters merged into their weights."""
+    """The state that PEFT's layers hold for active adapters: scalings, and adapters merged into the weights."""
     for name, module in adapter_modules(model):
         active = _active(module)
         state: dict[str, Any] = {
@@ -70,7 +70,7 @@ def adapter_states(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class InactiveAdapters:
-    """Unwrapped names of tensors and modules of adapters that are not active: `module.container.adapter...`."""
+    """The unwrapped names of the tensors and modules of inactive adapters: `module.container.adapter...`."""
 
     def __init__(self, model: nn.Module):
         self.modules: dict[str, tuple[set[str], set[str]]] = {}
@@ -87,5 +87,5 @@ class InactiveAdapters:
         return False
 
 
-def _active(module) -> set[str]:
+def _active(module: Any) -> set[str]:
     return set() if module.disable_adapters else set(module.active_adapters)

@@ -1,13 +1,14 @@
-"""OpenRLHF's DPOTrainer, entered where it scores a batch, in `concatenated_forward`.
+"""OpenRLHF's DPOTrainer, patched where it scores a batch, in `concatenated_forward`.
 
-Not in `Actor.forward`, which PPO and SFT share. Stock, logits and their float32 copy are stored for every token of
-prompts and answers. Packed, padding is not computed whether or not `packing_samples` is set.
+`Actor.forward` is not patched, since PPO and SFT use it, too. OpenRLHF stores logits and their float32
+copy for every token of prompts and answers. Here, no padding is computed, whether or not
+`packing_samples` is set, and only answers are scored.
 
-OpenRLHF reduces each number of its log by itself; here a log is one collective.
+OpenRLHF reduces each number of its log in a collective of its own. Here, a log is one collective.
 """
 
 # pyright: reportMissingImports=false
-# OpenRLHF is not installed where types are checked.
+# Types are checked in an environment without OpenRLHF.
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..packing import IGNORE_INDEX
-from . import qualify
-from .fused_forward import Latest, Options, Request, Scored, decline, install, reason_off, router_loss
-from .reference_memory import Memory, digests_of_pairs, key_of
-from .replacements import Replacements, living
+from ...models import forward
+from ...models.forward import Request, ScoredBatch
+from ...models.router import router_loss
+from ...packing import IGNORE_INDEX
+from ..last_result import LastResult
+from ..protocol import STATE, PatchOptions
+from ..reference_memory import Memory, digests_of_pairs, key_of
+from ..replacements import Replacements, existing_instances
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
@@ -41,37 +45,35 @@ _PARAMETERS = {
 }
 _REDUCE_PARAMETERS = ["self", "data", "op"]
 
-_OWN = "_fastdpo"
-
 _replacements = Replacements()
 _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
 @dataclass
-class _Own:
-    """What a trainer that was built patched has of ours."""
+class _State:
+    """The state of a trainer that was created after `patch()`."""
 
     memory: Memory
-    batch: Latest[_Batch] = field(default_factory=Latest)
+    batch: LastResult[_Batch] = field(default_factory=LastResult)
 
 
 class _Batch(NamedTuple):
-    """Of the rows of a batch, [2B, L], chosen ones first."""
+    """The rows of a batch, [2B, L] each, chosen ones first."""
 
     ids: Tensor
     mask: Tensor
     labels: Tensor
 
 
-class _Epochs:
-    """A loader that says when an epoch has ended."""
+class _LoaderWithCallback:
+    """A data loader that calls a function at the end of each epoch."""
 
-    def __init__(self, loader: Any, ended: Callable[[], None]):
-        self._loader, self._ended = loader, ended
+    def __init__(self, loader: Any, on_epoch_end: Callable[[], None]):
+        self._loader, self._on_epoch_end = loader, on_epoch_end
 
     def __iter__(self) -> Iterator:
         yield from self._loader
-        self._ended()
+        self._on_epoch_end()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -80,8 +82,8 @@ class _Epochs:
         return getattr(self._loader, name)
 
 
-def why_not() -> str | None:
-    """What of the seam is not as this module knows it; None if all is."""
+def unsupported_reason() -> str | None:
+    """Returns how OpenRLHF differs from the versions that this module was tested with, or None."""
     from openrlhf.trainer.dpo_trainer import DPOTrainer
     from openrlhf.utils.deepspeed import DeepspeedStrategy
 
@@ -89,13 +91,13 @@ def why_not() -> str | None:
     expected[DeepspeedStrategy, "all_reduce"] = _REDUCE_PARAMETERS
     for (owner, name), parameters in expected.items():
         function = getattr(owner, name, None)
-        found = None if function is None else list(inspect.signature(function).parameters)
-        if found is None or found[: len(parameters)] != parameters:  # `_get_batch_logps` had one more, which stays
-            return f"{owner.__name__}.{name} must begin with the parameters {parameters}; found {found}"
+        actual = None if function is None else list(inspect.signature(function).parameters)
+        if actual is None or actual[: len(parameters)] != parameters:  # some versions have more
+            return f"{owner.__name__}.{name} must begin with the parameters {parameters}; got {actual}"
     return None
 
 
-def enable(options: Options) -> None:
+def enable(options: PatchOptions) -> None:
     from openrlhf.trainer.dpo_trainer import DPOTrainer
     from openrlhf.utils.deepspeed import DeepspeedStrategy
 
@@ -108,17 +110,20 @@ def enable(options: Options) -> None:
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
-        vars(self)[_OWN] = _Own(Memory(options.reference_memory, NAME))
+        vars(self)[STATE] = _State(Memory(options.reference_memory, NAME))
         _trainers.add(self)
         for role, actor in (("policy", self.model), ("reference", self.ref_model)):
             _install(actor, role, options)
 
     @functools.wraps(stock_fit)
     def fit(self, *args, **kwargs):
-        own: _Own | None = vars(self).get(_OWN)
-        if own is None or not own.memory.on:
+        state: _State | None = vars(self).get(STATE)
+        if state is None or not state.memory.enabled:
             return stock_fit(self, *args, **kwargs)
-        loader, self.train_dataloader = self.train_dataloader, _Epochs(self.train_dataloader, own.memory.share)
+        loader, self.train_dataloader = (
+            self.train_dataloader,
+            _LoaderWithCallback(self.train_dataloader, state.memory.exchange),
+        )
         try:
             return stock_fit(self, *args, **kwargs)
         finally:
@@ -127,26 +132,26 @@ def enable(options: Options) -> None:
     @functools.wraps(stock_evaluate)
     def evaluate(self, *args, **kwargs):
         stock_evaluate(self, *args, **kwargs)
-        own: _Own | None = vars(self).get(_OWN)
-        if own is not None and own.memory.on:
-            own.memory.share()
+        state: _State | None = vars(self).get(STATE)
+        if state is not None and state.memory.enabled:
+            state.memory.exchange()
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        own: _Own | None = vars(self).get(_OWN)
-        if own is None:  # built before
+        state: _State | None = vars(self).get(STATE)
+        if state is None:  # created before patch()
             return stock_forward(self, model, *batch)
 
         def score(*batch):
-            reason = _why_not_here(self) or reason_off(model, NAME)
+            reason = _strategy_unsupported_reason(self) or forward.disabled_reason(model, NAME)
             if reason is not None:
-                decline(model, NAME, reason)
+                forward.record_fallback(model, NAME, reason)
                 return stock_forward(self, model, *batch)
-            return _forward(self, own, model, *batch)
+            return _forward(self, state, model, *batch)
 
-        if model is self.ref_model and _remembers(self, own.memory):
-            return _remembered(self, own, score, *batch)
+        if model is self.ref_model and _memory_enabled(self, state.memory):
+            return _remembered(self, state, score, *batch)
         return score(*batch)
 
     @functools.wraps(stock_reduce)
@@ -166,30 +171,33 @@ def enable(options: Options) -> None:
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        vars(trainer).pop(_OWN, None)
+        vars(trainer).pop(STATE, None)
     _trainers.clear()
 
 
-def living_trainers() -> list[DPOTrainer]:
-    """Trainers that exist already: their models were not entered."""
+def existing_trainers() -> list[DPOTrainer]:
+    """Trainers that exist already, whose models have their own forwards."""
     from openrlhf.trainer.dpo_trainer import DPOTrainer
 
-    return living(DPOTrainer)
+    return existing_instances(DPOTrainer)
 
 
 def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:
-    """The labels of a batch of pairs: its answers' real tokens, those of chosen and of rejected answers alike.
+    """The labels of a batch of pairs: the real tokens of chosen and of rejected answers.
 
-    A prompt is as long as its tokens are by themselves, which need not be how the two rows begin: a tokenizer may merge
-    the end of a prompt with an answer. So rows are masked by that length, not by what they have in common.
+    Each row is masked by the length of the tokenized prompt, not by the tokens that the two rows have in
+    common: a tokenizer may merge the end of a prompt with the beginning of an answer.
 
     Args:
         ids: [2B, L], chosen rows first, padded on the right.
-        mask: [2B, L], 0 where padded.
-        prompt_lengths: of the B prompts.
+        mask: [2B, L], 0 at padding.
+        prompt_lengths: number of tokens of each of the B prompts.
+
+    Returns:
+        int64 [2B, L], `IGNORE_INDEX` where a token is not scored.
 
     Raises:
-        ValueError: there is not one length for each pair.
+        ValueError: the number of lengths is not B.
     """
     lengths = torch.as_tensor(prompt_lengths, device=ids.device).flatten()
     if 2 * len(lengths) != len(ids):
@@ -200,32 +208,32 @@ def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor)
     return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)
 
 
-def _batch(trainer: DPOTrainer, own: _Own, *batch: Any) -> _Batch:
-    """The same tensors for policy and reference."""
+def _batch(trainer: DPOTrainer, state: _State, *batch: Any) -> _Batch:
+    """The rows of a batch, the same tensors for policy and reference."""
     *tensors, prompt_lengths = batch
 
     def make() -> _Batch:
         ids, mask, _ = trainer.concatenated_inputs(*batch)
         return _Batch(ids, mask, answer_labels(ids, mask, prompt_lengths))
 
-    return own.batch.get(tuple(tensors), make)
+    return state.batch.get(tuple(tensors), make)
 
 
 Results = tuple[Tensor, Tensor, Any, Tensor]
-"""What stock returns: sums of chosen and rejected answers [B], the router's loss, and chosen answers' mean loss."""
+"""What OpenRLHF returns: log-probabilities of chosen and rejected answers [B], router loss, loss of chosen answers."""
 
 
-def _forward(trainer: DPOTrainer, own: _Own, actor: Actor, *batch: Any) -> Results:
-    ids, mask, labels = _batch(trainer, own, *batch)
+def _forward(trainer: DPOTrainer, state: _State, actor: Actor, *batch: Any) -> Results:
+    ids, mask, labels = _batch(trainer, state, *batch)
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
-    if hasattr(_base(actor).config, "output_router_logits"):  # which an actor turns on, wanted or not
+    if hasattr(_base(actor).config, "output_router_logits"):  # the actor sets it, whether it is needed or not
         inputs["output_router_logits"] = trainer.aux_loss
     output = actor.model(**inputs, fused_lm_head=True)
     n = len(ids) // 2
     if "log_probs" in output:
         sums = output["log_probs"].sum(-1)
         means = sums / (labels[:, 1:] != IGNORE_INDEX).sum(-1).to(sums.device)
-    else:  # logits: of a batch, or a first one, that can't be fused
+    else:  # logits: the call has fallen back
         from openrlhf.models.utils import log_probs_from_logits
 
         logits = output["logits"].float() / actor.temperature
@@ -234,21 +242,22 @@ def _forward(trainer: DPOTrainer, own: _Own, actor: Actor, *batch: Any) -> Resul
     return sums[:n], sums[n:], output.get("aux_loss", []), -means[:n].mean()
 
 
-def _remembers(trainer: DPOTrainer, memory: Memory) -> bool:
-    if memory.on and not memory.begun:
-        from ..ref_logps import keys
+def _memory_enabled(trainer: DPOTrainer, memory: Memory) -> bool:
+    """Whether a trainer remembers its reference. Starts its memory with the first batch."""
+    if memory.enabled and not memory.started:
+        from ...ref_logps import keys
 
         actor = trainer.ref_model
-        together = getattr(trainer.strategy, "stage", 0) == 3
-        reason = "ranks run the reference together (ZeRO-3), and could disagree on leaving it out" if together else None
-        memory.begin(reason, lambda: key_of("openrlhf", keys.model_digest(_base(actor)), actor.temperature))
-    return memory.on
+        sharded = getattr(trainer.strategy, "stage", 0) == 3
+        reason = "ranks run the reference together (ZeRO-3), and might disagree on when to skip it" if sharded else None
+        memory.start(reason, lambda: key_of("openrlhf", keys.model_digest(_base(actor)), actor.temperature))
+    return memory.enabled
 
 
-def _remembered(trainer: DPOTrainer, own: _Own, score: Callable[..., Results], *batch: Any) -> Results:
-    """What `score` returns of a reference, run on the pairs that are new."""
+def _remembered(trainer: DPOTrainer, state: _State, score: Callable[..., Results], *batch: Any) -> Results:
+    """The results of `score` for a reference, which is run on the pairs that are not remembered."""
     *tensors, prompt_lengths = batch
-    ids, mask, labels = _batch(trainer, own, *batch)
+    ids, mask, labels = _batch(trainer, state, *batch)
     scored = labels != IGNORE_INDEX
 
     digests = digests_of_pairs(ids, mask, scored)
@@ -259,36 +268,42 @@ def _remembered(trainer: DPOTrainer, own: _Own, score: Callable[..., Results], *
         return torch.stack([chosen, rejected], 1)
 
     base = _base(trainer.ref_model)
-    own.memory.check(base)
-    found = own.memory.log_probs(base, digests, compute)
-    chosen, rejected = found.to(ids.device, torch.float32).unbind(1)
+    state.memory.check(base)
+    logps = state.memory.log_probs(base, digests, compute)
+    chosen, rejected = logps.to(ids.device, torch.float32).unbind(1)
     return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()
 
 
 def _base(actor: Actor) -> PreTrainedModel:
-    """The causal LM in an actor, below DeepSpeed's engine and PEFT."""
+    """The causal LM in an actor, inside of DeepSpeed's engine and PEFT."""
     model = cast(Any, actor.model)
     model = getattr(model, "module", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _install(actor: Actor, role: str, options: Options) -> None:
+def _install(actor: Actor, role: str, options: PatchOptions) -> None:
     base = _base(actor)
-    request = Request((), actor.temperature, False, *qualify.logit_transform(base.config.get_text_config()))
-    install(base, NAME, role, request, options, functools.partial(_answer, base.config), stock_scores=False)
+    request = Request(
+        NAME,
+        role,
+        temperature=actor.temperature,
+        share_prompts=options.share_prompts,
+        memory_budget=options.memory_budget,
+    )
+    forward.install(base, request, functools.partial(_make_output, base.config), prior_scores=False)
 
 
-def _answer(config: Any, scored: Scored, kwargs: dict) -> dict[str, Tensor]:
-    found = {"log_probs": scored.logps.logps}
+def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:
+    output = {"log_probs": scored.logps.logps}
     if scored.router_logits is not None:
-        found["aux_loss"] = router_loss(config, scored)
-    return found
+        output["aux_loss"] = router_loss(config, scored.router_logits, scored.multiplicity)
+    return output
 
 
-def _why_not_here(trainer: DPOTrainer) -> str | None:
+def _strategy_unsupported_reason(trainer: DPOTrainer) -> str | None:
     strategy = trainer.strategy
     if strategy.ring_attn_group is not None:
-        return "sequences are spread over ranks (ring attention)"
+        return "sequences are split across ranks (ring attention)"
     if getattr(strategy, "ds_tensor_parallel_size", 1) > 1:
-        return "the model is spread over ranks (tensor parallelism)"
+        return "the model is split across ranks (tensor parallelism)"
     return None

@@ -1,0 +1,48 @@
+"""What a module must define to add a trainer line to `patching.LINES`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..ops.linear_logps import MEMORY_BUDGET
+
+STATE = "_fastdpo_state"
+"""The attribute of a trainer that holds the state of its trainer line. Trainers created before `patch()` have none."""
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """The options of `patch()`.
+
+    Attributes:
+        share_prompts: compute the tokens that the two answers to a prompt begin with once.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+        reference_memory: remember the reference's log-probabilities of each pair: not at all, in this
+            process, or in a directory.
+    """
+
+    share_prompts: bool = True
+    memory_budget: int = MEMORY_BUDGET
+    reference_memory: bool | Path = False
+
+
+class TrainerLine(Protocol):
+    """The functions of a module that patches one trainer line: one trainer class in a range of versions."""
+
+    def unsupported_reason(self) -> str | None:
+        """Compares the functions to be replaced with those that were tested.
+
+        Returns what differs, or None. Changes nothing. May raise ImportError.
+        """
+
+    def enable(self, options: PatchOptions) -> None:
+        """Patches the trainer class. Called only if `unsupported_reason` has returned None."""
+
+    def disable(self) -> None:
+        """Restores the trainer class, and the trainers that were created since `enable`."""
+
+    def existing_trainers(self) -> list:
+        """Trainers that exist already. `enable` leaves them as they are."""
+        ...

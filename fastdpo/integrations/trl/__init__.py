@@ -1,0 +1,1 @@
+"""TRL: `DPOTrainer` since its rewrite and before it, and `OnlineDPOTrainer`."""

@@ -1,0 +1,145 @@
+"""The reference memory of TRL's DPOTrainers.
+
+A trainer that precomputes reference log-probabilities takes them from its batches. The memory makes use
+of this: it adds remembered log-probabilities to each batch, and has the trainer's own
+`compute_ref_log_probs` compute those of pairs that it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...models.adapters import active_parameters
+from ..reference_memory import Memory, digests_of_pairs, key_of
+from .names import DPO
+from .reference import AsReference, as_reference, model_digest, precision_of, reference_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerCallback
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+SUPPORTED_INPUTS = {"input_ids", "attention_mask", "completion_mask"}
+
+
+class ReferenceMemory(Memory):
+    """The reference memory of one DPOTrainer."""
+
+    def __init__(self, option: bool | Path):
+        super().__init__(option, DPO)
+
+    @contextmanager
+    def serving(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the batch with its reference log-probabilities, which the trainer uses during the block.
+
+        Yields the batch unchanged if the memory is disabled.
+        """
+        if self.enabled and not self.started:
+            self._start(trainer)
+        if self.enabled and not {name for name, x in inputs.items() if x is not None} <= SUPPORTED_INPUTS:
+            self.disable(f"batches also hold {', '.join(sorted(inputs.keys() - SUPPORTED_INPUTS))}")
+        if not self.enabled:
+            yield inputs
+            return
+        chosen, rejected = self._of_batch(trainer, inputs)
+        trainer.precompute_ref_logps = True
+        try:
+            yield {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        finally:
+            trainer.precompute_ref_logps = False
+
+    def _start(self, trainer: DPOTrainer) -> None:
+        from trl.trainer import dpo_trainer
+
+        if trainer.precompute_ref_logps:  # nothing is left to remember
+            self.enabled = False
+            return
+
+        def key() -> str:
+            return key_of(model_digest(trainer, as_reference), precision_of(trainer), trainer.ld_alpha)
+
+        trainer.add_callback(exchange_callback(self))  # on every rank, since all must take part
+        self.start(memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference), key)
+
+    def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The reference log-probabilities of chosen and rejected completions, [B] each."""
+        digests = digests_of_pairs(*(inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")))
+        device = inputs["input_ids"].device
+
+        def compute(missing: list[int]) -> Tensor:
+            rows = torch.tensor([*missing, *(i + len(digests) for i in missing)], device=device)
+            all_missing = len(missing) == len(digests)
+            part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
+            return torch.stack(list(trainer.compute_ref_log_probs(reference_of(trainer), part)), 1)
+
+        logps = remembered_logps(self, trainer, as_reference, digests, compute)
+        dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
+        chosen, rejected = logps.to(device, dtype).unbind(1)
+        return chosen, rejected
+
+
+def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReference) -> str | None:
+    """Returns why a trainer's reference log-probabilities cannot be remembered, or None if they can."""
+    from ...ref_logps import scoring
+
+    args = trainer.args
+    if args.sync_ref_model:
+        return "the reference follows the policy (sync_ref_model)"
+    if type(trainer).compute_ref_log_probs is not stock.compute_ref_log_probs:
+        return f"{type(trainer).__name__} overrides compute_ref_log_probs"
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.parallelism_config is not None:
+        return "ranks run the reference together, and might disagree on when to skip it"
+    base = scoring.base_of(reference_of(trainer))
+    if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
+        if args.neftune_noise_alpha:
+            return "NEFTune adds noise to the reference"
+        if _has_dropout(base):
+            return "dropout is active in the reference"
+    trained = {id(x) for x in cast(nn.Module, trainer.model).parameters() if x.requires_grad}
+    with as_reference(trainer):
+        if any(id(x) in trained for x in active_parameters(base)):
+            return "trained weights are part of the reference"
+    return None
+
+
+def remembered_logps(
+    memory: Memory,
+    trainer: Any,
+    as_reference: AsReference,
+    digests: list[bytes],
+    compute: Callable[[list[int]], Tensor],
+) -> Tensor:
+    """`Memory.log_probs` for a trainer's reference as it is now."""
+    from ...ref_logps import scoring
+
+    base = scoring.base_of(reference_of(trainer))
+    with as_reference(trainer):
+        memory.check(base)
+    return memory.log_probs(base, digests, compute)
+
+
+def exchange_callback(memory: Memory) -> TrainerCallback:
+    """A callback by which ranks exchange new entries at the end of each epoch and after each evaluation."""
+    from transformers import TrainerCallback
+
+    class ExchangeCallback(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            memory.exchange()
+
+        on_evaluate = on_train_end = on_epoch_end
+
+    return ExchangeCallback()
+
+
+def _has_dropout(base: PreTrainedModel) -> bool:
+    """Whether the model without its adapters has dropout, as a module or as an entry of its configuration."""
+    entries = base.config.to_dict().items()
+    if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries):
+        return True
+    modules = ((name, module) for name, module in base.named_modules() if isinstance(module, nn.Dropout))
+    return any(module.p > 0 and "lora_dropout" not in name for name, module in modules)

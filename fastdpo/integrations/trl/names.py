@@ -1,0 +1,4 @@
+"""Names under which the trainers of TRL are patched, counted and logged."""
+
+DPO = "trl.DPOTrainer"
+ONLINE_DPO = "trl.OnlineDPOTrainer"

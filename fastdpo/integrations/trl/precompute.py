@@ -1,0 +1,124 @@
+"""`precompute_ref_log_probs=True` of TRL's DPOTrainer by `fastdpo.ref_logps`.
+
+The trainer's own collator makes the batches and its own `compute_ref_log_probs` runs them, so devices,
+adapters, autocast and LD-DPO behave as in TRL. Different from TRL, batches are formed by packed tokens
+with the longest pairs first, and values are stored as they are computed, under a key of everything that
+they depend on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ...models import fallback, forward
+from ...models.fallback import logger
+from .names import DPO
+from .reference import as_reference, model_digest, reference_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+FOLDER = "fastdpo-ref-logps"
+
+
+def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
+    """Whether `precompute` can replace TRL's own pass for this trainer. Logs why it cannot."""
+    from datasets import Dataset
+
+    patched = forward.is_installed(reference_of(trainer), DPO)
+    if not patched or not isinstance(dataset, Dataset):  # TRL refuses streaming datasets
+        return False
+    reason = _unsupported_reason(trainer)
+    if reason is not None:
+        fallback.report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason}")
+    return reason is None
+
+
+def _unsupported_reason(trainer: DPOTrainer) -> str | None:
+    from trl.trainer import dpo_trainer
+
+    collator = type(trainer.data_collator)
+    if collator is not dpo_trainer.DataCollatorForPreference:
+        return f"{collator.__name__} may return other tokens than the dataset's"
+    if type(trainer).compute_ref_log_probs is not dpo_trainer.DPOTrainer.compute_ref_log_probs:
+        return f"{type(trainer).__name__} overrides compute_ref_log_probs"
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed is not supported here yet"
+    if trainer.accelerator.parallelism_config is not None:
+        return "ranks that share a batch (parallelism_config) are not supported here yet"
+    return None
+
+
+def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+    """Returns the dataset with its reference log-probabilities, as `DPOTrainer._precompute_ref_logps` does."""
+    from accelerate.utils import send_to_device
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    from ...ref_logps import keys, pairs, passes, ranks, scoring, shards, with_ref_logps
+
+    given = [column for column in ("ref_chosen_logps", "ref_rejected_logps") if column in dataset.column_names]
+    if len(given) == 2:
+        logger.warning("%s: the %s dataset has %s, which are used as they are", DPO, name, " and ".join(given))
+        return dataset
+
+    model = reference_of(trainer)
+    accelerator = trainer.accelerator
+    collator = cast(DataCollatorForPreference, trainer.data_collator)
+    vocabulary = scoring.vocabulary_of(scoring.base_of(model))
+    rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
+    # A model that runs padded is given as many pairs as TRL would give it.
+    fused = forward.is_fused(model)
+    bounds = passes.Bounds(pairs=cast("DPOConfig", trainer.args).precompute_ref_batch_size if fused else batch_size)
+    directory = _cache_directory(dataset)
+    ranks.require_equal_work(rows.digest, bounds, directory is None)
+    digest = None if directory is None else _reference_digest(trainer)
+    stored = None
+    if directory is not None and digest is not None:
+        key = keys.key(rows, digest, f"accelerate {accelerator.mixed_precision}", trainer.ld_alpha)
+        ranks.require_equal_work(key)
+        stored = shards.Shards(directory / key, key, len(rows))
+
+    def score(examples):
+        batch = send_to_device(collator(examples), accelerator.device)
+        return trainer.compute_ref_log_probs(model, batch)
+
+    with scoring.evaluating(model):
+        logps = passes.run(
+            score,
+            rows,
+            stored,
+            bounds,
+            accelerator.device,
+            f"Computing reference log probs for {name} dataset",
+        )
+    return with_ref_logps(dataset, logps)
+
+
+def _reference_digest(trainer: DPOTrainer) -> str | None:
+    """Hash of the reference. None, with a logged reason, if its values cannot be cached."""
+    from ...ref_logps import keys, ranks
+
+    with as_reference(trainer):
+        reason = keys.uncacheable_reason(reference_of(trainer))
+    if ranks.cache_disabled(reason):
+        return None
+    digest, reason = None, None
+    try:
+        digest = model_digest(trainer, as_reference)
+    except NotImplementedError as error:
+        reason = str(error)
+    return None if ranks.cache_disabled(reason) else digest
+
+
+def _cache_directory(dataset: Dataset) -> Path | None:
+    """The directory of the dataset's files, or for a dataset in memory the cache directory of `datasets`."""
+    from datasets import config, is_caching_enabled
+
+    if not is_caching_enabled():
+        return None
+    files = dataset.cache_files
+    home = Path(files[0]["filename"]).parent if files else Path(config.HF_DATASETS_CACHE)
+    return home / FOLDER

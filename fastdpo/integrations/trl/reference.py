@@ -1,0 +1,49 @@
+"""The reference model of TRL's DPOTrainer, which may be the policy with its adapters disabled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+AsReference = Callable[[Any], AbstractContextManager[None]]
+"""Returns a context in which a trainer's policy with adapters acts as its own reference."""
+
+
+def reference_of(trainer: DPOTrainer) -> nn.Module:
+    """The trainer's reference model, or its policy, which then is the reference inside `as_reference`."""
+    return cast(nn.Module, trainer.ref_model or trainer.model)
+
+
+def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
+    """Disables the adapters of a policy that is its own reference, or activates the copy named "ref"."""
+    from ...ref_logps import scoring
+
+    adapters = _adapters(trainer)
+    if adapters is None:
+        return nullcontext()
+    return scoring.with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None)
+
+
+def model_digest(trainer: Any, as_reference: AsReference) -> str:
+    """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
+    from ...ref_logps import keys, scoring
+
+    with as_reference(trainer):
+        return keys.model_digest(scoring.base_of(reference_of(trainer)))
+
+
+def precision_of(trainer: Any) -> str:
+    """The precision that accelerate runs the reference in."""
+    return f"accelerate {trainer.accelerator.mixed_precision}"
+
+
+def _adapters(trainer: DPOTrainer) -> dict | None:
+    """The adapters of a policy that is its own reference."""
+    unwrapped = trainer.accelerator.unwrap_model(reference_of(trainer))
+    return getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None

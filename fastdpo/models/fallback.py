@@ -1,0 +1,57 @@
+"""How often each path ran, and why a fused path did not: counters, logged reasons and strict mode."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+logger = logging.getLogger("fastdpo")
+
+calls: Counter[tuple[str, str, str]] = Counter()
+"""Number of model calls by (integration, "policy" | "reference" | "eval", path).
+
+The path is one of
+
+- "fused": the batch was packed and scored by the fused head;
+- "padded": the batch was scored by the fused head, but not packed. This happens where several ranks
+  run one sharded model together, so that a rank that cannot pack must run the same modules;
+- "stock": the trainer's own path;
+- "remembered": the reference memory had the log-probabilities, and no model ran.
+"""
+
+_kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
+
+
+class NotFused(RuntimeError):
+    """Raised with `FASTDPO_STRICT=1` instead of a fallback. The message holds the reason."""
+
+
+def strict() -> bool:
+    """Whether `FASTDPO_STRICT` turns every fallback into an error."""
+    return os.environ.get("FASTDPO_STRICT", "0") not in ("", "0")
+
+
+def report(message: str) -> None:
+    """Logs that something is disabled, as a warning. In strict mode, raises `NotFused` instead."""
+    if strict():
+        raise NotFused(f"{message} (FASTDPO_STRICT=1)")
+    logger.warning("%s", message)
+
+
+@contextmanager
+def counting_calls_as(kind: str) -> Iterator[None]:
+    """Counts all model calls of the block as "policy", "reference" or "eval"."""
+    token = _kind_of_calls.set(kind)
+    try:
+        yield
+    finally:
+        _kind_of_calls.reset(token)
+
+
+def kind_of_calls() -> str | None:
+    """The kind that `counting_calls_as` has set, if any."""
+    return _kind_of_calls.get()

@@ -1,0 +1,407 @@
+"""The fused forward of a causal LM, through which all integrations score their batches.
+
+`model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` packs the padded batch, runs
+the model's own backbone on the packed tokens, scores the labelled positions with the fused head, and
+returns per-token results in the padded shape. All other calls, and batches that are not supported, go
+to the forward that the model had before.
+
+All of this happens inside `model(...)`, so that the hooks of DDP, FSDP2, ZeRO-3, PEFT and autocast see
+an ordinary call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import packing
+from ..ops.linear_logps import MEMORY_BUDGET
+from ..ops.results import TokenLogps
+from ..packing import Layout, NotPackable
+from . import attention, fallback, head, probe, support
+from .fallback import calls, logger
+from .layouts import layout_of, padded_batch
+from .probe import ProbeResult
+from .router import returns_router_logits
+from .structure import Structure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTRIBUTE = "_fastdpo_forward"
+"""The attribute of a model that holds its `_FusedForward`."""
+
+SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
+"""Arguments that a model's own forward does not receive when only its logits are needed."""
+
+MAX_PROBE_RESULTS = 16
+"""Number of structures of a model whose probe results are kept, for models that are switched back and forth."""
+
+
+class Request(NamedTuple):
+    """What an integration asks of a model's fused forward.
+
+    Attributes:
+        integration: name under which calls are counted and logged, such as "trl.DPOTrainer".
+        role: "policy" or "reference".
+        outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
+        temperature: divides the logits.
+        float32_head: whether the head computes in float32.
+        share_prompts: whether tokens that the two rows of a pair begin with are computed once.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+    """
+
+    integration: str
+    role: str
+    outputs: tuple[str, ...] = ()
+    temperature: float = 1.0
+    float32_head: bool = False
+    share_prompts: bool = True
+    memory_budget: int = MEMORY_BUDGET
+
+
+class ScoredBatch(NamedTuple):
+    """Result of one fused call.
+
+    Attributes:
+        logps: per-token results, [R, W] each, zero where nothing is scored.
+        label_mask: bool [R, W], where a token is scored.
+        router_logits: of each layer, [T, experts] for T packed tokens; None if they were not requested.
+        multiplicity: [1, T], how often each packed token occurs in the batch.
+    """
+
+    logps: TokenLogps
+    label_mask: Tensor
+    router_logits: tuple[Tensor, ...] | None
+    multiplicity: Tensor
+
+
+MakeOutput = Callable[[ScoredBatch, dict], object]
+"""Makes a model's output from a scored batch and the keyword arguments of the call."""
+
+
+class _Batch(NamedTuple):
+    """How a call runs: packed by its layout, or padded as it came, with a layout that says what is scored."""
+
+    layout: Layout
+    packed: bool
+
+
+@dataclass
+class _FusedForward:
+    """The state of a model's fused forward.
+
+    Attributes:
+        prior_forward: the forward before ours.
+        prior_scores: whether the prior forward takes `fused_lm_head` and labels.
+        logit_transform: (softcap, logit_scale) of the model.
+        disabled_reason: why all calls go to the prior forward, whatever becomes of the model.
+        choose: `_choose`, excluded from compilation.
+        inner: an earlier fused forward, if other code has wrapped it since.
+        prior_attention: the attention implementation to restore; None if the model is not switched.
+        forward: the function that is the model's forward now.
+        probe_results: by the hash of the structure that the model had when it was probed.
+        probe_result: of the model as it is; None before its first call.
+        logged: reasons that have been logged.
+    """
+
+    request: Request
+    make_output: MakeOutput
+    prior_forward: Callable
+    prior_scores: bool
+    logit_transform: tuple[float | None, float]
+    disabled_reason: str | None
+    choose: Callable[..., _Batch | None]
+    inner: _FusedForward | None
+    prior_attention: str | None = None
+    forward: Callable | None = None
+    structure: Structure = field(default_factory=Structure)
+    probe_results: dict[int, ProbeResult] = field(default_factory=dict)
+    probe_result: ProbeResult | None = None
+    logged: set[str] = field(default_factory=set)
+
+    def unsupported_reason(self) -> str | None:
+        """Why all calls fall back, as far as is known."""
+        if self.disabled_reason is not None or self.probe_result is None:
+            return self.disabled_reason
+        return self.probe_result.unsupported_reason
+
+
+_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *, prior_scores: bool = True) -> None:
+    """Replaces the forward of a model. If the model is not supported, logs why, and only counts its calls.
+
+    Args:
+        model: the causal LM itself, without wrappers of PEFT or engines.
+        request: what the fused forward computes.
+        make_output: makes the output of fused calls.
+        prior_scores: whether the model's present forward takes `fused_lm_head` and labels. If not, it is
+            the model's own: calls that are not fused return its logits, and the fused head is compared
+            with them first.
+    """
+    uninstall(model)
+    # Packing works on the host, so a compiled model packs outside of its graphs. Decorating here rather
+    # than at import keeps Triton, which Dynamo imports, out of `import fastdpo`.
+    choose = torch.compiler.disable(_choose, reason="packing works on the host")
+    choose = cast(Callable[..., "_Batch | None"], choose)
+    reason = support.unsupported_reason(model)
+    if reason is None and not prior_scores:
+        reason = support.forward_unsupported_reason(model)
+    transform = support.logit_transform(model.config.get_text_config())
+    inner = _state_of(model)
+    fused = _FusedForward(request, make_output, model.forward, prior_scores, transform, reason, choose, inner)
+    if reason is not None:
+        _log_once(fused, reason)
+
+    def forward(self, *args, fused_lm_head=False, **kwargs):
+        fused = cast(_FusedForward, _state_of(self))  # not from the closure: a deep copy of the model has its own
+        while fused.forward is not forward:
+            fused = cast(_FusedForward, fused.inner)
+        if not fused_lm_head:
+            return fused.prior_forward(*args, **kwargs)
+        return _call(self, fused, args, kwargs)
+
+    # `generate` and Trainer read the signature. functools.wraps would set `__wrapped__`, which accelerate follows.
+    forward.__signature__ = inspect.signature(type(model).forward)
+    fused.forward = forward
+    model.forward = MethodType(forward, model)
+    vars(model)[ATTRIBUTE] = fused
+    _models.add(model)
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Restores a model's forward, attention and head. Works for copies of a model, too."""
+    fused = _state_of(model)
+    if fused is None:
+        return
+    _models.discard(model)
+    if getattr(model.forward, "__func__", None) is fused.forward:
+        del model.forward, vars(model)[ATTRIBUTE]
+        if fused.prior_forward != model.forward:  # not that of the class
+            model.forward = fused.prior_forward
+        if fused.inner is not None:
+            vars(model)[ATTRIBUTE] = fused.inner
+    else:  # other code has wrapped our forward: stay in its chain, and pass calls on
+        fused.disabled_reason = "fastdpo was unpatched"
+    _restore(model, fused)
+
+
+def uninstall_all(integration: str) -> None:
+    """Uninstalls the fused forward of every model that an integration has installed it on."""
+    for model in list(_models):
+        if vars(model)[ATTRIBUTE].request.integration == integration:
+            uninstall(model)
+
+
+def is_installed(model: nn.Module, integration: str) -> bool:
+    """Whether a model, or one inside of it, has the fused forward of an integration."""
+    return _model_of(model, integration) is not None
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether calls of a model, or of one inside of it, may take the fused path."""
+    states = map(_state_of, model.modules())
+    return any(fused is not None and fused.unsupported_reason() is None for fused in states)
+
+
+def disabled_reason(model: nn.Module, integration: str) -> str | None:
+    """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
+    base = _model_of(model, integration)
+    return None if base is None else vars(base)[ATTRIBUTE].unsupported_reason()
+
+
+def record_fallback(model: nn.Module, integration: str, reason: str) -> None:
+    """Counts and logs a call that an integration leaves to its trainer before the model sees it."""
+    base = cast("PreTrainedModel", _model_of(model, integration))
+    fused = vars(base)[ATTRIBUTE]
+    calls[integration, _kind_of_call(base, fused), "stock"] += 1
+    _log_once(fused, fused.unsupported_reason() or reason)
+
+
+def _state_of(model: nn.Module) -> _FusedForward | None:
+    return vars(model).get(ATTRIBUTE)
+
+
+def _model_of(model: nn.Module, integration: str) -> PreTrainedModel | None:
+    """The model, or the one inside of it, that has the fused forward of this integration."""
+    installed = (m for m in model.modules() if m in _models)
+    matching = (m for m in installed if vars(m)[ATTRIBUTE].request.integration == integration)
+    return cast("PreTrainedModel | None", next(matching, None))
+
+
+def _call(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> object:
+    batch = fused.choose(model, fused, args, kwargs)
+    if batch is not None:
+        return fused.make_output(_score(model, fused, batch, kwargs), kwargs)
+    if fused.prior_scores:
+        return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
+    return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
+
+
+def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _Batch | None:
+    """Decides how a call runs, and counts it. Returns None, with a logged reason, if it falls back."""
+    batch, path = None, "stock"
+    reason = fused.disabled_reason
+    if reason is not None and fused.probe_result is None:  # other ranks may not have this reason
+        fused.probe_result = _examine(model, fused, torch.device("cpu"))
+    if reason is None and model not in _models:
+        reason = "the model is a copy of a patched model"
+    if reason is None:
+        reason = support.call_unsupported_reason(model, args, kwargs)
+    if reason is None:
+        try:
+            reason = _prepare(model, fused, kwargs["input_ids"].device)
+            if reason is None:
+                batch, path = _Batch(_layout(model, fused, kwargs), packed=True), "fused"
+        except NotPackable as error:
+            reason = str(error)
+            if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
+                head.install(head.head_of(model))
+                batch, path = _Batch(packing.padded(*padded_batch(kwargs)), packed=False), "padded"
+    calls[fused.request.integration, _kind_of_call(model, fused), path] += 1
+    if reason is not None:
+        _log_once(fused, reason)
+    return batch
+
+
+def _score(model: PreTrainedModel, fused: _FusedForward, batch: _Batch, kwargs: dict) -> ScoredBatch:
+    """Runs the backbone on the batch and the head on its scored positions, and restores the padded shape."""
+    request, layout = fused.request, batch.layout
+    routed = returns_router_logits(model, kwargs)
+    options = {"output_router_logits": True} if routed else {}
+    if batch.packed:
+        output = probe.run_packed(model, layout, kwargs["input_ids"], **options)
+    else:
+        inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+        output = model.base_model(**inputs, use_cache=False, **options)
+
+    lm_head = head.head_of(model)
+    hidden = output.last_hidden_state.flatten(0, 1)  # [T, D]
+    hidden = hidden.index_select(0, layout.score_index).to(head.device_of(lm_head))  # [N, D]
+    autocast = nullcontext()
+    if request.float32_head:
+        hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+    softcap, logit_scale = fused.logit_transform
+    with autocast:
+        scored = lm_head(
+            hidden,
+            fastdpo_targets=layout.targets.to(hidden.device),
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=request.temperature,
+            outputs=request.outputs,
+            memory_budget=request.memory_budget,
+        )
+    labels = kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+    logps = TokenLogps(**{name: layout.unpack(x) for name, x in scored._asdict().items() if x is not None})
+    label_mask = labels.to(hidden.device) != packing.IGNORE_INDEX
+    return ScoredBatch(logps, label_mask, output.router_logits if routed else None, layout.multiplicity[None])
+
+
+def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> str | None:
+    """Switches attention and head of a supported model. Returns why the model as it is now is not supported.
+
+    A model whose structure has changed is examined again, before anything is computed with it.
+    """
+    structure = fused.structure.hash(model)
+    if structure not in fused.probe_results:
+        if fused.probe_results and support.is_sharded(model):  # it may have changed on this rank alone
+            reason = fused.unsupported_reason()
+            if reason is not None:
+                return reason
+            raise NotPackable("the model has changed, and ranks that run it together cannot probe it one by one")
+        if len(fused.probe_results) >= MAX_PROBE_RESULTS:
+            fused.probe_results.clear()
+        fused.probe_results[structure] = _examine(model, fused, device)
+    fused.probe_result = fused.probe_results[structure]
+    if fused.probe_result.unsupported_reason is not None:
+        _restore(model, fused)
+        return fused.probe_result.unsupported_reason
+    if model.training and fused.probe_result.attention_dropout:
+        return "attention dropout is active"
+    _switch_attention(model, fused)
+    head.install(head.head_of(model))
+    return None
+
+
+def _examine(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> ProbeResult:
+    reason = support.shared_reason(model, fused.disabled_reason or support.unsupported_reason(model))
+    if reason is not None:
+        return ProbeResult(reason)
+    _switch_attention(model, fused)
+    result = probe.probe(model, device)
+    if result.unsupported_reason is None and not fused.prior_scores:
+        reason = support.shared_reason(model, probe.head_difference(model, device))
+        result = result._replace(unsupported_reason=reason)
+    return result
+
+
+def _switch_attention(model: PreTrainedModel, fused: _FusedForward) -> None:
+    if not attention.is_switched(model):
+        fused.prior_attention = attention.switch(model)
+
+
+def _restore(model: PreTrainedModel, fused: _FusedForward) -> None:
+    if fused.prior_attention is not None:
+        if attention.is_switched(model):  # otherwise other code has set another implementation since
+            attention.restore(model, fused.prior_attention)
+        fused.prior_attention = None
+    head.restore(head.head_of(model))
+
+
+def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> Layout:
+    batch, share = padded_batch(kwargs), fused.request.share_prompts
+    if share and model.training and _has_dropout(model, fused):
+        share = False  # dropout would differ between the two copies of a prompt
+        if "dropout" not in fused.logged:
+            fused.logged.add("dropout")
+            name, role = fused.request.integration, fused.request.role
+            logger.info("%s (%s): dropout is active, so prompts are not shared", name, role)
+    # All positions of the padded rows count, padding included.
+    reach = batch.input_ids.shape[1] if support.rope_depends_on_length(model.config) else None
+    return layout_of(batch, share_prompts=share, store_all=returns_router_logits(model, kwargs), reach=reach)
+
+
+def _has_dropout(model: PreTrainedModel, fused: _FusedForward) -> bool:
+    """Whether training is random. The probe misses dropout in an adapter whose weights are still zero."""
+    is_random = fused.probe_result is not None and fused.probe_result.is_random
+    return is_random or any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
+
+
+def _kind_of_call(model: PreTrainedModel, fused: _FusedForward) -> str:
+    kind = fallback.kind_of_calls()
+    if kind is not None:
+        return kind
+    if fused.request.role == "reference" or _adapter_is_reference(model):
+        return "reference"
+    if torch.is_grad_enabled():
+        return "policy"
+    return "reference" if model.training else "eval"
+
+
+def _adapter_is_reference(model: PreTrainedModel) -> bool:
+    """Whether PEFT's adapters are disabled, or switched to the copy that TRL names "ref"."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layer = next((m for m in model.modules() if isinstance(m, BaseTunerLayer)), None)
+    return layer is not None and (layer.disable_adapters or "ref" in layer.active_adapters)
+
+
+def _log_once(fused: _FusedForward, reason: str) -> None:
+    """Reports a fallback, each reason once. In strict mode, raises each time."""
+    if fallback.strict() or reason not in fused.logged:
+        fused.logged.add(reason)
+        fallback.report(f"{fused.request.integration} ({fused.request.role}): not fused, {reason}")

@@ -1,0 +1,109 @@
+"""The structure of a model as a hash: modules, their classes, hooks, replaced forwards and plain attributes.
+
+The probe's result for a model, and log-probabilities remembered from it, are valid as long as its
+structure stays the same. The hash is computed for every call, so the part that each module adds to
+it is cached until the module's attributes change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from . import attention, head
+from .functions import inner_function, name_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PLAIN = (bool, int, float, str, type(None))
+IGNORED_ATTRIBUTES = {
+    *("training", "gradient_checkpointing", "max_seq_len_cached"),
+    *("_disable_adapters", "_active_adapter"),
+}
+"""Plain attributes that trainers switch during training and that the results do not depend on."""
+
+COUNTERS = ("ds_", "_ds", "applied_pre_backward")
+"""Prefixes of the counters that DeepSpeed keeps on modules."""
+
+NEUTRAL_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
+"""Hooks of transformers and PEFT, which add another one each time gradient checkpointing is enabled."""
+
+
+class Structure:
+    """Computes the structure hash of one model. Keeps its modules alive, so that no id is used twice."""
+
+    def __init__(self) -> None:
+        # By id of a module: the module, its class, its attributes and the hash of those that are plain.
+        self._cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
+
+    def hash(self, model: PreTrainedModel) -> int:
+        """The hash of the model's structure, valid in this process.
+
+        Leaves out hooks on the model itself, because they run around its wrapped forward.
+        """
+        parts: list[object] = [attention.implementation(model)]
+        modules = 0
+        for module in model.modules():
+            modules += 1
+            parts.append(self._hash_of(module, is_model=module is model))
+        if len(self._cache) > 2 * modules:
+            self._cache = {id(module): self._cache[id(module)] for module in model.modules()}
+        return hash(tuple(parts))
+
+    def _hash_of(self, module: nn.Module, is_model: bool) -> int:
+        attributes, kind = vars(module), type(module)
+        cached = self._cache.get(id(module))
+        if cached is None or cached[0] is not module or cached[1] is not kind or not _equal(attributes, cached[2]):
+            cached = (module, kind, dict(attributes), _hash_of_plain_attributes(module, is_model))
+            self._cache[id(module)] = cached
+        has_additions = "forward" in attributes or any(attributes[name] for name in head.HOOKS)
+        return hash((id(module), cached[3], *(additions_to(module) if has_additions and not is_model else ())))
+
+
+def additions_to(module: nn.Module) -> Iterator[object]:
+    """Identifies the hooks on a module and a replaced forward, except the one that `head.install` sets."""
+    for hook in head.hooks_of(module):
+        if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS:
+            yield _identity(hook)
+    forward = vars(module).get("forward")
+    if forward is not None and not head.is_installed(forward):
+        yield _identity(forward)
+
+
+def _hash_of_plain_attributes(module: nn.Module, is_model: bool) -> int:
+    kept = ()
+    if not is_model:
+        kept = tuple(
+            (name, x)
+            for name, x in vars(module).items()
+            if type(x) in PLAIN and name not in IGNORED_ATTRIBUTES and not name.startswith(COUNTERS)
+        )
+    return hash((id(type(module)), kept))
+
+
+def _equal(attributes: dict[str, Any], cached: dict[str, Any]) -> bool:
+    try:
+        return attributes == cached  # compares by identity first, and so does not look into the same object
+    except (RuntimeError, ValueError):  # raised by tensors and arrays
+        return False
+
+
+def _identity(function: Callable) -> tuple:
+    """Identifies a function by its code, its owner and the values it closes over.
+
+    Its id would not do: hooks are often created anew.
+    """
+    owner = id(getattr(function, "__self__", None))
+    function = inner_function(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(type(function)), owner
+    values = [*(function.__defaults__ or ())]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            values.append(cell.cell_contents)
+    return id(code), owner, *((type(x), x) if type(x) in PLAIN else id(x) for x in values)

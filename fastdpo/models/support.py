@@ -1,0 +1,142 @@
+"""What a model's configuration and modules say: whether it can be packed, and how its head makes logits.
+
+No model is known by its name here. `probe.py` then compares a packed run with a padded one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..distributed import gather_objects
+from . import attention, head
+from .functions import inner_function, module_of, name_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+CALL_ARGUMENTS = {
+    *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
+    *("output_router_logits", "use_cache", "return_dict"),
+}
+"""Arguments of a model call that the fused forward takes or can ignore."""
+
+NEUTRAL_WRAPPERS = ("accelerate.", "torch.", "deepspeed.", "fastdpo.")
+"""Packages that wrap a forward for precision, device placement or counting, and keep its logits."""
+
+
+def unsupported_reason(model: PreTrainedModel) -> str | None:
+    """Returns why a model's configuration or modules rule out packing, or None if nothing is known."""
+    config = model.config
+    name = type(model).__name__
+    if config.get_text_config() is not config:
+        return f"{name} is a multimodal model"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder"
+    if getattr(config, "alibi", False):
+        return f"{name} biases its attention by distance (ALiBi)"
+    if getattr(model, "_is_stateful", False) or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} mixes tokens by other means than attention"
+    other_layers = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if other_layers:
+        return f"layers of type {', '.join(sorted(other_layers))} are not supported"
+    if not model._can_set_attn_implementation():
+        return f"{name} does not let its attention implementation be set"
+    prior = attention.implementation(model)
+    if prior not in attention.SUPPORTED_PRIORS:
+        supported = ", ".join(attention.SUPPORTED_PRIORS)
+        return f"attention implementation {prior!r} is not supported yet (supported: {supported})"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        return "reorder_and_upcast_attn selects the attention by the name of its implementation"
+    return None
+
+
+def call_unsupported_reason(model: PreTrainedModel, args: tuple, kwargs: dict) -> str | None:
+    """Returns why the fused forward cannot take the arguments of a call, or None if it can."""
+    if args:
+        return "the model was called with positional arguments"
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if ids is None or mask is None:
+        return "the model was called without input_ids or without attention_mask"
+    if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+        return "the model was called without labels"
+    others = [name for name, x in kwargs.items() if name not in CALL_ARGUMENTS and x is not None and x is not False]
+    if others:
+        return f"argument {', '.join(others)} is not supported yet"
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        return f"attention_mask must have one entry per token; got {kind}"
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return "NEFTune's noise depends on the padded length"
+    if _sequences_are_split():
+        return "sequences are split across ranks (context or sequence parallelism)"
+    return head.unsupported_reason(head.head_of(model))
+
+
+def forward_unsupported_reason(model: PreTrainedModel) -> str | None:
+    """Returns why a model's logits are not those of its class's forward, or None if they are."""
+    forward = vars(model).get("forward")
+    while forward is not None and inner_function(forward) is not type(model).forward:
+        if not module_of(forward).startswith(NEUTRAL_WRAPPERS):
+            return f"its forward was replaced by {name_of(forward)}"
+        forward = getattr(forward, "__wrapped__", None)
+    return None
+
+
+def rope_depends_on_length(config: PretrainedConfig) -> bool:
+    """Whether rotary embeddings depend on the largest position of the batch (dynamic NTK, LongRoPE)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layer_types = parameters.values() if "rope_type" not in parameters else [parameters]
+    types = {(each or {}).get("rope_type", "default") for each in of_layer_types if isinstance(each, dict)}
+    return any("dynamic" in rope or rope == "longrope" for rope in types)
+
+
+def attention_window(config: PretrainedConfig) -> int | None:
+    """The sliding window of some or all layers in tokens, or None if the configuration has none."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    layers = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None
+
+
+def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
+    """(softcap, logit_scale) of a model that computes `softcap * tanh(logit_scale * z / softcap)` after its head."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+        if getattr(config, name, None) is not None:
+            return softcap, getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+    if scaling is None:
+        return softcap, 1.0
+    return softcap, scaling if config.model_type == "hyperclovax" else 1 / scaling
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of a model and so run it together: FSDP, tensor parallelism or ZeRO-3."""
+    in_units = any(type(module).__module__.startswith("torch.distributed.fsdp.") for module in model.modules())
+    return in_units or any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in model.parameters())
+
+
+def shared_reason(model: nn.Module, reason: str | None) -> str | None:
+    """The reason of the first rank that has one, where ranks run a model together: they must take the same path.
+
+    Every rank must call this if the model is sharded. Otherwise each rank keeps its own reason.
+    """
+    if not is_sharded(model):
+        return reason
+    return next((each for each in gather_objects(reason) if each is not None), None)
+
+
+def _sequences_are_split() -> bool:
+    """Whether accelerate was configured for context or sequence parallelism, by whichever trainer."""
+    if "accelerate" not in sys.modules:
+        return False
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)

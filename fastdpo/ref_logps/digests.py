@@ -1,0 +1,51 @@
+"""Hashes of configurations and tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+IRRELEVANT_ENTRIES = {
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "id2label", "label2id", "problem_type"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "router_aux_loss_coef"),
+}
+"""Entries of a model's configuration that its hidden states and logits do not depend on."""
+
+
+def config_digest(config: PretrainedConfig) -> str:
+    """Hash of the entries of a configuration that outputs depend on."""
+    entries = {name: x for name, x in config.to_dict().items() if name not in IRRELEVANT_ENTRIES}
+    return hashlib.sha256(canonical_json(entries).encode()).hexdigest()
+
+
+def canonical_json(x: object) -> str:
+    """JSON of a value, the same for equal sets and mappings. Other objects appear as their `str`."""
+
+    def of_other(x: object) -> object:
+        return sorted(map(str, x)) if isinstance(x, (set, frozenset)) else str(x)
+
+    return json.dumps(x, sort_keys=True, default=of_other)
+
+
+def tensor_digest(name: str, tensor: Tensor) -> str:
+    """Hash of a tensor's dtype, shape and bytes."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter) or hasattr(tensor, "ds_id"):
+        kind = "on the meta device" if tensor.is_meta else type(tensor).__name__
+        raise NotImplementedError(
+            f"precompute: the values of {name} cannot be read for the cache's key: it is {kind}. Call precompute "
+            "before the model is offloaded or sharded by ZeRO-3, or without cache_dir"
+        )
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

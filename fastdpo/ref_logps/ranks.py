@@ -1,0 +1,59 @@
+"""Agreement between the ranks that compute reference log-probabilities together.
+
+Every rank must call each of these functions, or all others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed import gather_objects, rank_and_world_size
+from ..models import fallback
+
+
+def require_equal_work(*work: object) -> None:
+    """Raises ValueError on every rank if any rank was given other work, since they could not share it."""
+    of_ranks = gather_objects(repr(work))
+    if len(set(of_ranks)) > 1:
+        rank, world = rank_and_world_size()
+        raise ValueError(
+            "precompute: model, dataset and options must be the same on every rank; "
+            f"rank {rank} of {world} got {of_ranks[rank]}, others {sorted(set(of_ranks) - {of_ranks[rank]})}"
+        )
+
+
+def cache_disabled(reason: str | None) -> bool:
+    """Whether any rank has a reason to continue without the cache. Logs it once, or raises in strict mode."""
+    reasons = sorted({each for each in gather_objects(reason) if each is not None})
+    if reasons and (fallback.strict() or rank_and_world_size()[0] == 0):
+        fallback.report(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
+    return bool(reasons)
+
+
+def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Merges what each rank has read. An error on one rank is raised on all, so that none waits for it."""
+    error = None
+    values = torch.empty(0)
+    try:
+        values = read()
+    except (ValueError, OSError) as caught:
+        error = caught
+    errors = gather_objects(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for other in filter(None, errors):
+        raise ValueError(other)
+    return merge(values, device)
+
+
+def merge(values: Tensor, device: torch.device) -> Tensor:
+    """The largest value of any rank. By a collective on this device, since ranks may have separate disks."""
+    if rank_and_world_size()[1] == 1:
+        return values
+    values = values.to(device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.cpu()
