@@ -265,7 +265,7 @@ class WithReference(DPOTrainer):
 
 
 SUBCLASSES = {
-    WithCollator: "OwnCollator may make other tokens",
+    WithCollator: "OwnCollator may return other tokens",
     WithReference: "WithReference overrides compute_ref_log_probs",
 }
 
@@ -319,7 +319,8 @@ def test_unpatching_gives_the_method_back():
 
 def test_another_signature_is_refused(monkeypatch):
     monkeypatch.setattr(DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name: dataset)
-    with pytest.raises(fastdpo.PatchError, match=r"\['self', 'dataset', 'name', 'batch_size'\] was expected"):
+    rule = r"must have the parameters \['self', 'dataset', 'name', 'batch_size'\]"
+    with pytest.raises(fastdpo.PatchError, match=rule):
         fastdpo.patch("trl.DPOTrainer")
 
 

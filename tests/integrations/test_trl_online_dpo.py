@@ -181,7 +181,8 @@ def test_a_head_that_does_not_make_the_logits_goes_to_stock(three, caplog):
 
     runs = three(prepare=loud)
     assert runs[-1].calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
-    assert stock_path("policy", "the head of Loud makes other logits than its forward, by 0.33") in caplog.text
+    reason = "the head of Loud gives other logits than its forward (relative difference 0.33)"
+    assert stock_path("policy", reason) in caplog.text
     assert_all_same(*runs)
 
 

@@ -14,8 +14,6 @@ from trl import DPOTrainer
 from trl_runs import adapter, assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
-from fastdpo.integrations.protocol import PatchOptions
-from fastdpo.integrations.trl import dpo_legacy
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
@@ -139,7 +137,7 @@ def test_a_prompt_that_is_cut_away_whole_goes_to_stock(both, caplog):
     stock, patched = both(max_length=12, truncation_mode="keep_end", data=data, max_steps=1)
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert "a prompt was cut away whole" in caplog.text
+    assert "truncation has left nothing of a prompt" in caplog.text
 
 
 def test_models_that_cant_be_packed_go_to_stock(both, caplog):
@@ -189,9 +187,14 @@ def test_other_inputs_go_to_stock(tmp_path, caplog, monkeypatch, name):
 
 @pytest.mark.parametrize("flag", ["use_liger_loss", "use_liger_kernel"])
 def test_liger_stays_stock(tmp_path, caplog, flag):
-    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
-    setattr(trainer.args, flag, True)  # without Liger, the configuration refuses it
-    dpo_legacy._install(trainer, PatchOptions())
+    class WithLiger(DPOTrainer):
+        def create_accelerator_and_postprocess(self):
+            setattr(self.args, flag, True)  # only here: without Liger, TRL refuses it before and after
+            super().create_accelerator_and_postprocess()
+            setattr(self.args, flag, False)
+
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=WithLiger)
     assert caplog.text.count(f"not fused, {flag} is set") == 2
     assert "forward" not in vars(trainer.model)
 
@@ -338,7 +341,7 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
 def test_strict(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
-    with fastdpo.patched("trl.DPOTrainer"), pytest.raises(fastdpo.NotFused, match="a prompt was cut away whole"):
+    with fastdpo.patched("trl.DPOTrainer"), pytest.raises(fastdpo.NotFused, match="truncation has left nothing of a prompt"):
         train(tmp_path, tiny_model(), tiny_model(seed=1), max_length=12, truncation_mode="keep_end", data=data)
 
 

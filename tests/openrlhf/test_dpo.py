@@ -208,9 +208,9 @@ def test_report_and_undoing(tmp_path, caplog):
     assert not train(*paths, Strategy()).calls
 
 
-def test_the_program_of_the_readme_runs():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (program,) = (code for code in re.findall(r"```python\n(.*?)```", readme, re.S) if "run_module" in code)
+def test_the_program_of_the_docs_runs():
+    page = (Path(__file__).parents[2] / "docs" / "openrlhf.md").read_text()
+    (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "run_module" in code)
     done = subprocess.run(
         [sys.executable, "-c", program, "--help"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "stand_ins"), os.environ.get("PYTHONPATH", "")])},

@@ -137,10 +137,10 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
 
 def test_a_directory_says_why_it_is_not_usable(tmp_path, below_a_file, monkeypatch):
     """Also for other memories than that of `precompute`."""
-    assert shards.unusable(tmp_path / "new" / "directory") is None
+    assert shards.unusable_reason(tmp_path / "new" / "directory") is None
     assert list((tmp_path / "new" / "directory").iterdir()) == []
-    assert "Not a directory" in (shards.unusable(below_a_file) or "")
-    assert "File exists" in (shards.unusable(below_a_file.parent) or "")
+    assert "Not a directory" in (shards.unusable_reason(below_a_file) or "")
+    assert "File exists" in (shards.unusable_reason(below_a_file.parent) or "")
     full_disk(monkeypatch)
-    assert os.strerror(errno.ENOSPC) in (shards.unusable(tmp_path) or "")
+    assert os.strerror(errno.ENOSPC) in (shards.unusable_reason(tmp_path) or "")
     assert shards.files(below_a_file) == []

@@ -283,6 +283,6 @@ def test_the_model_of_a_patched_trainer_is_refused(tmp_path):
             train_dataset=dataset(4, tmp_path / "data"),
             processing_class=tokenizer(),
         )
-        with pytest.raises(ValueError, match="must not be wrapped by fastdpo already"):
+        with pytest.raises(ValueError, match="must not belong to a patched trainer"):
             ref_logps.precompute(model, tokens(2))
     ref_logps.precompute(model, tokens(2))

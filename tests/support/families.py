@@ -80,7 +80,7 @@ FUSED: dict[str, tuple[str, dict]] = {
 """Name to what is special about it and its configuration; the name up to "-" is the model type."""
 
 STOCK: dict[str, tuple[str, dict]] = {
-    "bloom": ("does not let its attention be set", dict(n_layer=2, n_head=4)),
+    "bloom": ("does not let its attention implementation be set", dict(n_layer=2, n_head=4)),
     "falcon-alibi": ("ALiBi", dict(alibi=True, num_kv_heads=4, without=("head_dim", "num_key_value_heads"))),
     "lfm2": (
         "mixes tokens by other means",
@@ -106,7 +106,7 @@ STOCK: dict[str, tuple[str, dict]] = {
         ),
     ),
     "doge": ("cannot be run on packed tokens", dict(output_router_logits=False)),
-    "gptj": ("does not let its attention be set", dict(**GPT, rotary_dim=4)),
+    "gptj": ("does not let its attention implementation be set", dict(**GPT, rotary_dim=4)),
 }
 """Name to a part of the reason that is logged, and its configuration."""
 
