@@ -341,7 +341,10 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
 def test_strict(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
-    with fastdpo.patched("trl.DPOTrainer"), pytest.raises(fastdpo.NotFused, match="truncation has left nothing of a prompt"):
+    with (
+        fastdpo.patched("trl.DPOTrainer"),
+        pytest.raises(fastdpo.NotFused, match="truncation has left nothing of a prompt"),
+    ):
         train(tmp_path, tiny_model(), tiny_model(seed=1), max_length=12, truncation_mode="keep_end", data=data)
 
 

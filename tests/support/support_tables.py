@@ -13,7 +13,6 @@ from types import ModuleType
 import torch
 from families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
 from surgeries import SURGERIES
-from tabulate import tabulate
 
 from fastdpo import attention
 from fastdpo.models import probe, support
@@ -108,6 +107,11 @@ def surgery_rows() -> list[list[str]]:
     ]
 
 
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table whose columns are not aligned, so that a changed cell changes one line."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headers, ["---"] * len(headers), *rows))
+
+
 def listed(items: Iterable[str], conjunction: str) -> str:
     *most, last = items
     return f"{', '.join(most)} {conjunction} {last}"
@@ -118,11 +122,11 @@ def page() -> str:
     return TEXT.format(
         transformers=PINS["transformers"],
         trl=PINS["trl"],
-        families=tabulate(family_rows(), of_families, tablefmt="github"),
+        families=table(of_families, family_rows()),
         failing=listed(FAILS_IN_STOCK, "and"),
-        surgeries=tabulate(surgery_rows(), ["change", "fused", "reason"], tablefmt="github"),
+        surgeries=table(["change", "fused", "reason"], surgery_rows()),
         changes=listed(tests_of("changing_reference").CASES, "or"),
-        options=tabulate(option_rows(), ["field", "tested by"], tablefmt="github"),
+        options=table(["field", "tested by"], option_rows()),
     )
 
 
