@@ -11,12 +11,17 @@ LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
 DEEPSPEED := .venv-ranks
 
-.PHONY: demo test test-census test-legacy test-openrlhf test-ranks lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-all test-census test-legacy test-openrlhf test-ranks lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
+# Every test, with each value of each of its parameters at least once.
 test: $(READY) $(OLDEST_TRL)
+	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest --quick $(ARGS)
+
+# Every combination of parameters.
+test-all: $(READY) $(OLDEST_TRL)
 	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest $(ARGS)
 
 # The kernels compiled by the oldest Triton that is supported, that of CUDA builds of torch 2.11.

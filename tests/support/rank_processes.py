@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["trl.trainer.dpo_trainer"])
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
+PROCESSES.set_forkserver_preload(PRELOADED)  # one server of a session serves the workers of benchmarks too
 
 
 def run_ranks(world: int, work: Callable, *args, seconds: float = 300) -> None:

@@ -1,0 +1,42 @@
+"""`--quick` leaves out combinations of parameters, and never a test or a value of a parameter."""
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from selection import each_value_once
+
+ROOT = Path(__file__).parents[1]
+
+
+def grid(*sizes: int) -> list[dict[str, int]]:
+    return [dict(zip("abcdef", values, strict=False)) for values in product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((7,), 7), ((3, 4), 4), ((2, 3, 2), 3), ((5, 5), 5), ((1, 1, 1), 1)])
+def test_a_grid_is_reduced_to_its_longest_axis(sizes, chosen):
+    assert len(each_value_once(grid(*sizes))) == chosen
+
+
+def test_rows_of_several_values():
+    rows = [dict(x=1, y="a"), dict(x=1, y="b"), dict(x=2, y="b"), dict(x=2, y="a")]
+    assert each_value_once(rows) == [0, 2]
+
+
+def test_equal_values_of_other_types_and_unhashable_values_are_distinct():
+    assert each_value_once([dict(x=1), dict(x=True), dict(x=1.0), dict(x=[]), dict(x=[])]) == [0, 1, 2, 3, 4]
+
+
+def collected(*options: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run([*command, "tests/ops"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_every_test_of_a_folder_is_left():
+    everything, quick = collected(), collected("--quick")
+    assert set(quick) < set(everything)
+    assert {case.split("[")[0] for case in quick} == {case.split("[")[0] for case in everything}
+    assert len(quick) < len(everything) / 2
