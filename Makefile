@@ -47,6 +47,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
+	$(BIN)/python docs/draw_layout.py
 
 SUITES ?= step bf16 evaluation precompute online head attention memory scaling
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -51,8 +52,29 @@ def test_commands_exist(block):
             check_command(command)
 
 
+def test_make_targets_in_sentences_exist():
+    for page in PAGES:
+        for target in re.findall(r"`make ([\w-]+)", page.read_text()):
+            assert target in TARGETS, f"{page.name}: make {target}"
+
+
+def test_the_map_of_the_tree_is_true():
+    """Every path that CONTRIBUTING names at the beginning of a line of its map exists."""
+    (map_of_the_tree,) = [
+        b.code for b in blocks("text") if b.page == "CONTRIBUTING.md" and b.code.startswith("kernels/")
+    ]
+    home = ROOT
+    for line in map_of_the_tree.splitlines():
+        path = re.match(r" *(\S+)", line)[0]
+        if not path.startswith(" "):
+            home = ROOT / path.strip()
+            assert home.exists(), path
+        elif path.endswith((".py", "/")):
+            assert (home / path.strip()).exists(), f"{home.name}: {path.strip()}"
+
+
 def check_command(command: str) -> None:
-    words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]  # without variables
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
     match words:
         case ["make", *targets]:
             assert set(targets) <= set(TARGETS), command
@@ -61,11 +83,11 @@ def check_command(command: str) -> None:
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["pip", "install", "-e", place]:
-            extras = re.fullmatch(r'"?\.(?:\[([\w,-]+)\])?"?', place)
+            extras = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", place)
             assert extras, command
             assert set(filter(None, (extras[1] or "").split(","))) <= EXTRAS.keys(), command
         case ["pip", "install", package]:
-            assert re.fullmatch(r'"[\w-]+==[\d.]+"', package), command
+            assert re.fullmatch(r"[\w-]+==[\d.]+", package), command
         case _:
             pytest.fail(f"no test knows the command: {command}")
 
@@ -96,4 +118,4 @@ def test_the_picture_of_a_layout_is_up_to_date():
     spec = importlib.util.spec_from_file_location("draw_layout", ROOT / "docs" / "draw_layout.py")
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
-    assert drawing.PICTURE.read_text() == drawing.picture(), "run `python docs/draw_layout.py`"
+    assert drawing.PICTURE.read_text() == drawing.picture(), "run `make docs`"
