@@ -1,4 +1,4 @@
-"""What is measured: suites are lists of cases, a case has named sides, a side runs in a process of its own."""
+"""A suite is a list of cases; a case compares named sides on one workload."""
 
 from __future__ import annotations
 
@@ -9,54 +9,63 @@ from typing import Any, Protocol
 import numpy as np
 
 SUBJECT = "fastdpo"
+"""The side that all other sides are compared with."""
 
 Arrays = dict[str, np.ndarray]
 
 
 class Unavailable(RuntimeError):
-    """A side that can't run on this machine. The message is the reason."""
+    """Raised by a side that cannot run on this machine. The message is the reason."""
 
 
 class Checkable(Protocol):
-    """What a suite's truth returns, in its worker.
+    """Computes the ground truth of a workload. Built in a worker from `Suite.truth`.
 
     Attributes:
-        batches: how many different batches there are.
+        batches: number of different batches.
     """
 
     batches: int
 
     def check(self) -> Arrays:
-        """Runs every batch once, which also warms up, and returns the numbers that all sides must agree on."""
+        """Runs every batch once and returns the numbers on which all sides must agree.
+
+        Also serves as warm-up.
+        """
         ...
 
 
 class Stepper(Checkable, Protocol):
-    """What a side's `build` returns, in its worker. Its batches are taken in turn."""
+    """Runs the steps of a side.
+
+    Built in a worker from `Side.build`; its batches are taken in turn.
+    """
 
     def step(self, batch: int) -> None:
-        """What is timed."""
+        """The timed part."""
         ...
 
-    def rest(self) -> None:
-        """What has to happen after a step, outside of the timing."""
+    def reset(self) -> None:
+        """Cleans up after a step, outside of the timed part."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What the side has to say of itself after its steps, for the JSON."""
+        """Further facts about the steps, for the JSON."""
         ...
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the programs that are compared.
+    """One of the programs that a case compares.
 
     Attributes:
-        name: as it stands in tables.
-        build: "module:callable"; called as `callable(workload, **options)` in the worker, it returns a `Stepper`.
-        workload: what is computed. Sides with equal workloads must give equal numbers.
-        options: what makes this side another one.
-        compared: False for a bound, which computes something else on purpose; nothing is claimed of its numbers.
+        name: label in tables and plots.
+        build: "module:callable". The worker calls `callable(workload, **options)`, which returns a
+            `Stepper`.
+        workload: what is computed. Sides with equal workloads must return equal numbers.
+        options: what distinguishes this side from others with the same `build`.
+        compared: False for a lower bound, which computes something else on purpose; its numbers are
+            not checked.
     """
 
     name: str
@@ -68,7 +77,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """Sides that take turns. `group` is what geometric means are taken over, `facts` go to the JSON."""
+    """Sides that are timed in turn.
+
+    Attributes:
+        name: label in tables and plots; unique in its suite.
+        group: geometric means are taken over the cases of a group.
+        sides: the programs.
+        facts: further facts, for the JSON.
+    """
 
     name: str
     group: str
@@ -81,14 +97,16 @@ class Suite:
     """A list of cases.
 
     Attributes:
-        name: on the command line, in file names and in the markers of README.md.
-        title: one line for tables and plots.
-        truth: "module:callable"; called as `callable(workload)` in a worker, its `check()` returns what `equality`
-            judges by: arrays named "exact/...", "plain/..." and "slack/...".
-        cases: given whether to be quick.
-        rounds: passes over a case's batches.
-        together: whether sides share a process on a GPU, as those can that change nothing outside of themselves.
-        conclude: what a suite says beyond medians and ratios, from the JSON's cases.
+        name: name on the command line and of the JSON file.
+        title: title of its table and plot.
+        truth: "module:callable". The worker calls `callable(workload)`, whose `check()` returns the
+            arrays "exact/...", "plain/..." and "slack/..." that `benchmarks.equality` compares
+            sides with.
+        cases: returns the cases; its argument says whether they are to be tiny.
+        rounds: number of passes over the batches of a case.
+        share_process_on_gpu: whether the sides run in one process on a GPU. Only for sides that
+            change no state outside of themselves.
+        extra_summary: what the suite adds to its summary, computed from the cases of the JSON.
     """
 
     name: str
@@ -96,5 +114,5 @@ class Suite:
     truth: str
     cases: Callable[[bool], list[Case]]
     rounds: int
-    together: bool = False
-    conclude: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda cases: {}
+    share_process_on_gpu: bool = False
+    extra_summary: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda cases: {}

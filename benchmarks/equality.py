@@ -1,7 +1,11 @@
-"""When two sides are equal: each is judged by its error against float64, relative to what plain PyTorch errs.
+"""Whether the numbers of a side are correct, by the rule of `fastdpo.testing`.
 
-`error <= 2 * error(plain PyTorch at the same dtype) + floor + slack`, the rule of `fastdpo.testing`. The slack is the
-part of an error that the truth can derive from the errors allowed of other quantities; 0 if it names none.
+The error of a side against float64 must satisfy
+
+    error(side) <= 2 * error(plain PyTorch at the same dtype) + floor + slack
+
+The slack of a quantity is the part of its error that follows from the errors allowed in other
+quantities. The ground truth provides it; it is 0 by default.
 """
 
 from __future__ import annotations
@@ -13,11 +17,15 @@ import torch
 from benchmarks.cases import Arrays
 from fastdpo.testing import error, floor
 
-FLOOR = floor(torch.float32)
+FLOAT32_FLOOR = floor(torch.float32)
 
 
-def judge(found: Arrays, truth: Arrays) -> list[dict[str, Any]]:
-    """One entry a quantity that the truth knows: its relative error, the error allowed, and whether it is equal."""
+def compare_to_truth(arrays: Arrays, truth: Arrays) -> list[dict[str, Any]]:
+    """Compares each quantity of the ground truth.
+
+    An entry holds the relative error, the allowed error, and whether the quantity is equal. The
+    error is None if it is not finite or if the quantity is missing.
+    """
     checks = []
     for key in truth:
         kind, _, quantity = key.partition("/")
@@ -25,29 +33,29 @@ def judge(found: Arrays, truth: Arrays) -> list[dict[str, Any]]:
             continue
         exact, plain = (torch.from_numpy(truth[f"{kind}/{quantity}"]) for kind in ("exact", "plain"))
         slack = float(truth.get(f"slack/{quantity}", 0.0))
-        allowed = 2 * error(plain, exact) + FLOOR + slack
-        if quantity not in found or found[quantity].shape != tuple(exact.shape):
-            size = "missing" if quantity not in found else f"of shape {list(found[quantity].shape)}"
-            checks.append({"quantity": f"{quantity} ({size})", "error": None, "allowed": allowed, "equal": False})
+        allowed = 2 * error(plain, exact) + FLOAT32_FLOOR + slack
+        if quantity not in arrays or arrays[quantity].shape != tuple(exact.shape):
+            problem = "missing" if quantity not in arrays else f"of shape {list(arrays[quantity].shape)}"
+            checks.append({"quantity": f"{quantity} ({problem})", "error": None, "allowed": allowed, "equal": False})
             continue
-        of_side = error(torch.from_numpy(found[quantity]), exact)
-        finite = of_side == of_side and of_side != float("inf")
+        side_error = error(torch.from_numpy(arrays[quantity]), exact)
+        is_finite = side_error == side_error and side_error != float("inf")
         checks.append(
             {
                 "quantity": quantity,
-                "error": of_side if finite else None,
+                "error": side_error if is_finite else None,
                 "allowed": allowed,
-                "equal": of_side <= allowed,
+                "equal": side_error <= allowed,
             }
         )
     return checks
 
 
-def describe(checks: list[dict[str, Any]]) -> str:
-    """The quantities that differ, by how much."""
-    wrong = [check for check in checks if not check["equal"]]
-    errors = ["NaN" if check["error"] is None else f"{check['error']:.1e}" for check in wrong]
-    return "; ".join(
-        f"{check['quantity']} off by {error} (allowed {check['allowed']:.1e})"
-        for check, error in zip(wrong, errors, strict=True)
-    )
+def describe_failures(checks: list[dict[str, Any]]) -> str:
+    """The quantities that differ from the ground truth, with their errors."""
+    failures = []
+    for check in checks:
+        if not check["equal"]:
+            shown = "NaN" if check["error"] is None else f"{check['error']:.1e}"
+            failures.append(f"{check['quantity']}: error {shown} (allowed {check['allowed']:.1e})")
+    return "; ".join(failures)

@@ -1,7 +1,8 @@
-"""Medians, ratios of medians and their geometric means, with bootstrap intervals; exponents of power laws.
+"""Medians, ratios and geometric means with bootstrap intervals, and exponents of power laws.
 
-A side's cost is the mean over its batches of the median of each batch's samples. Intervals cover 95 %: percentiles of
-the same number of resamples of every batch's samples, drawn independently, the same ones each time.
+The cost of a side is the mean over its batches of the median of the batch's samples. Intervals are
+95 % percentile bootstrap intervals: the samples of every batch are resampled independently, with a
+fixed seed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Batches = Sequence[Sequence[float]]
 
 
 class Estimate(NamedTuple):
-    """A value and the ends of its interval; None where there are too few samples for one."""
+    """A value and its interval.
+
+    `low` and `high` are None if there are too few samples for an interval.
+    """
 
     value: float
     low: float | None = None
@@ -28,17 +32,17 @@ class Estimate(NamedTuple):
 
 
 def median(side: Batches) -> Estimate:
-    """In the unit of the samples."""
+    """The cost of a side, in the unit of its samples."""
     return _bootstrap([side], lambda cost: cost(0))
 
 
 def ratio(a: Batches, b: Batches) -> Estimate:
-    """The cost of a over that of b."""
+    """The cost of `a` divided by the cost of `b`."""
     return _bootstrap([a, b], lambda cost: cost(0) / cost(1))
 
 
 def geometric_mean_of_ratios(pairs: Sequence[tuple[Batches, Batches]]) -> Estimate:
-    """Of the ratios of several cases."""
+    """Geometric mean of the ratios of several cases. Each pair holds numerator and denominator."""
     sides = [side for pair in pairs for side in pair]
 
     def mean(cost: Callable[[int], np.ndarray]) -> np.ndarray:
@@ -49,26 +53,28 @@ def geometric_mean_of_ratios(pairs: Sequence[tuple[Batches, Batches]]) -> Estima
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> Estimate:
-    """b of `y ~ x ** b`: least squares on logarithms, with Student's interval of the slope."""
-    slope, _, _, _, error = map(float, stats.linregress(np.log(x), np.log(y)))
+    """The exponent b of `y ~ x ** b`, by least squares on logarithms, with its t interval."""
+    slope, _, _, _, standard_error = map(float, stats.linregress(np.log(x), np.log(y)))
     if len(x) < 3:
         return Estimate(slope)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(x) - 2)) * error
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(x) - 2)) * standard_error
     return Estimate(slope, slope - half, slope + half)
 
 
 def _bootstrap(sides: Sequence[Batches], statistic: Callable[[Callable[[int], np.ndarray]], np.ndarray]) -> Estimate:
-    """`statistic` is given a function from a side's number to its cost, for all resamples at once."""
+    """`statistic` receives a function from the index of a side to its cost in all resamples."""
     ends = np.cumsum([0, *map(len, sides)])
     data = [np.asarray(batch, dtype=float) for side in sides for batch in side]
 
-    def of_batches(*batches: np.ndarray, axis: int = -1) -> np.ndarray:
+    def statistic_of_batches(*batches: np.ndarray, axis: int = -1) -> np.ndarray:
         medians = [np.median(batch, axis=axis) for batch in batches]
         return statistic(lambda side: np.mean(medians[ends[side] : ends[side + 1]], axis=0))
 
-    value = float(of_batches(*data))
+    value = float(statistic_of_batches(*data))
     if min(map(len, data)) < 2:
         return Estimate(value)
     options = {"n_resamples": RESAMPLES, "confidence_level": CONFIDENCE, "method": "percentile", "batch": 1000}
-    result = stats.bootstrap(data, of_batches, paired=False, vectorized=True, rng=np.random.default_rng(0), **options)
+    result = stats.bootstrap(
+        data, statistic_of_batches, paired=False, vectorized=True, rng=np.random.default_rng(0), **options
+    )
     return Estimate(value, float(result.confidence_interval.low), float(result.confidence_interval.high))

@@ -1,4 +1,4 @@
-"""Where a measurement was taken: versions of the packages and the machine."""
+"""The machine and the package versions of a measurement."""
 
 import platform
 import re
@@ -10,32 +10,33 @@ import torch
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Python and each of the packages; a package that runs from its sources without being installed says so."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the packages, or "not installed" (also if run from source)."""
+    versions = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def processor() -> str:
-    """The name of the CPU as the system gives it."""
+    """Name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return named[1] if named else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def clock() -> dict[str, int]:
-    """The clock of the GPU at this moment, where there is one and the package nvidia-ml-py tells."""
+    """Current clock of the GPU in MHz; empty without a GPU or without the package nvidia-ml-py."""
     with suppress(ModuleNotFoundError, RuntimeError):
         return {"clock_mhz": torch.cuda.clock_rate()} if torch.cuda.is_available() else {}
     return {}
 
 
 def machine() -> dict[str, str | int]:
-    described: dict[str, str | int] = {"cpu": processor(), "threads": torch.get_num_threads()}
+    """CPU, number of threads and, if there is one, the accelerator."""
+    facts: dict[str, str | int] = {"cpu": processor(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
-        described["accelerator"] = torch.cuda.get_device_name()
-    return described
+        facts["accelerator"] = torch.cuda.get_device_name()
+    return facts

@@ -1,4 +1,4 @@
-"""The peak memory of single steps above what the process held when everything was loaded, in bytes."""
+"""Peak memory of single steps above the memory that the process held after loading, in bytes."""
 
 from __future__ import annotations
 
@@ -17,40 +17,45 @@ PROCESS = Path("/proc/self")
 RESET_PEAK = "5"
 
 
-class PeakAboveLevel:
-    """Made where the level is to be taken. `bytes` is the peak inside the last `with peak.watched():`, less the level.
+class PeakAboveBaseline:
+    """Takes the baseline when it is created.
 
-    On Linux the kernel keeps the peak of the resident set, which each step resets. Where it may not be reset, and on an
-    accelerator, the demo's meter measures.
+    On Linux the kernel records the peak of the resident set, which is reset before each step. Where
+    it cannot be reset, and on an accelerator, `PeakMemory` measures instead.
+
+    Attributes:
+        bytes: peak inside the last `with peak.watched():`, minus the baseline.
+        baseline: memory in use when this object was created, in bytes.
+        kind: what is measured.
     """
 
     def __init__(self) -> None:
         gc.collect()
-        self.kernel = not torch.cuda.is_available() and _reset()
+        self.kernel = not torch.cuda.is_available() and _reset_peak()
         self.kind = "resident set, by the kernel" if self.kernel else PeakMemory().kind
-        self.level = _held()
+        self.baseline = _memory_in_use()
         self.bytes = 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         if self.kernel:
             gc.collect()
-            _reset()
+            _reset_peak()
             yield
-            self.bytes = _highest() - self.level
+            self.bytes = _peak_of_resident_set() - self.baseline
         else:
             gc.collect()
-            meter, before = PeakMemory(), _held()
+            meter, before = PeakMemory(), _memory_in_use()
             with meter.watched():
                 yield
-            self.bytes = meter.bytes + before - self.level
+            self.bytes = meter.bytes + before - self.baseline
 
 
-def _held() -> int:
+def _memory_in_use() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
-def _reset() -> bool:
+def _reset_peak() -> bool:
     try:
         (PROCESS / "clear_refs").write_text(RESET_PEAK)
     except OSError:
@@ -58,5 +63,5 @@ def _reset() -> bool:
     return True
 
 
-def _highest() -> int:
+def _peak_of_resident_set() -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", (PROCESS / "status").read_text())[0]) << 10

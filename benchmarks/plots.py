@@ -1,7 +1,8 @@
-"""Plots of a run's JSON as small SVG files, the same bytes each time."""
+"""Plots of a run's JSON as small SVG files. Equal results give equal bytes."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -39,60 +40,65 @@ def names_of_sides(cases: list[Result]) -> list[str]:
 
 
 def bars(result: Result) -> None:
-    """Time of every side divided by fastdpo's, with intervals; a side without a measurement is named in its place."""
+    """Time of every side divided by fastdpo's, with intervals. Missing bars are labelled."""
     cases = result["cases"]
-    sides = names_of_sides(cases)
-    sides = [side for side in sides if any(case["sides"].get(side, {}).get("samples") for case in cases)]
-    color, height = colors(sides), 0.8 / max(len(sides), 1)
-    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.16 * len(cases) * (len(sides) + 1)), layout="constrained")
-    labelled: set[str] = set()
-    for row, case in enumerate(cases):
+    sides = [side for side in names_of_sides(cases) if any(_samples(case, side) for case in cases)]
+    color = colors(sides)
+    shown = [[side for side in sides if side in case["sides"]] for case in cases]
+    height = 0.9 + 0.16 * sum(len(names) + 1 for names in shown)  # inches: one unit of y is 0.16
+    figure, axes = plt.subplots(figsize=(7, height), layout="constrained")
+    ticks, y, in_legend = [], 0, set()
+    for case, names in zip(cases, shown, strict=True):
         summary = result["summary"]["cases"][case["name"]]
-        for i, side in enumerate(sides):
-            place = row + i * height
-            if side not in summary["seconds"] or SUBJECT not in summary["seconds"]:
-                missing = side if side not in summary["seconds"] else SUBJECT
-                status = case["sides"].get(missing, {}).get("status", "not run")
-                axes.annotate(
-                    f"{missing}: {status}", (1, place), (4, 0), textcoords="offset points", fontsize=7, va="center"
-                )
-                continue
-            ratio = summary["times_fastdpo"].get(side, {"value": 1.0, "low": None, "high": None})
-            interval = None
-            if ratio["low"] is not None:
-                interval = [[max(ratio["value"] - ratio["low"], 0)], [max(ratio["high"] - ratio["value"], 0)]]
-            label = None if side in labelled else side
-            bar = {"color": color[side], "label": label, "xerr": interval, "error_kw": {"lw": 0.7}}
-            axes.barh(place, ratio["value"], height, **bar)
-            labelled.add(side)
-    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(cases))], [case["name"] for case in cases])
-    axes.invert_yaxis()
+        ticks.append(y + (len(names) - 1) / 2)
+        for side in names:
+            missing = next((name for name in (side, SUBJECT) if not _samples(case, name)), None)
+            if missing is None:
+                ratio = summary["times_fastdpo"].get(side, {"value": 1.0, "low": None, "high": None})
+                interval = None
+                if ratio["low"] is not None:
+                    interval = [[max(ratio["value"] - ratio["low"], 0)], [max(ratio["high"] - ratio["value"], 0)]]
+                label = None if side in in_legend else side
+                in_legend.add(side)
+                options = {"color": color[side], "label": label, "xerr": interval, "error_kw": {"lw": 0.7}}
+                axes.barh(y, ratio["value"], 1, **options)
+            else:
+                note = f"{missing}: {case['sides'].get(missing, {}).get('status', 'not run')}"
+                axes.annotate(note, (1, y), (4, 0), textcoords="offset points", fontsize=7, va="center")
+            y += 1
+        y += 1
+    axes.set_yticks(ticks, [case["name"] for case in cases])
+    axes.set_ylim(y - 1, -1)
     axes.axvline(1, color="black", linewidth=0.6)
     axes.set_xlabel("time relative to fastdpo (ratio of medians, 95 % interval)")
-    axes.set_title(result["title"], loc="left", fontsize=10)
+    figure.suptitle(textwrap.fill(result["title"], 75), x=0.01, ha="left", fontsize=10)
     if axes.containers:
         figure.legend(loc="outside lower center", ncols=3)
 
 
-def draw_lines(axes: Axes, lines: dict[str, list[tuple[float, float]]], x: str, y: str) -> None:
+def _samples(case: Result, side: str) -> bool:
+    return bool(case["sides"].get(side, {}).get("samples"))
+
+
+def draw_lines(axes: Axes, lines: dict[str, list[tuple[float, float]]], x_label: str, y_label: str) -> None:
     color = colors(list(lines))
     for name, points in lines.items():
         if points:
             axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, color=color[name], label=name)
-    places = sorted({place for points in lines.values() for place, _ in points})
+    ticks = sorted({x for points in lines.values() for x, _ in points})
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.minorticks_off()
-    axes.set_xticks(places, [f"{place:,.0f}" for place in places], rotation=30)
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks], rotation=30)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.grid(alpha=0.25)
 
 
 def memory(result: Result) -> None:
-    """Peaks of each side as the batch grows, and by the knob."""
+    """Peak memory of each side by size, and by memory budget."""
     groups = list(dict.fromkeys(case["group"] for case in result["cases"]))
     _, panels = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 3), layout="constrained", squeeze=False)
     for axes, group in zip(panels[0], groups, strict=True):
@@ -100,20 +106,20 @@ def memory(result: Result) -> None:
         lines: dict[str, list[tuple[float, float]]] = {}
         for case in cases:
             for side, peak in result["summary"]["cases"][case["name"]]["peak_bytes"].items():
-                if group == "knob":
+                if group == "budget":
                     budget = case["sides"][side]["options"]["memory_budget"] / MIB
-                    lines.setdefault(case["name"], []).append((budget, peak / MIB))
+                    lines.setdefault(case["name"].rpartition("/")[2], []).append((budget, peak / MIB))
                 else:
                     lines.setdefault(side, []).append((case["facts"]["x"], max(peak, 1) / MIB))
-        x = "memory_budget, MiB" if group == "knob" else f"{group}: {cases[0]['facts']['x_name']}"
-        draw_lines(axes, lines, x, "peak, MiB")
-        if group == "knob":
+        x_label = "memory_budget, MiB" if group == "budget" else f"{group}: {cases[0]['facts']['x_name']}"
+        draw_lines(axes, lines, x_label, "peak memory, MiB")
+        if group == "budget":
             axes.set_xscale("linear")
-            axes.set_xticks(sorted({place for points in lines.values() for place, _ in points}))
+            axes.set_xticks(sorted({budget for points in lines.values() for budget, _ in points}))
             axes.set_yscale("linear")
             axes.set_ylim(bottom=0)
         if lines:
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def scaling(result: Result) -> None:
@@ -125,11 +131,11 @@ def scaling(result: Result) -> None:
         points = [(case["facts"]["x"][name], estimate["value"]) for name, estimate in medians.items()]
         draw_lines(axes, {SUBJECT: points}, case["facts"]["x_name"].split(",")[0], "seconds")
         fit = result["summary"]["exponents"].get(case["name"])
-        axes.set_title(case["name"] + ("" if fit is None else f": power {fit['value']:.2f}"), fontsize=9)
+        axes.set_title(case["name"] + ("" if fit is None else f": exponent {fit['value']:.2f}"), fontsize=9)
 
 
 PLOTS = {"memory": memory, "scaling": scaling}
-"""Of suites that are not drawn as `bars`."""
+"""Suites with a plot of their own; the others use `bars`."""
 
 
 def plot(result: Result, path: Path) -> None:

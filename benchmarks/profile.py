@@ -1,9 +1,10 @@
-"""Where a step with fastdpo spends its time, by kind of work, from torch's profiler.
+"""Time of a step with fastdpo by kind of work, from torch's profiler.
 
     python -m benchmarks.profile [--case full/HH] [--side fastdpo] [--threads 2]
 
-The cases and sides are those of the suite `step`. Operators are told apart by their inputs: what has the vocabulary as
-its last dimension is a pass over logits. The profiler itself slows small operators down.
+The cases and sides are those of the suite `step`. Operators are classified by their inputs:
+an operator on a tensor whose last dimension is the vocabulary is a pass over logits. The profiler
+slows small operators down.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from rich.table import Table
 from torch.profiler import profile
 
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.step import cases
+from benchmarks.suites.step import build_cases
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 KINDS = (
-    "products of the backbone",
-    "products of the head",
+    "matrix products of the backbone",
+    "matrix products of the head",
     "attention",
     "passes over logits",
-    "gradients and rows of [V, D] weights",
-    "the rest of torch",
+    "operators on [V, D] weights and their gradients",
+    "other torch operators",
 )
 
 
 def kind(name: str, shapes: list[Any], vocabulary: int) -> str:
-    """One of KINDS."""
+    """Classifies an operator as one of `KINDS`."""
     sizes = [shape for shape in shapes if isinstance(shape, list) and shape and isinstance(shape[0], int)]
     has_vocabulary = any(vocabulary in shape for shape in sizes)
     if name in PRODUCTS:
@@ -50,15 +51,15 @@ def kind(name: str, shapes: list[Any], vocabulary: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Profile one step of a case of the suite `step`.")
+    parser = argparse.ArgumentParser(description="Profile one step of a case in the suite `step`.")
     parser.add_argument("--case", default="full/HH")
     parser.add_argument("--side", default=SUBJECT)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    found = {case.name: case for case in cases(quick=False)}
-    if args.case not in found:
-        parser.error(f"--case must be one of {', '.join(found)}; got {args.case}")
-    sides = {side.name: side for side in found[args.case].sides}
+    available = {case.name: case for case in build_cases(quick=False)}
+    if args.case not in available:
+        parser.error(f"--case must be one of {', '.join(available)}; got {args.case}")
+    sides = {side.name: side for side in available[args.case].sides}
     if args.side not in sides:
         parser.error(f"--side must be one of {', '.join(sides)}; got {args.side}")
     side = sides[args.side]
@@ -68,24 +69,29 @@ def main() -> None:
     stepper = getattr(importlib.import_module(module), name)(side.workload, **side.options)
     for _ in range(2):
         stepper.step(0)
-        stepper.rest()
-    began = perf_counter()
+        stepper.reset()
+    start = perf_counter()
     stepper.step(0)
-    alone = perf_counter() - began
-    stepper.rest()
+    unprofiled = perf_counter() - start
+    stepper.reset()
     with profile(record_shapes=True) as profiler:
-        began = perf_counter()
+        start = perf_counter()
         stepper.step(0)
-        wall = perf_counter() - began
+        profiled = perf_counter() - start
 
     times: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):
         if event.key.startswith("aten::"):
             times[kind(event.key, event.input_shapes, side.workload.size.vocabulary)] += event.self_cpu_time_total / 1e6
-    times["Python, and what lies between operators"] = wall - times.total()
-    table = Table("kind of work", "seconds", "share", title=f"{args.case}, {args.side}: {alone:.2f} s a step")
+    times["Python and time between operators"] = profiled - times.total()
+    table = Table(
+        "kind of work",
+        "seconds",
+        "share",
+        title=f"{args.case}, {args.side}: {unprofiled:.2f} s per step without the profiler",
+    )
     for name, seconds in times.most_common():
-        table.add_row(name, f"{seconds:.3f}", f"{seconds / wall:.0%}")
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / profiled:.0%}")
     Console().print(table)
 
 

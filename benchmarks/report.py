@@ -1,9 +1,9 @@
-"""Brings README.md's overview, docs/benchmarks.md, docs/gpu.md and docs/plots up to the results that are committed.
+"""Updates README.md, docs/benchmarks.md, docs/gpu.md and docs/plots from the committed results.
 
     python -m benchmarks.report
 
-The overview, and the tables of a GPU, stand between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`;
-docs/benchmarks.md is made whole.
+README.md and docs/gpu.md contain generated text between `<!-- benchmarks:begin -->` and
+`<!-- benchmarks:end -->`. docs/benchmarks.md is generated as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, tables
+from benchmarks import micro, plots, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -25,68 +25,80 @@ PLOTS = ROOT / "docs" / "plots"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 HEADER = """# Benchmarks
 
-Made by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/results), which has every sample; a test
-says when it is stale. `make bench` measures again. All sides of a case take turns, each in a process of its own; before
-a side is timed, its numbers are checked against float64, and one that is wrong gets no time. Brackets hold 95 %
-bootstrap intervals. What each suite is made of: [benchmarks/suites](../benchmarks/suites)."""
-OVERVIEW = """## Overview
+Written by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/results), which
+holds every sample; `make bench` and `make bench-ops` measure again. Each suite compares several
+sides on the same cases ([benchmarks/suites](../benchmarks/suites)). The sides of a case take turns,
+each in its own process. Before a side is timed, its numbers are compared with float64; an incorrect
+side gets no time. Parentheses hold 95 % bootstrap intervals.
 
-Geometric means over the cases of a suite. A mean that lacks a case, because one of its two sides failed there, says
-which."""
+## Overview
+
+Geometric means over the cases of a suite. If a side was not measured in some cases, the cell says in
+how many it was, and names the missing ones."""
+MICRO_FILE = "ops.json"
+
+Result = dict[str, Any]
 
 
-def results(directory: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The committed runs of suites, by suite.
+def results(directory: Path = RESULTS) -> dict[str, Result]:
+    """The committed results by suite, with the cases of the micro-benchmarks.
 
     Raises:
-        ValueError: one comes from a quick run.
+        ValueError: a file comes from a quick run.
     """
     paths = {name: directory / f"{name}.json" for name in SUITES}
-    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-    for name, result in found.items():
+    by_suite = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    for name, result in by_suite.items():
         if result["quick"]:
             raise ValueError(f"report: {name}.json must come from a full run; it was made with --quick")
-    return found
+    if (directory / MICRO_FILE).exists():
+        saved = micro.read(directory / MICRO_FILE)
+        by_suite |= {name: micro.add_to(by_suite[name], saved) for name in saved["cases"] if name in by_suite}
+    return by_suite
 
 
-def section(result: dict[str, Any], level: str) -> str:
-    """One suite's heading, table and circumstances."""
+def section(result: Result, level: str) -> str:
+    """Heading, table, machine and versions of a suite."""
     return f"{level} {result['title']}\n\n{tables.table(result)}\n\n{tables.where(result)}"
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """docs/benchmarks.md"""
-    sections = [f"{section(result, '##')}\n\n![{result['title']}](plots/{name}.svg)" for name, result in found.items()]
-    return "\n\n".join([HEADER, OVERVIEW, tables.overview(found), *sections]) + "\n"
+def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
+    """The text of docs/benchmarks.md."""
+    sections = [
+        f"{section(result, '##')}\n\n![{result['title']}](plots/{name}.svg)" for name, result in by_suite.items()
+    ]
+    if (directory / MICRO_FILE).exists():
+        sections.append(f"## Packing\n\n{tables.packing_table(micro.read(directory / MICRO_FILE))}")
+    return "\n\n".join([HEADER, tables.overview(by_suite), *sections]) + "\n"
 
 
-def on_gpu(found: dict[str, dict[str, Any]]) -> str:
-    """What docs/gpu.md shows of the results of a GPU."""
-    return "\n\n".join(section(result, "###") for result in found.values()) or "Nothing yet."
+def gpu_block(by_suite: dict[str, Result]) -> str:
+    """The generated text of docs/gpu.md."""
+    return "\n\n".join(section(result, "###") for result in by_suite.values()) or "Nothing yet."
 
 
-def filled(text: str, content: str) -> str:
-    """A text with the content between its markers.
+def fill(text: str, content: str) -> str:
+    """Replaces what stands between the markers of a page.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the page has no markers.
     """
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found_begin or not found_end:
-        raise ValueError(f"report: a page must hold {BEGIN} and {END}; they are missing")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"report: a page must contain {BEGIN} and {END}; they are missing")
     return f"{before}{BEGIN}\n{content}\n{END}{after}"
 
 
 def main() -> None:
-    found = results()
-    README.write_text(filled(README.read_text(), tables.readme_table(found)))
-    GPU_PAGE.write_text(filled(GPU_PAGE.read_text(), on_gpu(results(GPU_RESULTS))))
-    PAGE.write_text(page(found))
-    for name, result in found.items():
+    by_suite = results()
+    README.write_text(fill(README.read_text(), tables.readme_table(by_suite)))
+    GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), gpu_block(results(GPU_RESULTS))))
+    PAGE.write_text(page(by_suite))
+    for name, result in by_suite.items():
         plots.plot(result, PLOTS / f"{name}.svg")
     pages = ", ".join(str(path.relative_to(ROOT)) for path in (README, PAGE, GPU_PAGE, PLOTS))
-    print(f"{pages}: {', '.join(found) or 'no results yet'}")
+    print(f"{pages}: {', '.join(by_suite) or 'no results yet'}")
 
 
 if __name__ == "__main__":

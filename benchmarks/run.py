@@ -1,8 +1,9 @@
-"""Runs one suite: checks every side against the truth, measures those that are equal, and writes every sample.
+"""Runs one suite: checks all sides, times the correct ones, and writes every sample to a JSON file.
 
-    python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick] [--resume]
+    python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick]
+    [--resume]
 
-The exit code is 1 if a side is not equal to the others or failed; neither gets a time.
+The exit code is 1 if a side is incorrect or failed. Such a side gets no time.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks import machine, tables
+from benchmarks.case_runner import FAILED, INCORRECT, CaseRunner
 from benchmarks.cases import Case, Suite
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
-from benchmarks.turns import FAILED, NOT_EQUAL, Turns
 
 PACKAGES = ("torch", "transformers", "trl", "fastdpo", "peft", "accelerate", "cut-cross-entropy", "liger-kernel")
-RED = {NOT_EQUAL, FAILED}
+ERRORS = {INCORRECT, FAILED}
 QUICK_ROUNDS = 2
-SAME = ("suite", "commit", "machine", "versions", "quick", "rounds")  # what a run that goes on must share
+RESUME_FIELDS = ("suite", "commit", "machine", "versions", "quick", "rounds")
+"""Fields that must be equal in a resumed run."""
 ROOT = Path(__file__).parents[1]
 
 
 def commit() -> str:
-    """The commit of the sources, and whether they differ from it."""
+    """The current commit, followed by " with changes" if the working tree is not clean."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -46,7 +48,7 @@ def commit() -> str:
 
 
 def settings(threads: int) -> dict[str, Any]:
-    """What of the machine the sides are given."""
+    """The settings of this run that affect speed."""
     native = torch.accelerator.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return {
         "threads": threads,
@@ -55,24 +57,24 @@ def settings(threads: int) -> dict[str, Any]:
     }
 
 
-def go_on(result: dict[str, Any], before: dict[str, Any], suite: Suite, cases: list[Case]) -> list[Case]:
-    """Takes over the cases of an earlier run; returns those that are left."""
-    for name in SAME:
-        if before[name] != result[name]:
-            sys.exit(f"--resume: {name} must be that of the file, {before[name]}; it is {result[name]}")
-    result["command"] = f"{before['command']} && {result['command']}"
-    result["cases"] = before["cases"]
-    result["summary"] = summarize(suite, before["cases"])
-    done = {case["name"] for case in before["cases"]}
+def resume(result: dict[str, Any], previous: dict[str, Any], suite: Suite, cases: list[Case]) -> list[Case]:
+    """Copies the finished cases of a previous run into `result` and returns the remaining ones."""
+    for name in RESUME_FIELDS:
+        if previous[name] != result[name]:
+            sys.exit(f"--resume: {name} must be {previous[name]}, as in the file; got {result[name]}")
+    result["command"] = f"{previous['command']} && {result['command']}"
+    result["cases"] = previous["cases"]
+    result["summary"] = summarize(suite, previous["cases"])
+    done = {case["name"] for case in previous["cases"]}
     return [case for case in cases if case.name not in done]
 
 
 def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything that goes to the JSON, which is written after every case."""
+    """Runs the cases and returns the content of the JSON file, written after every case."""
     cases = [case for case in suite.cases(args.quick) if re.search(args.cases, case.name)]
     if not cases:
         names = ", ".join(case.name for case in suite.cases(args.quick))
-        sys.exit(f"--cases must match a case of {suite.name}; got {args.cases!r}, there are {names}")
+        sys.exit(f"--cases must match a case of {suite.name}: {names}; got {args.cases!r}")
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else suite.rounds)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     result: dict[str, Any] = {
@@ -88,21 +90,21 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
         "cases": [],
     }
     if args.resume and args.json.exists():
-        cases = go_on(result, json.loads(args.json.read_text()), suite, cases)
+        cases = resume(result, json.loads(args.json.read_text()), suite, cases)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task(f"suite {suite.name}", total=len(cases))
+        task = progress.add_task(f"suite {suite.name}", total=len(cases))
         for case in cases:
-            record = Turns(suite, case, rounds, args.threads, progress).run()
+            record = CaseRunner(suite, case, rounds, args.threads, progress).run()
             result["cases"].append(record)
             result["summary"] = summarize(suite, result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-            progress.advance(bar)
+            progress.advance(task)
             for name, side in record["sides"].items():
                 if side["reason"]:
                     progress.console.print(
                         f"{case.name}: {name}: {side['status']}: {side['reason']}",
-                        style="bold red" if side["status"] in RED else "dim",
+                        style="bold red" if side["status"] in ERRORS else "dim",
                         markup=False,
                         soft_wrap=True,
                     )
@@ -111,15 +113,18 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Run one suite of benchmarks; every side is checked first."
+        prog="python -m benchmarks.run",
+        description="Run one benchmark suite. Every side is checked before it is timed.",
     )
     parser.add_argument("--suite", choices=SUITES, required=True)
-    parser.add_argument("--json", type=Path, help="where to write every sample; default: out/SUITE.json")
-    parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names match")
-    parser.add_argument("--rounds", type=int, help="passes over each case's batches; default: as the suite says")
-    parser.add_argument("--threads", type=int, default=2, help="of each side; default: 2")
-    parser.add_argument("--resume", action="store_true", help="keep the cases that the JSON has, run those it lacks")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--json", type=Path, help="output file with every sample; default: out/SUITE.json")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="run only cases whose name matches")
+    parser.add_argument("--rounds", type=int, help="passes over the batches of each case; default: the suite's own")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of each side; default: 2")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cases in the JSON file and run only the missing ones"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     args = parser.parse_args(argv)
     args.argv = argv
     args.json = args.json or Path("out") / f"{args.suite}.json"
@@ -142,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     console.print(f"Written: {args.json}")
     statuses = {side["status"] for case in result["cases"] for side in case["sides"].values()}
-    return 1 if statuses & RED else 0
+    return 1 if statuses & ERRORS else 0
 
 
 if __name__ == "__main__":

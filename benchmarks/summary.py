@@ -1,4 +1,7 @@
-"""What is drawn from the samples of a run, and can be drawn again: medians, ratios to fastdpo, geometric means."""
+"""Summary of a run's samples: medians, ratios to fastdpo, geometric means.
+
+It can be recomputed from the samples.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from benchmarks.cases import SUBJECT, Suite
 Record = dict[str, Any]
 
 
-class Reading(NamedTuple):
-    """The peak memory of a side over all of its samples, above what it held when it was loaded."""
+class PeakReading(NamedTuple):
+    """Peak memory of a side over all samples, above the memory held after loading."""
 
     side: str
     options: dict[str, Any]
@@ -19,17 +22,21 @@ class Reading(NamedTuple):
 
 
 def samples_by_batch(side: Record) -> list[list[float]]:
-    """Seconds; empty for a side without samples, which is one that is not equal, failed or can't run here."""
+    """Seconds, batch by batch.
+
+    Empty for a side without samples: an incorrect, failed or unavailable one.
+    """
     samples = side.get("samples", [])
     batches = sorted({sample["batch"] for sample in samples})
     return [[sample["seconds"] for sample in samples if sample["batch"] == batch] for batch in batches]
 
 
-def peaks(case: Record) -> list[Reading]:
+def peaks(case: Record) -> list[PeakReading]:
+    """One reading per measured side. Samples of pytest-benchmark have no peak memory."""
     return [
-        Reading(name, side["options"], max(sample["peak_bytes"] for sample in side["samples"]))
+        PeakReading(name, side["options"], max(sample["peak_bytes"] for sample in side["samples"]))
         for name, side in case["sides"].items()
-        if side.get("samples")
+        if side.get("samples") and "peak_bytes" in side["samples"][0]
     ]
 
 
@@ -38,7 +45,7 @@ def _measured(case: Record, side: str) -> bool:
 
 
 def ratios(case: Record) -> dict[str, Record]:
-    """How many times the cost of fastdpo each other side costs, for the sides of a case that were measured."""
+    """The cost of each other measured side divided by the cost of fastdpo."""
     if not _measured(case, SUBJECT):
         return {}
     subject = samples_by_batch(case["sides"][SUBJECT])
@@ -53,8 +60,8 @@ def mean_ratio(cases: list[Record], other: str, subject: str = SUBJECT) -> Recor
     """Geometric mean over cases of the cost of `other` divided by the cost of `subject`.
 
     Returns:
-        The estimate with `cases`, the number of cases in which both sides were measured, and `missing`, the names of
-        the other cases. None if both were measured in no case.
+        The estimate with `cases`, the number of cases in which both sides were measured, and
+        `missing`, the names of the other cases. None if both were measured in no case.
     """
     measured = [case for case in cases if _measured(case, other) and _measured(case, subject)]
     if not measured:
@@ -66,7 +73,7 @@ def mean_ratio(cases: list[Record], other: str, subject: str = SUBJECT) -> Recor
 
 
 def group_means(cases: list[Record]) -> dict[str, Record]:
-    """`mean_ratio` of every other side to fastdpo; sides without any are left out."""
+    """`mean_ratio` of every other side to fastdpo. Sides that were never measured are left out."""
     others = dict.fromkeys(name for case in cases for name in case["sides"] if name != SUBJECT)
     means = {name: mean_ratio(cases, name) for name in others}
     return {name: mean for name, mean in means.items() if mean is not None}
@@ -81,8 +88,8 @@ def by_group(cases: list[Record]) -> dict[str, list[Record]]:
 
 
 def summarize(suite: Suite, cases: list[Record]) -> Record:
-    """`cases`: medians in seconds, peaks in bytes, ratios of others to fastdpo; `groups`: their geometric means."""
-    of_cases = {
+    """Per case the medians, peaks and ratios to fastdpo; per group the means of the ratios."""
+    case_summaries = {
         case["name"]: {
             "seconds": {
                 name: intervals.median(samples_by_batch(side))._asdict()
@@ -95,4 +102,4 @@ def summarize(suite: Suite, cases: list[Record]) -> Record:
         for case in cases
     }
     groups = {group: means for group, members in by_group(cases).items() if (means := group_means(members))}
-    return {"cases": of_cases, "groups": groups} | suite.conclude(cases)
+    return {"cases": case_summaries, "groups": groups} | suite.extra_summary(cases)

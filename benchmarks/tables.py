@@ -1,4 +1,7 @@
-"""Markdown tables of a run's JSON. A side without a measurement shows the reason instead of a number."""
+"""Markdown tables of a run's JSON.
+
+A side without a measurement shows the reason instead of a number.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.case_runner import INCORRECT
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.step import FLOOR, LABELLED, REMEMBERED, STOCK
+from benchmarks.suites.step import CACHED_REFERENCE, FLOOR, LABELLED, STOCK
 from benchmarks.summary import by_group, mean_ratio
-from benchmarks.turns import NOT_EQUAL
 
 Result = dict[str, Any]
 MIB = 1 << 20
@@ -48,7 +51,7 @@ def format_mean(mean: Result | None, inverse: bool = False) -> str:
 
 
 def coverage(mean: Result) -> str:
-    """ ", 5 of 6 (Capybara missing)" for a mean over 5 cases of a group of 6; nothing if no case is missing."""
+    """For a mean without one of six cases: ", 5 of 6 (Capybara missing)". Else empty."""
     if not mean["missing"]:
         return ""
     missing = "; ".join(name.rpartition("/")[2] for name in mean["missing"])
@@ -62,7 +65,7 @@ def cell(case: Result, side: str, measured: dict[str, Any], show: Callable[[Any]
     record = case["sides"].get(side)
     if record is None:
         return ""
-    return f"{NOT_EQUAL}: {record['reason']}" if record["status"] == NOT_EQUAL else record["status"]
+    return f"{INCORRECT}: {record['reason']}" if record["status"] == INCORRECT else record["status"]
 
 
 def render(rows: list[list[str]], headers: list[str]) -> str:
@@ -105,7 +108,9 @@ def step_table(result: Result) -> str:
         facts = {name: side.get("facts", {}) for name, side in case["sides"].items()}
         tokens = [facts[name].get("tokens") for name in (STOCK, SUBJECT)]
         peaks = [summary["peak_bytes"].get(name) for name in (STOCK, LABELLED, SUBJECT)]
-        medians = (cell(case, side, summary["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT, REMEMBERED))
+        medians = (
+            cell(case, side, summary["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT, CACHED_REFERENCE)
+        )
         rows.append(
             [
                 case["name"],
@@ -127,7 +132,7 @@ def step_table(result: Result) -> str:
         STOCK,
         LABELLED,
         SUBJECT,
-        REMEMBERED,
+        CACHED_REFERENCE,
         "speedup over TRL as shipped",
         "speedup over labelled positions only",
         "time relative to the floor",
@@ -173,8 +178,8 @@ def memory_table(result: Result) -> str:
         for case in cases:
             peaks = result["summary"]["cases"][case["name"]]["peak_bytes"]
             cells = [cell(case, side, peaks, lambda peak: f"{peak / MIB:,.0f} MiB") for side in sides]
-            rows.append([case["name"] if group == "knob" else f"{case['facts']['x']:,}", *cells])
-        corner = "`memory_budget`" if group == "knob" else f"{group}, {cases[0]['facts']['x_name']}"
+            rows.append([case["name"].rpartition("/")[2] if group == "budget" else f"{case['facts']['x']:,}", *cells])
+        corner = "`memory_budget`" if group == "budget" else f"{group}, {cases[0]['facts']['x_name']}"
         tables.append(render(rows, [corner, *sides]))
     return "\n\n".join(tables)
 
@@ -212,7 +217,7 @@ def overview(results: dict[str, Result]) -> str:
         for group, cases in by_group(results[suite]["cases"] if suite in results else []).items():
             label = GROUP_LABELS.get(group, group)
             title = f"{work}, {label}" if label else work
-            for subject, name in ((SUBJECT, title), (REMEMBERED, f"{title}, cached reference")):
+            for subject, name in ((SUBJECT, title), (CACHED_REFERENCE, f"{title}, cached reference")):
                 means = {other: mean_ratio(cases, other, subject) for other in (STOCK, LABELLED, FLOOR)}
                 if means[STOCK] is None:
                     continue
@@ -240,7 +245,7 @@ README_ROWS = (  # suite, group, first column, what the cases are
     ("head", "trainable", "LM head alone", "size"),
 )
 README_SIDES = {"head": (None, "TRL")}
-"""The sides in the two columns, where they are not TRL's trainer as shipped and on labelled positions only."""
+"""The sides of the two columns, for suites that do not run TRL's trainer."""
 
 
 def readme_table(results: dict[str, Result]) -> str:
@@ -282,7 +287,21 @@ def _readme_note(results: list[Result]) -> str:
 
 def where(result: Result) -> str:
     """The command, machine, versions and commit of a run."""
-    described = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
-    packages = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v != "not installed")
     command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
-    return wrap(f"`{command}` on {described}; {packages}; {result['date'][:10]}, commit {result['commit'][:7]}.")
+    text = wrap(f"`{command}` on {environment(result)}, commit {result['commit'][:7]}.")
+    if result.get("micro"):
+        text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
+    return text
+
+
+def environment(result: Result) -> str:
+    """Machine, versions and date."""
+    machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    packages = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v != "not installed")
+    return f"{machine}; {packages}; {result['date'][:10]}"
+
+
+def packing_table(micro: Result) -> str:
+    """Median times of the micro-benchmarks that belong to no suite."""
+    rows = [[name.capitalize(), format_seconds(seconds)] for name, seconds in micro["others"].items()]
+    return f"{render(rows, ['', 'median time'])}\n\n{wrap(f'`make bench-ops` on {environment(micro)}.')}"

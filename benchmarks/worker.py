@@ -1,4 +1,4 @@
-"""What holds one side and does what it is asked, one thing at a time: a process of its own, or this one."""
+"""Workers: each holds one side and serves requests, in a process of its own or in this one."""
 
 from __future__ import annotations
 
@@ -19,52 +19,56 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.cases import Unavailable
 
 if TYPE_CHECKING:
-    from benchmarks.peak import PeakAboveLevel
+    from benchmarks.peak import PeakAboveBaseline
 
 LOG_LINES = 15
-PEERS = {"trl", "datasets"}  # what a machine may lack
+OPTIONAL_PACKAGES = {"trl", "datasets"}
+"""A side that needs one of these is unavailable without it."""
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
 
+# Threads of a side that waits for its turn must not spin on the cores of the side that is timed.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-"""Of the workers: threads of a side that waits for its turn must not spin on the cores of the side whose turn it is."""
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(PRELOADED)  # read once, forked for each worker; none of them computes at import
+_processes.set_forkserver_preload(PRELOADED)  # imported once, then forked for each worker; none computes at import
 
 
-class Failed(RuntimeError):
-    """A worker that died or raised. The message is the end of what it said."""
+class WorkerError(RuntimeError):
+    """A worker died or raised. The message is the end of its output."""
 
 
 class Worker:
-    """The caller's end of a worker. It builds its side at once; `ready()` waits for that."""
+    """The caller's end of a worker process.
+
+    The process builds its side at once; `ready()` waits until it is built.
+    """
 
     def __init__(self, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
         self._log = Path(tempfile.mkstemp(prefix="benchmark-", suffix=".log")[1])
-        self._pipe, theirs = _processes.Pipe()
-        arguments = (theirs, str(self._log), build, workload, options, threads)
+        self._pipe, worker_end = _processes.Pipe()
+        arguments = (worker_end, str(self._log), build, workload, options, threads)
         self._process = _processes.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()
+        worker_end.close()
 
     def ready(self) -> int:
-        """How many batches the side has.
+        """Waits for the side and returns its number of batches.
 
         Raises:
-            Unavailable: the side says that it can't run here.
-            Failed: it could not be built.
+            Unavailable: the side cannot run on this machine.
+            WorkerError: the side could not be built.
         """
-        return self._answer()
+        return self._receive()
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """The answer to "check", "step" or "facts".
+    def request(self, name: str, *arguments: Any) -> Any:
+        """Sends the request "check", "step" or "facts" and returns the response.
 
         Raises:
-            Unavailable, Failed: as in `ready`.
+            Unavailable, WorkerError: as in `ready`.
         """
-        with suppress(OSError):  # if it is dead, what it said last is still in the pipe or in the log
-            self._pipe.send((what, *arguments))
-        return self._answer()
+        with suppress(OSError):  # the last output of a dead process is still in the pipe or in the log
+            self._pipe.send((name, *arguments))
+        return self._receive()
 
     def close(self) -> None:
         self._pipe.close()
@@ -74,41 +78,44 @@ class Worker:
             self._process.join()
         self._log.unlink(missing_ok=True)
 
-    def _answer(self) -> Any:
+    def _receive(self) -> Any:
         try:
             kind, value = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
             tail = "".join(deque(self._log.open(errors="replace"), LOG_LINES)).strip()
-            raise Failed(f"died with exit code {self._process.exitcode}. {tail}") from None
+            raise WorkerError(f"died with exit code {self._process.exitcode}. {tail}") from None
         if kind == "unavailable":
             raise Unavailable(value)
         if kind == "failed":
-            raise Failed(value)
+            raise WorkerError(value)
         return value
 
 
-class Guest:
-    """A side in this process, used like a `Worker`: a GPU's context takes seconds to make, so sides may share one."""
+class InProcessWorker:
+    """A side in this process, with the methods of `Worker`.
+
+    Avoids the seconds that a GPU context takes to create.
+    """
 
     def __init__(self, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
         self._arguments = build, workload, options
 
     def ready(self) -> int:
-        """As `Worker.ready`."""
-        with self._failing():
-            self._side = _build(*self._arguments)
+        """See `Worker.ready`."""
+        with self._as_worker_error():
+            self._side = build_side(*self._arguments)
         return self._side.batches
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """As `Worker.ask`."""
-        from benchmarks.peak import PeakAboveLevel
+    def request(self, name: str, *arguments: Any) -> Any:
+        """See `Worker.request`."""
+        from benchmarks.peak import PeakAboveBaseline
 
-        with self._failing():
-            return _answer(self._side, PeakAboveLevel(), what, *arguments)
+        with self._as_worker_error():
+            return _respond(self._side, PeakAboveBaseline(), name, *arguments)
 
     def close(self) -> None:
-        """Gives the memory back to the next side's allocations."""
+        """Releases the memory of the side."""
         import torch
 
         self.__dict__.pop("_side", None)
@@ -116,23 +123,40 @@ class Guest:
         torch.cuda.empty_cache()
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _as_worker_error(self) -> Iterator[None]:
         try:
             yield
         except Unavailable:
             raise
         except Exception as reason:
-            raise Failed("".join(traceback.format_exception_only(reason))) from None
+            raise WorkerError("".join(traceback.format_exception_only(reason))) from None
+
+
+def build_side(build: str, workload: Any, options: dict[str, Any]) -> Any:
+    """Imports "module:callable" and calls it.
+
+    Raises:
+        Unavailable: one of `OPTIONAL_PACKAGES` is not installed, or the side cannot run on this
+            machine.
+    """
+    module, _, name = build.partition(":")
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as reason:
+        if reason.name not in OPTIONAL_PACKAGES:
+            raise
+        raise Unavailable(f"{reason.name} is not installed") from None
+    return getattr(imported, name)(workload, **options)
 
 
 def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
-    """The worker's whole life. What the side prints goes to the log."""
+    """Entry point of a worker process. Standard output and error go to the log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     try:
-        _serve(pipe, build, workload, options, threads)
+        _serve_requests(pipe, build, workload, options, threads)
     except EOFError:  # the caller has closed the pipe: done
         return
     except Unavailable as reason:
@@ -141,42 +165,31 @@ def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[s
         pipe.send(("failed", "".join(traceback.format_exc().splitlines(keepends=True)[-LOG_LINES:])))
 
 
-def _serve(pipe: Connection, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
+def _serve_requests(pipe: Connection, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
     import torch
 
-    from benchmarks.peak import PeakAboveLevel
+    from benchmarks.peak import PeakAboveBaseline
 
     torch.set_num_threads(threads)
-    side = _build(build, workload, options)
-    peak = PeakAboveLevel()
+    side = build_side(build, workload, options)
+    peak = PeakAboveBaseline()
     pipe.send(("ready", side.batches))
     while True:
-        what, *arguments = pipe.recv()
-        pipe.send((what, _answer(side, peak, what, *arguments)))
+        name, *arguments = pipe.recv()
+        pipe.send((name, _respond(side, peak, name, *arguments)))
 
 
-def _build(build: str, workload: Any, options: dict[str, Any]) -> Any:
-    module, _, name = build.partition(":")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as reason:
-        if reason.name not in PEERS:
-            raise
-        raise Unavailable(f"{reason.name} is not installed") from None
-    return getattr(imported, name)(workload, **options)
-
-
-def _answer(side: Any, peak: PeakAboveLevel, what: str, *arguments: Any) -> Any:
+def _respond(side: Any, peak: PeakAboveBaseline, name: str, *arguments: Any) -> Any:
     from benchmarks.demo.meters import now
     from benchmarks.machine import clock
 
-    if what == "step":
+    if name == "step":
         with peak.watched():
             start = now()
             side.step(*arguments)
             seconds = now() - start
-        side.rest()
+        side.reset()
         return {"batch": arguments[0], "seconds": seconds, "peak_bytes": peak.bytes}
-    if what == "check":
+    if name == "check":
         return side.check()
-    return side.facts() | {"level_bytes": peak.level, "memory": peak.kind} | clock()
+    return side.facts() | {"baseline_bytes": peak.baseline, "memory": peak.kind} | clock()

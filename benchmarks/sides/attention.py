@@ -1,4 +1,7 @@
-"""One layer's attention over a batch of pairs, forward and backward: padded; packed, with prompts shared and not."""
+"""Attention of one layer over a batch of pairs, forward and backward.
+
+The sides are padded, packed without shared prompts, and packed with shared prompts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """Pairs of these lengths, and the shape of a layer's heads."""
+    """Lengths of the pairs, and the shape and dtype of a layer's heads."""
 
     pairs: tuple[Lengths, ...]
     heads: int = 32
@@ -30,10 +33,15 @@ class AttentionWorkload:
     dtype: str = "bfloat16"
 
 
-class Inputs:
-    """The same for all sides: q, k, v and the gradient of the output, [T, heads, D], of the distinct tokens.
+class AttentionInputs:
+    """Inputs that are equal for all sides.
 
-    `rows` holds for each row of a padded batch which of them it consists of, prompt and answer.
+    Attributes:
+        tensors: queries, keys, values and the gradient of the output, [T, heads, D], of the T
+            distinct tokens.
+        rows: for each row of a padded batch the indices of its tokens among the distinct ones.
+        layout: for each row the start and length of its prefix, then of its own tokens, as in
+            `Layout.rows`.
     """
 
     def __init__(self, workload: AttentionWorkload) -> None:
@@ -42,11 +50,11 @@ class Inputs:
         self.layout: list[tuple[int, int, int, int]] = []
         end = 0
         for prompt, chosen, rejected in workload.pairs:
-            start, own = end, end + prompt + chosen
-            end = own + rejected
+            start, branch = end, end + prompt + chosen
+            end = branch + rejected
             shared = torch.arange(start, start + prompt)
-            self.rows += [torch.arange(start, own), torch.cat([shared, torch.arange(own, end)])]
-            self.layout += [(0, 0, start, own - start), (start, prompt, own, rejected)]
+            self.rows += [torch.arange(start, branch), torch.cat([shared, torch.arange(branch, end)])]
+            self.layout += [(0, 0, start, branch - start), (start, prompt, branch, rejected)]
         generator = torch.Generator(device).manual_seed(0)
         heads = (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads)
         dtype = getattr(torch, workload.dtype)
@@ -54,23 +62,28 @@ class Inputs:
         self.tensors = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
-class _Step:
-    """Attention over tokens of which `index` [...] says which distinct token each is; -1 where it is padding."""
+class AttentionStep:
+    """Forward and backward over tokens that are copies of distinct tokens.
+
+    Args:
+        inputs: of the distinct tokens.
+        index: [...] index of the distinct token at each place, -1 for padding.
+    """
 
     batches = 1
 
-    def __init__(self, inputs: Inputs, index: Tensor) -> None:
+    def __init__(self, inputs: AttentionInputs, index: Tensor) -> None:
         device = inputs.tensors[0].device
         self.tokens, self.index = len(inputs.tensors[0]), index.to(device)
         *leaves, grad = ((x[self.index] * (self.index >= 0)[..., None, None]).detach() for x in inputs.tensors)
         seen = torch.zeros(self.tokens + 1, dtype=torch.bool)
-        first = torch.zeros(index.numel(), dtype=torch.bool)
+        first_copy = torch.zeros(index.numel(), dtype=torch.bool)
         for place, token in enumerate(index.flatten().tolist()):
-            first[place] = token >= 0 and not seen[token]
+            first_copy[place] = token >= 0 and not seen[token]
             seen[token] = True
-        self.first = first.to(device).view(index.shape)
+        self.first_copy = first_copy.to(device).view(index.shape)
         self.leaves = [x.requires_grad_() for x in leaves]
-        self.grad = grad * self.first[..., None, None]  # of a token's copies, one is asked for
+        self.grad = grad * self.first_copy[..., None, None]  # only the first copy of a token has an output gradient
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError
@@ -81,11 +94,11 @@ class _Step:
 
     def check(self) -> Arrays:
         out, *grads = self._run()
-        found = (*grads, out * self.first[..., None, None])
-        return {name: self._by_token(x) for name, x in zip(QUANTITIES, found, strict=True)}
+        quantities = (*grads, out * self.first_copy[..., None, None])
+        return {name: self._sum_copies(x) for name, x in zip(QUANTITIES, quantities, strict=True)}
 
-    def _by_token(self, x: Tensor) -> Any:
-        """Summed over the copies of each token, in float64."""
+    def _sum_copies(self, x: Tensor) -> Any:
+        """Sum over the copies of each distinct token, in float64."""
         total = torch.zeros(self.tokens + 1, *x.shape[self.index.dim() :], dtype=torch.float64, device=x.device)
         total.index_add_(0, self.index.flatten() % (self.tokens + 1), x.flatten(0, self.index.dim() - 1).double())
         return total[: self.tokens].cpu().numpy()
@@ -93,17 +106,17 @@ class _Step:
     def step(self, batch: int) -> None:
         self._run()
 
-    def rest(self) -> None: ...
+    def reset(self) -> None: ...
 
     def facts(self) -> dict[str, Any]:
         return {"tokens": self.index.numel()}
 
 
-class Padded(_Step):
-    """torch's attention over rows padded on the right, where causality alone hides the padding."""
+class PaddedAttention(AttentionStep):
+    """torch's attention over right-padded rows, where the causal mask alone hides the padding."""
 
     def __init__(self, workload: AttentionWorkload) -> None:
-        inputs = Inputs(workload)
+        inputs = AttentionInputs(workload)
         super().__init__(inputs, torch.nn.utils.rnn.pad_sequence(inputs.rows, batch_first=True, padding_value=-1))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -111,11 +124,17 @@ class Padded(_Step):
         return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-class Packed(_Step):
-    """The op of fastdpo, with one of its backends."""
+class PackedAttention(AttentionStep):
+    """`fastdpo.ops.packed_attention`.
+
+    Args:
+        workload: lengths and shape.
+        shared: whether the rows of a pair share their prompt.
+        backend: name of a backend in `attention_backends`; by default the op chooses.
+    """
 
     def __init__(self, workload: AttentionWorkload, shared: bool, backend: str = "") -> None:
-        inputs = Inputs(workload)
+        inputs = AttentionInputs(workload)
         if backend:
             query, _, value, _ = inputs.tensors
             options = attention_flash.Options(workload.d**-0.5, None, None)
@@ -136,27 +155,27 @@ class Packed(_Step):
         return packed_attention(query, key, value, self.rows)
 
     def _run(self) -> tuple[Tensor, ...]:
-        with _chosen(self.backend):
+        with _selected_backend(self.backend):
             return super()._run()
 
 
 @contextmanager
-def _chosen(backend: str) -> Iterator[None]:
-    if backend:
-        os.environ[attention_backends.VARIABLE] = backend
+def _selected_backend(name: str) -> Iterator[None]:
+    if name:
+        os.environ[attention_backends.VARIABLE] = name
     try:
         yield
     finally:
         os.environ.pop(attention_backends.VARIABLE, None)
 
 
-class Exact:
-    """Row by row in float64, and in the sides' dtype: "exact" and "plain"."""
+class ExactAttention:
+    """Attention row by row, in float64 ("exact") and in the dtype of the sides ("plain")."""
 
     batches = 1
 
     def __init__(self, workload: AttentionWorkload) -> None:
-        self.workload, self.inputs = workload, Inputs(workload)
+        self.workload, self.inputs = workload, AttentionInputs(workload)
 
     def check(self) -> Arrays:
         dtype = self.inputs.tensors[0].dtype
@@ -168,23 +187,23 @@ class Exact:
         totals = [torch.zeros_like(x, dtype=torch.float64) for x in self.inputs.tensors]
         done = torch.zeros(len(totals[0]), dtype=torch.bool)
         for row in self.inputs.rows:
-            asked = (~done[row]).to(totals[0].device)[None, :, None]
+            first_copy = (~done[row]).to(totals[0].device)[None, :, None]
             done[row] = True
             row = row.to(totals[0].device)
             for kv_head in range(self.workload.kv_heads):
-                heads = slice(kv_head * group, (kv_head + 1) * group)
-                of_keys = slice(kv_head, kv_head + 1)
-                at = (heads, of_keys, of_keys, heads)
-                pieces = (x[row, of] for x, of in zip(self.inputs.tensors, at, strict=True))
-                found = self._of_row(*(x.to(dtype).transpose(0, 1) for x in pieces), asked)
-                for total, of, x in zip(totals, at, found, strict=True):
-                    total[:, of].index_add_(0, row, x.transpose(0, 1).double())
+                query_heads = slice(kv_head * group, (kv_head + 1) * group)
+                key_heads = slice(kv_head, kv_head + 1)
+                heads = (query_heads, key_heads, key_heads, query_heads)
+                parts = (x[row, part] for x, part in zip(self.inputs.tensors, heads, strict=True))
+                results = self._attend_row(*(x.to(dtype).transpose(0, 1) for x in parts), first_copy)
+                for total, part, x in zip(totals, heads, results, strict=True):
+                    total[:, part].index_add_(0, row, x.transpose(0, 1).double())
         return {name: x.cpu().numpy() for name, x in zip(QUANTITIES, totals, strict=True)}
 
-    def _of_row(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, asked: Tensor) -> tuple[Tensor, ...]:
-        """Gradients and output, of the tokens that are asked for."""
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first_copy: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k and v, and the output at the first copies."""
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         scores = leaves[0] @ leaves[1].mT * self.workload.d**-0.5
         visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
         out = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ leaves[2]
-        return *torch.autograd.grad(out, leaves, grad * asked), out.detach() * asked
+        return *torch.autograd.grad(out, leaves, grad * first_copy), out.detach() * first_copy

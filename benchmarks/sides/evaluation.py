@@ -1,4 +1,4 @@
-"""TRL's evaluation of a batch: as it is, with its CUDA way of choosing positions, patched."""
+"""Evaluation of a batch in TRL's `DPOTrainer`: as shipped, on labelled positions only, patched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.sides.workload import Workload
 
 
 class EvaluationStep(TrainerStep):
-    """The loss and metrics of policy and reference, without gradients."""
+    """Computes loss and metrics from policy and reference, without gradients."""
 
     FUSED = frozenset({("trl.DPOTrainer", "eval", "fused"), ("trl.DPOTrainer", "reference", "fused")})
 
@@ -25,11 +25,13 @@ class EvaluationStep(TrainerStep):
         loss, *_ = self.trainer.prediction_step(self.model, dict(self.inputs[batch]), prediction_loss_only=True)
         return loss
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self.trainer._metrics["eval"].clear()
 
 
 class ExactEvaluation(ExactStep):
+    """The ground truth of `EvaluationStep`."""
+
     def check(self) -> Arrays:
-        found: dict[str, Any] = super().check()
-        return {name: values for name, values in found.items() if not name.endswith("/gradient")}
+        arrays: dict[str, Any] = super().check()
+        return {name: values for name, values in arrays.items() if not name.endswith("/gradient")}

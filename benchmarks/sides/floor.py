@@ -1,16 +1,17 @@
-"""A lower bound of a DPO step on this machine, made of the model's own layers and torch's own kernels.
+"""A lower bound for a DPO step on this machine, made of the model's own layers and torch's kernels.
 
-What it runs, forward and backward for the policy, forward for the reference:
+It runs, forward and backward for the policy and forward for the reference:
 
-- the backbone of transformers on the T distinct tokens of the batch, each once, as one row without padding;
-- attention by `scaled_dot_product_attention`, causal, over every stored piece of a row: a prompt with its first answer
-  is one, its second answer another. What the second answer makes of its prompt is a product of its own, merely added:
-  the true step has to weigh the two;
-- the bare matrix products of the head on the N scored rows, in tiles of `TILE` rows: policy `h W^T`, `G W` and, unless
-  the head is frozen, `G^T h`, with the product itself in place of G; reference `h W^T`.
+- the transformers backbone on the T distinct tokens of the batch, as one row without padding;
+- causal `scaled_dot_product_attention` over every stored segment: a prompt with its chosen
+  completion is one segment, the rejected completion another. The attention of the rejected
+  completion to its prompt is a separate call, whose output is added without the correct weights;
+- the bare matrix products of the head on the N scored rows, in tiles of `TILE` rows. Policy: `h
+  W^T`, `G W` and, unless the head is frozen, `G^T h`, with the logits in place of their gradient G.
+  Reference: `h W^T`.
 
-What it leaves out: softmax, log-probabilities and their statistics, the loss, the packing and all of the trainer. So
-nobody's step can be expected to reach it, and its numbers mean nothing.
+It leaves out softmax, log-probs and their statistics, the loss, the packing and the trainer. A real
+step does more work than this, and the numbers that it computes have no meaning.
 """
 
 from __future__ import annotations
@@ -43,21 +44,23 @@ def attend(
     rows: list[list[int]],
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of `Layout.rows`, without the softmax over both of a row's parts."""
+    """Attention over `Layout.rows`, without the softmax over prefix and own tokens together."""
     lengths = [length for *_, length in rows]
     parts = list(zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True))
-    at = {own: part for (_, _, own, _), part in zip(rows, parts, strict=True)}  # prefixes begin where rows do
+    by_start = {start: part for (_, _, start, _), part in zip(rows, parts, strict=True)}  # a prefix starts a row
     outs = []
     for (prefix, prefix_length, _, _), (q, k, v) in zip(rows, parts, strict=True):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         if prefix_length:
-            _, k, v = (x[:, :, :prefix_length] for x in at[prefix])
+            _, k, v = (x[:, :, :prefix_length] for x in by_start[prefix])
             out = out + F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         outs.append(out)
     return torch.cat(outs, 2).transpose(1, 2), None
 
 
 class FloorStep:
+    """One step of the lower bound."""
+
     def __init__(self, workload: Workload) -> None:
         AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
@@ -69,7 +72,7 @@ class FloorStep:
             model.set_attn_implementation(ATTENTION)
         device = w.device()
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=workload.bf16)
-        # On a CPU that has no bfloat16, products in it take far longer than in float32: not a bound.
+        # On a CPU that emulates bfloat16, float32 products are far faster and give the lower bound.
         self.dtype = torch.bfloat16 if workload.bf16 and device.type != "cpu" else torch.float32
         collate = DataCollatorForPreference(w.PAD, workload.max_length)
         self.batches = len(workload.batches)
@@ -78,7 +81,7 @@ class FloorStep:
     def check(self) -> Arrays:
         for batch in range(self.batches):
             self.step(batch)
-            self.rest()
+            self.reset()
         return {}
 
     def step(self, batch: int) -> None:
@@ -101,24 +104,27 @@ class FloorStep:
 
     @torch.no_grad()
     def _products(self, weight: nn.Parameter, hidden: Tensor) -> Tensor:
-        """The head's products; returns what stands for the gradient of hidden [N, D], sets that of weight [V, D]."""
-        narrow = weight.to(self.dtype)
+        """The matrix products of the head.
+
+        Returns a stand-in for the gradient of hidden states [N, D].
+        """
+        matrix = weight.to(self.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(narrow) if weight.requires_grad else None
+        grad_weight = torch.zeros_like(matrix) if weight.requires_grad else None
         for start in range(0, len(hidden), TILE):
             rows = hidden[start : start + TILE].to(self.dtype)
-            logits = rows @ narrow.t()
-            grad_hidden[start : start + TILE] = logits @ narrow
+            logits = rows @ matrix.t()
+            grad_hidden[start : start + TILE] = logits @ matrix
             if grad_weight is not None:
                 grad_weight.addmm_(logits.t(), rows)
         weight.grad = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
     def facts(self) -> dict[str, Any]:
-        """Tokens of a step, those of policy and reference; scored rows of a step."""
+        """Tokens per step, of policy and reference together, and scored rows per step."""
         return {
             "tokens": 2 * sum(ids.numel() for ids, _ in self.packed) / self.batches,
             "scored_rows": sum(len(layout.targets) for _, layout in self.packed) / self.batches,
@@ -126,7 +132,7 @@ class FloorStep:
 
 
 def _pack(inputs: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Layout]:
-    """ids [1, T] and how they lie."""
+    """Packed ids [1, T] and their layout."""
     inputs = {name: x.to(device) for name, x in inputs.items()}
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     layout = ops.pack_pairs(inputs["input_ids"], inputs["attention_mask"], labels)

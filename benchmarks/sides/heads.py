@@ -1,4 +1,4 @@
-"""Log-probabilities straight from hidden states, forward and backward, as several libraries compute them."""
+"""LM heads of several libraries: log-probs of targets from hidden states, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,34 +15,71 @@ from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
 from fastdpo import ops
+from fastdpo.ops import TokenLogps
 from fastdpo.testing import error
 
-SKETCH = 16
-ROWS = 256
-SAMPLE = 256  # tokens whose gradient is compared where all would take too long in float64
-PEERS_SUM_LESS_WELL = 4  # times the error of plain PyTorch in bfloat16: some add up the head's gradient in it
-TRL_CHUNK = 32_768  # what trl.trainer.utils passes
+PROJECTIONS = 16
+ROWS_PER_CHUNK = 256
+COMPARED_ROWS = 256
+"""In 16 bits, the number of rows of the gradient of hidden states that are compared."""
+ALLOWED_16_BIT_ERROR = 4
+"""Times the error of plain PyTorch.
 
-Head = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""hidden [N, D], weight [V, D], targets [N] to log-probabilities [N]."""
+Some libraries accumulate the gradient of the weight in 16 bits.
+"""
+TRL_CHUNK = 32_768
+"""The chunk of the vocabulary that `trl.trainer.utils` uses."""
+STATISTICS = ("entropy", "mean_logits", "is_top1")
+"""What TRL logs of every token."""
+OUTPUT_LABELS = {"logps": "log-probs", "entropy": "entropy", "mean_logits": "mean logit", "is_top1": "top-1 accuracy"}
+
+
+class Head(Protocol):
+    """hidden [N, D], weight [V, D] and targets [N] to results per token [N]."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps: ...
 
 
 @dataclass(frozen=True)
 class HeadWorkload:
-    """N scored tokens, V words, D hidden size; a head that is not trainable is one under LoRA."""
+    """Size and dtype of a head.
+
+    Attributes:
+        n: number of scored tokens, N.
+        v: size of the vocabulary, V.
+        d: hidden size, D.
+        trainable: whether the weight needs a gradient. Under LoRA it does not.
+        dtype: dtype of hidden states and weight.
+        statistics: whether `STATISTICS` are computed in addition to log-probs.
+    """
 
     n: int
     v: int
     d: int
     trainable: bool
     dtype: str = "float32"
+    statistics: bool = False
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("logps", *STATISTICS) if self.statistics else ("logps",)
 
     def __str__(self) -> str:
-        return f"N {self.n:,}, V {self.v:,}, D {self.d:,}, {'trainable' if self.trainable else 'frozen'}"
+        kind = "trainable" if self.trainable else "frozen"
+        return f"N {self.n:,}, V {self.v:,}, D {self.d:,}, {kind}{', statistics' if self.statistics else ''}"
 
 
-class Inputs:
-    """The same in every process. `cotangent` [N] is the gradient that reaches the log-probabilities."""
+class HeadInputs:
+    """Inputs that are equal in every process.
+
+    Attributes:
+        hidden: [N, D].
+        weight: [V, D].
+        targets: [N].
+        grad_logps: [N] float32, the gradient that reaches the log-probs.
+        projections: [D, PROJECTIONS] float64, random vectors.
+        compared: slice of the rows whose gradients are compared.
+    """
 
     def __init__(self, workload: HeadWorkload) -> None:
         n, v, d = workload.n, workload.v, workload.d
@@ -51,83 +88,93 @@ class Inputs:
         self.hidden = torch.randn(n, d, **on_device).to(dtype)
         self.weight = (torch.randn(v, d, **on_device) * d**-0.5).to(dtype)
         self.targets = torch.randint(0, v, (n,), **on_device)
-        self.cotangent = torch.randn(n, **on_device)
-        self.probe = torch.randn(d, SKETCH, dtype=torch.float64, **on_device)
-        self.compared = slice(None) if dtype == torch.float32 else slice(0, n, max(1, n // SAMPLE))
+        self.grad_logps = torch.randn(n, **on_device)
+        self.projections = torch.randn(d, PROJECTIONS, dtype=torch.float64, **on_device)
+        self.compared = slice(None) if dtype == torch.float32 else slice(0, n, max(1, n // COMPARED_ROWS))
 
-    def sketch(self, grad_weight: Tensor) -> Tensor:
-        """[V, SKETCH]: products of the weight's gradient with random vectors, which err as much as it does."""
-        return grad_weight.double() @ self.probe
-
-
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return ops.reference.linear_logps(hidden, weight, targets).logps
+    def project(self, grad_weight: Tensor) -> Tensor:
+        """[V, PROJECTIONS]: the weight's gradient times random vectors; has its relative error."""
+        return grad_weight.double() @ self.projections
 
 
-def build_torch() -> Head:
-    return plain
+def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = ("logps",)) -> TokenLogps:
+    return ops.reference.linear_logps(hidden, weight, targets, outputs=outputs)
 
 
-def build_trl() -> Head:
+def build_torch(outputs: tuple[str, ...] = ("logps",)) -> Head:
+    return partial(plain_head, outputs=outputs)
+
+
+def build_trl(outputs: tuple[str, ...] = ("logps",)) -> Head:
     try:
         from trl.kernels import ChunkedLogProbFunction
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
+    statistics = tuple(name for name in outputs if name != "logps")
 
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("log_probs",))[0]
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        logps, entropy, _, mean_logits, is_top1 = ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, statistics
+        )
+        return TokenLogps(logps, entropy, mean_logits, is_top1)
 
     return head
 
 
-def build_torch_fused() -> Head:
+def build_torch_fused(outputs: tuple[str, ...] = ("logps",)) -> Head:
+    _require_log_probs_only(outputs)
     fused = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if fused is None:
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions()
 
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return -fused(hidden, weight, targets, reduction="none", options=options)
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        return TokenLogps(-fused(hidden, weight, targets, reduction="none", options=options))
 
     return head
 
 
-def build_cut_cross_entropy(impl: str) -> Head:
+def build_cut_cross_entropy(impl: str, outputs: tuple[str, ...] = ("logps",)) -> Head:
+    _require_log_probs_only(outputs)
     try:
         from cut_cross_entropy import linear_cross_entropy
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
-    _require_gpu_for_triton(impl == "cce")
+    if impl == "cce":
+        _require_gpu()
 
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return -linear_cross_entropy(hidden, weight, targets, reduction="none", impl=impl)
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        return TokenLogps(-linear_cross_entropy(hidden, weight, targets, reduction="none", impl=impl))
 
     return head
 
 
-def build_liger() -> Head:
+def build_liger(outputs: tuple[str, ...] = ("logps",)) -> Head:
+    _require_log_probs_only(outputs)
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
-    _require_gpu_for_triton(True)
+    _require_gpu()
 
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return -fused(hidden, weight, targets, reduction="none")
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        return TokenLogps(-fused(hidden, weight, targets, reduction="none"))
 
     return head
 
 
-def _require_gpu_for_triton(is_triton: bool) -> None:
-    if is_triton and not torch.cuda.is_available():
+def _require_log_probs_only(outputs: tuple[str, ...]) -> None:
+    if outputs != ("logps",):
+        raise Unavailable("computes log-probs only")
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
         raise Unavailable("its Triton kernels need a GPU")
 
 
-def build_fastdpo(memory_budget: int = ops.MEMORY_BUDGET) -> Head:
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return ops.linear_logps(hidden, weight, targets, memory_budget=memory_budget).logps
-
-    return head
+def build_fastdpo(outputs: tuple[str, ...] = ("logps",), memory_budget: int = ops.MEMORY_BUDGET) -> Head:
+    return partial(ops.linear_logps, outputs=outputs, memory_budget=memory_budget)
 
 
 PEERS: dict[str, Callable[..., Head]] = {
@@ -141,105 +188,116 @@ PEERS: dict[str, Callable[..., Head]] = {
 }
 
 
+def named_arrays(
+    results: TokenLogps, outputs: tuple[str, ...], grad_hidden: Tensor, grad_weight: Tensor | None
+) -> Arrays:
+    """The quantities that all heads must agree on, as float64 arrays:
+
+    `results` [N] and gradients.
+    """
+    quantities = {OUTPUT_LABELS[name]: getattr(results, name) for name in outputs}
+    quantities |= {"gradient of hidden states": grad_hidden}
+    if grad_weight is not None:
+        quantities["gradient of the weight"] = grad_weight
+    return {name: x.detach().double().cpu().numpy() for name, x in quantities.items()}
+
+
 class HeadStep:
-    """Forward and backward of one peer."""
+    """Forward and backward of one head."""
 
     batches = 1
 
     def __init__(self, workload: HeadWorkload, peer: str, **options: Any) -> None:
-        self.head = PEERS[peer](**options)
-        self.inputs = Inputs(workload)
+        self.head = PEERS[peer](outputs=workload.outputs, **options)
+        self.inputs = HeadInputs(workload)
         self.inputs.hidden.requires_grad_()
         self.inputs.weight.requires_grad_(workload.trainable)
         self.workload = workload
-        self.launched: list[float] = []
+        self.launch_seconds: list[float] = []
 
-    def _run(self) -> tuple[Tensor, ...]:
+    def _run(self) -> tuple[TokenLogps, tuple[Tensor, ...]]:
         x = self.inputs
-        logps = self.head(x.hidden, x.weight, x.targets)
-        wanted = (x.hidden, x.weight) if self.workload.trainable else (x.hidden,)
-        return logps.detach(), *torch.autograd.grad(logps, wanted, x.cotangent)
+        results = self.head(x.hidden, x.weight, x.targets)
+        leaves = (x.hidden, x.weight) if self.workload.trainable else (x.hidden,)
+        return results, torch.autograd.grad(results.logps, leaves, x.grad_logps)
 
     def check(self) -> Arrays:
-        logps, grad_hidden, *grad_weight = self._run()
-        found = {"log-probs": logps, "gradient of hidden": grad_hidden[self.inputs.compared]}
-        if grad_weight:
-            found["gradient of the head"] = self.inputs.sketch(grad_weight[0])
-        return {name: x.double().cpu().numpy() for name, x in found.items()}
+        results, (grad_hidden, *grad_weight) = self._run()
+        projected = self.inputs.project(grad_weight[0]) if grad_weight else None
+        return named_arrays(results, self.workload.outputs, grad_hidden[self.inputs.compared], projected)
 
     def step(self, batch: int) -> None:
         start = perf_counter()
         self._run()
-        self.launched.append(perf_counter() - start)
+        self.launch_seconds.append(perf_counter() - start)
 
-    def rest(self) -> None: ...
+    def reset(self) -> None: ...
 
     def facts(self) -> dict[str, Any]:
-        """On a GPU the seconds that the host takes to launch a step's kernels, the median."""
-        return {"launch_seconds": median(self.launched)} if self.inputs.hidden.is_cuda else {}
+        """On a GPU, the median of the seconds that the host needs to launch a step."""
+        return {"launch_seconds": median(self.launch_seconds)} if self.inputs.hidden.is_cuda else {}
 
 
 class ExactHead:
-    """The definition in float64 and in the sides' dtype, a few rows at a time: "exact" and "plain"."""
+    """The definition in float64 ("exact") and in the sides' dtype ("plain"), in chunks of rows."""
 
     batches = 1
 
     def __init__(self, workload: HeadWorkload) -> None:
         self.workload = workload
-        self.inputs = Inputs(workload)
+        self.inputs = HeadInputs(workload)
 
     def check(self) -> Arrays:
         dtype = self.inputs.hidden.dtype
-        plain = self._run(dtype, self.workload.n if dtype == torch.float32 else ROWS)
-        exact = self._run(torch.float64, ROWS) if dtype == torch.float32 else self._products_of_halves()
-        found = {
-            f"{kind}/{name}": x for kind, run in {"exact": exact, "plain": plain}.items() for name, x in run.items()
-        }
+        plain = self._run(dtype, self.workload.n if dtype == torch.float32 else ROWS_PER_CHUNK)
+        exact = self._run(torch.float64, ROWS_PER_CHUNK) if dtype == torch.float32 else self._run_from_16_bit_logits()
+        arrays = {f"exact/{name}": x for name, x in exact.items()} | {f"plain/{name}": x for name, x in plain.items()}
         if dtype != torch.float32:
             for name, x in exact.items():
-                off = error(torch.from_numpy(plain[name]), torch.from_numpy(x))
-                found[f"slack/{name}"] = np.array((PEERS_SUM_LESS_WELL - 2) * off)
-        return found
+                plain_error = error(torch.from_numpy(plain[name]), torch.from_numpy(x))
+                arrays[f"slack/{name}"] = np.array((ALLOWED_16_BIT_ERROR - 2) * plain_error)
+        return arrays
 
-    def _run(self, dtype: torch.dtype, rows_at_once: int) -> Arrays:
+    def _run(self, dtype: torch.dtype, rows_per_chunk: int) -> Arrays:
         x = self.inputs
         weight = x.weight.to(dtype, copy=True).requires_grad_(self.workload.trainable)
-        wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros_like(weight, dtype=wide) if self.workload.trainable else None
-        logps, grads = [], []
-        for rows in torch.arange(len(x.hidden)).split(rows_at_once):
+        accumulator_dtype = torch.promote_types(dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=accumulator_dtype) if self.workload.trainable else None
+        results, grad_hidden = [], []
+        for rows in torch.arange(len(x.hidden)).split(rows_per_chunk):
             hidden = x.hidden[rows].to(dtype, copy=True).requires_grad_()
-            of_rows = plain(hidden, weight, x.targets[rows])
-            wanted = (hidden,) if total is None else (hidden, weight)
-            grad, *of_weight = torch.autograd.grad(of_rows, wanted, x.cotangent[rows].to(of_rows.dtype))
-            logps.append(of_rows.detach())
-            grads.append(grad)
-            if total is not None:
-                total += of_weight[0]
-        return self._named(torch.cat(logps), torch.cat(grads)[x.compared], None if total is None else x.sketch(total))
+            of_rows = plain_head(hidden, weight, x.targets[rows], self.workload.outputs)
+            leaves = (hidden,) if grad_weight is None else (hidden, weight)
+            grads = torch.autograd.grad(of_rows.logps, leaves, x.grad_logps[rows].to(of_rows.logps.dtype))
+            results.append(TokenLogps(*(None if value is None else value.detach() for value in of_rows)))
+            grad_hidden.append(grads[0])
+            if grad_weight is not None:
+                grad_weight += grads[1]
+        projected = None if grad_weight is None else x.project(grad_weight)
+        compared = torch.cat(grad_hidden)[x.compared]
+        return named_arrays(_concatenate(results), self.workload.outputs, compared, projected)
 
-    def _products_of_halves(self) -> Arrays:
-        """Logits are products of 16-bit numbers summed in float32, all that follows is float64."""
-        x, sketch = self.inputs, None
+    def _run_from_16_bit_logits(self) -> Arrays:
+        """Logits are 16-bit products summed in float32; everything after them is float64."""
+        x, projected = self.inputs, None
         if self.workload.trainable:
-            sketch = torch.zeros(len(x.weight), SKETCH, dtype=torch.float64, device=x.weight.device)
-        weight, logps, grads = x.weight.double(), [], []
+            projected = torch.zeros(len(x.weight), PROJECTIONS, dtype=torch.float64, device=x.weight.device)
+        weight, results, grad_hidden = x.weight.double(), [], []
         compared = torch.zeros(len(x.hidden), dtype=torch.bool, device=weight.device)
         compared[x.compared] = True
-        for rows in torch.arange(len(x.hidden), device=weight.device).split(ROWS):
-            h, y = x.hidden[rows], x.targets[rows, None]
-            logp = torch.mm(h, x.weight.t(), out_dtype=torch.float32).double().log_softmax(-1)
-            logps.append(logp.gather(1, y)[:, 0])
-            of_logits = (-logp.exp()).scatter_add_(1, y, torch.ones_like(logp[:, :1])) * x.cotangent[
-                rows, None
-            ].double()
-            grads.append(of_logits[compared[rows]] @ weight)
-            if sketch is not None:
-                sketch += of_logits.t() @ (h.double() @ x.probe)
-        return self._named(torch.cat(logps), torch.cat(grads), sketch)
+        for rows in torch.arange(len(x.hidden), device=weight.device).split(ROWS_PER_CHUNK):
+            h, y = x.hidden[rows], x.targets[rows]
+            logits = torch.mm(h, x.weight.t(), out_dtype=torch.float32).double()
+            results.append(ops.reference.token_logps(logits, y, outputs=self.workload.outputs))
+            grad_logits = -logits.softmax(-1)
+            grad_logits[torch.arange(len(y), device=y.device), y] += 1
+            grad_logits *= x.grad_logps[rows, None].double()
+            grad_hidden.append(grad_logits[compared[rows]] @ weight)
+            if projected is not None:
+                projected += grad_logits.t() @ (h.double() @ x.projections)
+        return named_arrays(_concatenate(results), self.workload.outputs, torch.cat(grad_hidden), projected)
 
-    def _named(self, logps: Tensor, grad_hidden: Tensor, sketch: Tensor | None) -> Arrays:
-        found = {"log-probs": logps, "gradient of hidden": grad_hidden}
-        if sketch is not None:
-            found["gradient of the head"] = sketch
-        return {name: value.double().cpu().numpy() for name, value in found.items()}
+
+def _concatenate(results: list[TokenLogps]) -> TokenLogps:
+    columns = zip(*results, strict=True)
+    return TokenLogps(*(None if column[0] is None else torch.cat(column) for column in columns))

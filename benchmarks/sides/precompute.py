@@ -1,4 +1,4 @@
-"""TRL's pass for reference log-probabilities: as it is, with its CUDA way of choosing positions, patched."""
+"""TRL's pass for reference log-probs: as shipped, on labelled positions only, patched."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 
-NAMES = "chosen", "rejected"
+COMPLETIONS = "chosen", "rejected"
 
 
-class Precompute(TrainerStep):
-    """All batches of the workload are one data set; the trainer's batches are as large as the workload's."""
+class PrecomputeStep(TrainerStep):
+    """One pass over a dataset made of all batches of the workload."""
 
     def __init__(self, workload: Workload, mode: str) -> None:
-        datasets.disable_caching()  # what is timed is the pass
+        datasets.disable_caching()  # otherwise only the first pass would compute
         super().__init__(workload, mode)
         self.pairs = [pair for batch in range(self.batches) for pair in w.examples(workload, batch)]
         self.batches = 1
 
     def check(self) -> Arrays:
-        found = self._pass()
-        return {f"log-probs of the {name}": torch.tensor(found[f"ref_{name}_logps"][:]).numpy() for name in NAMES}
+        dataset = self._pass()
+        return {
+            f"log-probs of the {name}": torch.tensor(dataset[f"ref_{name}_logps"][:]).numpy() for name in COMPLETIONS
+        }
 
     def step(self, batch: int) -> None:
         self._pass()
@@ -39,21 +41,23 @@ class Precompute(TrainerStep):
         return self.trainer._precompute_ref_logps(Dataset.from_list(self.pairs), "train", size)
 
 
-class ExactPass(ExactStep):
+class ExactPrecompute(ExactStep):
+    """The ground truth of `PrecomputeStep`."""
+
     def check(self) -> Arrays:
         exact, plain = self._sums(torch.float64), self._sums(torch.float32)
         arrays: dict[str, Any] = {}
-        for name, of_exact, of_plain in zip(NAMES, exact, plain, strict=True):
-            arrays |= {f"exact/log-probs of the {name}": of_exact.numpy()}
-            arrays |= {f"plain/log-probs of the {name}": of_plain.numpy()}
+        for name, exact_sums, plain_sums in zip(COMPLETIONS, exact, plain, strict=True):
+            arrays |= {f"exact/log-probs of the {name}": exact_sums.numpy()}
+            arrays |= {f"plain/log-probs of the {name}": plain_sums.numpy()}
         return arrays
 
     @torch.no_grad()
     def _sums(self, dtype: torch.dtype) -> torch.Tensor:
-        """[2, pairs]"""
+        """Summed log-probs [2, pairs]: of the chosen, then of the rejected completions."""
         model = w.build_model(self.workload, w.REFERENCE).to(dtype)
-        of_batches = [
+        batches = [
             torch.stack([self._logps(model, *row, dtype).sum() for row in self._rows(batch)]).view(2, -1)
             for batch in range(self.batches)
         ]
-        return torch.cat(of_batches, 1)
+        return torch.cat(batches, 1)

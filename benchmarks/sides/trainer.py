@@ -1,5 +1,6 @@
-"""`DPOTrainer` on prepared batches, a step of training or of evaluation: as TRL ships it, with its CUDA way of choosing
-positions, patched.
+"""A training or evaluation step of TRL's `DPOTrainer` on prepared batches.
+
+The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from fastdpo import ops
 
 
 class TokenizedTrainer(DPOTrainer):
-    """Takes a dataset that holds ids already."""
+    """Accepts a dataset that is already tokenized."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
         return dataset
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Never used on text; the trainer wants to know the special tokens."""
-    words = Tokenizer(models.WordLevel({"<pad>": w.PAD, "<eos>": w.EOS}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for its special tokens only; it never sees text."""
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": w.PAD, "<eos>": w.EOS}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def options(workload: Workload, directory: Path) -> dict[str, Any]:
-    """Of the configuration of any of TRL's trainers."""
+def trainer_options(workload: Workload, directory: Path) -> dict[str, Any]:
+    """Options that the configurations of all TRL trainers share."""
     return {
         "output_dir": str(directory),
         "per_device_train_batch_size": len(workload.batches[0]),
@@ -55,28 +56,38 @@ def options(workload: Workload, directory: Path) -> dict[str, Any]:
 
 
 def build_trainer(workload: Workload, directory: Path, attention: str) -> DPOTrainer:
-    """Default loss (sigmoid, beta 0.1)."""
+    """A `DPOTrainer` with the default loss (sigmoid, beta 0.1)."""
     quiet_datasets()
-    config = DPOConfig(**options(workload, directory))
+    config = DPOConfig(**trainer_options(workload, directory))
     trainer = TokenizedTrainer(
         model=w.build_model(workload, w.POLICY, attention),
         ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE, attention),
         args=config,
         train_dataset=Dataset.from_list(w.examples(workload, 0)),
-        processing_class=tokenizer(),
+        processing_class=build_tokenizer(),
         peft_config=w.lora_config() if workload.lora else None,
     )
     if workload.lora:
-        w.start_adapters(trainer.model)
-    trainer.current_gradient_accumulation_steps = 1  # what `train()` sets before its first step
+        w.fill_adapters(trainer.model)
+    trainer.current_gradient_accumulation_steps = 1  # set by `train()` before its first step
     return trainer
 
 
 class TrainerStep:
-    """Forward and backward of the policy and the reference's forward; no optimizer."""
+    """Policy forward and backward, reference forward. No optimizer.
+
+    Args:
+        workload: model and lengths.
+        mode: "stock", TRL as shipped; "labelled", TRL whose head scores labelled positions only, as
+            it does on CUDA; "fastdpo", patched; "cached", patched with the reference log-probs
+            known.
+        memory_budget: option of `fastdpo.patch`, in bytes.
+        share_prompts: option of `fastdpo.patch`.
+        attention: attention implementation of the model.
+    """
 
     FUSED = frozenset({("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
-    """The calls that must have gone the fused way, and none another."""
+    """The calls that a patched trainer must have made, and no others."""
 
     def __init__(
         self,
@@ -86,19 +97,16 @@ class TrainerStep:
         share_prompts: bool = True,
         attention: str = "sdpa",
     ) -> None:
-        """mode: "stock"; "labelled", where TRL's head scores labelled positions only, as it does on CUDA; "fastdpo";
-        "remembered", fastdpo with the reference's log-probabilities known.
-        """
         if attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise Unavailable("flash-attn is not installed")
-        self.fused = mode in ("fastdpo", "remembered")
+        self.fused = mode in ("fastdpo", "cached")
         if self.fused:
-            os.environ["FASTDPO_STRICT"] = "1"  # a path that is off is an error
-            options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
-            fastdpo.patch("trl.DPOTrainer", **options, reference_memory=mode == "remembered")
+            os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
+            patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
+            fastdpo.patch("trl.DPOTrainer", **patch_options, reference_memory=mode == "cached")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
-                raise Unavailable("this TRL does not choose positions by `_use_triton`")
+                raise Unavailable("this TRL version does not select positions by `_use_triton`")
             trl_utils._use_triton = lambda device: True
         with TemporaryDirectory() as directory:
             self.trainer = build_trainer(workload, Path(directory), attention)
@@ -111,7 +119,7 @@ class TrainerStep:
         self.steps = 0
 
     def check(self) -> Arrays:
-        """Log-probabilities of every labelled token and the loss of all batches, the gradient of the first."""
+        """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""
         logps = {"policy": [], "reference": []}
         reference = self.trainer.ref_model
 
@@ -126,16 +134,16 @@ class TrainerStep:
         for batch in range(self.batches):
             losses.append(self._run(batch))
             gradient = w.gradient_of(self.model) if gradient is None else gradient
-            self.rest()
+            self.reset()
         for hook in hooks:
             hook.remove()
         if self.fused and set(fastdpo.calls) != self.FUSED:
-            raise RuntimeError(f"not every call went the fused way: {dict(fastdpo.calls)}")
+            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
         for counter in self.counters:
             counter.take()
-        found = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
-        found |= {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: value.cpu().numpy() for name, value in found.items()}
+        arrays = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
+        arrays |= {"loss": torch.stack(losses), "gradient": gradient}
+        return {name: value.cpu().numpy() for name, value in arrays.items()}
 
     def _run(self, batch: int) -> torch.Tensor:
         """The loss."""
@@ -145,10 +153,10 @@ class TrainerStep:
         self._run(batch)
         self.steps += 1
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.trainer._metrics["train"].clear()
 
     def facts(self) -> dict[str, Any]:
-        """Tokens that went through the backbones in a step, those of policy and reference, padding included."""
+        """Tokens per step in the backbones of policy and reference, including padding."""
         return {"tokens": sum(counter.take() for counter in self.counters) / max(self.steps, 1)}

@@ -1,4 +1,4 @@
-"""What a DPO step computes: a small Llama, pairs of given lengths with random token ids, full or LoRA fine-tuning."""
+"""The workload of a DPO step: a small Llama, and pairs of given lengths with random token ids."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-PAD, EOS, FIRST_WORD = 0, 1, 5
+PAD, EOS, FIRST_REGULAR_TOKEN = 0, 1, 5
 POLICY, REFERENCE, ADAPTERS = 0, 1, 2  # seeds
-MOST = 20_000_000  # numbers of a gradient that are compared
+MAX_COMPARED = 20_000_000  # elements of a gradient
 
 Lengths = tuple[int, int, int]
-"""Tokens of a prompt and of its chosen and rejected answer."""
+"""Number of tokens of a prompt, its chosen and its rejected completion."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
+    """Dimensions of a Llama."""
+
     layers: int = 6
     hidden: int = 256
     mlp: int = 768
@@ -30,13 +32,17 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Workload:
-    """Attributes:
-    batches: the lengths of each batch's pairs.
-    lora: rank 16 on all projections of attention and MLP, the reference by disabling them; else full fine-tuning.
-    bf16: under autocast to bfloat16, as `DPOConfig(bf16=True)` sets it up.
-    weights: the dtype of the model.
-    checkpointing: of gradients, in every layer.
-    max_length: tokens of a row, what is over is cut off.
+    """Model, batches and precision of a step.
+
+    Attributes:
+        batches: lengths of the pairs of each batch.
+        lora: whether to train LoRA adapters of rank 16 on all attention and MLP projections, with
+            the model without adapters as the reference. Otherwise full fine-tuning.
+        bf16: whether to run under autocast to bfloat16, as with `DPOConfig(bf16=True)`.
+        weights: dtype of the model.
+        checkpointing: whether to use gradient checkpointing in every layer.
+        size: size of the model.
+        max_length: maximum number of tokens of a row; longer rows are truncated.
     """
 
     batches: tuple[tuple[Lengths, ...], ...]
@@ -53,33 +59,33 @@ class Workload:
 
 
 def draw_lengths(median: float, ratio: float, pairs: int, seed: int, *, spread: float, bounds: tuple[int, int]):
-    """Lengths of pairs whose rows have this median length and this ratio of prompt to answer, each part lognormal."""
+    """Draws lognormal lengths, given the median row length and prompt-to-completion ratio."""
     generator = random.Random(seed)
-    answer = median / (1 + ratio)
+    completion = median / (1 + ratio)
 
     def draw(typical: float) -> int:
         return max(bounds[0], min(bounds[1], int(typical * math.exp(generator.gauss(0, spread)))))
 
-    return tuple((draw(median - answer), draw(answer), draw(answer)) for _ in range(pairs))
+    return tuple((draw(median - completion), draw(completion), draw(completion)) for _ in range(pairs))
 
 
 def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
-    """The pairs of a batch as TRL's collator takes them: ids of prompt, chosen and rejected."""
+    """The pairs of a batch in the format of TRL's collator."""
     generator = torch.Generator().manual_seed(batch)
 
     def ids(n: int) -> list[int]:
-        return torch.randint(FIRST_WORD, workload.size.vocabulary, (n,), generator=generator).tolist()
+        return torch.randint(FIRST_REGULAR_TOKEN, workload.size.vocabulary, (n,), generator=generator).tolist()
 
     return [{"prompt_ids": ids(p), "chosen_ids": ids(c), "rejected_ids": ids(r)} for p, c, r in workload.batches[batch]]
 
 
 def device() -> torch.device:
-    """Where everything runs."""
+    """The accelerator, or else the CPU."""
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> LlamaForCausalLM:
-    """The same random weights in every process."""
+    """Builds a Llama with random weights that are equal in every process."""
     size = workload.size
     config = LlamaConfig(
         vocab_size=size.vocabulary,
@@ -96,7 +102,7 @@ def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> Llama
         use_cache=False,
     )
     torch.manual_seed(seed)
-    with device():  # where billions of random numbers take no minutes
+    with device():  # generating billions of random numbers takes minutes on a CPU
         dtype = getattr(torch, workload.weights)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
@@ -106,27 +112,31 @@ def lora_config() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=projections, task_type="CAUSAL_LM")
 
 
-def start_adapters(model: torch.nn.Module) -> None:
-    """Gives adapters weights as they have after some training. Fresh ones add nothing, and half of them no gradient."""
+def fill_adapters(model: torch.nn.Module) -> None:
+    """Sets adapters to non-zero values.
+
+    Fresh adapters add nothing, and half of them get no gradient.
+    """
     generator = torch.Generator().manual_seed(ADAPTERS)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "lora_" in name:
                 values = torch.randn(parameter.shape, generator=generator) * 0.02
-                parameter.copy_(values.bfloat16())  # the same, whichever dtype a trainer gives them
+                parameter.copy_(values.bfloat16())  # equal in every dtype that a trainer may choose
 
 
 def build_policy(workload: Workload) -> LlamaForCausalLM | PeftModel:
+    """The model to be trained, with adapters if the workload asks for LoRA."""
     model = build_model(workload, POLICY)
     if not workload.lora:
         return model
     adapted = get_peft_model(model, lora_config())
-    start_adapters(adapted)
+    fill_adapters(adapted)
     return adapted
 
 
 def gradient_of(model: torch.nn.Module) -> torch.Tensor:
-    """The gradients of all trainable parameters in one vector, in the order of their names; of many every k-th."""
+    """Gradients of all trainable parameters as one vector; if too long, every k-th element."""
     trainable = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in trainable])
-    return gradient[:: -(-len(gradient) // MOST)].to("cpu", torch.promote_types(gradient.dtype, torch.float32))
+    return gradient[:: -(-len(gradient) // MAX_COMPARED)].to("cpu", torch.promote_types(gradient.dtype, torch.float32))

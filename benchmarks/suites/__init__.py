@@ -1,4 +1,4 @@
-"""The suites by name."""
+"""The benchmark suites, by name."""
 
 from benchmarks.suites import attention, bf16, evaluation, head, memory, online, precompute, scaling, step
 

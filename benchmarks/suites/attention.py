@@ -1,4 +1,4 @@
-"""One layer's attention, forward and backward: padded, packed, and packed with each prompt once."""
+"""Attention of one layer, forward and backward: padded, packed, and packed with shared prompts."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from benchmarks.sides.workload import draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, SPREAD
 from fastdpo.ops.attention_backends import BACKENDS
 
-PADDED, APART = "padded, torch's attention", "packed, prompts twice"
+PADDED, UNSHARED = "padded, torch SDPA", "packed, prompts not shared"
 SHAPES = {  # tokens of prompt, chosen and rejected
-    "as long as the answers": (512, 512, 512),
-    "short answers": (380, 35, 35),
+    "prompt as long as completions": (512, 512, 512),
+    "short completions": (380, 35, 35),
     "short rows": (200, 80, 80),
     "long prompts": (3000, 300, 300),
 }
 PAIRS, GPU_PAIRS = 2, 16
-GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # of queries, of keys, and their width
+GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # query heads, key heads, head size
 
 
 def sides(work: AttentionWorkload, backends: Sequence[str]) -> tuple[Side, ...]:
-    """`backends` by name, beside the one that is chosen."""
-    packed = "benchmarks.sides.attention:Packed"
+    """Padded attention, and packed attention with the default backend and each of `backends`."""
+    packed = "benchmarks.sides.attention:PackedAttention"
     return (
-        Side(PADDED, "benchmarks.sides.attention:Padded", work),
-        Side(APART, packed, work, {"shared": False}),
-        *(Side(f"{APART}, {name}", packed, work, {"shared": False, "backend": name}) for name in backends),
+        Side(PADDED, "benchmarks.sides.attention:PaddedAttention", work),
+        Side(UNSHARED, packed, work, {"shared": False}),
+        *(Side(f"{UNSHARED}, {name}", packed, work, {"shared": False, "backend": name}) for name in backends),
         Side(SUBJECT, packed, work, {"shared": True}),
         *(Side(f"{SUBJECT}, {name}", packed, work, {"shared": True, "backend": name}) for name in backends),
     )
 
 
-def cases(quick: bool) -> list[Case]:
+def build_cases(quick: bool) -> list[Case]:
     on_gpu = torch.cuda.is_available()
     pairs = GPU_PAIRS if on_gpu else PAIRS
     shape = dict(zip(("heads", "kv_heads", "d"), GPU_HEADS if on_gpu else HEADS, strict=True))
@@ -44,19 +44,19 @@ def cases(quick: bool) -> list[Case]:
     batches |= {name: draw_lengths(*p, pairs, 0, spread=SPREAD, bounds=BOUNDS) for name, p in PROFILES.items()}
     if quick:
         batches = {"quick": ((20, 9, 14), (3, 5, 2))}
-    found = []
+    cases = []
     for name, lengths in batches.items():
-        group = "profiles" if name in PROFILES else "shapes"
+        group = "dataset lengths" if name in PROFILES else "fixed lengths"
         work = AttentionWorkload(lengths, **shape)
-        found.append(Case(name, group, sides(work, BACKENDS if on_gpu else ()), {"dtype": shape["dtype"]}))
-    return found
+        cases.append(Case(name, group, sides(work, BACKENDS if on_gpu else ()), {"dtype": shape["dtype"]}))
+    return cases
 
 
 SUITE = Suite(
     name="attention",
-    title="One layer's attention, forward and backward",
-    truth="benchmarks.sides.attention:Exact",
-    cases=cases,
+    title="Attention of one layer, forward and backward",
+    truth="benchmarks.sides.attention:ExactAttention",
+    cases=build_cases,
     rounds=7,
-    together=True,
+    share_process_on_gpu=True,
 )

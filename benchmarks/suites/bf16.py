@@ -1,4 +1,7 @@
-"""A DPO step under autocast to bfloat16. Small: where a CPU emulates it, products take some 50 times as long."""
+"""A DPO step under autocast to bfloat16.
+
+It is small, because a CPU that emulates bfloat16 is slow.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ SIZE = ModelSize(layers=2, vocabulary=8_000)
 NAMES = ("HH",)
 
 
-def cases(quick: bool) -> list[Case]:
+def build_cases(quick: bool) -> list[Case]:
     profiles = QUICK_PROFILES if quick else {name: PROFILES[name] for name in NAMES}
-    found = []
+    cases = []
     for name, profile in profiles.items():
         lengths = draw_lengths(*profile, PAIRS, 0, spread=SPREAD, bounds=BOUNDS)
         work = Workload((lengths,), bf16=True, size=QUICK_SIZE if quick else SIZE)
-        found.append(case_of(name, "all", profile, sides(work)))
-    return found
+        cases.append(case_of(name, "all", profile, sides(work)))
+    return cases
 
 
 SUITE = Suite(
     name="bf16",
-    title="One DPO step under autocast to bfloat16: 2 pairs, 2 layers, V 8,000",
+    title="DPO training step, bfloat16 autocast: 2 pairs, 2 layers, vocabulary 8,000",
     truth="benchmarks.sides.exact:ExactStep",
-    cases=cases,
+    cases=build_cases,
     rounds=3,
 )

@@ -1,28 +1,28 @@
-"""A step of evaluation in TRL's `DPOTrainer`, at the lengths of six preference datasets."""
+"""An evaluation step of TRL's `DPOTrainer`, at the lengths of six preference datasets."""
 
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, REMEMBERED, STOCK, case_of, workload
+from benchmarks.suites.step import CACHED_REFERENCE, LABELLED, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
 
 
-def cases(quick: bool) -> list[Case]:
-    found = []
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
     for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
         work = workload(profile, quick)
-        modes = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo", REMEMBERED: "remembered"}
+        modes = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo", CACHED_REFERENCE: "cached"}
         sides = tuple(
             Side(side, "benchmarks.sides.evaluation:EvaluationStep", work, {"mode": mode})
             for side, mode in modes.items()
         )
-        found.append(case_of(name, "all", profile, sides))
-    return found
+        cases.append(case_of(name, "all", profile, sides))
+    return cases
 
 
 SUITE = Suite(
     name="evaluation",
-    title="Evaluating 6 pairs in TRL's trainer: policy forward, reference forward, metrics",
+    title="DPO evaluation step in TRL, 6 pairs: policy forward, reference forward, metrics",
     truth="benchmarks.sides.evaluation:ExactEvaluation",
-    cases=cases,
+    cases=build_cases,
     rounds=3,
 )

@@ -1,4 +1,4 @@
-"""The head by itself: log-probabilities from hidden states, forward and backward, against other libraries."""
+"""The LM head alone: log-probs from hidden states, forward and backward, of several libraries."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.heads import PEERS, HeadWorkload
 
 SHAPES = (  # N scored tokens, V vocabulary, D hidden size
-    (1024, 32_000, 256),  # the step suite's head
-    (4096, 32_000, 256),  # its gradient tiles outgrow the memory budget
+    (1024, 32_000, 256),  # the head in the suite `step`
+    (4096, 32_000, 256),  # its gradient tiles exceed the memory budget
     (1024, 32_000, 1024),  # a wider model
-    (256, 151_936, 896),  # Qwen2-0.5B's
+    (256, 151_936, 896),  # the head of Qwen2-0.5B
 )
 QUICK_SHAPES = ((64, 500, 16),)
-GPU_HEADS = ((128_256, 4096), (151_936, 896), (151_936, 4096), (256_000, 2304))  # of Llama 3, Qwen (two), Gemma 2
+GPU_HEADS = ((128_256, 4096), (151_936, 896), (151_936, 4096), (256_000, 2304))  # Llama 3, Qwen (twice), Gemma 2
 GPU_SHAPES = tuple((n, v, d) for v, d in GPU_HEADS for n in (1024, 4096, 16_384, 65_536))
 
 
-def cases(quick: bool) -> list[Case]:
+def build_cases(quick: bool) -> list[Case]:
     on_gpu = torch.cuda.is_available()
     shapes, dtype = (GPU_SHAPES, "bfloat16") if on_gpu else (SHAPES, "float32")
-    found = []
+    cases = []
     for trainable in (True, False):
         for n, v, d in QUICK_SHAPES if quick else shapes:
             work = HeadWorkload(n, v, d, trainable, dtype)
             sides = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", work, {"peer": peer}) for peer in PEERS)
-            found.append(Case(str(work), "trainable" if trainable else "frozen", sides, {"dtype": dtype}))
-    return found
+            cases.append(Case(str(work), "trainable" if trainable else "frozen", sides, {"dtype": dtype}))
+    return cases
 
 
 SUITE = Suite(
     name="head",
-    title="Log-probabilities from hidden states, forward and backward",
+    title="LM head: log-probs from hidden states, forward and backward",
     truth="benchmarks.sides.heads:ExactHead",
-    cases=cases,
+    cases=build_cases,
     rounds=7,
-    together=True,
+    share_process_on_gpu=True,
 )

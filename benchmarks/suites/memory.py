@@ -1,4 +1,4 @@
-"""Peak extra memory of a head and of a step as they grow, and what the knob `memory_budget` does to it."""
+"""Peak memory of a head and of a step by size, and the effect of `memory_budget` on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.cases import SUBJECT, Case, Checkable, Side, Suite
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.workload import ModelSize, Workload
 from benchmarks.suites.step import LABELLED, QUICK_SIZE, STOCK
-from benchmarks.summary import Reading, peaks
+from benchmarks.summary import PeakReading, peaks
 
 HEAD, TRAINER, TRUTH = (
     "benchmarks.sides.heads:HeadStep",
@@ -18,13 +18,13 @@ HEAD, TRAINER, TRUTH = (
 HEAD_PEERS = {"plain PyTorch": "plain PyTorch", "TRL": "TRL", SUBJECT: "fastdpo"}
 STEP_MODES = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo"}
 BUDGETS = 0, 128, 256, 512  # MiB; the last is the default
-QUICK_BUDGETS = 0, 192  # a tile of logits may take 128 MiB anyway
+QUICK_BUDGETS = 0, 192  # one tile of logits may take 128 MiB in any case
 PAIR = (192, 96, 96)
 MIB = 1 << 20
 
 
 def truth(workload: HeadWorkload | Workload) -> Checkable:
-    """By the kind of workload."""
+    """The ground truth of a head or of a step."""
     from benchmarks.sides.exact import ExactStep
     from benchmarks.sides.heads import ExactHead
 
@@ -35,60 +35,60 @@ def budget_name(mib: int) -> str:
     return f"{mib} MiB"
 
 
-def cases(quick: bool) -> list[Case]:
+def build_cases(quick: bool) -> list[Case]:
     vocabulary, hidden, rows = (4096, 8, (512, 2048)) if quick else (32_000, 256, (512, 2048, 8192))
     pairs = (2,) if quick else (2, 6, 12)
     budgets = QUICK_BUDGETS if quick else BUDGETS
-    knob_rows = budgets[-1] * MIB // (4 * vocabulary)  # whose gradient tiles just fit
+    budget_rows = budgets[-1] * MIB // (4 * vocabulary)  # their gradient tiles just fit into the largest budget
 
-    found = []
+    cases = []
     for n in rows:
         work = HeadWorkload(n, vocabulary, hidden, trainable=True)
         sides = tuple(Side(name, HEAD, work, {"peer": peer}) for name, peer in HEAD_PEERS.items())
-        found.append(Case(f"head/{n}", "head", sides, {"x": n, "x_name": "scored tokens N"}))
+        cases.append(Case(f"head/{n}", "head", sides, {"x": n, "x_name": "scored tokens N"}))
     for n in pairs:
         work = Workload(((PAIR,) * n,), size=QUICK_SIZE if quick else ModelSize())
         sides = tuple(Side(name, TRAINER, work, {"mode": mode}) for name, mode in STEP_MODES.items())
-        found.append(Case(f"step/{n}", "step", sides, {"x": n, "x_name": "pairs a batch"}))
-    work = HeadWorkload(knob_rows, vocabulary, hidden, trainable=True)
+        cases.append(Case(f"step/{n}", "step", sides, {"x": n, "x_name": "pairs per batch"}))
+    work = HeadWorkload(budget_rows, vocabulary, hidden, trainable=True)
     sides = tuple(
         Side(budget_name(mib), HEAD, work, {"peer": "fastdpo", "memory_budget": mib * MIB}) for mib in budgets
     )
-    found.append(Case("knob/head", "knob", sides))
+    cases.append(Case("budget/head", "budget", sides))
     if not quick:
         work = Workload(((PAIR,) * pairs[-1],))
         sides = tuple(
             Side(budget_name(mib), TRAINER, work, {"mode": "fastdpo", "memory_budget": mib * MIB}) for mib in budgets
         )
-        found.append(Case("knob/step", "knob", sides))
-    return found
+        cases.append(Case("budget/step", "budget", sides))
+    return cases
 
 
-def conclude(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether the knob moves the peak: at least half of what it lets the head keep must show in it."""
+def budget_claims(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The claim that the peak grows by at least half of the memory that the head keeps."""
     claims = []
-    for case in found:
-        if case["group"] != "knob":
+    for case in cases:
+        if case["group"] != "budget":
             continue
-        readings: list[Reading] = sorted(peaks(case), key=lambda reading: reading.options["memory_budget"])
+        readings: list[PeakReading] = sorted(peaks(case), key=lambda reading: reading.options["memory_budget"])
         if len(readings) < 2:
             continue
         first, last = readings[0], readings[-1]
-        moved = last.bytes - first.bytes
-        kept = min(last.options["memory_budget"] - first.options["memory_budget"], _tiles(case["workload"]))
+        increase = last.bytes - first.bytes
+        kept = min(last.options["memory_budget"] - first.options["memory_budget"], _tile_bytes(case["workload"]))
         claims.append(
             {
-                "claim": f"{case['name']}: keeping {kept // MIB} MiB more raises the peak by half of that at least",
-                "value": moved,
+                "claim": f"{case['name']}: keeping {kept // MIB} MiB more raises the peak by at least half of that",
+                "value": increase,
                 "unit": "bytes",
-                "holds": moved >= kept / 2,
+                "holds": increase >= kept / 2,
             }
         )
     return {"claims": claims}
 
 
-def _tiles(workload: dict[str, Any]) -> int:
-    """Bytes of the gradient tiles that there are to keep."""
+def _tile_bytes(workload: dict[str, Any]) -> int:
+    """Bytes of all gradient tiles of the head."""
     if "n" in workload:
         return 4 * workload["n"] * workload["v"]
     scored = sum(chosen + rejected for _, chosen, rejected in workload["batches"][0])
@@ -99,7 +99,7 @@ SUITE = Suite(
     name="memory",
     title="Peak memory above the loaded model",
     truth=TRUTH,
-    cases=cases,
+    cases=build_cases,
     rounds=3,
-    conclude=conclude,
+    extra_summary=budget_claims,
 )

@@ -1,4 +1,4 @@
-"""Reference log-probabilities of a data set, at the lengths of six preference datasets."""
+"""Precomputing reference log-probs in TRL, at the lengths of six preference datasets."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, STOCK, ca
 BATCHES = 2  # of 6 pairs
 
 
-def cases(quick: bool) -> list[Case]:
-    found = []
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
     for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
         work = workload(profile, quick, batches=BATCHES)
         sides = tuple(
-            Side(side, "benchmarks.sides.precompute:Precompute", work, {"mode": mode})
+            Side(side, "benchmarks.sides.precompute:PrecomputeStep", work, {"mode": mode})
             for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
         )
-        found.append(case_of(name, "all", profile, sides))
-    return found
+        cases.append(case_of(name, "all", profile, sides))
+    return cases
 
 
 SUITE = Suite(
     name="precompute",
-    title="Reference log-probabilities of 12 pairs, by TRL's precompute_ref_log_probs",
-    truth="benchmarks.sides.precompute:ExactPass",
-    cases=cases,
+    title="Precomputing reference log-probs in TRL, 12 pairs",
+    truth="benchmarks.sides.precompute:ExactPrecompute",
+    cases=build_cases,
     rounds=3,
 )

@@ -1,4 +1,4 @@
-"""Sides that a benchmark must not report a speed for. Built in workers, by the tests."""
+"""Faulty sides, for which a benchmark must not report a time. The tests build them in workers."""
 
 import os
 
@@ -9,27 +9,29 @@ from benchmarks.sides.heads import HeadStep, HeadWorkload
 
 
 class Wrong(HeadStep):
-    """A gradient that is off by one part in a thousand."""
+    """Returns a gradient with a relative error of 1e-3."""
 
     def __init__(self, workload: HeadWorkload) -> None:
         super().__init__(workload, "plain PyTorch")
 
     def check(self) -> Arrays:
-        found = super().check()
-        return found | {"gradient of hidden": found["gradient of hidden"] * 1.001}
+        arrays = super().check()
+        return arrays | {"gradient of hidden states": arrays["gradient of hidden states"] * 1.001}
 
 
-class Silent(HeadStep):
-    """Keeps a gradient to itself."""
+class Incomplete(HeadStep):
+    """Returns no gradient of the hidden states."""
 
     def __init__(self, workload: HeadWorkload) -> None:
         super().__init__(workload, "plain PyTorch")
 
     def check(self) -> Arrays:
-        return {name: x for name, x in super().check().items() if name != "gradient of hidden"}
+        return {name: x for name, x in super().check().items() if name != "gradient of hidden states"}
 
 
 class NaN(HeadStep):
+    """Returns NaN."""
+
     def __init__(self, workload: HeadWorkload) -> None:
         super().__init__(workload, "plain PyTorch")
 
@@ -38,7 +40,7 @@ class NaN(HeadStep):
 
 
 class Dies(HeadStep):
-    """Ends its process in the middle of a measurement."""
+    """Ends its process during the measurement."""
 
     def __init__(self, workload: HeadWorkload) -> None:
         super().__init__(workload, "plain PyTorch")
@@ -49,5 +51,7 @@ class Dies(HeadStep):
 
 
 class Raises(HeadStep):
+    """Cannot be built."""
+
     def __init__(self, workload: HeadWorkload) -> None:
         raise torch.OutOfMemoryError("too large")

@@ -1,4 +1,4 @@
-"""Medians, ratios and exponents against values that are known."""
+"""Medians, ratios and exponents against known values."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def test_equal_samples_have_an_interval_of_no_width():
     assert intervals.ratio([[6.0] * 5, [2.0] * 4], [[1.0] * 5, [3.0] * 4]) == (2.0, 2.0, 2.0)
 
 
-def test_the_interval_of_a_median_covers_it_as_often_as_it_says(monkeypatch):
+def test_the_interval_of_a_median_has_its_nominal_coverage(monkeypatch):
     monkeypatch.setattr(intervals, "RESAMPLES", 400)
     generator = np.random.default_rng(0)
     estimates = [intervals.median([generator.exponential(size=25)]) for _ in range(200)]
@@ -39,7 +39,7 @@ def test_the_interval_of_a_ratio_narrows_with_samples():
     assert many.low < 2 < many.high
 
 
-def test_intervals_are_the_same_each_time():
+def test_intervals_are_reproducible():
     samples = [np.random.default_rng(0).normal(size=9)]
     assert intervals.median(samples) == intervals.median(samples)
 
@@ -50,8 +50,9 @@ def test_the_exponent_of_a_power_law():
     assert intervals.exponent([1, 2], [1, 4]) == (pytest.approx(2.0), None, None)
 
 
-def test_the_interval_of_an_exponent_is_students():
-    # y = x * (1, e, 1): slope 1, residual variance (2/3) / 1, Sxx = 2 log(2)^2, t(0.975, 1) = 12.706
+def test_the_interval_of_an_exponent_is_a_t_interval():
+    # y = x * (1, e, 1): slope 1, residual variance (2/3) / 1, Sxx = 2 log(2)^2,
+    # t(0.975, 1) = 12.706
     fit = intervals.exponent([1, 2, 4], [1, 2 * np.e, 4])
     half = 12.7062 * np.sqrt((2 / 3) / (2 * np.log(2) ** 2))
     assert fit == pytest.approx((1, 1 - half, 1 + half), rel=1e-4)

@@ -1,4 +1,4 @@
-"""README's overview, docs/benchmarks.md and the plots are those of the results that are committed."""
+"""The generated text of README.md, docs/benchmarks.md and docs/gpu.md, and the plots."""
 
 import json
 
@@ -19,14 +19,14 @@ def mean(value: float) -> dict:
 
 @pytest.fixture
 def result() -> dict:
-    """A run of the suite of heads with one case."""
+    """A run of the suite `head` with one case."""
     side = {"status": "measured", "reason": None, "compared": True, "options": {}, "facts": {}, "samples": []}
     of_case = {
         "seconds": {"TRL": estimate(2.0), "fastdpo": estimate(0.5)},
         "peak_bytes": {"TRL": 8 << 20, "fastdpo": 2 << 20},
         "times_fastdpo": {"TRL": estimate(4.0)},
     }
-    lost = side | {"status": "not equal", "reason": "log-probs off by 1.0e-01 (allowed 1.0e-06)"}
+    incorrect = side | {"status": "incorrect", "reason": "log-probs: error 1.0e-01 (allowed 1.0e-06)"}
     return {
         "suite": "head",
         "title": "A title",
@@ -41,7 +41,7 @@ def result() -> dict:
             {
                 "name": "a case",
                 "group": "trainable",
-                "sides": {"TRL": side, "other": lost, "fastdpo": side},
+                "sides": {"TRL": side, "other": incorrect, "fastdpo": side},
                 "facts": {},
             }
         ],
@@ -50,11 +50,11 @@ def result() -> dict:
 
 
 def test_pages_are_up_to_date():
-    found, stale = report.results(), "run `python -m benchmarks.report`"
-    readme, of_gpu = report.README.read_text(), report.GPU_PAGE.read_text()
-    assert report.filled(readme, tables.readme_table(found)) == readme, stale
-    assert report.filled(of_gpu, report.on_gpu(report.results(report.GPU_RESULTS))) == of_gpu, stale
-    assert report.page(found) == report.PAGE.read_text(), stale
+    results, stale = report.results(), "run `python -m benchmarks.report`"
+    readme, gpu_page = report.README.read_text(), report.GPU_PAGE.read_text()
+    assert report.fill(readme, tables.readme_table(results)) == readme, stale
+    assert report.fill(gpu_page, report.gpu_block(report.results(report.GPU_RESULTS))) == gpu_page, stale
+    assert report.page(results) == report.PAGE.read_text(), stale
 
 
 def test_every_result_has_its_plot():
@@ -62,11 +62,11 @@ def test_every_result_has_its_plot():
         assert (report.PLOTS / f"{name}.svg").exists(), "run `python -m benchmarks.report`"
 
 
-def test_the_page_shows_what_was_measured_and_what_was_not(result):
-    text = report.page({"head": result})
+def test_the_page_shows_measurements_and_reasons_for_missing_ones(result, tmp_path):
+    text = report.page({"head": result}, tmp_path)
     assert "## A title" in text
     assert "2.00 s, 4.00x, 8 MiB" in text
-    assert "not equal: log-probs off by 1.0e-01" in text
+    assert "incorrect: log-probs: error 1.0e-01" in text
     assert "4.00x (3.60 to 4.40)" in text
     assert "`python -m benchmarks.run --suite head --rounds 3` on cpu a processor, threads 2;" in text
     assert "python 3.11, torch 2.13; 2026-01-02, commit 0123456." in text.replace("\n", " ")
@@ -79,7 +79,7 @@ def samples(*seconds: float) -> dict:
 
 def test_the_overview_is_of_geometric_means(result):
     sides = {"TRL as shipped": samples(8.0, 8.0), "fastdpo": samples(2.0, 2.0), "floor": samples(1.6, 1.6)}
-    sides["fastdpo, reference remembered"] = samples(1.0, 1.0)
+    sides["fastdpo, cached reference"] = samples(1.0, 1.0)
     twice = {**sides, "TRL as shipped": samples(32.0, 32.0)}
     cases = [{"name": str(i), "group": "full", "sides": case} for i, case in enumerate((sides, twice))]
     text = tables.overview({"head": result, "step": result | {"suite": "step", "cases": cases}})
@@ -126,15 +126,15 @@ def cells(text: str, row: str) -> list[str]:
     ids=["step", "sides", "overview", "README"],
 )
 def test_a_mean_names_the_cases_that_it_lacks(table, row, mean, step_result):
-    found = cells(table(step_result), row)
-    (shipped,) = (cell for cell in found if cell.startswith("4.0"))
+    means = cells(table(step_result), row)
+    (shipped,) = (cell for cell in means if cell.startswith("4.0"))
     assert shipped == f"{mean}, 5 of 6 (Capybara missing)"
-    (labelled,) = (cell for cell in found if cell.startswith("2.5"))  # (2^5 * 8)^(1/6): of all six cases
+    (labelled,) = (cell for cell in means if cell.startswith("2.5"))  # (2^5 * 8)^(1/6): all six cases
     assert "of 6" not in labelled
 
 
 def test_a_mean_over_an_unnamed_subset_is_an_error(step_result):
-    """Results of a version that did not write which cases a mean lacks."""
+    """Older results did not name the missing cases."""
     for mean in step_result["summary"]["groups"]["LoRA"].values():
         del mean["missing"]
     with pytest.raises(KeyError, match="missing"):
@@ -154,16 +154,16 @@ def test_the_readme_has_at_most_six_rows_of_results():
     assert all(len(line.split("|")) - 2 <= 4 for line in lines if line.startswith("|"))
 
 
-def test_the_overview_is_put_between_its_markers(result):
+def test_text_is_filled_in_between_its_markers(result):
     text = "before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n"
     overview = tables.overview({"head": result})
-    found = report.filled(text, overview)
-    assert found.startswith("before\n<!-- benchmarks:begin -->\n|")
-    assert found.endswith("|\n<!-- benchmarks:end -->\nafter\n")
-    assert "old" not in found
-    assert report.filled(found, overview) == found
-    with pytest.raises(ValueError, match="must hold <!-- benchmarks:begin -->"):
-        report.filled("", overview)
+    filled = report.fill(text, overview)
+    assert filled.startswith("before\n<!-- benchmarks:begin -->\n|")
+    assert filled.endswith("|\n<!-- benchmarks:end -->\nafter\n")
+    assert "old" not in filled
+    assert report.fill(filled, overview) == filled
+    with pytest.raises(ValueError, match="must contain <!-- benchmarks:begin -->"):
+        report.fill("", overview)
 
 
 def test_the_report_is_written(result, monkeypatch, tmp_path):
@@ -182,13 +182,13 @@ def test_the_report_is_written(result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
-    monkeypatch.setattr(report, "results", lambda of=directory, read=report.results: read(of))
+    monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
     report.main()
     assert cells(readme.read_text(), "LM head alone") == ["LM head alone", "1 size", "4.0x"]
     assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
-    of_gpu = (tmp_path / "docs" / "gpu.md").read_text()
-    assert "### Steps" in of_gpu
-    assert "2.00 s, 4.00x, 8 MiB" in of_gpu
+    gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
+    assert "### Steps" in gpu_page
+    assert "2.00 s, 4.00x, 8 MiB" in gpu_page
     assert (tmp_path / "docs" / "plots" / "head.svg").exists()
     (directory / "head.json").write_text(json.dumps(result | {"quick": True}))
     with pytest.raises(ValueError, match="full run"):

@@ -1,4 +1,4 @@
-"""Every suite runs, on tiny sizes: all sides equal, all measured. A side that is wrong gets no speed."""
+"""Every suite runs on tiny sizes with correct sides. An incorrect side gets no time."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, run, tables, turns
+from benchmarks import case_runner, plots, run, tables
 from benchmarks.cases import SUBJECT, Case, Side
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES, step
@@ -30,14 +30,14 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("online", ""),
         ("head", "frozen|trainable"),
         ("attention", ""),
-        ("memory", "head/512|knob"),
+        ("memory", "head/512|budget"),
         ("scaling", "pairs|scored"),
     ],
 )
 def test_a_suite(suite, cases, tmp_path, capsys):
     code, result = run_suite(suite, tmp_path, "--cases", cases, "--rounds", "1")
     sides = [side for case in result["cases"] for side in case["sides"].values()]
-    assert {side["status"] for side in sides} <= {"measured", "not runnable here"}
+    assert {side["status"] for side in sides} <= {"measured", "unavailable"}
     assert code == 0
     for side in sides:
         if side["status"] == "measured":
@@ -65,63 +65,65 @@ def test_a_suite(suite, cases, tmp_path, capsys):
 
 @pytest.mark.parametrize("case", range(2))
 def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
-    """The cases of a GPU, small enough for a CPU; the sides one after another, as there."""
+    """The cases of a GPU on tiny sizes. Their sides run one by one, as on a GPU."""
     monkeypatch.setitem(
-        SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.cases_on_gpu(q)[case]])
+        SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.build_gpu_cases(q)[case]])
     )
-    init = turns.Turns.__init__
+    init = case_runner.CaseRunner.__init__
 
-    def one_after_another(self, *args):
+    def one_by_one(self, *args):
         init(self, *args)
         self.on_gpu = True
 
-    monkeypatch.setattr(turns.Turns, "__init__", one_after_another)
+    monkeypatch.setattr(case_runner.CaseRunner, "__init__", one_by_one)
     code, result = run_suite("step", tmp_path, "--rounds", "1")
     assert code == 0
     sides = result["cases"][0]["sides"]
     assert {name: side["status"] for name, side in sides.items() if name != step.STOCK_FLASH} == dict.fromkeys(
-        (step.STOCK, step.APART, SUBJECT, step.REMEMBERED), "measured"
+        (step.STOCK, step.UNSHARED, SUBJECT, step.CACHED_REFERENCE), "measured"
     )
     tokens = {name: side["facts"]["tokens"] for name, side in sides.items() if side["status"] == "measured"}
-    assert tokens[SUBJECT] < tokens[step.APART] < tokens[step.STOCK]
+    assert tokens[SUBJECT] < tokens[step.UNSHARED] < tokens[step.STOCK]
 
 
 @pytest.fixture
 def sabotaged_suite(monkeypatch):
-    """The suite of heads with one case: plain PyTorch, fastdpo, and sides that are wrong each in its way."""
+    """The suite `head` with one case: plain PyTorch, fastdpo and all faulty sides."""
     monkeypatch.syspath_prepend(HERE)
     work = HeadWorkload(n=16, v=50, d=8, trainable=True)
-    sound = [Side(name, "benchmarks.sides.heads:HeadStep", work, {"peer": name}) for name in ("plain PyTorch", SUBJECT)]
-    wrong = [Side(name, f"sabotaged:{name}", work) for name in ("Wrong", "Silent", "NaN", "Dies", "Raises")]
-    case = Case("a case", "group", (*wrong, *sound))
+    correct = [
+        Side(name, "benchmarks.sides.heads:HeadStep", work, {"peer": name}) for name in ("plain PyTorch", SUBJECT)
+    ]
+    faulty = [Side(name, f"sabotaged:{name}", work) for name in ("Wrong", "Incomplete", "NaN", "Dies", "Raises")]
+    case = Case("a case", "group", (*faulty, *correct))
     suite = dataclasses.replace(SUITES["head"], cases=lambda quick: [case])
     monkeypatch.setitem(SUITES, "head", suite)
 
 
-def test_a_side_that_is_wrong_gets_no_speed(sabotaged_suite, tmp_path, capsys):
+def test_a_faulty_side_gets_no_time(sabotaged_suite, tmp_path, capsys):
     code, result = run_suite("head", tmp_path)
     assert code == 1
     (case,) = result["cases"]
     status = {name: side["status"] for name, side in case["sides"].items()}
     assert status == {
-        **dict.fromkeys(("Wrong", "Silent", "NaN"), "not equal"),
+        **dict.fromkeys(("Wrong", "Incomplete", "NaN"), "incorrect"),
         **dict.fromkeys(("Dies", "Raises"), "failed"),
         **dict.fromkeys(("plain PyTorch", SUBJECT), "measured"),
     }
     summary = result["summary"]["cases"]["a case"]
-    for name in ("Wrong", "Silent", "NaN", "Dies", "Raises"):
+    for name in ("Wrong", "Incomplete", "NaN", "Dies", "Raises"):
         assert "samples" not in case["sides"][name]
         assert all(name not in numbers for numbers in summary.values())
-    assert "gradient of hidden off by 1.0e-03" in case["sides"]["Wrong"]["reason"]
-    assert "missing" in case["sides"]["Silent"]["reason"]
+    assert "gradient of hidden states: error 1.0e-03" in case["sides"]["Wrong"]["reason"]
+    assert "missing" in case["sides"]["Incomplete"]["reason"]
     assert "exit code 9. no more memory" in case["sides"]["Dies"]["reason"]
     assert "too large" in case["sides"]["Raises"]["reason"]
     assert summary["times_fastdpo"].keys() == {"plain PyTorch"}
     plots.plot(result, tmp_path / "plot.svg")
-    assert "not equal: gradient of hidden off by 1.0e-03" in capsys.readouterr().out
+    assert "incorrect: gradient of hidden states: error 1.0e-03" in capsys.readouterr().out
 
 
-def test_no_speed_is_relative_to_a_sabotaged_fastdpo(monkeypatch, tmp_path, capsys):
+def test_no_ratio_to_a_faulty_fastdpo(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(HERE)
     work = HeadWorkload(n=16, v=50, d=8, trainable=False)
     sides = (
@@ -136,23 +138,23 @@ def test_no_speed_is_relative_to_a_sabotaged_fastdpo(monkeypatch, tmp_path, caps
     plots.plot(result, tmp_path / "plot.svg")
 
 
-def test_no_case_that_matches_is_an_error():
-    with pytest.raises(SystemExit, match="--cases must match a case of head"):
+def test_a_pattern_without_a_case_is_an_error():
+    with pytest.raises(SystemExit, match=r"--cases must match a case of head: .*; got 'nothing'"):
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
 
 
-def test_a_run_goes_on_where_another_stopped(monkeypatch, tmp_path):
-    def cases(quick: bool):
+def test_a_run_resumes_another(monkeypatch, tmp_path):
+    def build_cases(quick: bool):
         work = HeadWorkload(n=16, v=50, d=8, trainable=True)
         side = Side(SUBJECT, "benchmarks.sides.heads:HeadStep", work, {"peer": SUBJECT})
         return [Case(name, "group", (side,)) for name in ("a", "b")]
 
-    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=cases))
+    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=build_cases))
     _, first = run_suite("head", tmp_path, "--cases", "a", "--rounds", "1")
-    with pytest.raises(SystemExit, match="--resume: rounds must be that of the file, 1; it is 2"):
+    with pytest.raises(SystemExit, match="--resume: rounds must be 1, as in the file; got 2"):
         run_suite("head", tmp_path, "--rounds", "2", "--resume")
-    _, whole = run_suite("head", tmp_path, "--rounds", "1", "--resume")
-    assert whole["cases"][0] == first["cases"][0]
-    assert [case["name"] for case in whole["cases"]] == ["a", "b"]
-    assert whole["summary"]["cases"].keys() == {"a", "b"}
-    assert whole["command"].count("python -m benchmarks.run") == 2
+    _, resumed = run_suite("head", tmp_path, "--rounds", "1", "--resume")
+    assert resumed["cases"][0] == first["cases"][0]
+    assert [case["name"] for case in resumed["cases"]] == ["a", "b"]
+    assert resumed["summary"]["cases"].keys() == {"a", "b"}
+    assert resumed["command"].count("python -m benchmarks.run") == 2

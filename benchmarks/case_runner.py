@@ -1,43 +1,47 @@
-"""Runs a case: first all sides are checked, then those that are equal take turns, step by step."""
+"""Runs a case: checks all sides, then times the correct ones in turn, step by step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
 from benchmarks.cases import Arrays, Case, Side, Suite, Unavailable
-from benchmarks.equality import describe, judge
-from benchmarks.worker import Failed, Guest, Worker
+from benchmarks.equality import compare_to_truth, describe_failures
+from benchmarks.worker import InProcessWorker, Worker, WorkerError
 
-MEASURED, NOT_EQUAL, FAILED, UNAVAILABLE = "measured", "not equal", "failed", "not runnable here"
+MEASURED, INCORRECT, FAILED, UNAVAILABLE = "measured", "incorrect", "failed", "unavailable"
+"""The status of a side."""
 
 
-class Turns:
-    """A case while it runs. Sides that are not equal, fail or can't run drop out, and stay without any sample."""
+class CaseRunner:
+    """One run of a case.
+
+    A side that is incorrect, fails or is unavailable is dropped and gets no samples.
+    """
 
     def __init__(self, suite: Suite, case: Case, rounds: int, threads: int, progress: Progress) -> None:
         self.suite, self.case, self.rounds, self.threads, self.progress = suite, case, rounds, threads, progress
-        self.bar = progress.add_task(case.name, total=None)
-        self.workers: dict[str, Worker | Guest] = {}
+        self.task = progress.add_task(case.name, total=None)
+        self.workers: dict[str, Worker | InProcessWorker] = {}
         self.batches = 1
         self.on_gpu = torch.cuda.is_available()
-        self.hold = Guest if suite.together and self.on_gpu else Worker
+        self.worker_class = InProcessWorker if suite.share_process_on_gpu and self.on_gpu else Worker
         self.records: dict[str, dict[str, Any]] = {
             side.name: {"status": MEASURED, "reason": None, "compared": side.compared, "options": side.options}
             for side in case.sides
         }
 
     def run(self) -> dict[str, Any]:
-        """The case as it goes to the JSON."""
+        """Runs the case and returns its record for the JSON."""
         try:
-            truths = self._truths()
-            # Processes that share a GPU would each hold its memory: there one comes after another.
-            alone = self.on_gpu and not self.suite.together
-            for sides in [[side] for side in self.case.sides] if alone else [self.case.sides]:
+            truths = self._compute_truths()
+            # Processes on one GPU would all hold their memory at once: there, run sides one by one.
+            one_by_one = self.on_gpu and not self.suite.share_process_on_gpu
+            for sides in [[side] for side in self.case.sides] if one_by_one else [self.case.sides]:
                 self._build(sides)
                 for side in sides:
                     self._check(side, truths)
@@ -45,61 +49,61 @@ class Turns:
                 self._close()
         finally:
             self._close()
-            self.progress.remove_task(self.bar)
+            self.progress.remove_task(self.task)
         workloads = {side.name: dataclasses.asdict(side.workload) for side in self.case.sides}
-        alike = len({side.workload for side in self.case.sides}) == 1
+        all_equal = len({side.workload for side in self.case.sides}) == 1
         return {
             "name": self.case.name,
             "group": self.case.group,
             "facts": self.case.facts,
-            "workload": next(iter(workloads.values())) if alike else workloads,
+            "workload": next(iter(workloads.values())) if all_equal else workloads,
             "sides": self.records,
         }
 
-    def _truths(self) -> dict[Any, Arrays]:
-        """One for each workload, in a process that ends before the sides' begin."""
+    def _compute_truths(self) -> dict[Any, Arrays]:
+        """The ground truth of each workload. Its process ends before those of the sides begin."""
         truths = {}
         for workload in dict.fromkeys(side.workload for side in self.case.sides if side.compared):
-            self._say("computing the truth")
-            worker = self.hold(self.suite.truth, workload, {}, self.threads)
+            self._show("computing the ground truth")
+            worker = self.worker_class(self.suite.truth, workload, {}, self.threads)
             try:
                 worker.ready()
-                truths[workload] = worker.ask("check")
+                truths[workload] = worker.request("check")
             finally:
                 worker.close()
         return truths
 
     def _build(self, sides: Sequence[Side]) -> None:
-        self._say("loading")
+        self._show("loading")
         for side in sides:
-            self.workers[side.name] = self.hold(side.build, side.workload, side.options, self.threads)
+            self.workers[side.name] = self.worker_class(side.build, side.workload, side.options, self.threads)
         for side in sides:
             batches = self._try(side.name, lambda worker: worker.ready())
             self.batches = batches or self.batches
 
     def _check(self, side: Side, truths: dict[Any, Arrays]) -> None:
-        self._say(f"checking {side.name}")
-        found = self._try(side.name, lambda worker: worker.ask("check"))
-        if found is None or not side.compared:
+        self._show(f"checking {side.name}")
+        arrays = self._try(side.name, lambda worker: worker.request("check"))
+        if arrays is None or not side.compared:
             return
-        checks = judge(found, truths[side.workload])
+        checks = compare_to_truth(arrays, truths[side.workload])
         self.records[side.name]["checks"] = checks
         if not all(check["equal"] for check in checks):
-            self._drop(side.name, NOT_EQUAL, describe(checks))
+            self._drop(side.name, INCORRECT, describe_failures(checks))
 
     def _measure(self) -> None:
-        self._say("measuring", total=self.rounds * self.batches)
+        self._show("measuring", total=self.rounds * self.batches)
         samples: dict[str, list[dict[str, Any]]] = {name: [] for name in self.workers}
         for turn in range(self.rounds * self.batches):
             names = list(self.workers)
             first = turn % max(len(names), 1)
             for name in names[first:] + names[:first]:
-                sample = self._try(name, lambda worker, turn=turn: worker.ask("step", turn % self.batches))
+                sample = self._try(name, lambda worker, turn=turn: worker.request("step", turn % self.batches))
                 if sample is not None:
                     samples[name].append(sample)
-            self.progress.advance(self.bar)
+            self.progress.advance(self.task)
         for name in list(self.workers):
-            facts = self._try(name, lambda worker: worker.ask("facts"))
+            facts = self._try(name, lambda worker: worker.request("facts"))
             if facts is not None:
                 self.records[name] |= {"facts": facts, "samples": samples[name]}
 
@@ -107,15 +111,18 @@ class Turns:
         while self.workers:
             self.workers.popitem()[1].close()
 
-    def _try(self, name: str, question: Any) -> Any:
-        """The answer of a side that is still in; None, and it drops out, if there is none."""
+    def _try(self, name: str, function: Callable[[Worker | InProcessWorker], Any]) -> Any:
+        """The result of `function` on a side's worker.
+
+        None if the side was dropped, before or by this call.
+        """
         if name not in self.workers:
             return None
         try:
-            return question(self.workers[name])
+            return function(self.workers[name])
         except Unavailable as reason:
             self._drop(name, UNAVAILABLE, str(reason))
-        except Failed as reason:
+        except WorkerError as reason:
             self._drop(name, FAILED, str(reason))
         return None
 
@@ -123,5 +130,5 @@ class Turns:
         self.workers.pop(name).close()
         self.records[name] |= {"status": status, "reason": reason}
 
-    def _say(self, what: str, total: int | None = None) -> None:
-        self.progress.update(self.bar, description=f"{self.case.name}: {what}", total=total, completed=0)
+    def _show(self, activity: str, total: int | None = None) -> None:
+        self.progress.update(self.task, description=f"{self.case.name}: {activity}", total=total, completed=0)
