@@ -1,9 +1,10 @@
-"""Measures which kernels are fastest for a head on this GPU and writes a table for FASTDPO_HEAD_TABLE.
+"""Measures which kernels are fastest for a head on this GPU and writes a table for
+FASTDPO_HEAD_TABLE.
 
     python -m fastdpo.tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
 
-The written entry applies to every head whose hidden size is at most `--hidden`: measure the widest head you use. No
-entry is written if the fused kernel is not faster.
+The written entry applies to every head whose hidden size is at most `--hidden`: measure the widest
+head you use. No entry is written if the fused kernel is not faster.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], entry: Entry) -> Entry | None:
-    """The entry with the fastest blocks, or None if no candidate is faster than `rows` by `MIN_SPEEDUP`.
+    """The entry with the fastest blocks, or None if no candidate is faster than `rows` by
+    `MIN_SPEEDUP`.
 
     Args:
         run: runs the head once.

@@ -1,11 +1,13 @@
-"""Keys and values of packed tokens laid out a row after the other, each behind the prefix that its row sees.
+"""Keys and values of packed tokens laid out a row after the other, each behind the prefix that its
+row sees.
 
     key [T, H_kv, D], value [T, H_kv, D_v]    any strides, but the last 1
     index [M]                                 int32, the token that each place of the result holds
     readers [M], first_reader [T + 1]         int32, the same the other way round: which places hold a token, ascending
 
-What flash attention over sequences of several lengths takes. The gradient of a token is the sum over its places, in
-float32 and in their order, rounded once: without atomics, the same bits every time.
+What flash attention over sequences of several lengths takes. The gradient of a token is the sum
+over its places, in float32 and in their order, rounded once: without atomics, the same bits every
+time.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@
 
     e_nv = exp(z_nv - a_n), 0 at v = y        others_n = sum_v e_nv        total_n = others_n + exp(t_n - a_n)
 
-The anchor is known before the product, so the exponentials need no maximum. They leave the registers as the gradient
-tile of `token_logps` in bfloat16, which has the range of float32, or not at all if no tile is requested. Sums over the
-vocabulary are taken per block of columns, and the blocks are added up in a fixed order.
+The anchor is known before the product, so the exponentials need no maximum. They leave the
+registers as the gradient tile of `token_logps` in bfloat16, which has the range of float32, or not
+at all if no tile is requested. Sums over the vocabulary are taken per block of columns, and the
+blocks are added up in a fixed order.
 
-If a logit exceeds its row's anchor by more than 78, the sums may overflow. The program that adds up the blocks of such
-a row recomputes it relative to its largest logit. That is slow, but needs no synchronization with the host.
+If a logit exceeds its row's anchor by more than 78, the sums may overflow. The program that adds up
+the blocks of such a row recomputes it relative to its largest logit. That is slow, but needs no
+synchronization with the host.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ NUM_WARPS = 4
 
 
 class FusedConfig(NamedTuple):
-    """Block sizes and launch options of the matrix product, the meaning of `Entry.blocks` in the table of heads."""
+    """Block sizes and launch options of the matrix product, the meaning of `Entry.blocks` in the
+    table of heads.
+    """
 
     block_n: int = 128
     block_v: int = 128
@@ -86,7 +90,8 @@ def _linear_exp_kernel(
 ):
     """One program per block of tokens and of vocabulary entries.
 
-    Programs of the same vocabulary entries are adjacent, so that the caches hold their part of the weight.
+    Programs of the same vocabulary entries are adjacent, so that the caches hold their part of the
+    weight.
     """
     blocks_n, blocks_v = tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_V)
     start_n = tl.program_id(0) % blocks_n * BLOCK_N
@@ -175,7 +180,8 @@ def _linear_exp_sums_kernel(
     log_sum_sq_probs_ptr,
     tile_ptr,  # [N, V] rows `tile_stride` apart, complete except for the target's column; or None
     others_block_sums_ptr,  # [N, blocks of V] float32 sums of e
-    # [N, blocks of V] float32 each, None if not requested: sums of e (z - a), z and e^2, and counts of larger entries
+    # [N, blocks of V] float32 each, None if not requested: sums of e (z - a), z and e^2, and counts
+    # of larger entries
     weighted_block_sums_ptr,
     sum_block_sums_ptr,
     squares_block_sums_ptr,
@@ -282,7 +288,10 @@ def linear_exp_fwd(
     tile: Tensor | None,  # [N, V], last stride 1, overwritten
     config: FusedConfig,
 ) -> list[Tensor]:
-    """logps, shift, others, total and the statistics, [N] each. Writes the gradient tile if one is given."""
+    """logps, shift, others, total and the statistics, [N] each.
+
+    Writes the gradient tile if one is given.
+    """
     (n, d), vocabulary = hidden.shape, len(weight)
     count = triton.cdiv(vocabulary, config.block_v)
     requested = {*filter(None, statistics.split(","))}
@@ -389,7 +398,9 @@ def _launch(
 
 
 def takes_descriptors(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator (Hopper and later) can load x: rows start at multiples of 16 bytes."""
+    """Whether the tensor memory accelerator (Hopper and later) can load x: rows start at multiples
+    of 16 bytes.
+    """
     if x.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0

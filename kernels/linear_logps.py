@@ -5,8 +5,8 @@
     y [N]               int32 or int64                  targets
     t [N]               float32                         t = z(h . W_y + b_y), with z as in `token_logps`
 
-t is NaN where the target is not in the vocabulary. The rounding of these logits is the main source of error in the
-sums over many tokens that a preference loss compares.
+t is NaN where the target is not in the vocabulary. The rounding of these logits is the main source
+of error in the sums over many tokens that a preference loss compares.
 """
 
 from __future__ import annotations

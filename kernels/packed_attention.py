@@ -1,19 +1,27 @@
-"""Attention over a packed buffer: rows see their prefix and, causally, themselves. Nothing is copied.
+"""Attention over a packed buffer: a row sees its prefix and, causally, itself.
 
-    q [T, H, D], k [T, H_kv, D], v [T, H_kv, D_v]   float16, bfloat16 or float32; any strides, but the last 1
-    rows [S, 4]     int32, (prefix start, prefix length, own start, own length); the own tokens tile [0, T)
-    sinks [H]       float32 or None
-    z = scale q.k, or cap tanh(scale q.k / cap)
+Keys are read in place.
 
-    lse_i = log(sum_j exp(z_ij) + exp(sink))        p_ij = exp(z_ij - lse_i)        out_i = sum_j p_ij v_j
-    delta_i = d out_i . out_i                       d z_ij = p_ij (d out_i . v_j - delta_i)
+    q [T, H, D], k [T, H_kv, D]    float16, bfloat16 or float32, last stride 1
+    v [T, H_kv, D_v]               the same
+    rows [S, 4]                    int32, (prefix start, prefix length, own start, own length);
+                                   the own tokens tile [0, T)
+    sinks [H]                      float32 or None
+    out [T, H, D_v]                the dtype of q
+    lse [H, T], delta [H, T]       float32
 
-The query at position b of its row sees the key at position a, of the prefix or of its own tokens, iff 0 <= b - a and,
-with a window, b - a < window (the algorithms of arXiv 2307.08691, over two ranges of keys).
+    z_ij    = scale * q_i.k_j, or cap * tanh(scale * q_i.k_j / cap)
+    lse_i   = log(sum_j exp(z_ij) + exp(sink))        p_ij   = exp(z_ij - lse_i)        out_i = sum_j p_ij v_j
+    delta_i = d out_i . out_i                         d z_ij = p_ij (d out_i . v_j - delta_i)
 
-A program takes a block of a row's tokens: of queries, for the output and their gradient; of keys, for theirs, over the
-queries of the row itself and of the rows that have those keys in their prefix, in a fixed order. No atomics: the same
-bits every time. Exponentials are base 2.
+The positions of a row run through its prefix and then through its own tokens. The query at position
+b sees the key at position a iff 0 <= b - a and, with a window, b - a < window. The algorithms are
+those of FlashAttention-2 (arXiv 2307.08691), over two ranges of keys.
+
+One program computes the output, or the gradient, of a block of queries; in the kernel of the
+gradients of k and v, one program takes a block of keys and goes over the queries of its row and of
+all rows that have those keys in their prefix, in a fixed order. There are no atomics, so results
+are reproducible bit by bit. Exponentials are taken in base 2.
 """
 
 from __future__ import annotations
@@ -28,50 +36,56 @@ from torch import Tensor
 from .logit_math import LOG2E, slope, transform
 
 LN2 = tl.constexpr(0.6931471805599453)
-BLOCK_T = 64  # of delta
+BLOCK_T = 64  # tokens per program of the delta kernel
 
 
-class Blocks(NamedTuple):
-    """A layout on the device, cut for the kernels. All int32, the blocks with the most work first."""
+class LayoutBlocks(NamedTuple):
+    """The rows of a layout in blocks of queries and of keys, blocks with the most work first.
+
+    int32, on the device.
+    """
 
     rows: Tensor  # [S, 4]
-    queries: Tensor  # [B, 2] row, and the first of the block among its own tokens
-    keys: Tensor  # [B', 2] likewise
-    readers: Tensor  # [R] rows, first those that have keys of row 0 in their prefix
-    first_reader: Tensor  # [S + 1] where those of each row begin
+    queries: Tensor  # [number of blocks, 2] the block's row, and the block's first token within the row
+    keys: Tensor  # [number of blocks, 2] the same for blocks of keys
+    readers: Tensor  # [R] the rows that have keys of a row in their prefix, sorted by the latter
+    first_reader: Tensor  # [S + 1] where the readers of each row start in `readers`
 
 
-class Sizes(NamedTuple):
-    """Of blocks, and how a program runs."""
+class KernelConfig(NamedTuple):
+    """Block sizes and launch options of one kernel. The last block of a row may be smaller."""
 
-    queries: int
-    keys: int
+    block_q: int
+    block_k: int
     warps: int
     stages: int
 
 
-class Cut(NamedTuple):
-    """The sizes of each kernel, of which the last block of every row is the rest."""
+class KernelConfigs(NamedTuple):
+    """The configuration of each kernel."""
 
-    forward: Sizes
-    of_queries: Sizes  # the backward's
-    of_keys: Sizes
+    forward: KernelConfig
+    query_gradient: KernelConfig
+    key_gradient: KernelConfig
 
 
-def cut(d: int, d_v: int, hopper: bool) -> Cut:
-    """Found with the compilers alone: blocks that spill nothing, or little, and that tensor cores take."""
-    width = max(d, d_v)
-    if width <= 64:
-        return Cut(Sizes(128, 64, 8, 3), Sizes(64, 32, 4, 2), Sizes(32, 64, 4, 2))
-    if width <= 128:
-        return Cut(Sizes(64, 64, 4, 2), Sizes(64, 32, 8, 2), Sizes(32, 64, 8, 1))
-    of_keys = Sizes(32, 64, 8, 2) if hopper else Sizes(16, 64, 8, 1)
-    return Cut(Sizes(64, 32, 8, 2), Sizes(64, 16, 8, 2), of_keys)
+def kernel_configs(d: int, d_v: int, hopper: bool) -> KernelConfigs:
+    """Configurations for head sizes d and d_v.
+
+    Chosen from compiler output alone: they spill few or no registers and use tensor cores.
+    """
+    size = max(d, d_v)
+    if size <= 64:
+        return KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(64, 32, 4, 2), KernelConfig(32, 64, 4, 2))
+    if size <= 128:
+        return KernelConfigs(KernelConfig(64, 64, 4, 2), KernelConfig(64, 32, 8, 2), KernelConfig(32, 64, 8, 1))
+    key_gradient = KernelConfig(32, 64, 8, 2) if hopper else KernelConfig(16, 64, 8, 1)
+    return KernelConfigs(KernelConfig(64, 32, 8, 2), KernelConfig(64, 16, 8, 2), key_gradient)
 
 
 @triton.jit
-def _rows_of(ptr, off_t, inside, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """[tokens, BLOCK_D] of a [T, D] operand, zero outside of it."""
+def _load_tokens(ptr, off_t, inside, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Tokens off_t of a [T, D] operand as [len(off_t), BLOCK_D], padded with zeros."""
     off_d = tl.arange(0, BLOCK_D)
     pointers = ptr + off_t.to(tl.int64)[:, None] * stride_t + off_d[None, :]
     if MASKED and BLOCK_D != D:
@@ -86,29 +100,29 @@ def _rows_of(ptr, off_t, inside, stride_t, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
-def _put_rows(ptr, off_t, inside, stride_t, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_tokens(ptr, off_t, inside, stride_t, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     off_d = tl.arange(0, BLOCK_D)
     pointers = ptr + off_t.to(tl.int64)[:, None] * stride_t + off_d[None, :]
     tl.store(pointers, x, mask=inside[:, None] & (off_d < D)[None, :])
 
 
 @triton.jit
-def _block(blocks_ptr):
-    """The program's row, and the first of its tokens among the row's own."""
+def _load_block(blocks_ptr):
+    """The row of the program's block, and the block's first token within the row."""
     return tl.load(blocks_ptr + 2 * tl.program_id(0)), tl.load(blocks_ptr + 2 * tl.program_id(0) + 1)
 
 
 @triton.jit
-def _row(rows_ptr, row):
-    """Where its prefix begins, how long that is, where its own tokens begin, and how many they are."""
+def _load_row(rows_ptr, row):
+    """Start and length of the row's prefix, start and length of its own tokens."""
     prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
     own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
     return prefix, length, own, own_length
 
 
 @triton.jit
-def _sees(distance, window):
-    """Whether a query sees a key that is so many positions before it."""
+def _is_visible(distance, window):
+    """Whether a query sees a key that is `distance` positions before it."""
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
@@ -116,42 +130,66 @@ def _sees(distance, window):
 
 
 @triton.jit
-def _seen_by(first, length, window, BLOCK_K: tl.constexpr):
-    """Which keys [begin, end) before its own a block sees whose first query is at this position, out of `length`.
+def _unmasked_range(first, length, window, BLOCK_K: tl.constexpr):
+    """Start and end of the keys out of [0, length) that a block of queries needs no mask for.
 
-    And the end of the part of which every query sees everything, in whole blocks.
+    `first` is the position of the block's first query relative to key 0. Keys before the start are
+    hidden from the whole block by the window; keys from the end on are masked. Whole blocks of keys
+    only.
     """
     begin = 0
-    whole = length // BLOCK_K * BLOCK_K
+    end = length // BLOCK_K * BLOCK_K
     if window is not None:
         begin = tl.maximum(first - window + 1, 0)
-        whole = begin
-    return begin, whole
+        end = begin
+    return begin, end
 
 
 @triton.jit
-def _fold(
+def _add_keys(
     acc, m, total, q, k_ptr, v_ptr, positions, begin, end, stride_kt, stride_vt, window, scale, cap,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Folds keys [begin, end) into a running output, maximum and sum of exponentials."""
+    """Adds keys [begin, end) to a running output, maximum and sum of exponentials."""
     for start in range(begin, end, BLOCK_K):
         off_k = start + tl.arange(0, BLOCK_K)
         inside = off_k < end
-        k = _rows_of(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
+        k = _load_tokens(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
         z = transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
-            visible = inside[None, :] & _sees(positions[:, None] - off_k[None, :], window)
+            visible = inside[None, :] & _is_visible(positions[:, None] - off_k[None, :], window)
             z = tl.where(visible, z, -float("inf"))
         old, m = m, tl.maximum(m, tl.max(z, 1))
         shift = tl.where(m == -float("inf"), 0.0, m)
         factor = tl.exp2(old - shift)
         p = tl.exp2(z - shift[:, None])
         total = total * factor + tl.sum(p, 1)
-        v = _rows_of(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
+        v = _load_tokens(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
     return acc, m, total
+
+
+@triton.jit
+def _attend(
+    acc, m, total, q, k_ptr, v_ptr, first, off_q, before, end, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Adds all keys of the prefix, or of the row itself, to the running state of a block of
+    queries.
+
+    `first` and `off_q` are the positions of the block's first query and of its queries relative to
+    key 0. The keys [0, before) precede all of these queries; keys end at `end`.
+    """
+    begin, masked = _unmasked_range(first, before, window, BLOCK_K)
+    acc, m, total = _add_keys(
+        acc, m, total, q, k_ptr, v_ptr, off_q, begin, masked, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    return _add_keys(
+        acc, m, total, q, k_ptr, v_ptr, off_q, masked, end, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -172,7 +210,7 @@ def _packed_attention_fwd_kernel(
     stride_vh,
     T,
     window,  # int or None
-    scale,  # float, as cap in base 2
+    scale,  # float, in base 2 like cap
     cap,  # float or None
     H: tl.constexpr,
     H_KV: tl.constexpr,
@@ -183,16 +221,16 @@ def _packed_attention_fwd_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program a block of a row's queries and a head."""
-    row, first = _block(blocks_ptr)
+    """One program per block of a row's queries and query head."""
+    row, first = _load_block(blocks_ptr)
     head = tl.program_id(1).to(tl.int64)
-    prefix, length, own, own_length = _row(rows_ptr, row)
+    prefix, length, own, own_length = _load_row(rows_ptr, row)
     k_ptr += head // (H // H_KV) * stride_kh
     v_ptr += head // (H // H_KV) * stride_vh
 
     off_q = first + tl.arange(0, BLOCK_Q)
     inside = off_q < own_length
-    q = _rows_of(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
+    q = _load_tokens(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if sinks_ptr is not None:
         m = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks_ptr + head) * LOG2E
@@ -202,35 +240,25 @@ def _packed_attention_fwd_kernel(
         total = tl.zeros([BLOCK_Q], tl.float32)
 
     k, v = k_ptr + prefix * stride_kt, v_ptr + prefix * stride_vt
-    begin, whole = _seen_by(length + first, length, window, BLOCK_K)
-    acc, m, total = _fold(
-        acc, m, total, q, k, v, length + off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
-    )  # fmt: skip
-    acc, m, total = _fold(
-        acc, m, total, q, k, v, length + off_q, whole, length, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    acc, m, total = _attend(
+        acc, m, total, q, k, v, length + first, length + off_q, length, length, stride_kt, stride_vt, window,
+        scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
     )  # fmt: skip
     k, v = k_ptr + own * stride_kt, v_ptr + own * stride_vt
-    begin, whole = _seen_by(first, first, window, BLOCK_K)
     end = tl.minimum(first + BLOCK_Q, own_length)
-    acc, m, total = _fold(
-        acc, m, total, q, k, v, off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    acc, m, total = _attend(
+        acc, m, total, q, k, v, first, off_q, first, end, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
     )  # fmt: skip
-    acc, m, total = _fold(
-        acc, m, total, q, k, v, off_q, whole, end, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
-    )  # fmt: skip
-    _put_rows(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, acc / total[:, None], D_V, BLOCK_DV)
+    _store_tokens(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, acc / total[:, None], D_V, BLOCK_DV)
     tl.store(lse_ptr + head * T + own + off_q, (m + tl.log2(total)) * LN2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _delta_kernel(
     delta_ptr,  # [H, T] float32
-    out_ptr,  # [T, H, D_v] contiguous, as the next
-    grad_ptr,
+    out_ptr,  # [T, H, D_v] contiguous
+    grad_ptr,  # [T, H, D_v] contiguous
     T,
     H: tl.constexpr,
     D_V: tl.constexpr,
@@ -240,28 +268,28 @@ def _delta_kernel(
     head = tl.program_id(1).to(tl.int64)
     off_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = off_t < T
-    out = _rows_of(out_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
-    grad = _rows_of(grad_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
+    out = _load_tokens(out_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
+    grad = _load_tokens(grad_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(delta_ptr + head * T + off_t, delta, mask=inside)
 
 
 @triton.jit
-def _fold_dq(
+def _add_keys_to_dq(
     dq, q, grad, lse, delta, k_ptr, v_ptr, positions, begin, end, stride_kt, stride_vt, window, scale, cap,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what keys [begin, end) contribute to the gradient of a block of queries."""
+    """Adds the contribution of keys [begin, end) to the gradient of a block of queries."""
     for start in range(begin, end, BLOCK_K):
         off_k = start + tl.arange(0, BLOCK_K)
         inside = off_k < end
-        k = _rows_of(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
-        v = _rows_of(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
+        k = _load_tokens(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
+        v = _load_tokens(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
         z = transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
         p = tl.exp2(z - lse[:, None])
         if MASKED:
-            p = tl.where(inside[None, :] & _sees(positions[:, None] - off_k[None, :], window), p, 0.0)
+            p = tl.where(inside[None, :] & _is_visible(positions[:, None] - off_k[None, :], window), p, 0.0)
         dz = p * (tl.dot(grad, v.T, input_precision="ieee") - delta[:, None])
         if cap is not None:
             dz *= slope(z, cap)
@@ -269,12 +297,32 @@ def _fold_dq(
     return dq
 
 
+@triton.jit
+def _attend_dq(
+    dq, q, grad, lse, delta, k_ptr, v_ptr, first, off_q, before, end, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of all keys of the prefix, or of the row itself.
+
+    Arguments as in `_attend`.
+    """
+    begin, masked = _unmasked_range(first, before, window, BLOCK_K)
+    dq = _add_keys_to_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, begin, masked, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    return _add_keys_to_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, masked, end, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["T"])
 def _packed_attention_dq_kernel(
     dq_ptr,  # [T, H, D] contiguous
     grad_ptr,  # [T, H, D_v] contiguous
-    lse_ptr,  # [H, T] float32, as the next
-    delta_ptr,
+    lse_ptr,  # [H, T] float32
+    delta_ptr,  # [H, T] float32
     q_ptr,
     k_ptr,
     v_ptr,
@@ -288,7 +336,7 @@ def _packed_attention_dq_kernel(
     stride_vh,
     T,
     window,  # int or None
-    scale,  # float, as cap in base 2
+    scale,  # float, in base 2 like cap
     cap,  # float or None
     gain,  # float, d z / d q.k
     H: tl.constexpr,
@@ -300,65 +348,57 @@ def _packed_attention_dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program a block of a row's queries and a head."""
-    row, first = _block(blocks_ptr)
+    """One program per block of a row's queries and query head."""
+    row, first = _load_block(blocks_ptr)
     head = tl.program_id(1).to(tl.int64)
-    prefix, length, own, own_length = _row(rows_ptr, row)
+    prefix, length, own, own_length = _load_row(rows_ptr, row)
     k_ptr += head // (H // H_KV) * stride_kh
     v_ptr += head // (H // H_KV) * stride_vh
 
     off_q = first + tl.arange(0, BLOCK_Q)
     inside = off_q < own_length
-    q = _rows_of(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
-    grad = _rows_of(grad_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+    q = _load_tokens(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
+    grad = _load_tokens(grad_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
     lse = tl.load(lse_ptr + head * T + own + off_q, mask=inside, other=0.0) * LOG2E
     delta = tl.load(delta_ptr + head * T + own + off_q, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     k, v = k_ptr + prefix * stride_kt, v_ptr + prefix * stride_vt
-    begin, whole = _seen_by(length + first, length, window, BLOCK_K)
-    dq = _fold_dq(
-        dq, q, grad, lse, delta, k, v, length + off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
-    )  # fmt: skip
-    dq = _fold_dq(
-        dq, q, grad, lse, delta, k, v, length + off_q, whole, length, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    dq = _attend_dq(
+        dq, q, grad, lse, delta, k, v, length + first, length + off_q, length, length, stride_kt, stride_vt, window,
+        scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
     )  # fmt: skip
     k, v = k_ptr + own * stride_kt, v_ptr + own * stride_vt
-    begin, whole = _seen_by(first, first, window, BLOCK_K)
     end = tl.minimum(first + BLOCK_Q, own_length)
-    dq = _fold_dq(
-        dq, q, grad, lse, delta, k, v, off_q, begin, whole, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    dq = _attend_dq(
+        dq, q, grad, lse, delta, k, v, first, off_q, first, end, stride_kt, stride_vt, window,
+        scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
     )  # fmt: skip
-    dq = _fold_dq(
-        dq, q, grad, lse, delta, k, v, off_q, whole, end, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
-    )  # fmt: skip
-    _put_rows(dq_ptr + (own * H + head) * D, off_q, inside, H * D, dq * gain, D, BLOCK_D)
+    _store_tokens(dq_ptr + (own * H + head) * D, off_q, inside, H * D, dq * gain, D, BLOCK_D)
 
 
 @triton.jit
-def _fold_dkv(
+def _add_queries_to_dkv(
     dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, key_positions, valid, offset, begin, end,
     stride_qt, window, scale, cap,
     H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries [begin, end) of a row contribute to the gradients of a block of keys.
+    """Adds the contribution of the queries [begin, end) of a row to the gradients of a block of
+    keys.
 
-    `offset` is the position of the row's first own token; `key_positions` are those of the keys, where `valid`.
+    `offset` is the position of the row's first own token. `key_positions` are the positions of the
+    keys in that row; keys that are not `valid` are not part of it.
     """
     for start in range(begin, end, BLOCK_Q):
         off_q = start + tl.arange(0, BLOCK_Q)
         inside = off_q < end
-        q = _rows_of(q_ptr, off_q, inside, stride_qt, D, BLOCK_D, True)
-        grad = _rows_of(grad_ptr, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+        q = _load_tokens(q_ptr, off_q, inside, stride_qt, D, BLOCK_D, True)
+        grad = _load_tokens(grad_ptr, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
         lse = tl.load(lse_ptr + off_q, mask=inside, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + off_q, mask=inside, other=0.0)
         z = transform(tl.dot(k, q.T, input_precision="ieee"), scale, cap)  # [BLOCK_K, BLOCK_Q]
-        visible = valid[:, None] & _sees(offset + off_q[None, :] - key_positions[:, None], window)
+        visible = valid[:, None] & _is_visible(offset + off_q[None, :] - key_positions[:, None], window)
         p = tl.where(visible, tl.exp2(z - lse[None, :]), 0.0)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
         dz = p * (tl.dot(v, grad.T, input_precision="ieee") - delta[None, :])
@@ -373,8 +413,8 @@ def _packed_attention_dkv_kernel(
     dk_ptr,  # [T, H_kv, D] contiguous
     dv_ptr,  # [T, H_kv, D_v] contiguous
     grad_ptr,  # [T, H, D_v] contiguous
-    lse_ptr,  # [H, T] float32, as the next
-    delta_ptr,
+    lse_ptr,  # [H, T] float32
+    delta_ptr,  # [H, T] float32
     q_ptr,
     k_ptr,
     v_ptr,
@@ -390,7 +430,7 @@ def _packed_attention_dkv_kernel(
     stride_vh,
     T,
     window,  # int or None
-    scale,  # float, as cap in base 2
+    scale,  # float, in base 2 like cap
     cap,  # float or None
     gain,  # float, d z / d q.k
     H: tl.constexpr,
@@ -402,16 +442,16 @@ def _packed_attention_dkv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program a block of a row's keys and a head of theirs."""
-    row, first = _block(blocks_ptr)
+    """One program per block of a row's keys and key head."""
+    row, first = _load_block(blocks_ptr)
     kv_head = tl.program_id(1).to(tl.int64)
-    _, _, own, own_length = _row(rows_ptr, row)
+    _, _, own, own_length = _load_row(rows_ptr, row)
     first_reader, last_reader = tl.load(first_reader_ptr + row), tl.load(first_reader_ptr + row + 1)
 
     off_k = first + tl.arange(0, BLOCK_K)
     inside = off_k < own_length
-    k = _rows_of(k_ptr + own * stride_kt + kv_head * stride_kh, off_k, inside, stride_kt, D, BLOCK_D, True)
-    v = _rows_of(v_ptr + own * stride_vt + kv_head * stride_vh, off_k, inside, stride_vt, D_V, BLOCK_DV, True)
+    k = _load_tokens(k_ptr + own * stride_kt + kv_head * stride_kh, off_k, inside, stride_kt, D, BLOCK_D, True)
+    v = _load_tokens(v_ptr + own * stride_vt + kv_head * stride_vh, off_k, inside, stride_vt, D_V, BLOCK_DV, True)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
     last = tl.minimum(first + BLOCK_K, own_length) - 1
@@ -423,27 +463,28 @@ def _packed_attention_dkv_kernel(
         end = own_length
         if window is not None:
             end = tl.minimum(end, last + window)
-        dk, dv = _fold_dkv(
+        dk, dv = _add_queries_to_dkv(
             dk, dv, k, v, q + own * stride_qt, grad + own * (H * D_V), lse + own, delta + own,
             off_k, inside, 0, first, end, stride_qt, window, scale, cap,
             H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
         )  # fmt: skip
-        for at in range(first_reader, last_reader):
-            reader = tl.load(readers_ptr + at)
-            prefix, length, start, end = _row(rows_ptr, reader)
+        for reader_index in range(first_reader, last_reader):
+            reader = tl.load(readers_ptr + reader_index)
+            prefix, length, start, end = _load_row(rows_ptr, reader)
             before = (own - prefix).to(tl.int32)
             if window is not None:
                 end = tl.minimum(end, before + last + window - length)
-            end = tl.where((before + first < length) & (before + last >= 0), end, 0)  # the keys are beside its prefix
+            in_prefix = (before + first < length) & (before + last >= 0)  # at least one of these keys
+            end = tl.where(in_prefix, end, 0)
             positions = before + off_k
-            dk, dv = _fold_dkv(
+            dk, dv = _add_queries_to_dkv(
                 dk, dv, k, v, q + start * stride_qt, grad + start * (H * D_V), lse + start, delta + start,
                 positions, inside & (positions >= 0) & (positions < length), length, 0, end,
                 stride_qt, window, scale, cap,
                 H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
             )  # fmt: skip
-    _put_rows(dk_ptr + (own * H_KV + kv_head) * D, off_k, inside, H_KV * D, dk * gain, D, BLOCK_D)
-    _put_rows(dv_ptr + (own * H_KV + kv_head) * D_V, off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
+    _store_tokens(dk_ptr + (own * H_KV + kv_head) * D, off_k, inside, H_KV * D, dk * gain, D, BLOCK_D)
+    _store_tokens(dv_ptr + (own * H_KV + kv_head) * D_V, off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
 
 
 def packed_attention_fwd(
@@ -451,14 +492,14 @@ def packed_attention_fwd(
     key: Tensor,
     value: Tensor,
     rows: Tensor,  # [S, 4] int32, on the device
-    blocks: Tensor,  # [B, 2] int32, of queries
-    size: Sizes,
+    blocks: Tensor,  # [number of blocks, 2] int32, of queries
+    config: KernelConfig,
     sinks: Tensor | None,  # [H] float32
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D_v] and lse [H, T]."""
+    """out [T, H, D_v] and log-sum-exps [H, T]."""
     t, h, _ = query.shape
     d_v = value.shape[2]
     out = torch.empty(t, h, d_v, dtype=query.dtype, device=query.device)
@@ -478,7 +519,7 @@ def packed_attention_fwd(
             window,
             *_base_2(scale, softcap),
             **_shape(query, key, value),
-            **_options(size),
+            **_launch_options(config),
         )
     return out, lse
 
@@ -490,8 +531,8 @@ def packed_attention_bwd(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    blocks: Blocks,
-    cut: Cut,
+    blocks: LayoutBlocks,
+    configs: KernelConfigs,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -510,7 +551,7 @@ def packed_attention_bwd(
         _delta_kernel[grid](delta, out, grad, t, H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
         operands = (grad, lse, delta, query, key, value, blocks.rows)
         _packed_attention_dq_kernel[(len(blocks.queries), h)](
-            dq, *operands, blocks.queries, *common, **shape, **_options(cut.of_queries)
+            dq, *operands, blocks.queries, *common, **shape, **_launch_options(configs.query_gradient)
         )
         _packed_attention_dkv_kernel[(len(blocks.keys), key.shape[1])](
             dk,
@@ -521,17 +562,17 @@ def packed_attention_bwd(
             blocks.first_reader,
             *common,
             **shape,
-            **_options(cut.of_keys),
+            **_launch_options(configs.key_gradient),
         )
     return dq, dk, dv
 
 
-def _options(size: Sizes) -> dict[str, int | bool]:
+def _launch_options(config: KernelConfig) -> dict[str, int | bool]:
     return {
-        "BLOCK_Q": size.queries,
-        "BLOCK_K": size.keys,
-        "num_warps": size.warps,
-        "num_stages": size.stages,
+        "BLOCK_Q": config.block_q,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
         "enable_fp_fusion": True,
     }
 
@@ -541,7 +582,7 @@ def _strides(query: Tensor, key: Tensor, value: Tensor) -> list[int]:
 
 
 def _base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """`z = scale q.k`, or `softcap tanh(scale q.k / softcap)`, in the kernels' terms."""
+    """The kernels' scale and cap, such that z is in base 2; cap is None without a softcap."""
     return (scale * LOG2E.value, None) if softcap is None else (scale / softcap, softcap * LOG2E.value)
 
 

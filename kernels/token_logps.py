@@ -1,4 +1,5 @@
-"""Log-probabilities of given logits at their targets: one pass over the logits, and one more for their gradient.
+"""Log-probabilities of given logits at their targets: one pass over the logits, and one more for
+their gradient.
 
     x [N, V]  float16, bfloat16 or float32    raw logits
     y [N]     int32 or int64                  targets, -100 where nothing is scored
@@ -16,18 +17,18 @@ Per row, in float32, with t = z_y and m the largest z of the other entries:
 
 All results are float32 [N], is_top1 is bool [N].
 
-The sums leave the target out until the end, so neither logp nor 1 - p_y suffers from cancellation where p_y is close
-to 1. Rows with target -100 are not read: their results and gradients are zero. logp is NaN if the target is not in the
-vocabulary or its logit is +inf, which would otherwise hide an overflow behind logp = 0. The gradient of such a row is
-NaN too, unless d loss / d logp is 0.
+The sums leave the target out until the end, so neither logp nor 1 - p_y suffers from cancellation
+where p_y is close to 1. Rows with target -100 are not read: their results and gradients are zero.
+logp is NaN if the target is not in the vocabulary or its logit is +inf, which would otherwise hide
+an overflow behind logp = 0. The gradient of such a row is NaN too, unless d loss / d logp is 0.
 
-A head passes t separately, more precise than its logits; statistics use the logits' own z_y. A head also takes the
-gradient unscaled, as a tile that it multiplies by its weight: exp(z_v - m), and -others at y. Multiplied by
--scale / total (and by 1 - tanh^2 with a cap), the tile is d logp / d x.
+A head passes t separately, more precise than its logits; statistics use the logits' own z_y. A head
+also takes the gradient unscaled, as a tile that it multiplies by its weight: exp(z_v - m), and
+-others at y. Multiplied by -scale / total (and by 1 - tanh^2 with a cap), the tile is d logp / d x.
 
-At the end of its pass over a row, the forward replaces m by m + log(others / NORMALIZED_SUM), relative to which others
-is NORMALIZED_SUM. The tile's entry at y is then exact in 16 bits, and the range of float16 holds the significant part
-of the rest.
+At the end of its pass over a row, the forward replaces m by m + log(others / NORMALIZED_SUM),
+relative to which others is NORMALIZED_SUM. The tile's entry at y is then exact in 16 bits, and the
+range of float16 holds the significant part of the rest.
 """
 
 from __future__ import annotations
@@ -110,11 +111,13 @@ def _token_logps_fwd_kernel(
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program per row: LANES lanes, each of which adds VEC columns per iteration to a running maximum and sums.
+    """One program per row: LANES lanes, each of which adds VEC columns per iteration to a running
+    maximum and sums.
 
-    All columns of a lane belong to one thread, so the loop needs neither shuffles nor barriers. They update the lane's
-    maximum once together, which takes one exponential per column instead of two. After the loop, the lanes are summed
-    up in a fixed order. The gradient tile takes a second loop over the row, which is then in the caches.
+    All columns of a lane belong to one thread, so the loop needs neither shuffles nor barriers.
+    They update the lane's maximum once together, which takes one exponential per column instead of
+    two. After the loop, the lanes are summed up in a fixed order. The gradient tile takes a second
+    loop over the row, which is then in the caches.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -127,7 +130,8 @@ def _token_logps_fwd_kernel(
     t = tl.where(t == float("inf"), float("nan"), t)
 
     lane, vec = tl.arange(0, LANES)[:, None], tl.arange(0, VEC)[None, :]
-    # A lane loads vectors. In rows that are not aligned for vectors, adjacent lanes load adjacent scalars.
+    # A lane loads vectors. In rows that are not aligned for vectors, adjacent lanes load adjacent
+    # scalars.
     off_tile = lane * VEC + vec if ALIGNED else vec * LANES + lane  # [LANES, VEC]
     m = tl.full([LANES], -float("inf"), tl.float32)
     before = tl.full([LANES], -float("inf"), tl.float32)  # the largest z of columns v < y
@@ -138,7 +142,8 @@ def _token_logps_fwd_kernel(
     for start in range(0, tl.where(scored, V, 0), LANES * VEC):
         off_v = start + off_tile
         end = start + LANES * VEC
-        # Most blocks contain neither the target nor the end of the row: they are loaded without a mask.
+        # Most blocks contain neither the target nor the end of the row: they are loaded without a
+        # mask.
         if (end <= V) & ((y < start) | (y >= end)):
             z = transform(tl.load(logits_ptr + off_v), scale, cap)  # [LANES, VEC]
             if mean_logits_ptr is not None:
@@ -213,7 +218,8 @@ def _token_logps_bwd_kernel(
 ):
     """One program per block of a row, so that a few rows occupy the whole device.
 
-    With a gradient of the entropy, one program per row: it needs the entropy of the whole row first.
+    With a gradient of the entropy there is one program per row, because that gradient needs the
+    entropy of the whole row first.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -276,7 +282,10 @@ def token_logps_fwd(
     target_logits: Tensor | None = None,  # [N] float32
     tile: Tensor | None = None,  # [N, V], last stride 1, overwritten; may be the logits
 ) -> list[Tensor]:
-    """logps, shift, others, total and the statistics, [N] each. Writes the gradient tile if one is given."""
+    """logps, shift, others, total and the statistics, [N] each.
+
+    Writes the gradient tile if one is given.
+    """
     n, vocabulary = logits.shape
     scale, cap = scale_and_cap(softcap, logit_scale, temperature)
     results = empty_results_by_name(n, statistics, logits.device)
@@ -374,5 +383,7 @@ def _launch_bwd(
 
 
 def _takes_vectors(rows: Tensor) -> bool:
-    """Whether the compiler may load 16 bytes at once: Triton specializes on pointers and strides divisible by 16."""
+    """Whether the compiler may load 16 bytes at once: Triton specializes on pointers and strides
+    divisible by 16.
+    """
     return rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.workload import Lengths
-from fastdpo.ops import attention_backends, attention_flash, packed_attention
+from fastdpo.ops import attention_backends, packed_attention
+from fastdpo.ops.attention_calls import AttentionOptions
 
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
 
@@ -137,8 +138,8 @@ class PackedAttention(AttentionStep):
         inputs = AttentionInputs(workload)
         if backend:
             query, _, value, _ = inputs.tensors
-            options = attention_flash.Options(workload.d**-0.5, None, None)
-            reason = attention_backends.refusal(backend, query, value, options)
+            options = AttentionOptions(workload.d**-0.5, None, None)
+            reason = attention_backends.BACKENDS[backend].unsupported_reason(query, value, options)
             if reason is not None:
                 raise Unavailable(reason)
         self.backend = backend

@@ -1,16 +1,17 @@
-"""Which way a packed attention is computed on a GPU; `attention_pieces` has the ways for everywhere else.
+"""The choice of a backend for packed attention on a GPU. Elsewhere, `attention_pieces` computes it.
 
-| backend | devices | dtypes | heads | window | softcap | sinks |
+| backend | devices | dtypes | head size | window | softcap | sinks |
 |---|---|---|---|---|---|---|
-| `flash-attn-4` | Blackwell | float16, bfloat16 | up to 256 wide | yes | yes | yes |
-| `flash-attn-3` | Hopper | float16, bfloat16 | up to 256 wide | yes | yes | yes |
-| `flash-attn-2` | NVIDIA from Ampere on | float16, bfloat16 | up to 256 wide | yes | yes | yes |
-| `torch` | NVIDIA from Ampere on | float16, bfloat16 | up to 256 wide | yes | no | yes |
-| `triton`, fastdpo's own | whatever Triton compiles for | these and float32 | up to 256 wide | yes | yes | yes |
+| `flash-attn-4` | Blackwell | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `flash-attn-3` | Hopper | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `flash-attn-2` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `torch` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | no | yes |
+| `triton`, fastdpo's own | all that Triton supports | float16, bfloat16, float32 | up to 256 | yes | yes | yes |
 
-The first that is installed and takes the call is used. Each of the four libraries must show on a small case first that
-it aligns queries with the end of their keys and that a sequence reads nothing of another. One that does not is left
-out, which is said once. The environment variable FASTDPO_ATTENTION names a backend to be used instead of the first.
+The first backend that is installed and supports the call is used. Each of the four libraries must
+first pass a probe: on a small case it must align queries with the end of their keys, and no
+sequence may read from another. A library that fails is disabled with one log line. The environment
+variable FASTDPO_ATTENTION selects a backend by name.
 """
 
 from __future__ import annotations
@@ -22,138 +23,77 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .attention_flash import LIBRARIES, OP, Flash, Options, load, takes_scale, words_together
-from .attention_layouts import blocks
+from .attention_calls import OP, AttentionCall, AttentionOptions, Backend
+from .attention_flash import LIBRARIES
+from .attention_triton import TritonBackend
 from .devices import suits_triton
 
-WIDEST = 256  # head
-HALVES = (torch.float16, torch.bfloat16)
 TRITON = "triton"
-BACKENDS = (*LIBRARIES, TRITON)
+BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: TritonBackend()}
+"""Every backend by name, in the order of preference."""
+
 VARIABLE = "FASTDPO_ATTENTION"
 
 logger = logging.getLogger("fastdpo")
 
 
-class Kernels:
-    """A call of fastdpo's own."""
-
-    def __init__(self, query: Tensor, value: Tensor, rows: Tensor, options: Options) -> None:
-        from ..kernels.packed_attention import cut
-
-        self.cut = cut(query.shape[2], value.shape[2], _capability(query.device) == 9)
-        self.rows, self.options = rows, options
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out [T, H, D_v] and log-sum-exps [H, T], sinks among them."""
-        from ..kernels.packed_attention import packed_attention_fwd
-
-        size = self.cut.forward
-        plan = blocks(OP, self.rows, len(query), size.queries, size.keys, query.device)
-        q, k, v = words_together(query), words_together(key), words_together(value)
-        sinks = None if sinks is None else sinks.float().contiguous()
-        return packed_attention_fwd(q, k, v, plan.rows, plan.queries, size, sinks, *self.options)
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
-        from ..kernels.packed_attention import packed_attention_bwd
-
-        sizes = self.cut.of_queries.queries, self.cut.of_keys.keys
-        plan = blocks(OP, self.rows, len(query), *sizes, query.device)
-        q, k, v = words_together(query), words_together(key), words_together(value)
-        return packed_attention_bwd(grad, q, k, v, out, lse, plan, self.cut, *self.options)
-
-
-def backend(query: Tensor, value: Tensor, rows: Tensor, options: Options) -> Flash | Kernels | None:
-    """The way to compute a whole call, or None: in pieces.
+def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall | None:
+    """The call of the chosen backend, or None if no backend supports it and it must be computed in
+    pieces.
 
     Raises:
-        ValueError: FASTDPO_ATTENTION names no backend.
-        NotImplementedError: it names one that does not take this call; the message says why.
+        ValueError: FASTDPO_ATTENTION is not the name of a backend.
+        NotImplementedError: FASTDPO_ATTENTION names a backend that does not support this call; the
+            message says why.
     """
     if not len(query) or (query.device.type == "cpu" and not suits_triton(query.device, query.dtype)):
         return None
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted:
-        if wanted not in BACKENDS:
-            raise ValueError(f"{OP}: {VARIABLE} must be one of {', '.join(BACKENDS)}, or unset; got {wanted}")
-        reason = refusal(wanted, query, value, options)
+    selected = os.environ.get(VARIABLE, "")
+    if selected:
+        if selected not in BACKENDS:
+            raise ValueError(f"{OP}: {VARIABLE} must be one of {', '.join(BACKENDS)}, or unset; got {selected}")
+        reason = BACKENDS[selected].unsupported_reason(query, value, options)
         if reason is not None:
-            rule = f"{VARIABLE} must name a backend that takes this call, or be unset"
-            raise NotImplementedError(f"{OP}: {rule}; got {wanted}: {reason}")
-        name = wanted
+            rule = f"{VARIABLE} must name a backend that supports this call, or be unset"
+            raise NotImplementedError(f"{OP}: {rule}; got {selected}: {reason}")
+        name = selected
     else:
-        name = next((name for name in BACKENDS if _is_chosen(name, query, value, options)), None)
+        name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
     if name is None:
         return None
     if options.window is not None and options.window >= int((rows[:, 1] + rows[:, 3]).max()):
-        options = options._replace(window=None)  # it hides nothing
-    return _call_of(name, query, value, rows, options)
+        options = options._replace(window=None)  # as long as the longest row: it hides nothing
+    return BACKENDS[name].prepare(query, value, rows, options)
 
 
-def refusal(name: str, query: Tensor, value: Tensor, options: Options) -> str | None:
-    """Why a backend can't compute a call; None if it can."""
-    widest = max(query.shape[2], value.shape[2])
-    if not suits_triton(query.device, query.dtype):  # which the libraries need for their keys too
-        return f"it needs Triton, a device that Triton compiles for, and no float64; here {query.device}, {query.dtype}"
-    if widest > WIDEST:
-        return f"heads must be at most {WIDEST} wide; they are {widest}"
-    if name == TRITON:
-        return None
-    library = LIBRARIES[name]
-    if query.dtype not in HALVES:
-        return f"it needs float16 or bfloat16; got {query.dtype}"
-    if options.softcap is not None and not library.softcap:
-        return "it has no softcap"
-    if not takes_scale(options.scale):
-        return f"it needs a positive scale; got {options.scale}"
-    if _capability(query.device) not in library.capabilities:
-        return f"it has no kernels for this device (compute capability {_capability(query.device)})"
-    calls, reason = load(name)
-    return reason if calls is None else None
-
-
-def _is_chosen(name: str, query: Tensor, value: Tensor, options: Options) -> bool:
-    if refusal(name, query, value, options) is not None:
+def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    backend = BACKENDS[name]
+    if backend.unsupported_reason(query, value, options) is not None:
         return False
-    return name == TRITON or is_sound(name, query.device, query.dtype, query.shape[2], value.shape[2])
-
-
-def _call_of(name: str, query: Tensor, value: Tensor, rows: Tensor, options: Options) -> Flash | Kernels:
-    if name == TRITON:
-        return Kernels(query, value, rows, options)
-    calls, reason = load(name)
-    if calls is None:
-        raise NotImplementedError(f"{OP}: {name}: {reason}")
-    return Flash(calls, query, value, rows, options)
+    return not backend.needs_probe or passes_probe(name, query.device, query.dtype, query.shape[2], value.shape[2])
 
 
 @lru_cache
-def _capability(device: torch.device) -> int | None:
-    """The major one of NVIDIA's; None elsewhere."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.hip is None else None
+def passes_probe(name: str, device: torch.device, dtype: torch.dtype, d: int, d_v: int) -> bool:
+    """Whether a backend matches fastdpo's kernels on a pair of rows next to a row of NaN.
 
-
-@lru_cache
-def is_sound(name: str, device: torch.device, dtype: torch.dtype, d: int, d_v: int) -> bool:
-    """Whether a library equals fastdpo's kernels on a pair beside another that is full of NaN. Asked once a kind."""
+    Runs once per device, dtype and head sizes.
+    """
     rows = torch.tensor([[0, 0, 0, 5], [0, 3, 5, 4], [9, 0, 9, 3]], dtype=torch.int32, device="cpu")
     shapes = ((12, 2, d), (12, 1, d), (12, 1, d_v), (12, 2, d_v))
     q, k, v, grad = (torch.arange(a * b * c).sin().view(a, b, c).to(device, dtype) for a, b, c in shapes)
     for x in (q, k, v, grad):
         x[9:] = torch.nan
-    found = []
+    results = []
     try:
-        for way in (name, TRITON):
-            attend = _call_of(way, q, v, rows, Options(d**-0.5, None, None))
-            out, lse = attend.forward(q, k, v, None)
-            found.append([out, *attend.backward(grad, q, k, v, out, lse)])
-    except Exception as reason:  # of a library; those of our kernels will be seen again
-        logger.warning("%s: %s is not used: %s: %s", OP, name, type(reason).__name__, reason)
+        for backend in (BACKENDS[name], BACKENDS[TRITON]):
+            call = backend.prepare(q, v, rows, AttentionOptions(d**-0.5, None, None))
+            out, lse = call.forward(q, k, v, None)
+            results.append([out, *call.backward(grad, q, k, v, out, lse)])
+    except Exception as error:  # from a library; an error of fastdpo's kernels will be raised again where they are used
+        logger.warning("%s: %s is disabled: %s: %s", OP, name, type(error).__name__, error)
         return False
-    sound = all(torch.allclose(a[:9], b[:9], rtol=0.05, atol=0.05) for a, b in zip(*found, strict=True))
-    if not sound:
-        logger.warning("%s: %s is not used: it is wrong on a small case", OP, name)
-    return sound
+    equal = all(torch.allclose(a[:9], b[:9], rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
+    if not equal:
+        logger.warning("%s: %s is disabled: it returns wrong values on a small test case", OP, name)
+    return equal

@@ -1,8 +1,9 @@
-"""Libraries of flash attention over sequences of several lengths, called alike.
+"""Backends that call a flash-attention library for sequences of variable length.
 
-A packed attention is one causal call of theirs in which each row's keys are gathered behind the prefix that it sees:
-queries are aligned with the end of their keys. The forward and the backward of a library are called apart, not through
-its autograd: so the output and the log-sum-exp are all that is saved, and both passes can count sinks in.
+A packed attention is one causal call of such a library, in which each row's keys are gathered
+behind those of its prefix and queries are aligned with the end of their keys. The library's forward
+and backward are called separately instead of through its autograd, so only the output and the
+log-sum-exp are saved and both passes can include sinks.
 """
 
 from __future__ import annotations
@@ -12,82 +13,101 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_layouts import Varlen, varlen
+from .attention_calls import (
+    OP,
+    AttentionOptions,
+    flash_supports_scale,
+    kernels_unsupported_reason,
+    with_last_stride_1,
+    with_sinks,
+)
+from .attention_layouts import VarlenLayout, varlen_layout
+from .devices import compute_capability
 
-OP = "packed_attention"
+HEAD_SIZE_MULTIPLE = 8  # of the head sizes that the libraries take
 
 
-class Options(NamedTuple):
-    """As in `packed_attention`."""
+class VarlenFunctions(Protocol):
+    """Forward and backward of a library.
 
-    scale: float
-    window: int | None
-    softcap: float | None
+    Tensors are [tokens, heads, D] with one D, log-sum-exps [H, T].
+    """
 
-
-class Calls(Protocol):
-    """Of a library: tensors are [tokens, heads, D] with one D, log-sum-exps [H, T]."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: Varlen, options: Options) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         """out and log-sum-exps."""
         ...
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Varlen, options: Options
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: VarlenLayout,
+        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         ...
 
 
-class TorchCalls:
-    """FlashAttention-2 as torch has it, or what `torch.nn.attention.activate_flash_attention_impl` put in its place."""
+class TorchFlash:
+    """torch's FlashAttention-2, or its replacement by
+    `torch.nn.attention.activate_flash_attention_impl`.
+    """
 
     def __init__(self) -> None:
-        self.attend = torch.ops.aten._flash_attention_forward
-        self.attend_back = torch.ops.aten._flash_attention_backward
+        self.forward_function = torch.ops.aten._flash_attention_forward
+        self.backward_function = torch.ops.aten._flash_attention_backward
 
     def forward(self, q, k, v, layout, options):
-        out, lse, *_ = self.attend(q, k, v, *layout.lengths, 0.0, options.window is None, False, **self._named(options))
+        positional = (*layout.lengths, 0.0, options.window is None, False)  # dropout, causal, debug mask
+        out, lse, *_ = self.forward_function(q, k, v, *positional, **self._arguments(options))
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, layout, options):
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        rest = (*layout.lengths, 0.0, options.window is None, *no_dropout)
-        return self.attend_back(grad, q, k, v, out, lse, *rest, **self._named(options))
+        dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        positional = (*layout.lengths, 0.0, options.window is None, *dropout_state)
+        return self.backward_function(grad, q, k, v, out, lse, *positional, **self._arguments(options))
 
-    def _named(self, options: Options) -> dict[str, Any]:
-        left, right = _sides(options)
+    def _arguments(self, options: AttentionOptions) -> dict[str, Any]:
+        left, right = _window_sizes(options)
         return {"scale": options.scale, "window_size_left": left, "window_size_right": right}
 
 
 class FlashAttention2:
-    """The package flash-attn, 2.8 on (arXiv 2307.08691)."""
+    """The package flash-attn, 2.8 or later (arXiv 2307.08691)."""
 
     def __init__(self) -> None:
         module = import_module("flash_attn.flash_attn_interface")
-        self.attend, self.attend_back = module._flash_attn_varlen_forward, module._flash_attn_varlen_backward
+        self.forward_function = module._flash_attn_varlen_forward
+        self.backward_function = module._flash_attn_varlen_backward
 
     def forward(self, q, k, v, layout, options):
-        out, lse, *_ = _call(self.attend, q=q, k=k, v=v, **self._named(self.attend, layout, options))
+        arguments = self._arguments(self.forward_function, layout, options)
+        out, lse, *_ = _call_by_name(self.forward_function, q=q, k=k, v=v, **arguments)
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, layout, options):
         grads = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
         deterministic = torch.are_deterministic_algorithms_enabled()
-        given = self._named(self.attend_back, layout, options) | grads | {"deterministic": deterministic}
-        _call(self.attend_back, dout=grad, q=q, k=k, v=v, out=out, softmax_lse=lse, **given)
+        arguments = self._arguments(self.backward_function, layout, options) | grads | {"deterministic": deterministic}
+        _call_by_name(self.backward_function, dout=grad, q=q, k=k, v=v, out=out, softmax_lse=lse, **arguments)
         return grads["dq"], grads["dk"], grads["dv"]
 
-    def _named(self, function: Callable, layout: Varlen, options: Options) -> dict[str, Any]:
-        left, right = _sides(options)
+    def _arguments(self, function: Callable, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
+        left, right = _window_sizes(options)
         return {
-            **_named_lengths(layout),
+            **_length_arguments(layout),
             "softmax_scale": options.scale,
             "causal": True,
             "softcap": options.softcap or 0.0,
@@ -99,99 +119,129 @@ class FlashAttention2:
 
 
 class FlashAttention3(FlashAttention2):
-    """The package flash-attn-3 (arXiv 2407.08608), whose module is flash_attn_interface."""
+    """The package flash-attn-3 (arXiv 2407.08608), imported as flash_attn_interface."""
 
     def __init__(self) -> None:
         module = import_module("flash_attn_interface")
-        self.attend, self.attend_back = module._flash_attn_forward, module._flash_attn_backward
+        self.forward_function, self.backward_function = module._flash_attn_forward, module._flash_attn_backward
 
-    def _named(self, function: Callable, layout: Varlen, options: Options) -> dict[str, Any]:
-        named = super()._named(function, layout, options)
-        del named["dropout_p"], named["alibi_slopes"]
-        if "window_size" in inspect.signature(_plain(function)).parameters:  # before it was a custom op
-            named["window_size"] = named.pop("window_size_left"), named.pop("window_size_right")
-        return named
+    def _arguments(self, function: Callable, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
+        arguments = super()._arguments(function, layout, options)
+        del arguments["dropout_p"], arguments["alibi_slopes"]
+        if "window_size" in inspect.signature(_unwrap(function)).parameters:  # versions before it became a custom op
+            arguments["window_size"] = arguments.pop("window_size_left"), arguments.pop("window_size_right")
+        return arguments
 
 
 class FlashAttention4:
-    """The package flash-attn-4, a pre-release, written in CuTe's Python."""
+    """The package flash-attn-4, a pre-release written in CuTe DSL."""
 
     def __init__(self) -> None:
         module = import_module("flash_attn.cute.interface")
-        self.attend, self.attend_back = module._flash_attn_fwd, module._flash_attn_bwd
+        self.forward_function, self.backward_function = module._flash_attn_fwd, module._flash_attn_bwd
 
     def forward(self, q, k, v, layout, options):
-        given = self._named(layout, options) | {"softcap": options.softcap, "return_lse": True}
-        out, lse, *_ = _call(self.attend, q=q, k=k, v=v, **given)
+        arguments = self._arguments(layout, options) | {"softcap": options.softcap, "return_lse": True}
+        out, lse, *_ = _call_by_name(self.forward_function, q=q, k=k, v=v, **arguments)
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, layout, options):
         deterministic = torch.are_deterministic_algorithms_enabled()
-        given = self._named(layout, options) | {"softcap": options.softcap or 0.0, "deterministic": deterministic}
-        return _call(self.attend_back, q=q, k=k, v=v, out=out, dout=grad, lse=lse, **given)[:3]
+        more = {"softcap": options.softcap or 0.0, "deterministic": deterministic}
+        arguments = self._arguments(layout, options) | more
+        return _call_by_name(self.backward_function, q=q, k=k, v=v, out=out, dout=grad, lse=lse, **arguments)[:3]
 
-    def _named(self, layout: Varlen, options: Options) -> dict[str, Any]:
-        left, right = (None, None) if options.window is None else _sides(options)
+    def _arguments(self, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
+        left, right = (None, None) if options.window is None else _window_sizes(options)
         common = {"softmax_scale": options.scale, "causal": True}
-        return {**_named_lengths(layout), **common, "window_size_left": left, "window_size_right": right}
+        return {**_length_arguments(layout), **common, "window_size_left": left, "window_size_right": right}
 
 
 @dataclass(frozen=True)
-class Library:
-    """What one of them takes.
+class FlashLibrary:
+    """The backend of one library.
 
     Attributes:
-        calls: makes its `Calls`.
-        capabilities: major compute capabilities of NVIDIA's devices that it has kernels for.
-        softcap: whether it knows one.
+        load_functions: imports the library and returns its `VarlenFunctions`.
+        capabilities: major compute capabilities of the NVIDIA devices that the library has kernels
+            for.
+        softcap: whether the library supports a softcap.
     """
 
-    calls: Callable[[], Calls]
-    capabilities: tuple[int, ...]
+    load_functions: Callable[[], VarlenFunctions]
+    capabilities: tuple[int | None, ...]
     softcap: bool = True
 
+    needs_probe = True
 
-LIBRARIES = {  # the fastest first
-    "flash-attn-4": Library(FlashAttention4, (10, 11)),
-    "flash-attn-3": Library(FlashAttention3, (9,)),
-    "flash-attn-2": Library(FlashAttention2, (8, 9, 10, 11, 12)),
-    "torch": Library(TorchCalls, (8, 9, 10, 11, 12), softcap=False),
+    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
+        reason = kernels_unsupported_reason(query, value)  # keys are gathered by a Triton kernel
+        if reason is not None:
+            return reason
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16; got {query.dtype}"
+        if options.softcap is not None and not self.softcap:
+            return "it has no softcap"
+        if not flash_supports_scale(options.scale):
+            return f"it needs a positive scale; got {options.scale}"
+        capability = compute_capability(query.device)
+        if capability not in self.capabilities:
+            return f"it has no kernels for this device (compute capability {capability})"
+        functions, reason = load(self)
+        return reason if functions is None else None
+
+    def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> VarlenCall:
+        functions, reason = load(self)
+        if functions is None:
+            raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
+        return VarlenCall(functions, query, value, rows, options)
+
+
+LIBRARIES = {
+    "flash-attn-4": FlashLibrary(FlashAttention4, (10, 11)),
+    "flash-attn-3": FlashLibrary(FlashAttention3, (9,)),
+    "flash-attn-2": FlashLibrary(FlashAttention2, (8, 9, 10, 11, 12)),
+    "torch": FlashLibrary(TorchFlash, (8, 9, 10, 11, 12), softcap=False),
 }
+"""The libraries by name, fastest first."""
 
 
 @lru_cache
-def load(name: str) -> tuple[Calls | None, str]:
-    """A library's calls, or None and the reason."""
+def load(library: FlashLibrary) -> tuple[VarlenFunctions | None, str]:
+    """The functions of a library, or None and the reason why they cannot be imported."""
     try:
-        return LIBRARIES[name].calls(), ""
-    except Exception as reason:  # whatever a package, or the library that it was built against, has to say
-        return None, f"{type(reason).__name__}: {reason}"
+        return library.load_functions(), ""
+    except Exception as error:  # a package, or a library that it was built against, may raise anything at import
+        return None, f"{type(error).__name__}: {error}"
 
 
-class Flash:
-    """A call of a library. They take equal sizes of heads, multiples of 8; others are padded with zeros."""
+class VarlenCall:
+    """One call of a library.
 
-    def __init__(self, calls: Calls, query: Tensor, value: Tensor, rows: Tensor, options: Options) -> None:
-        self.calls, self.options = calls, options
-        self.layout = varlen(OP, rows, len(query), query.device)
-        self.widths = query.shape[2], query.shape[2], value.shape[2]
-        self.width = -(-max(self.widths) // 8) * 8
+    Head sizes are padded with zeros to one multiple of 8, as the libraries require.
+    """
+
+    def __init__(
+        self, functions: VarlenFunctions, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+    ) -> None:
+        self.functions, self.options = functions, options
+        self.layout = varlen_layout(OP, rows, len(query), query.device)
+        self.head_sizes = query.shape[2], query.shape[2], value.shape[2]  # of query, key and value
+        self.padded_size = -(-max(self.head_sizes) // HEAD_SIZE_MULTIPLE) * HEAD_SIZE_MULTIPLE
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out [T, H, D_v] and log-sum-exps [H, T], sinks among them."""
-        q, k, v = self._wide(query), *map(self._wide, self._placed(key, value))
-        out, lse = self.calls.forward(q, k, v, self.layout, self.options)
-        out = out[..., : self.widths[2]].contiguous()
+        q, k, v = map(self._padded, (query, *self._gathered(key, value)))
+        out, lse = self.functions.forward(q, k, v, self.layout, self.options)
+        out = out[..., : self.head_sizes[2]].contiguous()
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
-        k, v = map(self._wide, self._placed(key, value))
-        g, q, o = (self._wide(x) for x in (grad, query, out))
-        found = self.calls.backward(g, q, k, v, o, lse, self.layout, self.options)
-        dq, dk, dv = (x[..., :width].contiguous() for x, width in zip(found, self.widths, strict=True))
+        k, v = map(self._padded, self._gathered(key, value))
+        g, q, o = map(self._padded, (grad, query, out))
+        grads = self.functions.backward(g, q, k, v, o, lse, self.layout, self.options)
+        dq, dk, dv = (x[..., :size].contiguous() for x, size in zip(grads, self.head_sizes, strict=True))
         places = self.layout.places
         if places is None:
             return dq, dk, dv
@@ -199,60 +249,50 @@ class Flash:
 
         return dq, *gather_keys_bwd(dk, dv, places.readers, places.first_reader)
 
-    def _placed(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of each row behind one another."""
+    def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of each row in one piece, behind those of its prefix."""
         places = self.layout.places
         if places is None:
             return key, value
         from ..kernels.gather_keys import gather_keys_fwd
 
-        return gather_keys_fwd(words_together(key), words_together(value), places.index)
+        return gather_keys_fwd(with_last_stride_1(key), with_last_stride_1(value), places.index)
 
-    def _wide(self, x: Tensor) -> Tensor:
-        return words_together(x if x.shape[2] == self.width else F.pad(x, (0, self.width - x.shape[2])))
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The output [T, H, D_v], in place, and log-sum-exps [H, T] of a softmax in which each head's sink takes part."""
-    logits = sinks.to(lse.dtype)[:, None]
-    return out.mul_(torch.sigmoid(lse - logits).t()[..., None]), torch.logaddexp(lse, logits)
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self.padded_size - x.shape[2]
+        return with_last_stride_1(F.pad(x, (0, missing)) if missing else x)
 
 
-def takes_scale(scale: float) -> bool:
-    """Whether flash attention computes right with a scale: it hides with -inf, and finds maxima, before it scales."""
-    return scale >= torch.finfo(torch.float32).tiny
-
-
-def words_together(x: Tensor) -> Tensor:
-    """With a last stride of 1, as all kernels want it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _sides(options: Options) -> tuple[int, int]:
-    """How many keys before and after its own a query sees; -1: no bound but causality."""
+def _window_sizes(options: AttentionOptions) -> tuple[int, int]:
+    """How many keys a query sees before and after its own position; -1 means that only causality
+    limits them.
+    """
     return (-1, -1) if options.window is None else (options.window - 1, 0)
 
 
-def _named_lengths(layout: Varlen) -> dict[str, Any]:
+def _length_arguments(layout: VarlenLayout) -> dict[str, Any]:
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), layout.lengths, strict=True))
 
 
-def _plain(function: Any) -> Callable:
-    """What a custom op of torch calls, which has the signature."""
+def _unwrap(function: Any) -> Callable:
+    """The function that a torch custom op was made of, whose signature can be inspected."""
     return getattr(function, "_init_fn", function)
 
 
-def _call(function: Callable, **given: Any) -> Any:
-    """With None for parameters that have no default and are not given: versions differ in those they have.
+def _call_by_name(function: Callable, **given: Any) -> Any:
+    """Calls a function by parameter names, which differ between versions of a library.
+
+    Parameters that have no default and are not given are passed as None.
 
     Raises:
-        NotImplementedError: it lacks one that is given. Left out, another attention would be computed.
+        NotImplementedError: the function has no parameter for a given argument. Without the
+            argument, it would compute a different attention.
     """
-    function = _plain(function)
+    function = _unwrap(function)
     parameters = inspect.signature(function).parameters
-    lacking = sorted(given.keys() - parameters.keys())
-    if lacking:
+    missing = sorted(given.keys() - parameters.keys())
+    if missing:
         name = f"{function.__module__}.{function.__name__}"
-        raise NotImplementedError(f"{OP}: {name} must take {', '.join(lacking)}; this version does not")
+        raise NotImplementedError(f"{OP}: {name} must accept {', '.join(missing)}; this version does not")
     required = (name for name, parameter in parameters.items() if parameter.default is parameter.empty)
     return function(**{**dict.fromkeys(required), **given})

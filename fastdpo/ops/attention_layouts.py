@@ -1,7 +1,9 @@
-"""A layout's rows in the forms in which GPUs take them: made on the host once, and kept for all layers and both passes.
+"""The rows of a layout in the forms that GPU kernels take, computed once on the host and cached.
 
-What is kept is found by the content of the rows, so that it does not matter by which way they came: gradient
-checkpointing, for one, hands on other tensors than it was given.
+One batch's layout serves all layers and both passes. The cache is keyed by the content of the rows,
+because gradient checkpointing passes on other tensors than it was given.
+
+Dimensions: T packed tokens, S rows of the layout, M gathered keys.
 """
 
 from __future__ import annotations
@@ -15,122 +17,140 @@ from torch import Tensor
 from . import checks
 
 if TYPE_CHECKING:
-    from ..kernels.packed_attention import Blocks
+    from ..kernels.packed_attention import LayoutBlocks
 
-LAYOUTS = 16  # of the last batches: a policy's, its reference's, and those of gradient accumulation
-
-
-class Places(NamedTuple):
-    """Where the keys of each row are gathered behind one another. int32 on the device."""
-
-    index: Tensor  # [M] token whose key stands at each place
-    readers: Tensor  # [M] places, those of token 0 first
-    first_reader: Tensor  # [T + 1] where those of each token begin
+CACHED_LAYOUTS = 16  # enough for the last batches of policy and reference, with gradient accumulation
 
 
-class Varlen(NamedTuple):
-    """Rows as sequences of several lengths, each with the keys of its prefix before its own. int32 on the device.
+class KeyPlaces(NamedTuple):
+    """Where keys are gathered so that those of each row are contiguous. int32, on the device."""
 
-    `places` is None if no row has a prefix: then keys lie as they are wanted, and are not copied.
+    index: Tensor  # [M] the token whose key is copied to each place
+    readers: Tensor  # [M] the places that hold each token's key, sorted by token
+    first_reader: Tensor  # [T + 1] where the places of each token start in `readers`
+
+
+class VarlenLayout(NamedTuple):
+    """The rows as sequences of variable length, each with the keys of its prefix before its own.
+
+    On the device.
+
+    Attributes:
+        cu_queries: int32 [S + 1], offsets of each row's queries.
+        cu_keys: int32 [S + 1], offsets of each row's keys.
+        max_queries: the most queries of a row.
+        max_keys: the most keys of a row.
+        places: None if no row has a prefix, so that no key has to be copied.
     """
 
-    cu_queries: Tensor  # [S + 1]
-    cu_keys: Tensor  # [S + 1]
+    cu_queries: Tensor
+    cu_keys: Tensor
     max_queries: int
     max_keys: int
-    places: Places | None
+    places: KeyPlaces | None
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """In the order in which all kernels take them."""
+        """Offsets and maximum lengths, in the order in which the libraries take them."""
         return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
 
 
-def tiled(op: str, rows: Tensor, tokens: int) -> list[tuple[int, int, int, int]]:
-    """The rows as numbers. They must tile [0, tokens): nothing may be read or left unwritten outside of them."""
-    end, found = 0, []
+def checked_rows(op: str, rows: Tensor, tokens: int) -> list[tuple[int, int, int, int]]:
+    """The rows [S, 4] as tuples of integers.
+
+    Raises:
+        ValueError: the rows do not tile [0, tokens), so kernels would read or leave unwritten
+            memory outside of them.
+    """
+    end, checked = 0, []
     for prefix, prefix_length, own, own_length in rows.tolist():
         fits = own == end and own_length > 0 and prefix >= 0 and prefix_length >= 0 and prefix + prefix_length <= own
         row = (prefix, prefix_length, own, own_length)
         checks.require(fits, op, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
         end = own + own_length
-        found.append(row)
+        checked.append(row)
     checks.require(end == tokens, op, "rows", "tile [0, {})", f"[0, {end})", tokens)
-    return found
+    return checked
 
 
-def blocks(op: str, rows: Tensor, tokens: int, of_queries: int, of_keys: int, device: torch.device) -> Blocks:
-    """In blocks of so many tokens, for our kernels."""
-    return _blocks(op, _content(rows), tokens, of_queries, of_keys, device)
+def layout_blocks(
+    op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
+) -> LayoutBlocks:
+    """The rows in blocks of `query_block` queries and of `key_block` keys, for fastdpo's kernels."""
+    return _layout_blocks(op, _bytes_of(rows), tokens, query_block, key_block, device)
 
 
-def varlen(op: str, rows: Tensor, tokens: int, device: torch.device) -> Varlen:
-    """For kernels that take sequences of several lengths."""
-    return _varlen(op, _content(rows), tokens, device)
+def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
+    """The rows as sequences of variable length, for libraries of flash attention."""
+    return _varlen_layout(op, _bytes_of(rows), tokens, device)
 
 
-def _content(rows: Tensor) -> bytes:
+def _bytes_of(rows: Tensor) -> bytes:
     return rows.cpu().contiguous().numpy().tobytes()
 
 
-def _rows(content: bytes) -> Tensor:
+def _rows_from(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, 4) if content else torch.zeros(0, 4).int()
 
 
-def _move(x: Tensor, device: torch.device) -> Tensor:
-    """int32 on the device, without waiting for it."""
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """int32 on the device, without a synchronization."""
     x = x.int()
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-@lru_cache(LAYOUTS)
-def _blocks(op: str, content: bytes, tokens: int, of_queries: int, of_keys: int, device: torch.device) -> Blocks:
-    from ..kernels.packed_attention import Blocks
+@lru_cache(CACHED_LAYOUTS)
+def _layout_blocks(
+    op: str, content: bytes, tokens: int, query_block: int, key_block: int, device: torch.device
+) -> LayoutBlocks:
+    from ..kernels.packed_attention import LayoutBlocks
 
-    with torch.device("cpu"):  # whatever torch.set_default_device says
-        rows = _rows(content)
-        tiled(op, rows, tokens)
+    with torch.device("cpu"):  # independent of torch.set_default_device
+        rows = _rows_from(content)
+        checked_rows(op, rows, tokens)
         prefix, prefix_length, own, own_length = rows.long().unbind(1)
-        row, first = _cut(own_length, of_queries)
-        seen = prefix_length[row] + torch.minimum(first + of_queries, own_length[row])
-        queries = torch.stack([row, first], 1)[seen.argsort(descending=True, stable=True)]
+        row, first = _blocks_of_rows(own_length, query_block)
+        keys_seen = prefix_length[row] + torch.minimum(first + query_block, own_length[row])
+        queries = torch.stack([row, first], 1)[keys_seen.argsort(descending=True, stable=True)]
 
         overlap = prefix < (own + own_length)[:, None]  # [row, reader]
         overlap &= (prefix + prefix_length > own[:, None]) & (prefix_length > 0)
-        row, first = _cut(own_length, of_keys)
-        seeing = own_length[row] - first + (overlap * own_length).sum(1)[row]
-        keys = torch.stack([row, first], 1)[seeing.argsort(descending=True, stable=True)]
+        row, first = _blocks_of_rows(own_length, key_block)
+        queries_seeing = own_length[row] - first + (overlap * own_length).sum(1)[row]
+        keys = torch.stack([row, first], 1)[queries_seeing.argsort(descending=True, stable=True)]
         readers = overlap.nonzero()[:, 1]
-        return Blocks(*(_move(x, device) for x in (rows, queries, keys, readers, _ends(overlap.sum(1)))))
+        tensors = (rows, queries, keys, readers, _offsets(overlap.sum(1)))
+        return LayoutBlocks(*(_to_device(x, device) for x in tensors))
 
 
-def _cut(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Row and first token of each block of so many tokens of rows."""
+def _blocks_of_rows(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The row of each block of `size` tokens, and the block's first token within the row."""
     counts = (lengths + size - 1) // size
     row = torch.arange(len(lengths)).repeat_interleave(counts)
-    return row, (torch.arange(len(row)) - _ends(counts)[row]) * size
+    return row, (torch.arange(len(row)) - _offsets(counts)[row]) * size
 
 
-def _ends(lengths: Tensor) -> Tensor:
-    """[n + 1] where each begins that lies behind the others, and the last ends."""
+def _offsets(lengths: Tensor) -> Tensor:
+    """[n + 1] start of each of n contiguous pieces, and the end of the last."""
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
 
 
-@lru_cache(LAYOUTS)
-def _varlen(op: str, content: bytes, tokens: int, device: torch.device) -> Varlen:
-    with torch.device("cpu"):  # whatever torch.set_default_device says
-        rows = _rows(content)
-        tiled(op, rows, tokens)
+@lru_cache(CACHED_LAYOUTS)
+def _varlen_layout(op: str, content: bytes, tokens: int, device: torch.device) -> VarlenLayout:
+    with torch.device("cpu"):  # independent of torch.set_default_device
+        rows = _rows_from(content)
+        checked_rows(op, rows, tokens)
         prefix, prefix_length, own, own_length = rows.long().unbind(1)
         lengths = prefix_length + own_length
-        cu_queries, cu_keys = _ends(own_length), _ends(lengths)
-        longest, longest_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
+        cu_queries, cu_keys = _offsets(own_length), _offsets(lengths)
+        max_queries, max_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
         places = None
         if prefix_length.any():
             row = torch.arange(len(rows)).repeat_interleave(lengths)
             position = torch.arange(len(row)) - cu_keys[row]
             in_prefix = position < prefix_length[row]
             index = torch.where(in_prefix, prefix[row] + position, own[row] + position - prefix_length[row])
-            first_reader = _ends(index.bincount(minlength=tokens))
-            places = Places(*(_move(x, device) for x in (index, index.argsort(stable=True), first_reader)))
-        return Varlen(_move(cu_queries, device), _move(cu_keys, device), longest, longest_keys, places)
+            first_reader = _offsets(index.bincount(minlength=tokens))
+            tensors = (index, index.argsort(stable=True), first_reader)
+            places = KeyPlaces(*(_to_device(x, device) for x in tensors))
+        return VarlenLayout(_to_device(cu_queries, device), _to_device(cu_keys, device), max_queries, max_keys, places)

@@ -16,8 +16,8 @@ def require(
 ) -> None:
     """Raises `error` unless the condition holds.
 
-    `sizes` fill the braces of `rule`. They are formatted only in case of an error: under `torch.compile`, formatting a
-    size makes it a constant of the graph.
+    `sizes` fill the braces of `rule`. They are formatted only in case of an error: under
+    `torch.compile`, formatting a size makes it a constant of the graph.
     """
     if not condition:
         raise error(f"{op}: {argument} must {rule.format(*sizes)}; got {got}")
@@ -48,7 +48,9 @@ def require_transform(op: str, softcap: float | None, temperature: float) -> Non
 
 
 def requested_statistics(op: str, outputs: Sequence[str]) -> str:
-    """The statistics among `outputs`, comma-separated in the order of `STATISTICS`: the form that custom ops take."""
+    """The statistics among `outputs`, comma-separated in the order of `STATISTICS`: the form that
+    custom ops take.
+    """
     known = ("logps", *STATISTICS)
     names = outputs if isinstance(outputs, str) else tuple(outputs)
     valid = not isinstance(names, str) and all(name in known for name in names)
@@ -57,7 +59,9 @@ def requested_statistics(op: str, outputs: Sequence[str]) -> str:
 
 
 def require_distinct_memory(op: str, argument: str, rows: Tensor, option: str) -> None:
-    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten one by one."""
+    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten
+    one by one.
+    """
     (n, v), (row_stride, column_stride) = rows.shape, rows.stride()
     expanded = (n > 1 and row_stride <= 0) or (v > 1 and column_stride <= 0)
     overlapping = n > 1 and v > 1 and row_stride <= (v - 1) * column_stride and column_stride <= (n - 1) * row_stride

@@ -3,9 +3,10 @@
     rows     a cuBLAS product into a tile, and one kernel that reads the tile once
     fused    a matrix product with the exponential in its epilogue (`kernels/linear_exp.py`)
 
-A head runs `fused` if the table has an entry for it, and `rows` otherwise. The table holds the heads for which `fused`
-was measured to be faster. The environment variable FASTDPO_HEAD_TABLE names a JSON file with a list of further entries
-that take precedence. The choice never depends on the number of tokens, which differs between batches.
+A head runs `fused` if the table has an entry for it, and `rows` otherwise. The table holds the
+heads for which `fused` was measured to be faster. The environment variable FASTDPO_HEAD_TABLE names
+a JSON file with a list of further entries that take precedence. The choice never depends on the
+number of tokens, which differs between batches.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Entry(NamedTuple):
 
     Attributes:
         architecture: "sm90", "gfx942", ..., or "*" for any.
-        dtype: the dtype of the matrix product, "bfloat16" or "float16". In float32, the anchored exponentials would
-            lose digits.
+        dtype: the dtype of the matrix product, "bfloat16" or "float16". In float32, the anchored
+            exponentials would lose digits.
         max_width: the largest hidden size.
-        blocks: the fields of `kernels.linear_exp.FusedConfig`: block sizes of tokens, vocabulary and hidden size,
-            warps, stages.
+        blocks: the fields of `kernels.linear_exp.FusedConfig`: block sizes of tokens, vocabulary
+            and hidden size, warps, stages.
     """
 
     architecture: str
@@ -46,7 +47,8 @@ TABLE: tuple[Entry, ...] = ()
 
 
 def fused_config(width: int, dtype: torch.dtype, device: torch.device) -> FusedConfig | None:
-    """The configuration of the fused kernel for a head of this hidden size, or None if the head runs `rows`.
+    """The configuration of the fused kernel for a head of this hidden size, or None if the head
+    runs `rows`.
 
     Raises:
         ValueError: the file that FASTDPO_HEAD_TABLE names is not a list of entries.
@@ -65,7 +67,9 @@ F = TypeVar("F", bound=Any)
 
 
 def _constant_while_tracing(function: F) -> F:
-    """`torch.compiler.assume_constant_result` without its import of Dynamo, which would import Triton with fastdpo."""
+    """`torch.compiler.assume_constant_result` without its import of Dynamo, which would import
+    Triton with fastdpo.
+    """
     function._dynamo_marked_constant = True
     return function
 
@@ -77,7 +81,9 @@ def _entries() -> tuple[Entry, ...]:
 
 @_constant_while_tracing
 def architecture(device: torch.device) -> str:
-    """The name of a device's architecture in the table: "sm90", "gfx942", or the type of a device other than a GPU."""
+    """The name of a device's architecture in the table: "sm90", "gfx942", or the type of a device
+    other than a GPU.
+    """
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:

@@ -1,4 +1,5 @@
-"""A head in tiles of tokens: the logits of one tile at a time, the results read off them, and their gradient.
+"""A head in tiles of tokens: the logits of one tile at a time, the results read off them, and their
+gradient.
 
 Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 """
@@ -38,7 +39,9 @@ ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, wha
 
 
 class HeadCall(NamedTuple):
-    """The arguments that the forward and the backward of a head have in common, flat as custom ops need them."""
+    """The arguments that the forward and the backward of a head have in common, flat as custom ops
+    need them.
+    """
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
@@ -62,7 +65,8 @@ class TileFormat(NamedTuple):
         columns: allocated columns of a tile, at least V.
         dtype: the dtype in which gradient tiles are stored and multiplied.
         triton: whether Triton kernels make the passes over a tile.
-        fused: configuration of the kernel that also multiplies, or None if this head does not use it.
+        fused: configuration of the kernel that also multiplies, or None if this head does not use
+            it.
     """
 
     rows: int
@@ -85,7 +89,9 @@ class TileFormat(NamedTuple):
         return TileFormat(kernel_tile_rows(columns, compute_dtype), columns, dtype, triton=True, fused=fused)
 
     def rows_within(self, n: int, budget: int) -> int:
-        """How many of n tokens have gradient tiles that fit in `budget` bytes: all of them, or whole tiles."""
+        """How many of n tokens have gradient tiles that fit in `budget` bytes: all of them, or
+        whole tiles.
+        """
         fitting = budget // (self.columns * self.dtype.itemsize)
         return min(n, n if n <= fitting else fitting // self.rows * self.rows)
 
@@ -115,7 +121,9 @@ class Head:
         return [slice(start + rows.start, start + rows.stop) for rows in slices]
 
     def hidden_rows(self, rows: slice) -> Tensor:
-        """Hidden states [n, D], zero where the target is ignored so that their NaN or infinity cannot spread."""
+        """Hidden states [n, D], zero where the target is ignored so that their NaN or infinity
+        cannot spread.
+        """
         return self.hidden[rows].to(self.dtype).masked_fill(self.ignored[rows, None], 0)
 
     def scratch(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -175,7 +183,8 @@ class Head:
         return [logps, shift, others, total, *extra]
 
     def gradient_tiles(self, kept: Tensor, sums: RowSums) -> Iterator[tuple[slice, Tensor]]:
-        """Every token's gradient tile, with its rows: first those in `kept`, then the others, recomputed.
+        """Every token's gradient tile, with its rows: first those in `kept`, then the others,
+        recomputed.
 
         Kept tiles come all at once if they can be multiplied without a wider copy.
         """
@@ -212,7 +221,10 @@ class Head:
     def logit_gradients(
         self, sums: RowSums, grad_logps: Tensor, grad_entropy: Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[slice, Tensor]]:
-        """The gradient of every token's raw logits in tiles of `dtype`, with their rows. All logits are recomputed."""
+        """The gradient of every token's raw logits in tiles of `dtype`, with their rows.
+
+        All logits are recomputed.
+        """
         for rows in self.tiles():
             yield rows, self._logit_gradient(rows, _rows_of(sums, rows), grad_logps[rows], grad_entropy[rows], dtype)
 
@@ -240,7 +252,9 @@ class Head:
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
     def _target_logits(self, hidden: Tensor, rows: slice) -> Tensor:
-        """Transformed logits [n] of the targets, never rounded below float32; NaN for unknown targets."""
+        """Transformed logits [n] of the targets, never rounded below float32; NaN for unknown
+        targets.
+        """
         if self.format.triton:
             from ..kernels.linear_logps import target_logits
 
@@ -272,13 +286,16 @@ def _store(place: Tensor, block: Tensor) -> None:
 
 
 class GradientSum:
-    """The gradient of a parameter, summed over tiles as `scale * sum(tile.T @ rows)` in a wide dtype.
+    """The gradient of a parameter, summed over tiles as `scale * sum(tile.T @ rows)` in a wide
+    dtype.
 
     Args:
         out: [V, ...] memory for the gradient.
-        dtype: the dtype of the sum. A sum in another dtype than `out` is kept separately and rounded once.
+        dtype: the dtype of the sum. A sum in another dtype than `out` is kept separately and
+            rounded once.
         scale: a scalar tensor, or None for 1.
-        accumulate: add the gradient to `out`, as to Megatron-LM's `main_grad`, instead of overwriting it.
+        accumulate: add the gradient to `out`, as to Megatron-LM's `main_grad`, instead of
+            overwriting it.
     """
 
     def __init__(self, out: Tensor, dtype: torch.dtype, scale: Tensor | None, accumulate: bool = False) -> None:
@@ -316,7 +333,8 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Splits row factors [N] into factors [N] that `dtype` can represent and a common factor.
 
-    Upstream gradients may be too small for float16: there, rows are multiplied by their share of the largest factor and
+    Upstream gradients may be too small for float16: there, rows are multiplied by their share of
+        the largest factor and
     the sum over all rows by that factor. For other dtypes the common factor is None.
     """
     if dtype != torch.float16:
@@ -328,7 +346,9 @@ def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor |
 def empty_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized gradients of the inputs that need one, and tensors without elements for the others."""
+    """Uninitialized gradients of the inputs that need one, and tensors without elements for the
+    others.
+    """
     grads = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed and x is not None else hidden.new_empty(0)
         for x, needed in zip((hidden, weight, bias), needs, strict=True)

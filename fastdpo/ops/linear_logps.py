@@ -1,4 +1,5 @@
-"""Log-probabilities from hidden states and the head's weight: the `[N, V]` logits are never stored whole.
+"""Log-probabilities from hidden states and the head's weight: the `[N, V]` logits are never stored
+whole.
 
 Dimensions: N scored tokens, V vocabulary, D hidden size.
 """
@@ -97,7 +98,10 @@ def _bwd(
     temperature: float,
     compute_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # compilers do not take a list from an op that mutates an argument
-    """Gradients of hidden, weight and bias, without elements where not needed. Adds the weight's to `main_grad`."""
+    """Gradients of hidden, weight and bias, without elements where not needed.
+
+    The gradient of the weight is added to `main_grad` if it is given.
+    """
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
     grads = grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
     needs_hidden, needs_weight, needs_bias = needs
@@ -193,9 +197,11 @@ class _LinearLogps(torch.autograd.Function):
 
 
 def _take_kept(ctx: Any) -> Tensor:
-    """Returns `ctx.kept`, the gradient tiles of the forward, and frees them unless the graph is retained.
+    """Returns `ctx.kept`, the gradient tiles of the forward, and frees them unless the graph is
+    retained.
 
-    Autograd does not save these tiles, so hooks on saved tensors do not move them to the host with the activations.
+    Autograd does not save these tiles, so hooks on saved tensors do not move them to the host with
+    the activations.
     """
     tiles = ctx.kept
     if not (torch.compiler.is_compiling() or _retains_graph()):
@@ -216,54 +222,64 @@ def linear_logps(
     memory_budget: int = MEMORY_BUDGET,
     main_grad: Tensor | None = None,
 ) -> TokenLogps:
-    """Log-probability of each target under `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
+    """Log-probability of each target under the softmax of a head's transformed logits.
+
+    The distribution is `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
 
     Defined by `fastdpo.ops.reference.linear_logps`.
 
     Logits exist for one tile of tokens at a time. The cost depends on what needs a gradient:
 
     - nothing: the forward, one GEMM over `[N, D] x [D, V]`.
-    - only `hidden` (LoRA, a frozen head): the gradient is formed in the forward. Two GEMMs; `[N, D]` in float32 is
-      kept for the backward.
-    - the head: gradient tiles of up to `memory_budget` bytes are kept for the backward, at three GEMMs in total. The
-      remaining tiles are recomputed, at four.
+    - only `hidden` (LoRA, a frozen head): the gradient is formed in the forward. Two GEMMs;
+      `[N, D]` in float32 is kept for the backward.
+    - the head: gradient tiles of up to `memory_budget` bytes are kept for the backward, at three
+      GEMMs in total. The remaining tiles are recomputed, at four.
 
-    A gradient that reaches `entropy` recomputes all tiles. Under `torch.compile`, detach an entropy that leaves the
-    graph only to be logged: a compiled graph cannot tell that no gradient will arrive.
+    A gradient that reaches `entropy` recomputes all tiles. Under `torch.compile`, detach an entropy
+    that leaves the graph only to be logged: a compiled graph cannot tell that no gradient will
+    arrive.
 
-    Logits are rounded to the compute dtype (that of `hidden`, or autocast's), as in plain PyTorch, but the target's
-    logit is computed in float32 and kept out of the sum over the other vocabulary entries. Gradients of the weight are
-    summed in float32.
+    Logits are rounded to the compute dtype (that of `hidden`, or autocast's), as in plain PyTorch,
+    but the target's logit is computed in float32 and kept out of the sum over the other vocabulary
+    entries. Gradients of the weight are summed in float32.
 
-    A low-rank adapter of the head, `W + s B A`, needs no merged weight: extend the hidden states by the rank of the
-    adapter, `linear_logps(cat([h, s * h @ A.T], 1), cat([W, B], 1), targets)`. The cost is that of a trainable head.
+    A low-rank adapter of the head, `W + s B A`, needs no merged weight: extend the hidden states by
+    the rank of the adapter, `linear_logps(cat([h, s * h @ A.T], 1), cat([W, B], 1), targets)`. The
+    cost is that of a trainable head.
 
     Memory in addition to results and gradients:
 
-    - `min(memory_budget, N * V * itemsize)` bytes from forward to backward if the head needs a gradient;
-    - while the op runs, one tile of logits. On CUDA, at most 256 MiB or 256 tokens, whichever is more. Elsewhere, at
-      most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8 MiB on a CPU or further tiles in
-      float32 on other devices. float16 on a CPU takes two tiles, because gradient tiles are float32 there;
-    - a copy of the weight if its dtype is not the compute dtype, and one more in float32 for float16 on a CPU;
+    - `min(memory_budget, N * V * itemsize)` bytes from forward to backward if the head needs a
+      gradient;
+    - while the op runs, one tile of logits. On CUDA, at most 256 MiB or 256 tokens, whichever is
+      more. Elsewhere, at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks
+      of 8 MiB on a CPU or further tiles in float32 on other devices. float16 on a CPU takes two
+      tiles, because gradient tiles are float32 there;
+    - a copy of the weight if its dtype is not the compute dtype, and one more in float32 for
+      float16 on a CPU;
     - `[V, D]` in float32 for the sum of the weight's gradient.
 
-    The kept tiles are not saved tensors of autograd: hooks on saved tensors, such as activation offloading and
-    checkpointing install, do not see them.
+    The kept tiles are not saved tensors of autograd: hooks on saved tensors, such as activation
+    offloading and checkpointing install, do not see them.
 
     Args:
         hidden: [N, D] float16, bfloat16, float32 or float64.
-        weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3 placeholder.
-        targets: [N] int32 or int64 ids below V. Where the target is -100, every result and every gradient is exactly
-            zero. Other ids are handled as in `token_logps`.
+        weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3
+            placeholder.
+        targets: [N] int32 or int64 ids below V. Where the target is -100, every result and every
+            gradient is exactly zero. Other ids are handled as in `token_logps`.
         bias: [V] or None.
-        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
+        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2),
+            or None.
         logit_scale: multiplies the logits before the softcap.
         temperature: divides the logits after the softcap.
         outputs: names of the fields of `TokenLogps` to fill. `logps` is always filled.
-        memory_budget: maximum number of bytes of gradient tiles kept for the backward of a trainable head.
-        main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps for each parameter.
-            The weight's gradient is added to it without rounding. `weight.grad` does not change, and hooks on the
-            weight do not run.
+        memory_budget: maximum number of bytes of gradient tiles kept for the backward of a
+            trainable head.
+        main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps
+            for each parameter. The weight's gradient is added to it without rounding. `weight.grad`
+            does not change, and hooks on the weight do not run.
 
     Returns:
         `TokenLogps` with fields [N].

@@ -1,15 +1,15 @@
 """Log-probabilities, statistics and gradients of one tile of logits, in plain PyTorch.
 
-`token_logps` and `linear_logps` share this file wherever no Triton kernel runs. A tile is `z [n, V]`, the transformed
-logits of n tokens, in float32 (float64 for float64 inputs). With `y` the target, `t` the target's logit and `m` the
-largest of the other logits:
+`token_logps` and `linear_logps` share this file wherever no Triton kernel runs. A tile is `z [n,
+V]`, the transformed logits of n tokens, in float32 (float64 for float64 inputs). With `y` the
+target, `t` the target's logit and `m` the largest of the other logits:
 
     others = sum_{v != y} exp(z_v - m)        logp = t - logsumexp(z) = logsigmoid(t - m - log(others))
     total  = others + exp(t - m)              d logp / d z_v = (v == y) - p_v
                                               p_v = exp(z_v - m) / total,  1 - p_y = others / total
 
-The sum leaves the target out. A confident prediction (p_y close to 1) therefore loses no digits to cancellation, and t
-may be more precise than the tile: a head computes it separately, in float32.
+The sum leaves the target out. A confident prediction (p_y close to 1) therefore loses no digits to
+cancellation, and t may be more precise than the tile: a head computes it separately, in float32.
 """
 
 from __future__ import annotations
@@ -42,19 +42,25 @@ def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def kernel_tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of a tile where one kernel makes all passes: a multiple of the block size of matrix products."""
+    """Rows of a tile where one kernel makes all passes: a multiple of the block size of matrix
+    products.
+    """
     return max(MIN_TILE_ROWS, KERNEL_TILE_BYTES // (vocabulary * dtype.itemsize) // MIN_TILE_ROWS * MIN_TILE_ROWS)
 
 
 def block_slices(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
-    """Slices of [0, n) over which several passes are made: blocks that fit in a CPU's caches, elsewhere whole tiles."""
+    """Slices of [0, n) over which several passes are made: blocks that fit in a CPU's caches,
+    elsewhere whole tiles.
+    """
     if device.type != "cpu":
         return row_slices(n, tile_rows(vocabulary, dtype))
     return row_slices(n, max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize)))
 
 
 class Transform(NamedTuple):
-    """The transform from raw logits to logits: `z = softcap * tanh(scale * x / softcap) / temperature`."""
+    """The transform from raw logits to logits:
+    `z = softcap * tanh(scale * x / softcap) / temperature`.
+    """
 
     softcap: float | None
     scale: float
@@ -87,7 +93,10 @@ class RowSums(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """Sums over the vocabulary for each token of a block, [n] each. Those that no statistic needs are None."""
+    """Sums over the vocabulary for each token of a block, [n] each.
+
+    Those that no statistic needs are None.
+    """
 
     target_logits: Tensor  # t, as precise as it is known
     tile_target_logits: Tensor  # t as it stands in the tile, for statistics of one consistent distribution
@@ -141,13 +150,17 @@ def sum_block_(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: st
 
 
 def finish_sums(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
-    """Log-probabilities with what their gradient needs, and the requested statistics in the order of `STATISTICS`."""
+    """Log-probabilities with what their gradient needs, and the requested statistics in the order
+    of `STATISTICS`.
+    """
     target_logits, tile_target_logits, shift, others, weighted, mean, is_top1, squares = sums
-    # A logit of +inf would have probability 1 and no gradient, and its overflow would go unnoticed: make it NaN.
+    # A logit of +inf would have probability 1 and no gradient, and its overflow would go unnoticed:
+    # make it NaN.
     gap = torch.where(target_logits == torch.inf, torch.nan, target_logits - shift)
     row_sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
 
-    # Statistics include the target: sums over the vocabulary, relative to the larger of m and the target's logit.
+    # Statistics include the target: sums over the vocabulary, relative to the larger of m and the
+    # target's logit.
     top = torch.maximum(shift, tile_target_logits)
     target_gap = (tile_target_logits - top).clamp(min=MIN_EXPONENT)
     ratio, target_exp = (shift - top).exp(), target_gap.exp()
@@ -163,7 +176,9 @@ def finish_sums(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
 
 
 def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) -> Tensor:
-    """Whether the target is the first of the largest logits. z is -inf at the target, and `peak` is its maximum."""
+    """Whether the target is the first of the largest logits. z is -inf at the target, and `peak` is
+    its maximum.
+    """
     tied = target_logits == peak
     if z.device.type == "cpu":  # few rows are tied; on other devices, selecting them would synchronize with the host
         rows = tied.nonzero()[:, 0]
@@ -174,7 +189,8 @@ def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) ->
 
 
 def join_results(blocks: Sequence[BlockSums], rows: Tensor, ignored: Tensor, statistics: str) -> list[Tensor]:
-    """logps, shift, others, total and statistics of `rows` [N, ...] from the blocks that they consist of.
+    """logps, shift, others, total and statistics of `rows` [N, ...] from the blocks that they
+    consist of.
 
     Log-probabilities and statistics are 0 where `ignored`.
     """
@@ -198,17 +214,20 @@ def normalize(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient_tile_(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
-    """Turns `exp(z - m)` [n, V] into the gradient tile, in place: times `-gain / total` per row it is `d logp / d x`.
+    """Turns `exp(z - m)` [n, V] into the gradient tile, in place: times `-gain / total` per row it
+    is `d logp / d x`.
 
-    The tile is left unscaled so that the upstream gradient and the normalizer multiply rows of [n, D] in float32
-    instead of a tile.
+    The tile is left unscaled so that the upstream gradient and the normalizer multiply rows of [n,
+    D] in float32 instead of a tile.
     """
     exponentials.scatter_(1, targets[:, None], -others[:, None])
     return exponentials if slope is None else exponentials.mul_(slope)
 
 
 def gradient_tile_from_logits_(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor | None) -> Tensor:
-    """Turns recomputed logits z [n, V] into the gradient tile, in place, with the sums of the forward."""
+    """Turns recomputed logits z [n, V] into the gradient tile, in place, with the sums of the
+    forward.
+    """
     return gradient_tile_(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
 
 
@@ -228,12 +247,15 @@ def logit_gradient(
     grad_entropy: Tensor | None,  # [n]
     transform: Transform,
 ) -> Tensor:
-    """`d loss / d x` [n, V] from transformed logits and the gradients of their log-probabilities and entropies."""
+    """`d loss / d x` [n, V] from transformed logits and the gradients of their log-probabilities
+    and entropies.
+    """
     slope = transform.slope(z)
     gradient = None
     if grad_entropy is not None:
-        # d entropy / d z_v = -p_v (log p_v + entropy). log p_v + entropy equals d_v = z_v - top minus its mean, which
-        # keeps the digits that log p_v loses to the logarithm of the sum where logits are large.
+        # d entropy / d z_v = -p_v (log p_v + entropy). log p_v + entropy equals d_v = z_v - top
+        # minus its mean, which keeps the digits that log p_v loses to the logarithm of the sum
+        # where logits are large.
         target_logits = z.gather(1, targets[:, None])[:, 0]
         top = torch.maximum(sums.shift, target_logits)
         total = sums.others * (sums.shift - top).exp() + (target_logits - top).exp()

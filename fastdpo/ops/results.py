@@ -1,4 +1,7 @@
-"""Results of the ops that return more than one tensor. A statistic that was not requested is None."""
+"""Results of the ops that return more than one tensor.
+
+A statistic that was not requested is None.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import Tensor
 from .dtypes import accumulation_dtype
 
 STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-"""The statistics that can be requested, in the order in which custom ops and kernels return them."""
+"""The statistics that can be requested, in the order in which custom ops and kernels return them.
+"""
 
 
 class TokenLogps(NamedTuple):
@@ -60,6 +64,8 @@ def empty_results(rows: Tensor, statistics: str) -> list[Tensor]:
 
 
 def named_results(logps: Tensor, extra: Sequence[Tensor], statistics: str, shape: Sequence[int]) -> TokenLogps:
-    """`TokenLogps` of the given shape from log-probabilities [N] and statistics [N], in their order."""
+    """`TokenLogps` of the given shape from log-probabilities [N] and statistics [N], in their
+    order.
+    """
     values = zip(statistic_names(statistics), extra, strict=True)
     return TokenLogps(logps=logps.reshape(shape), **{name: value.reshape(shape) for name, value in values})

@@ -29,8 +29,8 @@ def split_targets(op: str, targets: Tensor, vocabulary: int) -> SplitTargets:
     """Splits targets [N] for a vocabulary of `vocabulary` entries.
 
     Raises:
-        ValueError: the targets are on the CPU and one of them is unknown. On other devices the check
-            would synchronize with the host.
+        ValueError: the targets are on the CPU and one of them is unknown. On other devices the
+            check would synchronize with the host.
     """
     ignored = targets == IGNORE_INDEX
     index = targets.long().masked_fill(ignored, 0)

@@ -148,31 +148,34 @@ def token_logps(
     outputs: Sequence[str] = ("logps",),
     inplace_backward: bool = False,
 ) -> TokenLogps:
-    """Log-probability of each target under `softmax(z)`, with `z = cap(logit_scale * logits) / temperature`.
+    """Log-probability of each target under `softmax(z)`, with
+    `z = cap(logit_scale * logits) / temperature`.
 
     Defined by `fastdpo.ops.reference.token_logps`.
 
-    Sums are float32 (float64 for float64 logits), whatever the dtype of the logits. They leave the target out, so
-    `1 - p` of a confident prediction keeps its digits.
+    Sums are float32 (float64 for float64 logits), whatever the dtype of the logits. They leave the
+    target out, so `1 - p` of a confident prediction keeps its digits.
 
-    Memory in addition to the results: none on CUDA. Elsewhere, two blocks of logits in float32 (three with `softcap`,
-    and one more in the backward if a gradient reaches `entropy`), each of at most 8 MiB on a CPU and of at most 64 MiB
-    or 256 tokens on other devices. The backward also allocates the gradient, as large as the logits, unless
-    `inplace_backward` is set. Logits that are not a view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are
-    copied.
+    Memory in addition to the results: none on CUDA. Elsewhere, two blocks of logits in float32
+    (three with `softcap`, and one more in the backward if a gradient reaches `entropy`), each of at
+    most 8 MiB on a CPU and of at most 64 MiB or 256 tokens on other devices. The backward also
+    allocates the gradient, as large as the logits, unless `inplace_backward` is set. Logits that
+    are not a view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are copied.
 
     Args:
         logits: [..., V] float16, bfloat16, float32 or float64.
-        targets: [...] int32 or int64 ids below V. Where the target is -100, every result and the gradient are exactly
-            zero. Any other id raises on a CPU. On other devices, where that check would synchronize with the host,
-            `logps` and `entropy` of the token become NaN, and so does its gradient unless the upstream gradient is
-            zero.
-        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2), or None.
+        targets: [...] int32 or int64 ids below V. Where the target is -100, every result and the
+            gradient are exactly zero. Any other id raises on a CPU. On other devices, where that
+            check would synchronize with the host, `logps` and `entropy` of the token become NaN,
+            and so does its gradient unless the upstream gradient is zero.
+        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2),
+            or None.
         logit_scale: multiplies the logits before the softcap.
         temperature: divides the logits after the softcap.
         outputs: names of the fields of `TokenLogps` to fill. `logps` is always filled.
-        inplace_backward: overwrite the logits with their gradient in the backward. Nothing else may need the logits by
-            then. Autograd detects if the backward of another op does; it does not detect other uses by the caller.
+        inplace_backward: overwrite the logits with their gradient in the backward. Nothing else may
+            need the logits by then. Autograd detects if the backward of another op does; it does
+            not detect other uses by the caller.
 
     Returns:
         `TokenLogps` with fields of the shape of targets.

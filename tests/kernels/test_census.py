@@ -126,7 +126,7 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, target, load):
     assert len(re.findall(r"ld\.global\S*b16|global_load_ushort", code)) <= 1  # the target's own
 
 
-def attention_arguments(d, d_v, size, **features):
+def attention_arguments(d, d_v, config, **features):
     """As the launchers give them: bfloat16, 32 heads of queries on 8 of keys."""
     return {
         **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
@@ -135,7 +135,7 @@ def attention_arguments(d, d_v, size, **features):
         **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
         **dict(T="i32", scale="fp32", gain="fp32", H=32, H_KV=8, D=d, D_V=d_v),
         **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
-        **dict(BLOCK_Q=size.queries, BLOCK_K=size.keys),
+        **dict(BLOCK_Q=config.block_q, BLOCK_K=config.block_k),
         **features,
     }
 
@@ -153,11 +153,11 @@ PRODUCTS = {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm100": "tcgen05.mma
 
 
 def compile_attention(target, name, d, features="plain"):
-    size = dict(zip(ATTENTION, packed_attention.cut(d, d, target == "sm90"), strict=True))[name]
-    arguments = attention_arguments(d, d, size, **FEATURES[features])
+    config = dict(zip(ATTENTION, packed_attention.kernel_configs(d, d, target == "sm90"), strict=True))[name]
+    arguments = attention_arguments(d, d, config, **FEATURES[features])
     pointers = {name for name, kind in arguments.items() if isinstance(kind, str) and kind.startswith("*")}
     aligned = pointers | {name for name in arguments if name.startswith("stride")}
-    return compile_for(target, ATTENTION[name], arguments, aligned, num_warps=size.warps, num_stages=size.stages)
+    return compile_for(target, ATTENTION[name], arguments, aligned, num_warps=config.warps, num_stages=config.stages)
 
 
 SPILLS = {  # bytes of the stack, by the width of heads, beside what Triton 3.9 came to; of other kernels, none

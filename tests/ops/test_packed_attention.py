@@ -95,10 +95,10 @@ def way(request, monkeypatch):
     """How the op goes about it: blocks that also short rows have several of; what it does where torch has no flash."""
 
     def products(query, value, window, scale):
-        return attention_pieces.Math(query, window, scale, None)
+        return attention_pieces.MatmulPieces(query, window, scale, None)
 
     if "products" in request.param:
-        monkeypatch.setitem(packed_attention.__globals__, "Flash", products)
+        monkeypatch.setitem(packed_attention.__globals__, "CpuFlashPieces", products)
     if "blocks" in request.param:
         monkeypatch.setattr(attention_pieces, "BLOCK", 3)
         monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 1 << 10)  # 64 scores of each of 4 heads
@@ -458,9 +458,11 @@ def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
 
 def test_work_of_a_window_is_linear():
     rows, window = rows_of([(1500, [1000, 1000])]), 64
-    cut = list(attention_pieces.blocks("", rows, 3500, window, None))
-    assert all(a.stop == b.start for (a, _), (b, _) in pairwise(cut))
-    scores = sum((at.stop - at.start) * (seen.stop - seen.start) for at, keys in cut for seen, _ in keys)
+    blocks = list(attention_pieces.query_blocks("", rows, 3500, window, None))
+    assert all(a.stop == b.start for (a, _), (b, _) in pairwise(blocks))
+    scores = sum(
+        (block.stop - block.start) * (keys.stop - keys.start) for block, ranges in blocks for keys, _ in ranges
+    )
     assert scores < 3500 * (window + attention_pieces.BLOCK)
 
 

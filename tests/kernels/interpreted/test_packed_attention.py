@@ -192,19 +192,19 @@ def installed(monkeypatch):
         definition = definition or Definition()
         for name, content in modules(definition).items():
             monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
-        torchs = attention_flash.TorchCalls()
-        torchs.attend, torchs.attend_back = of_torch(definition)
+        torch_functions = attention_flash.TorchFlash()
+        torch_functions.forward_function, torch_functions.backward_function = of_torch(definition)
         given = attention_flash.LIBRARIES.items()
         libraries = {name: dataclasses.replace(library, capabilities=(None,)) for name, library in given}
-        libraries["torch"] = dataclasses.replace(libraries["torch"], calls=lambda: torchs)
-        for module in (attention_flash, attention_backends):
-            monkeypatch.setattr(module, "LIBRARIES", libraries)
+        libraries["torch"] = dataclasses.replace(libraries["torch"], load_functions=lambda: torch_functions)
+        for name, library in libraries.items():
+            monkeypatch.setitem(attention_backends.BACKENDS, name, library)
         attention_flash.load.cache_clear()
-        attention_backends.is_sound.cache_clear()
+        attention_backends.passes_probe.cache_clear()
 
     yield install
     attention_flash.load.cache_clear()
-    attention_backends.is_sound.cache_clear()
+    attention_backends.passes_probe.cache_clear()
 
 
 @pytest.fixture(params=attention_backends.BACKENDS)
@@ -285,8 +285,8 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
     """Rows of one and of many blocks, prefixes and windows that end within, at and beyond one."""
     from fastdpo.kernels import packed_attention as kernels
 
-    size = kernels.Sizes(*sizes, 4, 2)
-    monkeypatch.setattr(kernels, "cut", lambda d, d_v, hopper: kernels.Cut(size, size, size))
+    configs = kernels.KernelConfigs(*[kernels.KernelConfig(*sizes, 4, 2)] * 3)
+    monkeypatch.setattr(kernels, "kernel_configs", lambda d, d_v, hopper: configs)
     tensors = inputs_of("grouped")
     mine = results(packed_attention, tensors, window=window, softcap=2.0)
     exact = results(reference.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
@@ -295,7 +295,7 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gathered_keys_and_the_sums_over_their_readers(dtype):
-    layout = attention_layouts.varlen("op", ROWS, int(ROWS[-1, 2:].sum()), torch.device("cpu"))
+    layout = attention_layouts.varlen_layout("op", ROWS, int(ROWS[-1, 2:].sum()), torch.device("cpu"))
     key, value = torch.randn(2, 47, 24).transpose(0, 1).to(dtype), torch.randn(47, 2, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
     assert all(torch.equal(x, of[layout.places.index]) for x, of in zip(placed, (key, value), strict=True))
@@ -308,7 +308,10 @@ def test_gathered_keys_and_the_sums_over_their_readers(dtype):
 
 def test_plans_are_made_on_the_host():
     with torch.device("meta"):  # in the place of a GPU that somebody set as the default
-        plans = attention_layouts.varlen("op", ROWS, 47, CPU), attention_layouts.blocks("op", ROWS, 47, 16, 16, CPU)
+        plans = (
+            attention_layouts.varlen_layout("op", ROWS, 47, CPU),
+            attention_layouts.layout_blocks("op", ROWS, 47, 16, 16, CPU),
+        )
     for plan in (*plans, plans[0].places):
         assert all(x.device == CPU for x in plan if isinstance(x, torch.Tensor))
     assert plans[0].cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47]
@@ -346,7 +349,7 @@ def test_a_version_that_lacks_what_is_asked_of_it_is_not_called(installed, monke
     module = sys.modules["flash_attn.flash_attn_interface"]
     monkeypatch.setattr(module, "_flash_attn_varlen_forward", lambda q, k, v, causal: None)
     monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-2")
-    with pytest.raises(NotImplementedError, match=r"must take alibi_slopes, cu_seqlens_k, .*; this version does not"):
+    with pytest.raises(NotImplementedError, match=r"must accept alibi_slopes, cu_seqlens_k, .*; this version does not"):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
 
 
@@ -377,4 +380,4 @@ def test_a_library_that_is_wrong_is_not_trusted(wrong, installed, monkeypatch, c
     tensors = inputs_of("grouped", torch.float16)
     assert used(monkeypatch, tensors) == ["triton"]
     for name in attention_flash.LIBRARIES:
-        assert caplog.text.count(f"{name} is not used: it is wrong on a small case") == 1
+        assert caplog.text.count(f"{name} is disabled: it returns wrong values on a small test case") == 1

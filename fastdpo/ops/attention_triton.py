@@ -1,0 +1,51 @@
+"""The backend `triton`: fastdpo's own kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .attention_calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
+from .attention_layouts import layout_blocks
+from .devices import compute_capability
+
+
+class TritonBackend:
+    """fastdpo's kernels (`kernels/packed_attention.py`): every dtype but float64, every option."""
+
+    needs_probe = False
+
+    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
+        return kernels_unsupported_reason(query, value)
+
+    def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
+        return TritonCall(query, value, rows, options)
+
+
+class TritonCall:
+    """One call of fastdpo's kernels."""
+
+    def __init__(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> None:
+        from ..kernels.packed_attention import kernel_configs
+
+        hopper = compute_capability(query.device) == 9
+        self.configs = kernel_configs(query.shape[2], value.shape[2], hopper)
+        self.rows, self.options = rows, options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        from ..kernels.packed_attention import packed_attention_fwd
+
+        config = self.configs.forward
+        blocks = layout_blocks(OP, self.rows, len(query), config.block_q, config.block_k, query.device)
+        q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        return packed_attention_fwd(q, k, v, blocks.rows, blocks.queries, config, sinks, *self.options)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from ..kernels.packed_attention import packed_attention_bwd
+
+        sizes = self.configs.query_gradient.block_q, self.configs.key_gradient.block_k
+        blocks = layout_blocks(OP, self.rows, len(query), *sizes, query.device)
+        q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
+        return packed_attention_bwd(grad, q, k, v, out, lse, blocks, self.configs, *self.options)
