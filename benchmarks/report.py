@@ -26,10 +26,22 @@ BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 HEADER = """# Benchmarks
 
 Written by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/results), which
-holds every sample; `make bench` and `make bench-ops` measure again. Each suite compares several
-sides on the same cases ([benchmarks/suites](../benchmarks/suites)). The sides of a case take turns,
-each in its own process. Before a side is timed, its numbers are compared with float64; an incorrect
-side gets no time. Parentheses hold 95 % bootstrap intervals.
+holds every sample. Each suite compares several sides on the same cases
+([benchmarks/suites](../benchmarks/suites)). The sides of a case take turns, each in its own process.
+Before a side is timed, its numbers are compared with float64; an incorrect side gets no time.
+Parentheses hold 95 % bootstrap intervals.
+
+## How to run
+
+```bash
+make bench                                    # every suite
+make bench SUITES="step head" ARGS="--quick"  # two suites in tiny sizes, to check that they run
+make bench-ops                                # single ops, by pytest-benchmark
+```
+
+Results are written to `out/`. Copy them to `benchmarks/results` and run `python -m benchmarks.report`
+to show them here. `python -m benchmarks.run --help` lists the options of a suite, among them `--cases`
+for a part of it and `--resume` to continue a run. [gpu.md](gpu.md) says how to measure a GPU.
 
 ## Overview
 
