@@ -258,11 +258,11 @@ def readme_table(results: dict[str, Result]) -> str:
         means = results[suite]["summary"]["groups"].get(group, {})
         columns = README_SIDES.get(suite, (STOCK, LABELLED))
         speedups = [_speedup(means.get(side)) for side in columns]
-        rows.append([label, plural(len(cases), unit), *speedups])
+        rows.append([f"{label} ({plural(len(cases), unit)})", *speedups])
         shown.append(results[suite])
     if not rows:
         return "Nothing yet."
-    table = render(rows, ["speedup", "measured on", f"over {STOCK}", f"over {LABELLED}"])
+    table = render(rows, ["speedup over", STOCK, LABELLED])
     return f"{table}\n\n{wrap(_readme_note(shown))}"
 
 

@@ -184,7 +184,7 @@ def test_the_report_is_written(result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
     report.main()
-    assert cells(readme.read_text(), "LM head alone") == ["LM head alone", "1 size", "4.0x"]
+    assert cells(readme.read_text(), "LM head alone") == ["LM head alone (1 size)", "4.0x"]
     assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
     gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
     assert "### Steps" in gpu_page
