@@ -1,8 +1,8 @@
-"""Means over all ranks that are exact, at one collective a log and no synchronisation a step.
+"""Exact means over all ranks, with one collective per log and no synchronization per step.
 
-A mean of means is biased where batches are uneven, and gathering every value every step costs as many collectives as
-there are metrics. Here each metric is a sum and a count on the device. They are reduced over the ranks, and read, when
-a log is due.
+A mean of means is biased if batches differ in size, and gathering every value in every step takes
+one collective per metric. Here, each metric is a sum and a count on the device, which are reduced
+over the ranks and read once per log.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from .ops.results import TokenLogps
 class Means:
     """Means of named values over tokens, pairs or steps, and over all ranks.
 
-    Every rank names the same metrics in the same order, whether it has data or not.
+    Every rank must name the same metrics in the same order, even if it has no data.
 
     Args:
-        names: of the metrics.
-        device: where values come from, and where sums are kept: float64 [2, K], float32 where a device has no float64.
-        group: of processes; the default group if None. Without `torch.distributed` there is one process.
+        names: names of the K metrics.
+        device: the device of the values and of the sums. Sums and counts are float64 [2, K], or
+            float32 on devices without float64.
+        group: the process group, or None for the default group. Without `torch.distributed`, the
+            means are those of one process.
+
+    Raises:
+        ValueError: two names are equal.
     """
 
     def __init__(
@@ -40,7 +45,7 @@ class Means:
         self._columns: dict[tuple[str, ...], Tensor] = {}
 
     def update(self, **values: Tensor) -> None:
-        """Adds values, each of which counts once. Any shape and dtype; nothing is read on the host.
+        """Adds values of any shape and dtype, with weight 1 each, without a synchronization.
 
         Raises:
             ValueError: a name is not one of the metrics.
@@ -48,12 +53,15 @@ class Means:
         self.update_weighted({name: (value, None) for name, value in values.items()})
 
     def update_weighted(self, values: dict[str, tuple[Tensor, Tensor | None]]) -> None:
-        """Adds values that count as often as their weights say, such as a mask; None: once each.
+        """Adds values with weights of the same shape, such as a mask.
 
-        Values whose weight is zero are left out, whatever they are.
+        A weight of None stands for 1.
+
+        Values with weight zero are ignored, even if they are NaN or infinite.
 
         Raises:
-            ValueError: a name is not one of the metrics, or a weight has another shape than its values.
+            ValueError: a name is not one of the metrics, or the shape of a weight is not that of
+                its values.
         """
         unknown = values.keys() - set(self.names)
         if unknown:
@@ -76,16 +84,19 @@ class Means:
         total.index_add_(1, self._columns_of(tuple(values)), torch.stack(added, 1).to(total.device))
 
     def _columns_of(self, names: tuple[str, ...]) -> Tensor:
-        """Made once: a copy to the device every step would be a synchronisation."""
+        """The columns of these metrics on the device, cached because each copy to the device would
+        synchronize.
+        """
         if names not in self._columns:
             columns = [self.names.index(name) for name in names]
             self._columns[names] = torch.tensor(columns, device=self._sums_and_counts.device)
         return self._columns[names]
 
     def compute(self) -> dict[str, float]:
-        """The means over all ranks since the last call, and starts again. One collective, one synchronisation.
+        """Returns the means over all ranks since the last call and resets them.
 
-        All ranks of the group must call it. A metric that nothing was added to, on any rank, is NaN.
+        Takes one collective and one synchronization. All ranks of the group must call it. A metric
+        without values on any rank is NaN.
         """
         reduced = self._sums_and_counts.clone()
         self._sums_and_counts.zero_()
@@ -100,43 +111,49 @@ def _shape(x: Tensor | None) -> list[int] | None:
 
 
 class PreferenceMeans(Means):
-    """What preference training logs, under TRL's names.
+    """The metrics of preference training, under TRL's names.
 
-    loss; rewards/chosen, rewards/rejected, rewards/margins and rewards/accuracies over pairs; logps/chosen and
-    logps/rejected over pairs, in nats; entropy (nats) over all completion tokens, logits/chosen and logits/rejected
-    over the tokens of each; mean_token_accuracy over the chosen tokens.
+    - Over pairs: loss, rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, and
+      logps/chosen and logps/rejected in nats.
+    - Over all completion tokens: entropy in nats.
+    - Over the tokens of the chosen or the rejected completions: logits/chosen, logits/rejected.
+    - Over the tokens of the chosen completions: mean_token_accuracy.
+
+    Arguments as in `Means`.
     """
 
-    OF_PAIRS = (
+    PAIR_METRICS = (
         *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
         *("logps/chosen", "logps/rejected"),
     )
-    OF_TOKENS = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
+    TOKEN_METRICS = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
 
     def __init__(self, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None):
-        super().__init__((*self.OF_PAIRS, *self.OF_TOKENS), device, group)
+        super().__init__((*self.PAIR_METRICS, *self.TOKEN_METRICS), device, group)
 
     def update_pairs(self, loss: PreferenceLoss, chosen_logps: Tensor, rejected_logps: Tensor) -> None:
         """Adds P pairs.
 
         Args:
-            loss: of `ops.preference_loss`.
-            chosen_logps, rejected_logps: [P] what it was given.
+            loss: the result of `ops.preference_loss`.
+            chosen_logps, rejected_logps: [P] the summed log-probabilities that it was computed
+                from, in nats.
         """
         margins = loss.chosen_rewards - loss.rejected_rewards
         values = (loss.losses, loss.chosen_rewards, loss.rejected_rewards, margins, margins > 0)
-        self.update(**dict(zip(self.OF_PAIRS, (*values, chosen_logps, rejected_logps), strict=True)))
+        self.update(**dict(zip(self.PAIR_METRICS, (*values, chosen_logps, rejected_logps), strict=True)))
 
     def update_tokens(self, tokens: TokenLogps, mask: Tensor) -> None:
         """Adds the tokens of P pairs.
 
         Args:
-            tokens: with fields [2P, L], of which entropy, mean_logits and is_top1 are used where they are not None.
-                Rows i and P + i are the chosen and the rejected of pair i.
-            mask: [2P, L] bool or 0 and 1, where completion tokens are scored.
+            tokens: `TokenLogps` with fields [2P, L]. entropy, mean_logits and is_top1 are added
+                unless they are None. Rows i and P + i are the chosen and the rejected completion of
+                pair i.
+            mask: [2P, L] bool or 0 and 1, nonzero where a completion token is scored.
 
         Raises:
-            ValueError: an argument breaks a rule above; the message names it.
+            ValueError: a shape breaks a rule above; the message names the argument.
         """
         op, shape = "PreferenceMeans", _shape(tokens.logps)
         for name, field in tokens._asdict().items():
@@ -149,8 +166,8 @@ class PreferenceMeans(Means):
         if tokens.entropy is not None:
             values["entropy"] = (tokens.entropy, mask)
         if tokens.mean_logits is not None:
-            of_chosen, of_rejected = tokens.mean_logits.chunk(2)
-            values["logits/chosen"], values["logits/rejected"] = (of_chosen, chosen), (of_rejected, rejected)
+            chosen_logits, rejected_logits = tokens.mean_logits.chunk(2)
+            values["logits/chosen"], values["logits/rejected"] = (chosen_logits, chosen), (rejected_logits, rejected)
         if tokens.is_top1 is not None:
             values["mean_token_accuracy"] = (tokens.is_top1.chunk(2)[0], chosen)
         self.update_weighted(values)

@@ -1,4 +1,6 @@
-"""How the ops are judged: their error against float64, relative to the error that plain PyTorch makes."""
+"""Assertions on the accuracy of ops: their error against float64, relative to the error of plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ from torch import Tensor
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """`||x - exact|| / ||exact||` in float64. Elements that are equal, infinities too, count as no error."""
+    """Relative error `||x - exact|| / ||exact||` in float64.
+
+    Equal elements, including infinities, have no error.
+    """
     x, exact = x.detach().double(), exact.detach().double()
     difference = torch.where(x == exact, 0.0, x - exact).norm()
     scale = torch.where(exact.isfinite(), exact, 0.0).norm()
@@ -15,7 +20,9 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 
 def floor(dtype: torch.dtype) -> float:
-    """The error that no op of this dtype is blamed for: one rounding, and a few of the float32 sums behind it."""
+    """The relative error allowed for any op of this dtype: one rounding, or a few roundings of its
+    float32 sums.
+    """
     if dtype == torch.float64:
         return 1e-12
     return max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
@@ -25,16 +32,18 @@ def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.
     """Asserts `error(x) <= 2 * error(eager) + floor(dtype)`.
 
     Args:
-        x: what an op returned, or a gradient that it gave.
-        eager: the same from plain PyTorch at the same dtype (`fastdpo.ops.reference`).
-        exact: the same from plain PyTorch in float64, of the same inputs.
-        dtype: what x was rounded to; that of x if None.
+        x: a result or gradient of an op.
+        eager: the same from plain PyTorch in the same dtype (`fastdpo.ops.reference`).
+        exact: the same from plain PyTorch in float64, from the same inputs.
+        dtype: the dtype to which x was rounded, or None for that of x.
 
     Raises:
-        AssertionError: the error of x is over the budget, or its shape is not that of exact.
+        AssertionError: the error of x exceeds this bound, or its shape differs from that of exact.
     """
     if x.shape != exact.shape:
         raise AssertionError(f"shape {list(x.shape)}; expected {list(exact.shape)}")
-    of_x, of_eager, allowed = error(x, exact), error(eager, exact), floor(x.dtype if dtype is None else dtype)
-    if not of_x <= 2 * of_eager + allowed:
-        raise AssertionError(f"error {of_x:.3g}; expected at most 2 * {of_eager:.3g} (eager) + {allowed:.3g} (floor)")
+    x_error, eager_error, allowed = error(x, exact), error(eager, exact), floor(x.dtype if dtype is None else dtype)
+    if not x_error <= 2 * eager_error + allowed:
+        raise AssertionError(
+            f"error {x_error:.3g}; expected at most 2 * {eager_error:.3g} (eager) + {allowed:.3g} (floor)"
+        )

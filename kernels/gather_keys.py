@@ -1,13 +1,17 @@
-"""Keys and values of packed tokens laid out a row after the other, each behind the prefix that its
-row sees.
+"""Copies the keys and values of each row to contiguous memory, behind those of the row's prefix.
 
-    key [T, H_kv, D], value [T, H_kv, D_v]    any strides, but the last 1
-    index [M]                                 int32, the token that each place of the result holds
-    readers [M], first_reader [T + 1]         int32, the same the other way round: which places hold a token, ascending
+    key [T, H_kv, D]        float16, bfloat16 or float32, last stride 1
+    value [T, H_kv, D_v]    the same
+    index [M]               int32, the token that each place of the result holds
+    readers [M]             int32, the places that hold each token, sorted by token, then by place
+    first_reader [T + 1]    int32, where the places of each token start in readers
 
-What flash attention over sequences of several lengths takes. The gradient of a token is the sum
-over its places, in float32 and in their order, rounded once: without atomics, the same bits every
-time.
+    placed_key[m] = key[index[m]]
+    d key[t]      = sum of d placed_key[m] over the places m with index[m] = t
+
+Libraries of flash attention for sequences of variable length take keys in this form. The gradient
+of a token is summed over its places in float32, in their order, and rounded once. There are no
+atomics, so it is reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _copy(out_ptr, x_ptr, place, token, stride_t, stride_h, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """All heads of a token to their place, `BLOCK` values at a time."""
+    """Copies all heads of a token to a place, BLOCK values at a time."""
     for start in tl.static_range(0, HEADS * D, BLOCK):
         off = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + token * stride_t + (off // D) * stride_h + off % D, mask=off < HEADS * D)
@@ -45,7 +49,7 @@ def _gather_keys_fwd_kernel(
     D_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a place."""
+    """One program per place."""
     place = tl.program_id(0).to(tl.int64)
     token = tl.load(index_ptr + place).to(tl.int64)
     _copy(key_out_ptr, key_ptr, place, token, key_stride_t, key_stride_h, HEADS, D, BLOCK)
@@ -53,7 +57,8 @@ def _gather_keys_fwd_kernel(
 
 
 @triton.jit
-def _sum(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_places(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums the gradients of a token over its places readers[first:last]."""
     for start in tl.static_range(0, WIDTH, BLOCK):
         off = start + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
@@ -67,23 +72,23 @@ def _sum(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl.conste
 def _gather_keys_bwd_kernel(
     key_grad_ptr,  # [T, H_kv, D]
     value_grad_ptr,  # [T, H_kv, D_v]
-    placed_key_ptr,  # [M, H_kv, D]
-    placed_value_ptr,  # [M, H_kv, D_v]
+    placed_key_ptr,  # [M, H_kv, D] gradient
+    placed_value_ptr,  # [M, H_kv, D_v] gradient
     readers_ptr,
     first_reader_ptr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     first, last = tl.load(first_reader_ptr + token), tl.load(first_reader_ptr + token + 1)
-    _sum(key_grad_ptr, placed_key_ptr, token, first, last, readers_ptr, KEY_WIDTH, BLOCK)
-    _sum(value_grad_ptr, placed_value_ptr, token, first, last, readers_ptr, VALUE_WIDTH, BLOCK)
+    _sum_places(key_grad_ptr, placed_key_ptr, token, first, last, readers_ptr, KEY_WIDTH, BLOCK)
+    _sum_places(value_grad_ptr, placed_value_ptr, token, first, last, readers_ptr, VALUE_WIDTH, BLOCK)
 
 
 def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, H_kv, D] and [M, H_kv, D_v], contiguous."""
+    """Gathered keys [M, H_kv, D] and values [M, H_kv, D_v], contiguous."""
     (_, heads, d), d_v = key.shape, value.shape[2]
     shapes = ((len(index), *x.shape[1:]) for x in (key, value))
     placed_key, placed_value = (torch.empty(shape, dtype=key.dtype, device=key.device) for shape in shapes)
@@ -112,7 +117,7 @@ def gather_keys_bwd(
     readers: Tensor,
     first_reader: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients [T, H_kv, D] and [T, H_kv, D_v]."""
+    """Gradients of key [T, H_kv, D] and value [T, H_kv, D_v]."""
     tokens = len(first_reader) - 1
     shapes = ((tokens, *x.shape[1:]) for x in (placed_key, placed_value))
     key_grad, value_grad = (torch.empty(shape, dtype=placed_key.dtype, device=placed_key.device) for shape in shapes)
@@ -135,5 +140,5 @@ def gather_keys_bwd(
 
 
 def _block(width: int) -> int:
-    """Eight values a thread, or as many as there are."""
+    """Eight values per thread, or fewer for narrow rows."""
     return min(triton.next_power_of_2(width), NUM_WARPS * 32 * 8)

@@ -357,17 +357,17 @@ MISUSES = {  # op, arguments, and what the message names
     "a mask of NaN": (
         pack,
         dict(attention_mask=IDS / 0 * 0),
-        "pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value",
+        "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value",
     ),
     "a mask to be added to scores": (
         pack_pairs,
         dict(attention_mask=IDS * -1e9),
-        "pack: attention_mask must be bool or int, or 0 and 1 in floating point; got another value",
+        "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value",
     ),
     "labels beyond any vocabulary": (
         pack_pairs,
         dict(labels=IDS * 2**61),
-        rf"pack: labels must be -100 or ids of tokens, below 2\*\*31; got {2**61}",
+        rf"pack: labels must be -100 or token ids below 2\*\*31; got {2**61}",
     ),
     "an odd number of rows": (
         pack_pairs,
@@ -486,7 +486,7 @@ def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
 def test_negative_labels_are_refused():
     ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
     labels = torch.tensor([[-100, 4, -1, 6], [-100, 4, -1, 7]])
-    with pytest.raises(ValueError, match=r"pack: labels must be -100 or ids of tokens; got -1"):
+    with pytest.raises(ValueError, match=r"pack: labels must be -100 or token ids; got -1"):
         pack_pairs(ids, torch.ones_like(ids), labels)
 
 
@@ -497,7 +497,7 @@ def test_a_padded_layout_scores_what_is_labelled_where_it_stands(shifted):
     mask[1, 2], mask[2, 5:], mask[3, :3] = 0, 0, 0  # a hole, and padding on either side
     labels = torch.where(torch.rand(4, 7) < 0.5, ids, -100)
     labels[1] = -100
-    layout = packing.padded(ids, mask, labels, shifted)
+    layout = packing.padded_layout(ids, mask, labels, shifted)
     assert torch.equal(layout.pack(ids), ids.flatten()[None])
     assert torch.equal(layout.multiplicity, mask.flatten())
     assert torch.equal(layout.position_ids.view(4, 7), torch.arange(7).expand(4, 7))

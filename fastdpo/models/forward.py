@@ -268,7 +268,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
             reason = str(error)
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
                 head.install(head.head_of(model))
-                batch, path = _Batch(packing.padded(*padded_batch(kwargs)), packed=False), "padded"
+                batch, path = _Batch(packing.padded_layout(*padded_batch(kwargs)), packed=False), "padded"
     calls[fused.request.integration, _kind_of_call(model, fused), path] += 1
     if reason is not None:
         _log_once(fused, reason)

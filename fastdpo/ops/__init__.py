@@ -1,8 +1,10 @@
-"""The parts: log-probabilities from logits or from hidden states, packed attention, the packing itself, and the losses.
+"""Ops for custom training loops: log-probabilities, packed attention, packing, and preference
+losses.
 
-Each op is a `torch.autograd.Function` over two custom ops (`torch.ops.fastdpo.*`), so that it differentiates, compiles
-with `fullgraph=True` and keeps its hands on its own memory. What an op means is in `fastdpo.ops.reference`. The losses
-are plain PyTorch over [P] log-probabilities: they are their own definition.
+Every op with kernels is a `torch.autograd.Function` over two custom ops (`torch.ops.fastdpo.*`),
+one for the forward and one for the backward. It is differentiable, compiles with `fullgraph=True`
+and controls its own memory. `fastdpo.ops.reference` defines each of these ops in plain PyTorch. The
+losses are plain PyTorch over log-probabilities [P] and serve as their own definition.
 """
 
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs

@@ -51,7 +51,9 @@ class Backend(Protocol):
         ...
 
     def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        """Why the backend cannot compute a call with these inputs and options, or None if it can."""
+        """Why the backend cannot compute a call with these inputs and options,
+        or None if it can.
+        """
         ...
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall:

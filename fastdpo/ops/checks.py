@@ -72,7 +72,9 @@ def require_distinct_memory(op: str, argument: str, rows: Tensor, option: str) -
 
 
 def require_no_dtensor(op: str, **tensors: Tensor | None) -> None:
-    """Requires plain tensors: kernels read the local memory, which holds only a shard of a DTensor."""
+    """Requires plain tensors: kernels read the local memory, which holds only a
+    shard of a DTensor.
+    """
     for name, tensor in tensors.items():
         sharded = isinstance(tensor, DTensor)
         require(not sharded, op, name, "be a whole tensor, not a DTensor (FSDP2: pass full_tensor())", type(tensor))

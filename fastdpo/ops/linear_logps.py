@@ -47,8 +47,12 @@ def _fwd(
     keep: int,
     form_jacobian: bool,
 ) -> list[Tensor]:
-    """Gradient tiles of the first `keep` tokens [keep, V], the jacobian `d logp / d hidden` [N, D] (or [0, D]), then
-    logps, shift, others, total and the statistics, [N] each.
+    """The forward.
+
+    Returns:
+        Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
+        [N, D], or [0, D] if not `form_jacobian`; then logps, shift, others, total and the
+        statistics, [N] each.
     """
     kept, jacobian, *empty = _empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian)
     with torch.autocast(hidden.device.type, enabled=False):

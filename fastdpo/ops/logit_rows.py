@@ -84,7 +84,9 @@ class Transform(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What the gradient needs besides the logits, per token and in the dtype of the tile. [n] each"""
+    """What the gradient needs besides the logits, per token and in the dtype of
+    the tile. [n] each
+    """
 
     logps: Tensor
     shift: Tensor  # m

@@ -1,8 +1,13 @@
-"""Losses of preference pairs: what TRL 1.16's DPOTrainer minimises, as functions of log-probabilities.
+"""The losses of TRL 1.16's DPOTrainer as functions of log-probabilities.
 
-In the formulas below: `c` and `r` are the log-ratios `log(policy / reference)` of a pair's chosen and rejected
-completion; `f(c)` and `f(r)` their scores, which under `reverse_kl` are the log-ratios themselves; `m = f(c) - f(r)`;
-`sigma` the logistic function, `eps` the label smoothing, `|c|` and `|r|` the counts of completion tokens.
+Symbols in the formulas:
+
+    c, r          log-ratios log(policy / reference) of a pair's chosen and rejected completion
+    f(c), f(r)    their scores; with reverse_kl, f(c) = c
+    m             f(c) - f(r)
+    |c|, |r|      numbers of completion tokens
+    sigma         logistic function
+    eps           label smoothing
 
 Dimensions: P pairs, L positions of a padded row.
 """
@@ -25,21 +30,22 @@ from .dtypes import accumulation_dtype
 OP = "preference_loss"
 
 MAX_EXPONENT = 80.0
-"""Exponents are held at this before `exp`: e^80 leaves room in float32 for beta and for sums over pairs."""
+"""Upper bound of exponents: e^80 leaves room in float32 for beta and for sums over pairs."""
 
 MAX_SQUARED = 1e17
-"""Scores per token are held within this before they are squared, for the same reason."""
+"""Bound of the absolute scores per token before they are squared, for the same reason."""
 
 
 class PreferenceLoss(NamedTuple):
-    """float32 (float64 if any input is).
+    """Result of `preference_loss`, in float32 (float64 if any input is float64).
 
     Attributes:
         loss: mean of `losses`, a scalar. Differentiable.
-        losses: [P] weighted sum of the losses that were asked for. `aot` and `aot_unpaired` sort: theirs are by rank,
-            not by pair. Differentiable.
-        chosen_rewards: [P] `beta * (chosen_logps - ref_chosen_logps)`, whatever the divergence. No gradient.
-        rejected_rewards: [P] the same of the rejected. No gradient.
+        losses: [P] weighted sum of the losses of `loss_type`. Those of `aot` and `aot_unpaired` are
+            in sorted order instead of the order of the pairs. Differentiable.
+        chosen_rewards: [P] `beta * (chosen_logps - ref_chosen_logps)`, independent of the
+            divergence. No gradient.
+        rejected_rewards: [P] the same for the rejected completions. No gradient.
     """
 
     loss: Tensor
@@ -49,7 +55,7 @@ class PreferenceLoss(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """What a loss may look at: [P] each, of one dtype but for the lengths."""
+    """The inputs of a loss, [P] each. All have one dtype except the lengths."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -75,7 +81,7 @@ class _Pairs(NamedTuple):
 
 
 def _reverse_kl(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
-    """`f(c) = c`: DPO as it was published."""
+    """`f(c) = c`, as in the original DPO."""
     return logratios
 
 
@@ -90,7 +96,9 @@ def _js_divergence(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
 
 
 def _alpha_divergence(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
-    """`f(c) = (exp((alpha - 1) c) - 1) / (alpha - 1)`; its limit `c` where alpha is within 1e-6 of 1."""
+    """`f(c) = (exp((alpha - 1) c) - 1) / (alpha - 1)`; `f(c) = c`, the limit, if alpha is within
+    1e-6 of 1.
+    """
     order = objective.f_alpha_divergence_coef - 1
     if abs(order) < 1e-6:
         return logratios
@@ -103,9 +111,11 @@ DIVERGENCES: dict[str, Callable[[Tensor, PreferenceObjective], Tensor]] = {
     "js_divergence": _js_divergence,
     "alpha_divergence": _alpha_divergence,
 }
-"""Scores of log-ratios: the derivatives of f-DPO (arXiv 2309.16240) less the constants that a margin cancels.
+"""Scores of log-ratios: the derivatives of f-DPO (arXiv 2309.16240) without the constants that
+cancel in a margin.
 
-`exp(x) - 1`, not `expm1(x)`: where it saturates, the latter's gradient `expm1(x) + 1` rounds to zero.
+They use `exp(x) - 1` instead of `expm1(x)`, whose gradient `expm1(x) + 1` rounds to zero where it
+saturates.
 """
 
 
@@ -115,18 +125,27 @@ def _sigmoid(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _hinge(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`max(0, 1 - beta m)`. The hinge of SLiC-HF (arXiv 2305.10425) on log-ratios: RSO, arXiv 2309.06657."""
+    """`max(0, 1 - beta m)`.
+
+    The hinge loss of SLiC-HF (arXiv 2305.10425) on log-ratios, as in RSO (arXiv 2309.06657).
+    """
     return torch.relu(1 - objective.beta * pairs.margins)
 
 
 def _ipo(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`(f(c) / |c| - f(r) / |r| - 1 / (2 beta))^2`. IPO, arXiv 2310.12036, eq. 17, with scores per token."""
+    """`(f(c) / |c| - f(r) / |r| - 1 / (2 beta))^2`.
+
+    IPO, arXiv 2310.12036, eq. 17, with scores per token.
+    """
     chosen, rejected = (x.clamp(-MAX_SQUARED, MAX_SQUARED) for x in _scores_per_token("ipo", pairs))
     return (chosen - rejected - 1 / (2 * objective.beta)) ** 2
 
 
 def _exo_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`KL(p || q)` of `p = (sigma(beta m), sigma(-beta m))` to `q = (1 - eps, eps)`. EXO, arXiv 2402.00856, eq. 16."""
+    """`KL(p || q)` with `p = (sigma(beta m), sigma(-beta m))` and `q = (1 - eps, eps)`.
+
+    EXO, arXiv 2402.00856, eq. 16.
+    """
     x, eps = objective.beta * pairs.margins, objective.label_smoothing
     of_chosen = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-eps))
     of_rejected = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(eps))
@@ -134,31 +153,42 @@ def _exo_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _nca_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`-log sigma(beta c) - (log sigma(-beta c) + log sigma(-beta r)) / 2`. NCA, arXiv 2402.05369, section 4.1."""
+    """`-log sigma(beta c) - (log sigma(-beta c) + log sigma(-beta r)) / 2`.
+
+    NCA, arXiv 2402.05369, section 4.1.
+    """
     chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
 def _robust(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`(-(1 - eps) log sigma(beta m) + eps log sigma(-beta m)) / (1 - 2 eps)`. rDPO, arXiv 2403.00409, section 3.1."""
+    """`(-(1 - eps) log sigma(beta m) + eps log sigma(-beta m)) / (1 - 2 eps)`. rDPO, arXiv
+    2403.00409, section 3.1.
+    """
     x, eps = objective.beta * pairs.margins, objective.label_smoothing
     return (-(1 - eps) * F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1 - 2 * eps)
 
 
 def _bco_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`-log sigma(beta c) - log sigma(-beta r)`. BCO, arXiv 2404.04656, section 4, without its shift of rewards."""
+    """`-log sigma(beta c) - log sigma(-beta r)`.
+
+    BCO, arXiv 2404.04656, section 4, without its reward shift.
+    """
     chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
 def _sppo_hard(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`. SPPO, arXiv 2405.00675, eq. 4.7 with hard preferences."""
+    """`(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`.
+
+    SPPO, arXiv 2405.00675, eq. 4.7 with hard preferences.
+    """
     target = 0.5 / objective.beta
     return (pairs.chosen_logratios - target) ** 2 + (pairs.rejected_logratios + target) ** 2
 
 
 def _aot(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`_smoothed` of the policy's sorted log-ratios of chosen to rejected less the reference's, sorted too.
+    """`_smoothed(beta (sort(policy) - sort(reference)))` of the log-ratios of chosen to rejected.
 
     AOT for paired data, arXiv 2406.05882, section 3.
     """
@@ -168,7 +198,7 @@ def _aot(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _aot_unpaired(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`_smoothed` of sorted `c` less sorted `r`. AOT for unpaired data, arXiv 2406.05882, section 3."""
+    """`_smoothed(beta (sort(c) - sort(r)))`. AOT for unpaired data, arXiv 2406.05882, section 3."""
     chosen, rejected = pairs.chosen_logratios.sort().values, pairs.rejected_logratios.sort().values
     return _smoothed(objective.beta * (chosen - rejected), objective.label_smoothing)
 
@@ -186,9 +216,10 @@ def _apo_down(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _discopop(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`-(1 - g) log sigma(beta m) + g exp(-beta m)`, `g = sigma(beta m / tau)`. DiscoPOP, arXiv 2406.08414, eq. 5.
+    """`-(1 - g) log sigma(beta m) + g exp(-beta m)` with `g = sigma(beta m / tau)`.
 
-    `g` enters the exponent as its logarithm: with tau below 1 it falls faster than `exp(-beta m)` rises.
+    DiscoPOP, arXiv 2406.08414, eq. 5. The code adds log g to the exponent, so that the product does
+    not overflow: with tau below 1, g falls faster than `exp(-beta m)` rises.
     """
     x = objective.beta * pairs.margins
     gate = x / objective.discopop_tau
@@ -197,13 +228,18 @@ def _discopop(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _sft(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """Each pair's part of the batch's mean `-log policy` per chosen token. [P], with that as their mean."""
+    """`-log policy` of the chosen completion, scaled so that the mean over pairs is the mean over
+    chosen tokens.
+    """
     tokens = _given("sft", "chosen_lengths", pairs.chosen_lengths).sum().clamp(min=1)
     return -pairs.sft_logps * len(pairs.sft_logps) / tokens
 
 
 def _sigmoid_norm(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`-log sigma(beta (f(c) / |c| - f(r) / |r|))`. Length-normalised DPO of Tulu 3, arXiv 2411.15124."""
+    """`-log sigma(beta (f(c) / |c| - f(r) / |r|))`.
+
+    Length-normalised DPO of Tulu 3, arXiv 2411.15124.
+    """
     chosen, rejected = _scores_per_token("sigmoid_norm", pairs)
     return -F.logsigmoid(objective.beta * (chosen - rejected))
 
@@ -227,13 +263,19 @@ LOSSES: dict[str, Callable[[_Pairs, PreferenceObjective], Tensor]] = {
 }
 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
-"""The losses that take label smoothing. TRL's `sigmoid` is not among them: it is DPO, not conservative DPO."""
+"""The losses that use label smoothing.
 
-OF_MARGINS = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
-"""The losses that take another divergence than reverse KL: its normaliser cancels only in a margin. sft has none."""
+TRL's `sigmoid` does not: it is DPO, not conservative DPO.
+"""
+
+MARGIN_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+"""The losses that allow a divergence other than reverse KL.
+
+The normalizer of such a divergence cancels only in a margin. sft does not depend on the divergence.
+"""
 
 SORTED = ("aot", "aot_unpaired")
-"""The losses that take no weights of pairs: what they return is by rank."""
+"""The losses that allow no weights of pairs, because they sort."""
 
 
 def _scores_per_token(loss: str, pairs: _Pairs) -> tuple[Tensor, Tensor]:
@@ -255,19 +297,23 @@ def _given(loss: str, argument: str, value: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Which loss, or weighted sum of losses, and its constants. The names and defaults are those of TRL's DPOConfig.
+    """A loss, or a weighted sum of losses, with its constants.
+
+    The names and defaults are those of TRL's DPOConfig.
 
     Attributes:
-        loss_type: one or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot,
-            aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm.
-        loss_weights: one for each of them, or None: 1 each.
+        loss_type: one or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair,
+            sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm.
+        loss_weights: one weight per loss, or None for 1 each.
         beta: scale of the log-ratios, positive.
-        label_smoothing: probability that a preference is wrong. In [0, 1); above 0 for exo_pair, below 0.5 for robust.
-            Other losses than these two, aot and aot_unpaired don't take it, and it must be 0 without one of the four.
-        f_divergence_type: reverse_kl, forward_kl, js_divergence or alpha_divergence. Other than reverse_kl with
-            sigmoid, hinge, ipo, exo_pair, robust, discopop, sft and sigmoid_norm only.
-        f_alpha_divergence_coef: the order of alpha_divergence.
-        discopop_tau: temperature of discopop's blend, positive.
+        label_smoothing: probability that a preference is wrong, in [0, 1). Above 0 for exo_pair and
+            below 0.5 for robust. Only exo_pair, robust, aot and aot_unpaired use it; it must be 0
+            without one of them.
+        f_divergence_type: reverse_kl, forward_kl, js_divergence or alpha_divergence. All but
+            reverse_kl require losses among sigmoid, hinge, ipo, exo_pair, robust, discopop, sft and
+            sigmoid_norm.
+        f_alpha_divergence_coef: the order alpha of alpha_divergence.
+        discopop_tau: the temperature tau of discopop, positive.
 
     Raises:
         ValueError: an attribute breaks a rule above; the message names it.
@@ -286,22 +332,22 @@ class PreferenceObjective:
         known = bool(losses) and all(loss in LOSSES for loss in losses)
         checks.require(known, OP, "loss_type", f"be one or several of {', '.join(LOSSES)}", self.loss_type)
         fit = self.loss_weights is None or len(self.loss_weights) == len(losses)
-        checks.require(fit, OP, "loss_weights", "be one for each of {} losses", self.loss_weights, len(losses))
+        checks.require(fit, OP, "loss_weights", "have one weight for each of {} losses", self.loss_weights, len(losses))
         checks.require(self.beta > 0, OP, "beta", "be positive", self.beta)
         checks.require(self.discopop_tau > 0, OP, "discopop_tau", "be positive", self.discopop_tau)
 
         checks.require(0 <= eps < 1, OP, "label_smoothing", "lie in [0, 1)", eps)
-        takes_it = eps == 0 or any(loss in SMOOTHED for loss in losses)
-        checks.require(takes_it, OP, "label_smoothing", f"be 0 without one of {', '.join(SMOOTHED)}", eps)
+        allowed = eps == 0 or any(loss in SMOOTHED for loss in losses)
+        checks.require(allowed, OP, "label_smoothing", f"be 0 without one of {', '.join(SMOOTHED)}", eps)
         checks.require("exo_pair" not in losses or eps > 0, OP, "label_smoothing", "be above 0 for exo_pair", eps)
         checks.require("robust" not in losses or eps < 0.5, OP, "label_smoothing", "be below 0.5 for robust", eps)
 
         divergence = self.f_divergence_type
         known = divergence in DIVERGENCES
         checks.require(known, OP, "f_divergence_type", f"be one of {', '.join(DIVERGENCES)}", divergence)
-        refusing = [loss for loss in losses if loss not in OF_MARGINS]
-        fit = divergence == "reverse_kl" or not refusing
-        checks.require(fit, OP, "f_divergence_type", "be reverse_kl with {}", divergence, ", ".join(refusing))
+        incompatible = [loss for loss in losses if loss not in MARGIN_LOSSES]
+        fit = divergence == "reverse_kl" or not incompatible
+        checks.require(fit, OP, "f_divergence_type", "be reverse_kl with {}", divergence, ", ".join(incompatible))
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -323,32 +369,40 @@ def preference_loss(
     sft_logps: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PreferenceLoss:
-    """Loss of a batch of preference pairs, as TRL 1.16's DPOTrainer computes it from the same log-probabilities.
+    """Loss of a batch of preference pairs, equal to that of TRL 1.16's DPOTrainer up to rounding.
 
-    Plain PyTorch in float32, or float64 if any input is; no synchronisation with the host. Where TRL's float32
-    overflows this stays finite: exponents of forward_kl and discopop are held at 80, as TRL holds those of
-    alpha_divergence (without it float32 overflows from 88), and the scores per token that ipo squares within 1e17.
-    Beyond these bounds the gradient is zero; within them nothing but rounding differs from TRL. discopop with tau below
-    1 never comes near.
+    Plain PyTorch in float32 (float64 if any input is float64), without synchronization with the
+    host.
+
+    The loss stays finite where TRL's overflows in float32: exponents of forward_kl and discopop are
+    bounded by 80, as TRL bounds those of alpha_divergence, and the scores per token that ipo
+    squares are bounded by 1e17. Beyond these bounds the gradient is zero. With tau below 1,
+    discopop does not reach its bound.
 
     Args:
-        chosen_logps: [P] summed log-probabilities of the chosen completions, in nats; float16, bfloat16, float32 or
-            float64. From `sequence_logps`, say, or `length_desensitized_logps`.
-        rejected_logps: [P] of the rejected ones.
-        ref_chosen_logps, ref_rejected_logps: [P] the same under the reference, which no gradient reaches.
-        objective: the loss and its constants; DPO with beta 0.1 by default.
-        chosen_lengths, rejected_lengths: [P] counts of completion tokens. ipo and sigmoid_norm need both, sft the
-            former.
-        sft_logps: [P] what sft takes for chosen_logps. Give the plain sums if `length_desensitized_logps` made those.
-        weights: [P] factors of the pairs' losses, as of `wpo_weights`. Not with aot and aot_unpaired, which sort.
+        chosen_logps: [P] summed log-probabilities of the chosen completions, in nats; float16,
+            bfloat16, float32 or float64. For example from `sequence_logps` or
+            `length_desensitized_logps`.
+        rejected_logps: [P] the same for the rejected completions.
+        ref_chosen_logps, ref_rejected_logps: [P] the same under the reference model. They receive
+            no gradient.
+        objective: the loss and its constants. Default: DPO with beta 0.1.
+        chosen_lengths, rejected_lengths: [P] numbers of completion tokens. Required by ipo and
+            sigmoid_norm; sft requires `chosen_lengths`.
+        sft_logps: [P] log-probabilities for sft in place of `chosen_logps`. Pass the plain sums
+            here if `chosen_logps` come from `length_desensitized_logps`.
+        weights: [P] factors of the pairs' losses, for example from `wpo_weights`. Must be None for
+            aot and aot_unpaired, which sort.
 
     Returns:
         `PreferenceLoss`.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError: a shape, device or value breaks a rule above, or the objective needs an argument
+            that is None; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    floats = dict(
+    floating = dict(
         chosen_logps=chosen_logps,
         rejected_logps=rejected_logps,
         ref_chosen_logps=ref_chosen_logps,
@@ -356,10 +410,10 @@ def preference_loss(
         sft_logps=sft_logps,
         weights=weights,
     )
-    given = {**floats, "chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
-    checks.require_floating(OP, **floats)
-    some = chosen_logps.dim() == 1 and len(chosen_logps) > 0
-    checks.require(some, OP, "chosen_logps", "be [P], P > 0", list(chosen_logps.shape))
+    given = {**floating, "chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    checks.require_floating(OP, **floating)
+    not_empty = chosen_logps.dim() == 1 and len(chosen_logps) > 0
+    checks.require(not_empty, OP, "chosen_logps", "be [P], P > 0", list(chosen_logps.shape))
     for name, x in given.items():
         if x is not None:
             checks.require(x.shape == chosen_logps.shape, OP, name, "be [{}]", list(x.shape), len(chosen_logps))
@@ -367,7 +421,7 @@ def preference_loss(
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
-    dtype = reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in floats.values() if x is not None))
+    dtype = reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in floating.values() if x is not None))
     chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
     ref_chosen, ref_rejected = ref_chosen_logps.detach().to(dtype), ref_rejected_logps.detach().to(dtype)
     score = DIVERGENCES[objective.f_divergence_type]
@@ -398,24 +452,28 @@ def preference_loss(
 
 
 def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> Tensor:
-    """Sums of LD-DPO (arXiv 2409.06411): what a completion has beyond the length of its pair's shorter one weighs less.
+    """Length-desensitized sums of log-probabilities for LD-DPO (arXiv 2409.06411).
 
-    Take them of the policy and of the reference alike.
+    Tokens of a completion beyond the length of its pair's shorter completion are weighted by
+    `ld_alpha`. Use these sums for the policy and for the reference.
 
     Args:
-        logps: [2P, L] log-probabilities of tokens, in nats. Rows i and P + i are the chosen and rejected of pair i.
-        mask: [2P, L], bool or numbers; nonzero where a completion token is scored.
-        ld_alpha: weight, in [0, 1], of the tokens beyond the shorter length; 1 is the plain sum.
+        logps: [2P, L] floating point, log-probabilities of tokens in nats. Rows i and P + i are the
+            chosen and the rejected completion of pair i.
+        mask: [2P, L] bool or numbers, nonzero where a completion token is scored.
+        ld_alpha: weight of the tokens beyond the shorter length, in [0, 1]; 1 gives the plain sum.
 
     Returns:
-        [2P] float32 (float64 for float64 inputs): `chosen_logps`, then `rejected_logps`. Differentiable.
+        [2P] float32 (float64 for float64 inputs): `chosen_logps`, then `rejected_logps`.
+        Differentiable.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
     """
     op = "length_desensitized_logps"
     checks.require_floating(op, logps=logps)
-    _require_rows_of_pairs(op, logps, mask=mask)
+    _require_pair_rows(op, logps, mask=mask)
     checks.require(0 <= ld_alpha <= 1, op, "ld_alpha", "lie in [0, 1]", ld_alpha)
     scored = mask.bool()
     logps = logps.to(accumulation_dtype(logps.dtype)).masked_fill(~scored, 0)  # [2P, L]
@@ -424,33 +482,37 @@ def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> T
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Weights of pairs by how likely the policy is to write them: `w(chosen) * w(rejected)` of WPO.
+    """Weights of pairs by how likely the policy is to generate them, `w(chosen) * w(rejected)` of
+    WPO.
 
-    `w = exp(mean_t(log p_t(y_t) - log sum_v p_t(v)^2))` over the tokens of a completion (arXiv 2406.11827, eq. 2).
-    Not bounded by 1, as in TRL: a token may be more likely than one that the policy draws.
+    `w = exp(mean_t(log p_t(y_t) - log sum_v p_t(v)^2))` over the tokens t of a completion (arXiv
+    2406.11827, eq. 2). As in TRL, weights are not bounded by 1: a token may be more likely than the
+    policy's average sample.
 
     Args:
-        logps: [2P, L] log-probabilities of tokens, in nats. Rows i and P + i are the chosen and rejected of pair i.
-        log_sum_sq_probs: [2P, L], a field of `TokenLogps`.
-        mask: [2P, L], bool or numbers; nonzero where a completion token is scored.
+        logps: [2P, L] floating point, log-probabilities of tokens in nats. Rows i and P + i are the
+            chosen and the rejected completion of pair i.
+        log_sum_sq_probs: [2P, L] floating point, the field of `TokenLogps`.
+        mask: [2P, L] bool or numbers, nonzero where a completion token is scored.
 
     Returns:
         [P] float32 (float64 for float64 inputs). No gradient.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
     """
     op = "wpo_weights"
     checks.require_floating(op, logps=logps, log_sum_sq_probs=log_sum_sq_probs)
-    _require_rows_of_pairs(op, logps, log_sum_sq_probs=log_sum_sq_probs, mask=mask)
+    _require_pair_rows(op, logps, log_sum_sq_probs=log_sum_sq_probs, mask=mask)
     scored = mask.bool()
     dtype = accumulation_dtype(logps.dtype)
-    aligned = (logps.detach().to(dtype) - log_sum_sq_probs.detach().to(dtype)).masked_fill(~scored, 0)  # [2P, L]
-    means = aligned.sum(1) / scored.sum(1).clamp(min=1)  # [2P]
+    log_ratios = (logps.detach().to(dtype) - log_sum_sq_probs.detach().to(dtype)).masked_fill(~scored, 0)  # [2P, L]
+    means = log_ratios.sum(1) / scored.sum(1).clamp(min=1)  # [2P]
     return means.view(2, len(logps) // 2).sum(0).exp()
 
 
-def _require_rows_of_pairs(op: str, logps: Tensor, **others: Tensor) -> None:
+def _require_pair_rows(op: str, logps: Tensor, **others: Tensor) -> None:
     paired = logps.dim() == 2 and logps.shape[0] % 2 == 0
     checks.require(paired, op, "logps", "be [2P, L]", list(logps.shape))
     for name, x in others.items():

@@ -1,9 +1,11 @@
-"""What every op means: eager PyTorch, any dtype, any device, a few lines each.
+"""The definition of every op: eager PyTorch for any dtype and device, a few lines each.
 
-The tests hold each op against these definitions: in float64 as the truth, and at the op's own dtype as the error that
-plain PyTorch would make. Nothing here is fast or small, and nothing in the library calls it.
+The tests compare each op with these definitions: in float64 they are the exact values, and in the
+op's dtype they give the error of plain PyTorch. They are neither fast nor memory-efficient, and the
+library does not call them.
 
-Dimensions: N scored tokens, V vocabulary, D hidden size, T packed tokens, H heads, S sequences.
+Dimensions: N scored tokens, V vocabulary, D hidden size, T packed tokens, H query heads, H_kv key
+heads, D_v head size of values, S sequences, B padded rows of length L.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def token_logps(
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
 ) -> TokenLogps:
-    """`log softmax(z)[target]` with `z = softcap * tanh(logit_scale * logits / softcap) / temperature`."""
+    """`log softmax(z)[target]` with
+    `z = softcap * tanh(logit_scale * logits / softcap) / temperature`.
+    """
     z = (logits if logits.dtype == torch.float64 else logits.float()) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -36,15 +40,15 @@ def token_logps(
     scored = targets != IGNORE_INDEX
     index = targets.clamp(min=0)[..., None]
 
-    def keep(name: str, value: Tensor) -> Tensor | None:
+    def if_requested(name: str, value: Tensor) -> Tensor | None:
         return torch.where(scored, value, torch.zeros_like(value)) if name in outputs else None
 
     return TokenLogps(
         logps=torch.where(scored, logp.gather(-1, index)[..., 0], 0.0),
-        entropy=keep("entropy", torch.special.entr(logp.exp()).sum(-1)),
-        mean_logits=keep("mean_logits", (z / temperature).mean(-1).detach()),
-        is_top1=keep("is_top1", z.argmax(-1) == targets),
-        log_sum_sq_probs=keep("log_sum_sq_probs", (2 * logp).logsumexp(-1).detach()),
+        entropy=if_requested("entropy", torch.special.entr(logp.exp()).sum(-1)),
+        mean_logits=if_requested("mean_logits", (z / temperature).mean(-1).detach()),
+        is_top1=if_requested("is_top1", z.argmax(-1) == targets),
+        log_sum_sq_probs=if_requested("log_sum_sq_probs", (2 * logp).logsumexp(-1).detach()),
     )
 
 
@@ -75,7 +79,7 @@ def sequence_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> SequenceLogps:
-    """Sums of `token_logps` over each sequence, and how many of its targets were not ignored."""
+    """Sums of `token_logps` over each sequence, and the number of its targets that are not -100."""
     logps = token_logps(logits, targets, softcap=softcap, logit_scale=logit_scale, temperature=temperature).logps
     if cu_seqlens is None:
         return SequenceLogps(logps.sum(-1), (targets != IGNORE_INDEX).sum(-1))
@@ -118,17 +122,18 @@ def packed_attention(
 ) -> Tensor:  # [T, H, D_v]
     """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
 
-    A row's positions run through its prefix, from 0, and on through its own tokens. A query at position p sees the keys
-    at positions p - window < k <= p. Scores are `scale * q.k`, or `softcap * tanh(scale * q.k / softcap)`. A head's
-    sink is one more score of the softmax, of a token without a value.
+    A row's positions start at 0, run through its prefix and continue through its own tokens. A
+    query at position p sees the keys at positions k with p - window < k <= p. Scores are `scale *
+    q.k`, or `softcap * tanh(scale * q.k / softcap)`. The sink of a head is one more score in its
+    softmax, without a value.
     """
     visible = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)  # [T, T]
     for prefix, prefix_length, own, own_length in rows.tolist():
         seen = [*range(prefix, prefix + prefix_length), *range(own, own + own_length)]
         position = torch.arange(len(seen), device=query.device)
         distance = position[prefix_length:, None] - position  # [own_length, len(seen)]
-        within = distance < (len(seen) if window is None else window)
-        visible[own : own + own_length, seen] = (distance >= 0) & within
+        in_window = distance < (len(seen) if window is None else window)
+        visible[own : own + own_length, seen] = (distance >= 0) & in_window
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -52,7 +52,9 @@ class SequenceLogps(NamedTuple):
 
 
 def statistic_names(statistics: str) -> list[str]:
-    """The names in a comma-separated string of statistics, the form in which custom ops take them."""
+    """The names in a comma-separated string of statistics, the form in which
+    custom ops take them.
+    """
     return [name for name in statistics.split(",") if name]
 
 

@@ -1,4 +1,7 @@
-"""Masked sums per sequence of the token log-probabilities: what a preference loss compares."""
+"""Sums of token log-probabilities per sequence, the input of preference losses.
+
+Dimensions: B padded rows of length L, T packed tokens, S sequences, V vocabulary, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from .token_logps import token_logps
 
 @torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
 def _fwd(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sums [S] of values [N], in float64 and in order: the same bits every time."""
+    """Sums [S] of values [N], in float64 and in a fixed order."""
     sums = torch.segment_reduce(values.double(), "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
     return sums.to(values.dtype)
 
@@ -58,21 +61,24 @@ def sequence_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> SequenceLogps:
-    """Summed log-probability of each sequence's targets, from logits. Sums over tokens are taken in float64.
+    """Summed log-probability of each sequence's targets, from logits.
 
-    Meaning: `fastdpo.ops.reference.sequence_logps`. Memory: as `token_logps`.
+    Defined by `fastdpo.ops.reference.sequence_logps`. Sums over tokens are taken in float64. Memory
+    is that of `token_logps`.
 
     Args:
-        logits: [B, L, V] of padded sequences, or [T, V] of packed ones.
-        targets: [B, L] or [T] int ids, -100 where nothing is scored (prompts, padding).
-        cu_seqlens: int [S + 1], for packed sequences: where each begins, and T. None for padded ones.
+        logits: [B, L, V] for padded sequences, or [T, V] for packed ones; floating point.
+        targets: [B, L] or [T] int32 or int64 ids, -100 where nothing is scored (prompts, padding).
+        cu_seqlens: int32 or int64 [S + 1], for packed sequences: the start of each, and T. None for
+            padded sequences.
         softcap, logit_scale, temperature: as in `token_logps`.
 
     Returns:
         `SequenceLogps` with fields [B] or [S].
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
     """
     op = "sequence_logps"
     if cu_seqlens is None:
@@ -98,20 +104,22 @@ def linear_sequence_logps(
 ) -> SequenceLogps:
     """Summed log-probability of each sequence's targets, from hidden states and the head's weight.
 
-    Meaning: `fastdpo.ops.reference.linear_sequence_logps`. Work and memory: as `linear_logps`.
+    Defined by `fastdpo.ops.reference.linear_sequence_logps`. Sums over tokens are taken in float64.
+    Cost and memory are those of `linear_logps`.
 
     Args:
-        hidden: [T, D] of packed sequences.
+        hidden: [T, D] for packed sequences, floating point.
         weight: [V, D].
-        targets: [T] int ids, -100 where nothing is scored.
-        cu_seqlens: int [S + 1], where each sequence begins, and T.
+        targets: [T] int32 or int64 ids, -100 where nothing is scored.
+        cu_seqlens: int32 or int64 [S + 1], the start of each sequence, and T.
         bias, softcap, logit_scale, temperature, memory_budget: as in `linear_logps`.
 
     Returns:
         `SequenceLogps` with fields [S].
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; the message names it.
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
     """
     logps = linear_logps(
         hidden,
@@ -133,9 +141,9 @@ def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Sequen
     )
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
     bounds = cu_seqlens.long()
-    if is_host(bounds.device) and not torch.compiler.is_compiling():  # elsewhere it would cost a synchronisation
+    if is_host(bounds.device) and not torch.compiler.is_compiling():  # on other devices this check would synchronize
         ordered = bounds[0] == 0 and bounds[-1] == targets.numel() and bool((bounds.diff() >= 0).all())
-        checks.require(bool(ordered), op, "cu_seqlens", "rise from 0 to {}", bounds.tolist(), targets.numel())
+        checks.require(bool(ordered), op, "cu_seqlens", "increase from 0 to {}", bounds.tolist(), targets.numel())
     scored = (targets != IGNORE_INDEX).reshape(-1)
     counts = torch.nn.functional.pad(scored.long().cumsum(0), (1, 0))[bounds].diff()
     return SequenceLogps(_SegmentSums.apply(logps.reshape(-1), bounds), counts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastdpo.ops import PreferenceObjective, length_desensitized_logps, preference_loss, wpo_weights
-from fastdpo.ops.preference_loss import DIVERGENCES, LOSSES, OF_MARGINS, SORTED
+from fastdpo.ops.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SORTED
 
 SMOOTHING = {"exo_pair": 0.001}  # what a loss can't do without
 OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]
@@ -19,7 +19,7 @@ OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]
 OBJECTIVES = {loss: dict(loss_type=loss, label_smoothing=SMOOTHING.get(loss, 0.0)) for loss in LOSSES}
 OBJECTIVES |= {
     f"{loss} {divergence}": {**OBJECTIVES[loss], "f_divergence_type": divergence}
-    for loss, divergence in product(OF_MARGINS, OTHER_DIVERGENCES)
+    for loss, divergence in product(MARGIN_LOSSES, OTHER_DIVERGENCES)
 }
 CONSTANTS = {  # each constant away from its default, where it acts
     "exo_pair smoothed": dict(loss_type="exo_pair", label_smoothing=0.3, beta=0.7),
@@ -384,8 +384,14 @@ WRONG_OBJECTIVES = {  # attributes, and what the message says
     "unknown loss": (dict(loss_type="dpo"), "loss_type must be one or several of sigmoid, .*; got dpo"),
     "one unknown of two": (dict(loss_type=("sft", "kto")), r"loss_type must .*; got \('sft', 'kto'\)"),
     "no loss": (dict(loss_type=()), r"loss_type must .*; got \(\)"),
-    "too many weights": (dict(loss_weights=(1, 2)), r"loss_weights must be one for each of 1 losses; got \(1, 2\)"),
-    "too few weights": (dict(loss_type=("sft", "ipo"), loss_weights=(1,)), "loss_weights must be one for each of 2"),
+    "too many weights": (
+        dict(loss_weights=(1, 2)),
+        r"loss_weights must have one weight for each of 1 losses; got \(1, 2\)",
+    ),
+    "too few weights": (
+        dict(loss_type=("sft", "ipo"), loss_weights=(1,)),
+        "loss_weights must have one weight for each of 2",
+    ),
     "beta": (dict(beta=0.0), "beta must be positive; got 0.0"),
     "tau": (dict(discopop_tau=-1), "discopop_tau must be positive; got -1"),
     "smoothing out of range": (

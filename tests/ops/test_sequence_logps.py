@@ -217,22 +217,22 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
     "bounds that fall": (
         dict(cu_seqlens=torch.tensor([0, 3, 2, 3])),
         ValueError,
-        r"cu_seqlens must rise from 0 to 3; got \[0, 3, 2, 3\]",
+        r"cu_seqlens must increase from 0 to 3; got \[0, 3, 2, 3\]",
     ),
     "bounds that start late": (
         dict(cu_seqlens=torch.tensor([1, 3])),
         ValueError,
-        r"cu_seqlens must rise from 0 to 3; got \[1, 3\]",
+        r"cu_seqlens must increase from 0 to 3; got \[1, 3\]",
     ),
     "bounds that end early": (
         dict(cu_seqlens=torch.tensor([0, 2])),
         ValueError,
-        r"cu_seqlens must rise from 0 to 3; got \[0, 2\]",
+        r"cu_seqlens must increase from 0 to 3; got \[0, 2\]",
     ),
     "bounds that end late": (
         dict(cu_seqlens=torch.tensor([0, 4])),
         ValueError,
-        r"cu_seqlens must rise from 0 to 3; got \[0, 4\]",
+        r"cu_seqlens must increase from 0 to 3; got \[0, 4\]",
     ),
 }
 
