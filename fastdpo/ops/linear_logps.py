@@ -26,7 +26,7 @@ from .head_tiles import (
     wide_product,
 )
 from .logit_rows import RowSums, upstream_scale
-from .results import TokenLogps, empty_results, named_results
+from .results import TokenLogps, empty_results, named_results, statistic_names
 
 OP = "linear_logps"
 MEMORY_BUDGET = 512 << 20
@@ -181,7 +181,7 @@ class _LinearLogps(torch.autograd.Function):
         logps, shift, others, total, *extra = results
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, targets, jacobian, logps, shift, others, total)
-        ctx.scalars, ctx.main_grad, ctx.has_entropy = scalars, main_grad, "entropy" in statistics
+        ctx.scalars, ctx.main_grad, ctx.has_entropy = scalars, main_grad, "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .results import empty_results
+from .results import empty_results, statistic_names
 
 TILE_BYTES = 64 << 20
 KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes: matrix products of fewer rows are slower on a GPU
@@ -127,22 +127,22 @@ def sum_block_(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: st
     Returns:
         The sums, and `exp(z - m)` [n, V] with 0 at the targets.
     """
-    column = targets[:, None]
+    names, column = statistic_names(statistics), targets[:, None]
     tile_target_logits = z.gather(1, column)[:, 0]
     tile_target_logits = torch.where(target_logits.isnan(), target_logits, tile_target_logits)
-    mean = z.mean(-1) if "mean_logits" in statistics else None
+    mean = z.mean(-1) if "mean_logits" in names else None
     z.scatter_(1, column, -torch.inf)
     peak = z.amax(-1)
-    is_top1 = _is_top1(z, targets, tile_target_logits, peak) if "is_top1" in statistics else None
+    is_top1 = _is_top1(z, targets, tile_target_logits, peak) if "is_top1" in names else None
     shift = torch.where(peak == -torch.inf, target_logits, peak)  # only the target has a nonzero probability
 
     z.sub_(shift[:, None])
     weighted = squares = None
-    if "entropy" in statistics or "log_sum_sq_probs" in statistics:
+    if "entropy" in names or "log_sum_sq_probs" in names:
         exponentials = z.exp()
-        if "entropy" in statistics:
+        if "entropy" in names:
             weighted = z.clamp_(min=MIN_EXPONENT).mul_(exponentials).sum(-1)
-        if "log_sum_sq_probs" in statistics:
+        if "log_sum_sq_probs" in names:
             squares = torch.mul(exponentials, exponentials, out=z).sum(-1)
     else:
         exponentials = z.exp_()
@@ -151,7 +151,7 @@ def sum_block_(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: st
     return sums, exponentials
 
 
-def finish_sums(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
+def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]]:
     """Log-probabilities with what their gradient needs, and the requested statistics in the order
     of `STATISTICS`.
     """
@@ -168,13 +168,13 @@ def finish_sums(sums: BlockSums) -> tuple[RowSums, list[Tensor]]:
     ratio, target_exp = (shift - top).exp(), target_gap.exp()
     total = others * ratio + target_exp
     log_total = torch.where(tile_target_logits > shift, (others * ratio).log1p(), total.log())
-    entropy = log_sum_sq_probs = None
+    values: dict[str, Any] = {"mean_logits": mean, "is_top1": is_top1}
     if weighted is not None:
         total_weighted = (weighted + others * (shift - top)) * ratio + target_exp * target_gap
-        entropy = log_total - total_weighted / total
+        values["entropy"] = log_total - total_weighted / total
     if squares is not None:
-        log_sum_sq_probs = (squares * ratio.square() + target_exp.square()).log() - 2 * log_total
-    return row_sums, [x for x in (entropy, mean, is_top1, log_sum_sq_probs) if x is not None]
+        values["log_sum_sq_probs"] = (squares * ratio.square() + target_exp.square()).log() - 2 * log_total
+    return row_sums, [values[name] for name in statistic_names(statistics)]
 
 
 def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def join_results(blocks: Sequence[BlockSums], rows: Tensor, ignored: Tensor, sta
     """
     if not blocks:
         return empty_results(rows, statistics)
-    (logps, *sums), extra = finish_sums(BlockSums.join(blocks))
+    (logps, *sums), extra = finish_sums(BlockSums.join(blocks), statistics)
     return [logps.masked_fill_(ignored, 0), *sums, *(x.masked_fill_(ignored, 0) for x in extra)]
 
 

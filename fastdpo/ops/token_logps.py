@@ -14,7 +14,7 @@ from . import checks
 from .devices import suits_triton
 from .dtypes import accumulation_dtype
 from .logit_rows import RowSums, Transform, block_slices, join_results, logit_gradient, sum_block_
-from .results import TokenLogps, empty_results, named_results
+from .results import TokenLogps, empty_results, named_results, statistic_names
 from .targets import split_targets
 
 OP = "token_logps"
@@ -122,7 +122,7 @@ class _TokenLogps(torch.autograd.Function):
         logps, shift, others, total, *extra = _fwd(logits, targets, softcap, logit_scale, temperature, statistics)
         ctx.save_for_backward(logits, targets, logps, shift, others, total)
         ctx.transform, ctx.inplace = (softcap, logit_scale, temperature), inplace_backward
-        ctx.has_entropy = bool(extra) and "entropy" in statistics
+        ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
 
