@@ -27,7 +27,10 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionCall(Protocol):
-    """Forward and backward of one attention call. Tensors have the shapes of `packed_attention`."""
+    """Forward and backward of one attention call. Tensors have the shapes of `packed_attention`.
+
+    Both run inside of custom ops, where autograd records nothing: the backward must be explicit.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included."""
@@ -41,7 +44,7 @@ class AttentionCall(Protocol):
 
 
 class Backend(Protocol):
-    """A way to compute a whole layout at once."""
+    """A way to compute a whole layout at once, listed in `attention_backends.BACKENDS`."""
 
     @property
     def needs_probe(self) -> bool:
