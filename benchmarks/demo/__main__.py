@@ -1,9 +1,9 @@
-"""Trains one small model twice with TRL's DPOTrainer, as it is and with fastdpo, and compares the two.
+"""Trains one small model twice with TRL's DPOTrainer, as shipped and with fastdpo.
 
-    python -m benchmarks.demo [--model DIR] [--dataset PATH] [--steps N] [--batch-size N] [--out DIR]
+    python -m benchmarks.demo [--model DIR] [--dataset PATH] [--steps N] [--out DIR]
 
-Each part runs in a process of its own, one after the other, and sees the same weights, the same pairs in the same
-order and the same settings. The tables go to the terminal; demo.json and demo.png to the output directory.
+Both runs use the same weights, pairs, order and settings, in two processes, one after the other.
+Tables of losses and costs are printed; demo.json and demo.png go to the output directory.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.demo.comparison import LOSS_TOLERANCE, Side, compare
+from benchmarks.demo.comparison import LOSS_TOLERANCE, Measurements, compare
 from benchmarks.demo.plot import draw
 from benchmarks.demo.tables import print_comparison
 
@@ -32,20 +32,20 @@ LOG_LINES = 25
 
 
 def run(console: Console, out: Path, name: str, *arguments: str) -> None:
-    """Runs one module, its progress on the terminal and its log in a file; ends the demo if it fails."""
+    """Runs a module with its log in a file. If it fails, prints the end of the log and exits."""
     log = out / f"{name}.log"
     command = [sys.executable, "-m", *arguments]
-    with log.open("w") as errors:
-        code = subprocess.run(command, stderr=errors, env=ENVIRONMENT | os.environ).returncode
+    with log.open("w") as stderr:
+        code = subprocess.run(command, stderr=stderr, env=ENVIRONMENT | os.environ).returncode
     if code:
         tail = "".join(deque(log.open(), LOG_LINES)).strip()
-        console.print(f"\n{name} failed with exit code {code}. The end of {log}:\n", style="bold red")
+        console.print(f"\n{name} failed with exit code {code}. Last lines of {log}:\n", style="bold red")
         console.print(tail or "(empty)", markup=False, soft_wrap=True)
         sys.exit(1)
 
 
-def run_side(console: Console, args: argparse.Namespace, model: Path, name: str) -> Side:
-    """Measures one side and returns what it wrote."""
+def run_side(console: Console, args: argparse.Namespace, model: Path, name: str) -> Measurements:
+    """Runs one side and returns its measurements."""
     result = args.out / f"{name}.json"
     options = {
         "--model": model,
@@ -64,16 +64,21 @@ def run_side(console: Console, args: argparse.Namespace, model: Path, name: str)
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo",
-        description="Train the same model with TRL's DPOTrainer as it is and with fastdpo, and compare.",
+        description="Train one model with TRL's DPOTrainer, as shipped and with fastdpo, and compare.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, help="a local model with its tokenizer; without it, a small one is made")
+    parser.add_argument("--model", type=Path, help="a local model with its tokenizer; by default, a small one is built")
     parser.add_argument(
-        "--dataset", type=Path, default=PREFERENCES, help="pairs: .jsonl, .json, .parquet, save_to_disk"
+        "--dataset",
+        type=Path,
+        default=PREFERENCES,
+        help="preference pairs: .jsonl, .json, .parquet or a save_to_disk directory",
     )
-    parser.add_argument("--pairs", type=int, default=40, help="train on the first N pairs, again and again")
+    parser.add_argument(
+        "--pairs", type=int, default=40, help="train on the first N pairs, for as many epochs as needed"
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
+    parser.add_argument("--batch-size", type=int, default=8, help="pairs per step")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     return parser.parse_args()
@@ -97,7 +102,7 @@ def main() -> None:
     console.print(f"Written: {args.out / 'demo.json'}, {args.out / 'demo.png'}")
     if not comparison.same_loss:
         console.print(
-            f"The losses differ by {comparison.loss_relative_difference:.1e} of their value, "
+            f"The relative difference of the losses is {comparison.loss_relative_difference:.1e}, "
             f"more than the {LOSS_TOLERANCE:.0e} that rounding explains.",
             style="bold red",
         )

@@ -2,8 +2,9 @@
 
     python -m benchmarks.demo.build_preferences
 
-A pair asks what one function, class or method does. The chosen answer is that object's own documentation, the rejected
-answer is the documentation of another object of the same module. The same Python version writes the same file.
+A prompt asks what a function, class or method does. The chosen completion is the documentation of
+that object; the rejected completion is the documentation of another object of the same module.
+Equal Python versions write equal files.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 PREFERENCES = Path(__file__).with_name("preferences.jsonl")
-ANSWER_CHARS = (70, 640)
+COMPLETION_CHARS = (70, 640)
 CONTEXT_CHARS = (120, 1100)
 PROMPT_CHARS = 190
 PAIRS_PER_MODULE = 4
@@ -38,22 +39,22 @@ zlib zoneinfo
 """
 
 
-class Documented(NamedTuple):
-    """One object of a module: how it is called, what it belongs to, and what its documentation says."""
+class DocumentedObject(NamedTuple):
+    """An object of a module: its name, its call, the documentation of its class, and its own."""
 
     name: str
     call: str
-    owner: str
-    answer: str
+    class_documentation: str
+    documentation: str
 
 
 def fraction(*words: str) -> float:
-    """A number in [0, 1) that depends on the words alone."""
+    """A number in [0, 1) that depends only on the words."""
     return int(hashlib.sha256(" ".join(words).encode()).hexdigest()[:12], 16) / 16**12
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph is running text: no code, list, table, heading or signature."""
+    """Whether a paragraph is running text and no code, list, table, heading or signature."""
     lines = paragraph.splitlines()
     if any(line.startswith((" ", "\t", ">>>", "- ", "* ", "+-", "|", "..", "@", ":")) for line in lines):
         return False
@@ -67,14 +68,14 @@ def is_prose(paragraph: str) -> bool:
 
 
 def plain(paragraph: str) -> str:
-    """One line without the marks of reStructuredText."""
+    """The paragraph as one line, without reStructuredText markup."""
     text = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(paragraph.split()))
     text = re.sub(r"`+([^`]+)`+", r"\1", re.sub(r"`([\w.]+)'", r"\1", text))
     return re.sub(r"(?<!\w)\*{1,2}([\w.()]+)\*{1,2}(?!\w)", r"\1", text)
 
 
 def prose(doc: str | None, limit: int) -> str:
-    """The leading paragraphs of running text of a docstring, whole ones only, up to `limit` characters."""
+    """The leading whole paragraphs of running text in a docstring, up to `limit` characters."""
     kept: list[str] = []
     paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(doc or ""))
     if re.match(r"[\w.]+\(|[\w ]+$", paragraphs[0]) and ">" not in paragraphs[0]:
@@ -88,7 +89,10 @@ def prose(doc: str | None, limit: int) -> str:
 
 
 def call_of(name: str, documented: Any) -> str:
-    """The object with its parameters, without annotations and `self`; the bare name where Python knows no signature."""
+    """The object with its parameters; only its name if it has no signature.
+
+    Annotations, `self` and `cls` are left out.
+    """
     try:
         signature = inspect.signature(documented)
     except (TypeError, ValueError):
@@ -102,13 +106,13 @@ def call_of(name: str, documented: Any) -> str:
     return name + re.sub(r", /|/, |(?<=\()/", "", re.sub(r"<([^<>]|<[^>]*>)*>", "...", shown))
 
 
-def documented_objects(module: ModuleType) -> Iterator[Documented]:
-    """Public functions, classes and methods with documentation of their own."""
+def documented_objects(module: ModuleType) -> Iterator[DocumentedObject]:
+    """Public functions, classes and methods that have documentation."""
 
-    def entry(name: str, value: Any, owner: str) -> Iterator[Documented]:
-        answer = prose(getattr(value, "__doc__", None), ANSWER_CHARS[1])
-        if len(answer) >= ANSWER_CHARS[0]:
-            yield Documented(name, call_of(name, value), owner, answer)
+    def entry(name: str, value: Any, class_documentation: str) -> Iterator[DocumentedObject]:
+        documentation = prose(getattr(value, "__doc__", None), COMPLETION_CHARS[1])
+        if len(documentation) >= COMPLETION_CHARS[0]:
+            yield DocumentedObject(name, call_of(name, value), class_documentation, documentation)
 
     public = sorted(name for name in getattr(module, "__all__", vars(module)) if not name.startswith("_"))
     for name in public:
@@ -124,18 +128,18 @@ def documented_objects(module: ModuleType) -> Iterator[Documented]:
 
 
 def question(name: str) -> str:
-    """One of a few ways to ask what an object does."""
+    """One of several wordings of the question what an object does."""
     wordings = ("What does {} do?", "What is {} for?", "Explain {} in a few words.", "How is {} documented?")
     return wordings[int(fraction("wording", name) * len(wordings))].format(name)
 
 
-def prompt_of(module: str, about: str, item: Documented, neighbours: list[str]) -> str:
-    """Where the object lives, what surrounds it, how it is called, and the question."""
+def prompt_of(module: str, about: str, item: DocumentedObject, neighbours: list[str]) -> str:
+    """The prompt: module, class and neighbours of the object, its call, and the question."""
     low, high = CONTEXT_CHARS
     budget = low + int((high - low) * fraction("budget", module, item.name) ** 2)
     parts = [f"The module {module} belongs to the standard library of Python.", prose(about, budget)]
-    if item.owner and len(item.owner) <= budget:
-        parts += [f"About the class {item.name.split('.')[0]}: {item.owner}"]
+    if item.class_documentation and len(item.class_documentation) <= budget:
+        parts += [f"About the class {item.name.split('.')[0]}: {item.class_documentation}"]
     if neighbours:
         parts += [f"Next to {item.name} the module has {', '.join(neighbours)}."]
     parts += [f"It is used as\n\n    {module}.{item.call}", question(f"{module}.{item.name}")]
@@ -143,20 +147,20 @@ def prompt_of(module: str, about: str, item: Documented, neighbours: list[str]) 
 
 
 def pairs_of(name: str, seen: set[str]) -> Iterator[dict[str, str]]:
-    """Pairs of one module; no answer is chosen or rejected twice, and none is one that another module gave."""
+    """Pairs of one module. No completion repeats one of another module."""
     module = importlib.import_module(name)
     shuffled = sorted(documented_objects(module), key=lambda item: fraction(name, item.name))
-    distinct = {item.answer[:60]: item for item in shuffled if item.answer[:60] not in seen}
+    distinct = {item.documentation[:60]: item for item in shuffled if item.documentation[:60] not in seen}
     picked = list(distinct.values())[:PAIRS_PER_MODULE]
     if len(picked) < 3:
         return
-    seen.update(item.answer[:60] for item in picked)
+    seen.update(item.documentation[:60] for item in picked)
     for item, sibling in zip(picked, picked[1:] + picked[:1], strict=True):
         count = int(NEIGHBOURS * fraction("neighbours", name, item.name))
         neighbours = sorted(other.name for other in shuffled if other.name != item.name)[:count]
         prompt = prompt_of(name, module.__doc__ or "", item, neighbours)
         if len(prompt) >= PROMPT_CHARS:
-            yield {"prompt": prompt, "chosen": item.answer, "rejected": sibling.answer}
+            yield {"prompt": prompt, "chosen": item.documentation, "rejected": sibling.documentation}
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
-"""Lays the two sides next to each other: how far the numbers are apart, and what each side spent."""
+"""Compares two sides: differences of their losses and margins, and their costs."""
 
 from statistics import median
 from typing import Any, NamedTuple
 
-Side = dict[str, Any]
+Measurements = dict[str, Any]
+"""The JSON that a side writes."""
 LOSS_TOLERANCE = 1e-4
 
 
 class Cost(NamedTuple):
-    """One thing that training costs, as each side measured it."""
+    """One cost of training, measured on both sides."""
 
     name: str
     unit: str
@@ -21,7 +22,7 @@ class Cost(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The largest differences over all steps, and the costs."""
+    """Largest differences over all steps, and costs."""
 
     loss_difference: float
     loss_relative_difference: float
@@ -30,38 +31,38 @@ class Comparison(NamedTuple):
 
     @property
     def same_loss(self) -> bool:
-        """False also where a loss is NaN."""
+        """Whether the losses agree. False if a loss is NaN."""
         return self.loss_relative_difference <= LOSS_TOLERANCE
 
 
-def column(side: Side, name: str) -> list[float]:
-    """One measured quantity, step by step."""
+def column(side: Measurements, name: str) -> list[float]:
+    """A measured quantity of every step."""
     return [step[name] for step in side["steps"]]
 
 
-def tokens(side: Side) -> list[float]:
-    """Tokens that the backbones of policy and reference computed, step by step."""
+def tokens(side: Measurements) -> list[float]:
+    """Tokens of every step that passed through the backbones of policy and reference."""
     return [a + b for a, b in zip(column(side, "policy_tokens"), column(side, "reference_tokens"), strict=True)]
 
 
 def warm(values: list[float]) -> list[float]:
-    """All steps but the first, which also warms up."""
+    """The values without the first one, which includes warm-up."""
     return values[1:] or values
 
 
 def largest(values: list[float]) -> float:
-    """The maximum, or NaN if any value is."""
+    """The maximum; NaN if any value is NaN."""
     return max(values, key=lambda value: float("inf") if value != value else value)
 
 
-def compare(stock: Side, fastdpo: Side) -> Comparison:
+def compare(stock: Measurements, fastdpo: Measurements) -> Comparison:
     losses = list(zip(column(stock, "loss"), column(fastdpo, "loss"), strict=True))
     margins = zip(column(stock, "margin"), column(fastdpo, "margin"), strict=True)
     sides = stock, fastdpo
     costs = [
         Cost("one step", "s", *(median(warm(column(side, "seconds"))) for side in sides)),
-        Cost("training_step alone", "s", *(median(warm(column(side, "training_step_seconds"))) for side in sides)),
-        Cost("tokens computed a step", "", *(sum(tokens(side)) / len(tokens(side)) for side in sides)),
+        Cost("training_step only", "s", *(median(warm(column(side, "training_step_seconds"))) for side in sides)),
+        Cost("tokens per step", "", *(sum(tokens(side)) / len(tokens(side)) for side in sides)),
         Cost("peak memory above the models", "MiB", *(side["peak_memory_bytes"] / 2**20 for side in sides)),
     ]
     return Comparison(

@@ -1,4 +1,4 @@
-"""Reads preference pairs: a .jsonl, .json or .parquet file, or a directory written by `datasets.save_to_disk`."""
+"""Reads preference pairs from a .jsonl, .json or .parquet file or a `save_to_disk` directory."""
 
 from pathlib import Path
 
@@ -8,7 +8,11 @@ COLUMNS = ["prompt", "chosen", "rejected"]
 
 
 def load_preferences(path: Path) -> Dataset:
-    """The columns prompt, chosen and rejected of the data set at `path`; of several splits, the first."""
+    """The columns prompt, chosen and rejected of a dataset, or of its first split.
+
+    Raises:
+        ValueError: the format is unknown, or a column is missing.
+    """
     if path.is_dir():
         loaded = load_from_disk(str(path))
         dataset = next(iter(loaded.values())) if isinstance(loaded, DatasetDict) else loaded
@@ -20,5 +24,5 @@ def load_preferences(path: Path) -> Dataset:
         raise ValueError(f"--dataset must be a .jsonl, .json or .parquet file or a save_to_disk directory; got {path}")
     missing = set(COLUMNS) - set(dataset.column_names)
     if missing:
-        raise ValueError(f"--dataset must have the columns {COLUMNS}; {path} lacks {sorted(missing)}")
+        raise ValueError(f"--dataset must have the columns {COLUMNS}; got {path} without {sorted(missing)}")
     return dataset.select_columns(COLUMNS)

@@ -1,4 +1,4 @@
-"""What a side measures while it trains: tokens through the backbone, time, and memory above the loaded models."""
+"""Meters of a training run: tokens through the backbone, time, memory above the loaded models."""
 
 import functools
 import gc
@@ -14,14 +14,14 @@ from torch import nn
 
 
 def now() -> float:
-    """The clock, after the accelerator (if any) has done what it was given."""
+    """Current time in seconds, after synchronizing the accelerator if there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 class TokenCounter:
-    """Counts the tokens that enter a backbone, padding included, by a hook in front of its forward."""
+    """Counts the tokens that enter a backbone, including padding, by a forward pre-hook."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.tokens = 0
@@ -32,13 +32,13 @@ class TokenCounter:
         self.tokens += kwargs["inputs_embeds"][..., 0].numel() if ids is None else ids.numel()
 
     def take(self) -> int:
-        """The tokens since the last call."""
+        """Returns the number of tokens since the last call."""
         taken, self.tokens = self.tokens, 0
         return taken
 
 
 class Stopwatch:
-    """Remembers how long the last call of a function took."""
+    """Measures the last call of a function, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -55,10 +55,10 @@ class Stopwatch:
 
 
 class PeakMemory:
-    """The highest memory inside a `with peak.watched():`, less what was in use before it.
+    """Peak memory inside `with peak.watched():`, minus the memory in use before it, in bytes.
 
-    On CUDA and ROCm this is what torch's allocator gave out; elsewhere the resident set of the process, read every
-    10 ms.
+    On CUDA and ROCm this is the memory allocated by torch; elsewhere the resident set of the
+    process, sampled every 10 ms.
     """
 
     def __init__(self) -> None:

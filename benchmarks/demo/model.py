@@ -1,8 +1,9 @@
-"""Makes a small language model from the text of the pairs: a byte-level BPE tokenizer and a Llama.
+"""Builds a small Llama and a byte-level BPE tokenizer from the text of the pairs.
 
     python -m benchmarks.demo.model --dataset PATH --out DIR
 
-The model reads every prompt with both of its answers once, so that DPO starts from something that knows the text.
+The model is trained for one epoch on every prompt with both of its completions, so that DPO starts
+from a model of the text.
 """
 
 import argparse
@@ -20,12 +21,12 @@ PAD, EOS = "<|pad|>", "<|eos|>"
 VOCABULARY = 8192
 BLOCK = 128
 ROWS = 8
-PASSES = 1
+EPOCHS = 1
 LEARNING_RATE = 2e-3
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; the vocabulary ends where no pair of tokens occurs twice, or at `VOCABULARY`."""
+    """Trains a byte-level BPE tokenizer with at most `VOCABULARY` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,6 +42,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A randomly initialized Llama with 4 layers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -58,14 +60,14 @@ def build_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def blocks_of(rows: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """The rows one after the other, each closed by the end token, cut into blocks: [blocks, BLOCK]."""
+    """Concatenates the rows, each with an end token, and splits them: [blocks, BLOCK]."""
     ids = [token for row in tokenizer(rows)["input_ids"] for token in (*row, tokenizer.eos_token_id)]
     return torch.tensor(ids[: len(ids) // BLOCK * BLOCK]).view(-1, BLOCK)
 
 
 def train(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
-    """Next-token training with AdamW, one cycle of the learning rate."""
-    batches = [batch for _ in range(PASSES) for batch in blocks[torch.randperm(len(blocks))].split(ROWS)]
+    """Next-token training with AdamW and a one-cycle schedule."""
+    batches = [batch for _ in range(EPOCHS) for batch in blocks[torch.randperm(len(blocks))].split(ROWS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=len(batches))
     model.train()
@@ -81,7 +83,7 @@ def train(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the demo's tokenizer and model.")
+    parser = argparse.ArgumentParser(description="Build the tokenizer and the model of the demo.")
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -89,12 +91,10 @@ def main() -> None:
     set_seed(0)
     pairs = load_preferences(args.dataset).to_list()
     if not isinstance(pairs[0]["prompt"], str):
-        raise ValueError(
-            "--dataset must hold plain text for the demo to make a model of it; for conversations give --model"
-        )
+        raise ValueError("--dataset must contain plain text to build a model from; got conversations: pass --model")
     tokenizer = train_tokenizer([text for pair in pairs for text in (pair["prompt"], pair["chosen"], pair["rejected"])])
     model = build_llama(tokenizer)
-    rows = [pair["prompt"] + pair[answer] for pair in pairs for answer in ("chosen", "rejected")]
+    rows = [pair["prompt"] + pair[completion] for pair in pairs for completion in ("chosen", "rejected")]
     train(model, blocks_of(rows, tokenizer))
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

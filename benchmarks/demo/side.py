@@ -1,9 +1,9 @@
-"""One side of the comparison, in a process of its own: TRL's DPOTrainer as it is, or with `fastdpo.patch()`.
+"""One side of the comparison: TRL's DPOTrainer, as shipped or after `fastdpo.patch()`.
 
     python -m benchmarks.demo.side {stock,fastdpo} ...
 
-Both sides run the same lines; the patch is the only difference. Results go to a JSON file. The patched side fails with
-exit code 3 unless every call of the policy and of the reference went the fused way.
+The patch is the only difference between the sides. Measurements are written to a JSON file. The
+patched side exits with code 3 unless every call of policy and reference was fused.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from benchmarks.demo.data import load_preferences
 from benchmarks.demo.meters import PeakMemory, Stopwatch, TokenCounter, now
 from benchmarks.machine import machine, versions
 
-NOT_FUSED = 3
-LABELS = {"stock": "TRL as it is", "fastdpo": "TRL with fastdpo"}
+EXIT_NOT_FUSED = 3
+LABELS = {"stock": "TRL as shipped", "fastdpo": "TRL with fastdpo"}
 
 
 class Recorder(TrainerCallback):
-    """One record a step, and the progress bar."""
+    """Records every step and updates the progress bar."""
 
     def __init__(self, label: str, policy: TokenCounter, reference: TokenCounter, training_step: Stopwatch) -> None:
         self.label, self.policy, self.reference, self.training_step = label, policy, reference, training_step
@@ -36,19 +36,19 @@ class Recorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.bar = tqdm(total=state.max_steps, desc=self.label, file=sys.stdout, dynamic_ncols=True)
-        self.since = now()
+        self.step_start = now()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         end = now()
         self.steps.append(
             {
-                "seconds": end - self.since,
+                "seconds": end - self.step_start,
                 "training_step_seconds": self.training_step.seconds,
                 "policy_tokens": self.policy.take(),
                 "reference_tokens": self.reference.take(),
             }
         )
-        self.since = end
+        self.step_start = end
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "loss" in logs:
@@ -60,8 +60,8 @@ class Recorder(TrainerCallback):
         self.bar.close()
 
 
-class Reasons(logging.Handler):
-    """Keeps what fastdpo logged, for the case that its fast path was not taken."""
+class LoggedMessages(logging.Handler):
+    """Collects the messages that fastdpo logs, to print them if a call was not fused."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -72,7 +72,7 @@ class Reasons(logging.Handler):
 
 
 def build_trainer(args: argparse.Namespace) -> DPOTrainer:
-    """TRL's own trainer; policy and reference are loaded from the same weights, in float32."""
+    """A `DPOTrainer` whose policy and reference are loaded from the same weights, in float32."""
     pairs = load_preferences(args.dataset)
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
@@ -105,7 +105,7 @@ def build_trainer(args: argparse.Namespace) -> DPOTrainer:
 
 
 def measure(trainer: DPOTrainer, label: str) -> dict[str, Any]:
-    """Trains, and returns the records of the steps and the peak of memory."""
+    """Trains and returns the records of the steps and the peak memory."""
     training_step = Stopwatch()
     trainer.training_step = training_step.around(trainer.training_step)
     counters = TokenCounter(trainer.model.base_model), TokenCounter(trainer.ref_model.base_model)
@@ -117,15 +117,15 @@ def measure(trainer: DPOTrainer, label: str) -> dict[str, Any]:
     return {"steps": recorder.steps, "peak_memory_bytes": peak.bytes, "memory": peak.kind}
 
 
-def not_fused(calls: Counter[tuple[str, str, str]], steps: int) -> str | None:
-    """Why the counter does not prove that each step ran the fused path, or None if it does."""
+def describe_unfused_calls(calls: Counter[tuple[str, str, str]], steps: int) -> str | None:
+    """None if every call of every step was fused, else a description of those that were not."""
     stock = {call: count for call, count in calls.items() if call[2] != "fused"}
     if stock:
-        return f"these calls were left to TRL's own path: {stock}"
+        return f"these calls fell back to TRL: {stock}"
     for kind in ("policy", "reference"):
         fused = calls["trl.DPOTrainer", kind, "fused"]
         if fused < steps:
-            return f"only {fused} fused calls of the {kind} were counted in {steps} steps"
+            return f"the {kind} made {fused} fused calls in {steps} steps"
     return None
 
 
@@ -142,14 +142,14 @@ def main() -> None:
     args = parser.parse_args()
 
     packages = ["torch", "transformers", "trl", "datasets", "accelerate"]
-    reasons = Reasons()
+    logged = LoggedMessages()
     if args.side == "fastdpo":
         import fastdpo
 
         packages.append("fastdpo")
         logger = logging.getLogger("fastdpo")
         logger.setLevel(logging.INFO)
-        logger.addHandler(reasons)
+        logger.addHandler(logged)
         print(fastdpo.patch())
 
     result = {"side": args.side, "versions": versions(*packages), "machine": machine()}
@@ -157,12 +157,12 @@ def main() -> None:
     failure = None
     if args.side == "fastdpo":
         result["calls"] = {" ".join(call): count for call, count in fastdpo.calls.items()}
-        failure = not_fused(fastdpo.calls, args.steps)
+        failure = describe_unfused_calls(fastdpo.calls, args.steps)
     args.out.write_text(json.dumps(result, indent=1))
     if failure:
-        said = "\n".join(reasons.messages) or "nothing"
-        print(f"fastdpo's fast path did not run as it should: {failure}.\nfastdpo logged: {said}")
-        sys.exit(NOT_FUSED)
+        messages = "\n".join(logged.messages) or "nothing"
+        print(f"Not every call was fused: {failure}.\nfastdpo logged: {messages}")
+        sys.exit(EXIT_NOT_FUSED)
 
 
 if __name__ == "__main__":

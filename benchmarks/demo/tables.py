@@ -1,14 +1,15 @@
-"""Prints the comparison: every step of both sides, then what each side spent."""
+"""Prints the comparison: loss and margin of every step, then the costs."""
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.demo.comparison import LOSS_TOLERANCE, Comparison, Side, column
+from benchmarks.demo.comparison import LOSS_TOLERANCE, Comparison, Measurements, column
 
 
-def steps_table(stock: Side, fastdpo: Side) -> Table:
-    table = Table(title="Loss and reward margin, step by step", title_justify="left")
-    for header in ("step", "loss TRL", "fastdpo", "diff", "margin TRL", "fastdpo", "diff"):
+def steps_table(stock: Measurements, fastdpo: Measurements) -> Table:
+    """One row per step."""
+    table = Table(title="Loss and reward margin by step", title_justify="left")
+    for header in ("step", "loss TRL", "fastdpo", "difference", "margin TRL", "fastdpo", "difference"):
         table.add_column(header, justify="right", no_wrap=True)
     values = (column(side, name) for name in ("loss", "margin") for side in (stock, fastdpo))
     for step, (loss, fast_loss, margin, fast_margin) in enumerate(zip(*values, strict=True), start=1):
@@ -25,7 +26,8 @@ def steps_table(stock: Side, fastdpo: Side) -> Table:
 
 
 def costs_table(comparison: Comparison) -> Table:
-    table = Table(title="What it cost", title_justify="left")
+    """One row per cost."""
+    table = Table(title="Costs", title_justify="left")
     table.add_column("")
     for header in ("TRL", "fastdpo", "TRL / fastdpo"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -36,12 +38,12 @@ def costs_table(comparison: Comparison) -> Table:
     return table
 
 
-def print_comparison(console: Console, stock: Side, fastdpo: Side, comparison: Comparison) -> None:
+def print_comparison(console: Console, stock: Measurements, fastdpo: Measurements, comparison: Comparison) -> None:
     console.print()
     console.print(steps_table(stock, fastdpo))
     console.print(
         f"largest difference of the loss    {comparison.loss_difference:.1e} "
-        f"({comparison.loss_relative_difference:.1e} of its value; allowed {LOSS_TOLERANCE:.0e})\n"
+        f"(relative: {comparison.loss_relative_difference:.1e}, allowed: {LOSS_TOLERANCE:.0e})\n"
         f"largest difference of the margin  {comparison.margin_difference:.1e}\n",
         highlight=False,
     )
@@ -49,9 +51,9 @@ def print_comparison(console: Console, stock: Side, fastdpo: Side, comparison: C
     machine = ", ".join(f"{name} {value}" for name, value in fastdpo["machine"].items())
     packages = ", ".join(f"{name} {version}" for name, version in fastdpo["versions"].items())
     console.print(
-        "Times are medians over all steps but the first; tokens are a mean, policy and reference together,\n"
-        f"padding included; memory is the {stock['memory']}.\n"
-        "On a CPU, TRL's head scores every position; on CUDA only the labelled ones, so expect another ratio there.\n"
+        "Times are medians over all steps except the first. Tokens are the mean of policy and reference together,\n"
+        f"including padding. Memory is the {stock['memory']}.\n"
+        "On a CPU, TRL's head scores every position, on CUDA only the labelled ones: the ratio differs there.\n"
         f"{machine}\n{packages}",
         style="dim",
         highlight=False,
