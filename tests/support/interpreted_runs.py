@@ -1,0 +1,38 @@
+"""Tests in which Triton's interpreter stands in for a GPU, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+KERNELS = TESTS / "kernels"
+OPS = TESTS / "ops"
+IGNORED = "ignore::RuntimeWarning:triton"  # NumPy's, about infinities that a GPU takes in silence
+WAYS = "each_option or each_way_back or a_gap_of"
+RUNS = {  # files or folders, which of their tests, and the environment
+    "kernels": ([KERNELS / "interpreted"], "", {}),
+    "heads": ([OPS / "test_linear_logps.py"], WAYS, {}),
+    "fused heads": ([OPS / "test_linear_logps.py"], WAYS, {"FASTDPO_HEAD_TABLE": str(KERNELS / "fused_heads.json")}),
+    "attention": ([OPS / "test_packed_attention.py"], "every_feature and pairs and not blocks and not products", {}),
+}
+
+
+def start(names: Iterable[str], quick: bool) -> dict[str, Future[subprocess.CompletedProcess]]:
+    """Runs one after another, next to the calling process. Each name has a future of how pytest ended."""
+    pool = ThreadPoolExecutor(max_workers=1)
+    return {name: pool.submit(_run, name, quick) for name in names}
+
+
+def _run(name: str, quick: bool) -> subprocess.CompletedProcess:
+    files, which, variables = RUNS[name]
+    options = ["-q", "-p", "no:cacheprovider", "-W", IGNORED, "-k", which]
+    options += [] if name == "kernels" else ["--device", "interpreter"]
+    options += ["--quick"] if quick else []
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
