@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 import pytest
 import torch
 from accelerate import Accelerator
+from comparison import RELATIVE, approximately
 from transformers import TrainerCallback
 from trl import DPOTrainer
 from trl_online_runs import build as build_online
@@ -238,7 +239,7 @@ def test_a_subclass_decides_as_in_stock(tmp_path):
     assert stock == patched
     assert {answer[0] for answer in stock[::2]} == {True, False}, "the question must have two answers"
     names = [name for name in log if "runtime" not in name and "per_second" not in name]
-    assert [patched_log[name] for name in names] == [pytest.approx(log[name], rel=1e-5, abs=2e-6) for name in names]
+    assert [patched_log[name] for name in names] == [approximately(log[name]) for name in names]
 
 
 class LogsToo(TrainerCallback):
@@ -261,7 +262,7 @@ def test_a_callback_that_logs_takes_what_stock_gives_it(tmp_path):
         )
     assert len(logs[0]) == len(logs[1])
     for stock, patched in zip(*logs, strict=True):
-        assert patched == pytest.approx(stock, rel=1e-5, abs=2e-6)
+        assert patched == approximately(stock)
 
 
 def trained(directory, trainer_class=DPOTrainer, callback=None, **options) -> DPOTrainer:
@@ -304,7 +305,7 @@ def test_a_callback_with_a_hand_in_the_metrics(tmp_path, callback):
         patched = trained(tmp_path / "patched", callback=patched_callback, logging_steps=3)
     assert vars(patched_callback).get("lengths") == vars(stock_callback).get("lengths")
     for a, b in zip(logs_of(stock), logs_of(patched), strict=True):
-        assert b == pytest.approx(a, rel=1e-5, abs=2e-6)
+        assert b == approximately(a)
 
 
 class Windowed(DPOTrainer):
@@ -334,9 +335,9 @@ def test_a_subclass_with_metrics_of_its_own(tmp_path, trainer_class):
     with fastdpo.patched("trl.DPOTrainer"):
         patched = trained(tmp_path / "patched", trainer_class, logging_steps=3)
     for a, b in zip(logs_of(stock), logs_of(patched), strict=True):
-        assert b == pytest.approx(a, rel=1e-5, abs=2e-6)
+        assert b == approximately(a)
     gathered = [vars(trainer).get("gathered", []) for trainer in (stock, patched)]
-    assert gathered[1] == pytest.approx(gathered[0], rel=1e-5, abs=1e-5)
+    assert gathered[1] == pytest.approx(gathered[0], rel=RELATIVE, abs=RELATIVE)
     assert bool(gathered[0]) == (trainer_class is Gathering)
 
 
@@ -392,8 +393,8 @@ def test_two_ranks(tmp_path):
     for a, b, c in zip(stock[0]["logs"], uncut[0]["logs"], patched[0]["logs"], strict=True):
         assert a.keys() == b.keys() == c.keys()
         of_trl = [{name: x for name, x in log.items() if name != "eval_loss"} for log in (b, c)]
-        assert of_trl[1] == pytest.approx(of_trl[0], rel=1e-5, abs=2e-6)
-        different |= {name for name in a if c[name] != pytest.approx(a[name], rel=1e-5, abs=2e-6)}
+        assert of_trl[1] == approximately(of_trl[0])
+        different |= {name for name in a if c[name] != approximately(a[name])}
     assert different == CUT
 
     # Six steps with the logs between them, two, for which Trainer itself has two collectives; an evaluation of two

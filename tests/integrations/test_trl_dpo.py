@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from families import tiny_family
-from trl_runs import assert_fused, assert_same, assert_same_bits, tiny_model, train
+from comparison import assert_far_from_same
+from families import FUSED, kind, tiny_family
+from trl_runs import assert_fused, assert_same, assert_same_bits, pairs, tiny_model, train, train_both
 
 import fastdpo
 from fastdpo import attention, packing
@@ -83,6 +84,32 @@ def test_sabotage_is_noticed(both, monkeypatch, sabotage):
     assert_fused(patched, policy=1, reference=1)
     with pytest.raises(AssertionError, match="step 0"):
         assert_same(stock, patched)
+    assert_far_from_same(stock, patched, stock.in_float64)
+
+
+def with_a_word_lost():
+    rows = pairs(16)
+    rows[7]["chosen"] = rows[7]["chosen"].rsplit(" ", 1)[0]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", dict(loss_type=["ipo"])),  # a square of differences of sums
+        ("llama", dict(loss_type=["sppo_hard"])),
+        ("gemma4_text", dict()),  # the family with the most rounding
+    ],
+    ids=["ipo", "sppo_hard", "gemma4_text"],
+)
+def test_a_lost_word_is_noticed(tmp_path, name, options):
+    """Where rounding is largest, the comparison can fail as well."""
+    options |= dict(max_steps=-1, num_train_epochs=1)
+    stock, _ = train_both(tmp_path, kind(name), FUSED[name][1], **options)
+    with fastdpo.patched():
+        models = tiny_family(name), tiny_family(name, 1)
+        sabotaged = train(tmp_path / "sabotaged", *models, data=with_a_word_lost(), **options)
+    assert_far_from_same(stock, sabotaged, stock.in_float64)
 
 
 @pytest.mark.parametrize("sabotage", [_late_positions, _no_prefix, _leak])

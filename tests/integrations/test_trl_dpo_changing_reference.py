@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from comparison import approximately
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -189,7 +190,7 @@ def test_the_policy_becomes_the_reference_between_two_trainings(tmp_path, memory
             patched.pop("rewards/accuracies"),
             stock.pop("rewards/accuracies"),
         )  # of margins that are 0, where they are equal
-        assert patched == pytest.approx(stock, rel=1e-5, abs=3e-6)
+        assert patched == approximately(stock)
 
 
 def test_a_reference_with_layers_of_the_policy_is_not_remembered(tmp_path, caplog):

@@ -8,9 +8,10 @@ import re
 
 import pytest
 import torch
+from comparison import assert_close
 from peft import LoraConfig, get_peft_model
 from trl import DPOTrainer
-from trl_runs import LORA, assert_same, build, pairs, run_two_ranks, tiny_model, train
+from trl_runs import LORA, assert_same, assert_same_bits, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo import NotFused
@@ -101,14 +102,14 @@ def test_a_batch_of_old_and_new_pairs(tmp_path):
         assert fastdpo.calls["trl.DPOTrainer", "reference", "remembered"] >= 1
     stock = build(tmp_path / "again", tiny_model(), tiny_model(seed=1), 8)
     expected = [stock.compute_loss(stock.model, collated[n]) for n in (3, 8, 8)]
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert_close(torch.stack(losses), torch.stack(expected))
     assert losses[1] == losses[2]
 
 
 def test_a_directory_outlives_the_process(tmp_path):
     first = remembering(tmp_path / "1", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
     second = remembering(tmp_path / "2", **MODELS["full"](), memory=str(tmp_path / "memory"), **EPOCHS)
-    assert_same(first, second, rtol=0, atol=0)
+    assert_same_bits(first, second)
     assert first.calls["reference", "fused"] == 4
     assert second.calls["reference", "fused"] == 0
     assert second.calls["reference", "remembered"] == 6 + 2
@@ -125,7 +126,7 @@ def test_a_directory_outlives_the_process(tmp_path):
     adapter = remembering(tmp_path / "3", memory=tmp_path / "memory", **MODELS["adapter"](), **EPOCHS)
     again = remembering(tmp_path / "4", memory=tmp_path / "memory", **MODELS["adapter"](), **EPOCHS)
     assert (adapter.calls["reference", "fused"], again.calls["reference", "fused"]) == (4, 0)
-    assert_same(adapter, again, rtol=0, atol=0)
+    assert_same_bits(adapter, again)
 
 
 def test_a_file_that_is_torn_is_named(tmp_path):

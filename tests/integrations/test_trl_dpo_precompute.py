@@ -10,6 +10,7 @@ import datasets
 import precompute_worker
 import pytest
 import torch
+from comparison import RELATIVE, approximately, assert_close
 from datasets import Dataset
 from families import tiny_family
 from peft import LoraConfig
@@ -71,7 +72,7 @@ def test_numbers_are_stocks(option, data, tmp_path):
     with fastdpo.patched():
         patched, calls = trainer_on(data, tmp_path / "patched", **OPTIONS[option])
     half = option == "bfloat16"
-    torch.testing.assert_close(values(patched), values(stock), rtol=2e-2 if half else 1e-5, atol=1e-6)
+    assert_close(values(patched), values(stock), relative=5 * torch.finfo(torch.bfloat16).eps / 2 if half else RELATIVE)
     assert patched.train_dataset.features == stock.train_dataset.features
     assert patched.train_dataset["prompt_ids"][:] == stock.train_dataset["prompt_ids"][:]
     assert calls == (6 if option == "batches" else 1)
@@ -139,7 +140,7 @@ def test_values_of_a_model_with_the_same_weights_are_not_taken(changed, data, tm
     hooked = changed is with_hook
     assert (calls, again) == (1, 1 if hooked else 0)
     assert ("not cached" in caplog.text) == hooked
-    torch.testing.assert_close(values(first), values(stock), rtol=1e-5, atol=1e-6)
+    assert_close(values(first), values(stock))
     assert not torch.allclose(values(first), values(plain))
 
 
@@ -153,7 +154,7 @@ def test_a_cache_that_cannot_be_written_ends_no_training(tmp_path, caplog, monke
     assert calls == 1
     (warning,) = (record.message for record in caplog.records if "not cached" in record.message)
     assert str(tmp_path / "file" / "datasets") in warning
-    torch.testing.assert_close(values(patched), values(stock), rtol=1e-5, atol=1e-6)
+    assert_close(values(patched), values(stock))
 
 
 def test_a_new_adapter_has_the_values_of_its_base(data, tmp_path):
@@ -185,7 +186,7 @@ def test_what_was_computed_before_an_interruption_is_kept(data, tmp_path, monkey
         resumed, again = trainer_on(data, tmp_path, precompute_ref_batch_size=1)
     assert again == 16 - 4
     stock, _ = trainer_on(data, tmp_path)
-    torch.testing.assert_close(values(resumed), values(stock), rtol=1e-5, atol=1e-6)
+    assert_close(values(resumed), values(stock))
 
 
 def test_longest_first(data, tmp_path, monkeypatch):
@@ -215,7 +216,7 @@ def test_data_in_memory(tmp_path, cache_of_datasets):
             assert trainer_on(rows, tmp_path)[1] == 1
         finally:
             datasets.enable_caching()
-    torch.testing.assert_close(values(first), values(stock), rtol=1e-5, atol=1e-6)
+    assert_close(values(first), values(stock))
 
 
 def test_columns_that_are_there_are_taken(data, tmp_path, caplog):
@@ -242,7 +243,7 @@ def test_evaluation_of_other_data(data, tmp_path):
         patched, _ = trainer_on(data, tmp_path)
         before = Counter(fastdpo.calls)
         found = patched.evaluate({"a": other})
-    assert abs(found["eval_a_loss"] - expected["eval_loss"]) < 1e-5
+    assert found["eval_a_loss"] == approximately(expected["eval_loss"])
     assert fastdpo.calls - before == {
         ("trl.DPOTrainer", "reference", "fused"): 1,
         ("trl.DPOTrainer", "eval", "fused"): 2,
@@ -277,7 +278,7 @@ def test_what_may_give_other_numbers_is_left_to_trl(kind, data, tmp_path, caplog
         patched, calls = trainer_on(data, tmp_path, kind=kind)
         assert calls == 4, "by TRL's batches; their forwards are fused all the same"
         assert SUBCLASSES[kind] in caplog.text
-        torch.testing.assert_close(values(patched), values(stock), rtol=1e-5, atol=1e-6)
+        assert_close(values(patched), values(stock))
         assert not (tmp_path / "data" / "fastdpo-ref-logps").exists()
         monkeypatch.setenv("FASTDPO_STRICT", "1")
         with pytest.raises(fastdpo.NotFused, match=SUBCLASSES[kind]):
@@ -290,7 +291,7 @@ def test_a_model_that_cannot_be_packed(data, tmp_path):
     with fastdpo.patched():
         patched, calls = trainer_on(data, tmp_path, reference=tiny_family("falcon-alibi"))
     assert calls == 4
-    torch.testing.assert_close(values(patched), values(stock), rtol=1e-5, atol=1e-6)
+    assert_close(values(patched), values(stock))
 
 
 def test_streaming_is_refused_as_before(tmp_path):
@@ -336,6 +337,4 @@ def test_several_ranks_with_data_in_memory(ranks, tmp_path):
         assert found["precomputed"] == {reference: sum(-(-batches // ranks) for batches in (5, 2, 1))}
         assert found["trained"][policy] == 2
         assert reference not in found["trained"]
-        torch.testing.assert_close(
-            torch.stack([found["chosen"], found["rejected"]]), values(alone), rtol=1e-5, atol=1e-6
-        )
+        assert_close(torch.stack([found["chosen"], found["rejected"]]), values(alone))

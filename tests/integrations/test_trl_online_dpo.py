@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparison import assert_far_from_same
 from peft import LoraConfig, get_peft_model
 from transformers import CLIPVisionConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -96,6 +97,22 @@ def test_option(three, option):
     runs = three(**options)
     assert_fused(runs[-1], **calls)
     assert_all_same(*runs)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_a_lost_token_is_noticed(tmp_path, three, loss_type):
+    """The comparison of trainings can fail."""
+
+    class Losing(masked(OnlineDPOTrainer)):
+        def _forward(self, model, *inputs):
+            logps = super()._forward(model, *inputs)
+            return logps * (torch.arange(logps.numel()).view_as(logps) > 0)
+
+    _, stock, _ = three(loss_type=loss_type)
+    with fastdpo.patched():
+        sabotaged = train_online(tmp_path / "sabotaged", writer(0), writer(1), Losing, loss_type=loss_type)
+    assert_fused(sabotaged, **FULL)
+    assert_far_from_same(stock, sabotaged, stock.in_float64)
 
 
 def test_the_four_metrics_differ_by_the_padding(three):

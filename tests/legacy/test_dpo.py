@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from altered_heads import ALTERED
+from comparison import approximately, assert_far_from_same
 from trl import DPOTrainer
 from trl_runs import adapter, assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
 
@@ -86,6 +87,18 @@ def test_loss(both, loss):
     stock, patched = both(loss_type=loss, max_steps=2)
     assert_same(stock, patched)
     assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_a_lost_word_is_noticed(both, tmp_path, loss):
+    """The comparison of trainings can fail."""
+    options = dict(loss_type=loss, max_steps=-1, num_train_epochs=1)
+    stock, _ = both(**options)
+    data = pairs(16)
+    data[7]["chosen"] = data[7]["chosen"].rsplit(" ", 1)[0]
+    with fastdpo.patched("trl.DPOTrainer"):
+        sabotaged = train(tmp_path / "sabotaged", tiny_model(), tiny_model(seed=1), data=data, **options)
+    assert_far_from_same(stock, sabotaged, stock.in_float64)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -307,8 +320,8 @@ def test_two_ranks(tmp_path):
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
     assert patched[0]["logs"] == patched[1]["logs"]
     for a, b in zip(uncut[0]["logs"], patched[0]["logs"], strict=True):
-        assert {k: x for k, x in b.items() if k != "eval_loss"} == pytest.approx(
-            {k: x for k, x in a.items() if k != "eval_loss"}, rel=1e-5, abs=2e-6
+        assert {k: x for k, x in b.items() if k != "eval_loss"} == approximately(
+            {k: x for k, x in a.items() if k != "eval_loss"}
         )
     # six steps with their logs, two, for which Trainer itself has two collectives; and an evaluation of two steps
     assert [sum(run[0]["counts"][:6]) for run in (stock, patched)] == [6 * 8 + 2 * 2, 2 * (2 + 1)]

@@ -1,6 +1,6 @@
 """Metrics are those of all ranks together: two ranks log what one process logs that has their pairs in one batch."""
 
-import pytest
+from comparison import approximately
 
 
 def test_two_ranks_log_what_one_process_logs(line, tmp_path):
@@ -12,5 +12,5 @@ def test_two_ranks_log_what_one_process_logs(line, tmp_path):
         for name in a:
             if name not in line.RANKS_APART:
                 compared.add(name)
-                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=2e-6), (step, name)
+                assert a[name] == approximately(b[name]), (step, name)
     assert len(compared) >= 5

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from comparison import assert_same_gradients, assert_same_logs
-from rank_comparison import GRADIENTS, LOGS, assert_calls, assert_same, assert_same_weights
+from comparison import differences_of_gradients, differences_of_logs, largest
+from rank_comparison import assert_calls, assert_same, difference_of_weights
 
 ENGINES = ["ddp", "fsdp2", "zero2", "zero3"]
 SHARDED = ("fsdp2", "zero3")
@@ -72,10 +72,10 @@ def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
 def test_a_label_lost_on_one_rank_is_noticed(case, ranks):
     for rank in ranks:
         stock, sabotaged = rank["stock"], rank["sabotaged"]
-        with pytest.raises(AssertionError):
-            assert_same_logs(stock["logs"], sabotaged["logs"], GRADIENTS, LOGS)
-        with pytest.raises(AssertionError):
-            assert_same_weights(stock, sabotaged)
+        found = [
+            largest(differences_of_logs(stock["logs"], sabotaged["logs"])),
+            difference_of_weights(stock, sabotaged),
+        ]
         if not case.startswith("zero"):  # DeepSpeed keeps gradients to itself
-            with pytest.raises(AssertionError):
-                assert_same_gradients(stock["gradients"], sabotaged["gradients"], GRADIENTS)
+            found.append(largest(differences_of_gradients(stock["gradients"], sabotaged["gradients"])))
+        assert all(each.size >= 10 for each in found), found

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import comparison
 import torch
 import torch.distributed as dist
+from comparison import RELATIVE
 from torch.nn.functional import log_softmax
 from tqdm import tqdm
 
@@ -67,10 +69,10 @@ def exact(
     return RefLogps(*torch.tensor(sums).T)
 
 
-def assert_close(found: RefLogps, expected: RefLogps, rtol: float = 1e-5) -> None:
+def assert_close(found: RefLogps, expected: RefLogps, relative: float = RELATIVE) -> None:
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b.float(), rtol=rtol, atol=1e-6)
+        comparison.assert_close(a, b.float(), relative)
 
 
 def start(target: Callable, *args) -> multiprocessing.Process:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from comparison import SIZES, assert_same_gradients, assert_same_logs, sharpen
+from comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
 from rank_processes import run_ranks
@@ -76,12 +76,14 @@ class Run:
         gradients: of every parameter, before each optimizer step.
         calls: fastdpo's counters: (kind, path) to calls.
         steps: of the optimizer.
+        in_float64: trains again in float64, from the same start and on the same data.
     """
 
     logs: list[dict[str, float]]
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     calls: Counter = field(default_factory=Counter)
     steps: int = 0
+    in_float64: Callable[[], Run] | None = None
 
 
 class Gradients(TrainerCallback):
@@ -192,13 +194,15 @@ def train_both(
 
     `prepare` is what is done with each model before a trainer gets it.
     """
-    results = []
-    for name in ("stock", "patched"):
-        model = prepare(tiny_model(kind, seed=0, **(tiny or {})))
-        ref = prepare(tiny_model(kind, seed=1, **(tiny or {}))) if reference else None
-        with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
-            results.append(train(directory / name, model, ref, **options))
-    return results
+
+    def once(name: str, cast: Callable = lambda model: model) -> Run:
+        models = [cast(prepare(tiny_model(kind, seed, **(tiny or {})))) for seed in range(1 + reference)]
+        return train(directory / name, models[0], models[1] if reference else None, **options)
+
+    stock = once("stock")
+    stock.in_float64 = functools.partial(once, "float64", double)
+    with fastdpo.patched("trl.DPOTrainer"):
+        return [stock, once("patched")]
 
 
 def run_with_oldest(worker: Path, directory: Path) -> None:
@@ -230,23 +234,21 @@ def numbers(log: dict) -> dict[str, float]:
     return {k: v for k, v in named if not any(word in k for word in NOT_NUMBERS_OF_TRAINING)}
 
 
-def assert_same(stock: Run, patched: Run, rtol: float = 1e-5, atol: float = 2e-6) -> None:
-    """Every number of every log and every parameter's gradient of every step agree.
-
-    `atol` is what rounding leaves of the difference of two sums of some 50 nats in float32, times beta.
-    """
-    assert_same_logs(stock.logs, patched.logs, rtol, atol)
+def assert_same(stock: Run, patched: Run) -> None:
+    """Every number of every log and every parameter's gradient of every step agree, but for rounding."""
     assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
-    assert_same_gradients(stock.gradients, patched.gradients, rtol)
+    assert_same_training(stock, patched, stock.in_float64)
 
 
 def assert_same_bits(stock: Run, patched: Run) -> None:
     """Losses and gradients to the last bit. TRL's metrics are the same but for how their means are rounded."""
-    assert_same(stock, patched, rtol=1e-6, atol=1e-7)
+    assert largest(differences_of_logs(stock.logs, patched.logs, relative=8 * EPS, absolute=EPS)).size <= 1
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
     for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
         for name in a.keys() & {"loss", "eval_loss", "train_loss", "grad_norm"}:
             assert a[name] == b[name], f"step {step}: {name} {a[name]} {b[name]}"
     for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
         for name in a:
             assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
 
