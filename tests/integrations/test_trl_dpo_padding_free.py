@@ -49,7 +49,7 @@ def test_a_model_that_stays_padded_says_so(tmp_path, caplog):
     with fastdpo.patched():
         trainer = build(tmp_path, tiny_model("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128))
     assert (trainer.args.padding_free, trainer.padding_free) == (True, False)
-    assert "padding_free=True, but batches are run padded" in caplog.text
+    assert "padding_free=True, but batches are padded for the reason logged above" in caplog.text
 
 
 def test_a_subclass_with_arguments_of_its_own(tmp_path):
