@@ -39,6 +39,10 @@ _LONG, _SHORT = "flash_attention_", "fa"  # for a name that contains "flash", tr
 IGNORED_ARGUMENTS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
 """Arguments that some model families pass to their attention and that `packed_attention` does not need."""
 
+IGNORED_BY_SDPA = {"softcap", "s_aux"}
+"""Features that transformers' sdpa leaves out or refuses, depending on the version. Packed attention in its
+place must not add them."""
+
 
 @dataclass
 class Witness:
@@ -97,7 +101,8 @@ def is_switched(model: PreTrainedModel) -> bool:
 def switch(model: PreTrainedModel) -> str:
     """Sets a transformers model to packed attention, and returns the implementation that it had.
 
-    The model then accepts `Layout.mask` as an attention mask, next to everything it accepted before.
+    The model then accepts `Layout.mask` as an attention mask, next to everything it accepted before. A
+    model that was not switched raises an error when it is given one.
 
     Raises:
         RuntimeError: the model does not accept the implementation.
@@ -142,6 +147,8 @@ def _attention(prior: str) -> Callable:
             return _prior_forward(prior, module, query, key, value, attention_mask, *args, **kwargs)
         if prior in FLASH_IMPLEMENTATIONS:
             query, key, value = _in_flash_dtype(module, query, key, value)
+        if prior == "sdpa":
+            kwargs = {name: x for name, x in kwargs.items() if name not in IGNORED_BY_SDPA}
         return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward

@@ -123,6 +123,16 @@ def test_probe_notices_an_attention_without(monkeypatch, name, feature, dtype):
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_probe_notices_what_is_small_but_more_than_rounding(monkeypatch, name):
+    """Gemma 2's softcap, which sdpa leaves out in some versions of transformers, changes 3.5e-4 of its states."""
+    model = tiny_family(name)
+    attention.switch(model)
+    stock = attention.packed_attention
+    monkeypatch.setattr(attention, "packed_attention", lambda *args, **options: stock(*args, **options) * 1.0003)
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("change", ["no prefix", "leak", "positions"])
 def test_probe_notices_a_wrong_layout(monkeypatch, change, dtype):
