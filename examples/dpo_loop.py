@@ -49,7 +49,7 @@ data = Dataset.from_json(args.dataset).map(tokenize)
 # Before training, policy and reference are equal: after this pass, no reference model is needed.
 data = ref_logps.with_ref_logps(data, ref_logps.precompute(policy, data))
 
-attention.switch(policy)  # required: only this attention reads a layout
+attention.switch(policy)  # only packed attention reads a layout
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
 means = metrics.PreferenceMeans()
 loader = torch.utils.data.DataLoader(list(data), args.batch_size, shuffle=True, collate_fn=list)
@@ -58,9 +58,8 @@ batches = itertools.chain.from_iterable(itertools.repeat(loader))
 for pairs in (bar := tqdm(itertools.islice(batches, args.steps), total=args.steps)):
     ids, mask, labels = collate(pairs)
     layout = ops.pack_pairs(ids, mask, labels)
-    hidden = policy.base_model(
-        input_ids=layout.pack(ids), attention_mask=layout.mask, position_ids=layout.position_ids[None], use_cache=False
-    ).last_hidden_state[0]  # [T, D]
+    inputs = attention.packed_inputs(policy, layout, ids)
+    hidden = policy.base_model(**inputs).last_hidden_state[0]  # [T, D]
     logps = ops.linear_logps(hidden[layout.score_index], policy.get_output_embeddings().weight, layout.targets).logps
     chosen, rejected = layout.unpack(logps).sum(1).chunk(2)  # [B] each
     reference = (torch.tensor([pair[f"ref_{name}_logps"] for pair in pairs]) for name in NAMES)

@@ -1,9 +1,7 @@
 """Packed attention as an attention implementation of transformers.
 
     prior = attention.switch(model)  # the model now takes packed batches as well
-    hidden = model.base_model(
-        input_ids=layout.pack(input_ids), position_ids=layout.position_ids[None], attention_mask=layout.mask
-    ).last_hidden_state
+    hidden = model.base_model(**attention.packed_inputs(model, layout, input_ids)).last_hidden_state  # [1, T, D]
     attention.restore(model, prior)
 
 A `Layout` reaches the attention layers as a 4-D int32 attention mask that stays on the CPU
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.packed_attention import packed_attention
+from ..packing import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,6 +123,36 @@ def switch(model: PreTrainedModel) -> str:
 def restore(model: PreTrainedModel, prior: str) -> None:
     """Sets a model back to the implementation that `switch` returned."""
     model.set_attn_implementation(prior)
+
+
+def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> dict[str, Any]:
+    """The keyword arguments with which a switched model runs on the packed tokens of a batch.
+
+    They belong together: a model that is given packed ids without the layout takes them for one ordinary
+    row, in which the rejected completion sees the chosen one, and returns wrong states without an error.
+
+    Args:
+        model: a transformers model after `switch`.
+        layout: of the padded batch.
+        input_ids: int64 [R, L], the padded batch.
+
+    Returns:
+        `input_ids` [1, T], `position_ids` [1, T], `attention_mask` (`Layout.mask`) and `use_cache`.
+
+    Raises:
+        ValueError: the model is not switched, or `input_ids` has another shape than the batch of the layout.
+    """
+    if not is_switched(model):
+        current = model.config._attn_implementation
+        raise ValueError(
+            f"packed_inputs: model must be switched to packed attention by attention.switch(model); got {current!r}"
+        )
+    return {
+        "input_ids": layout.pack(input_ids),
+        "position_ids": layout.position_ids[None],
+        "attention_mask": layout.mask,
+        "use_cache": False,
+    }
 
 
 def implementation(model: PreTrainedModel) -> str:

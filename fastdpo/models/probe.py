@@ -136,13 +136,7 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
 
 def run_packed(model: PreTrainedModel, layout: packing.Layout, input_ids: Tensor, **options: object):
     """The backbone's outputs for the packed tokens of a padded batch; hidden states [1, T, D]."""
-    return model.base_model(
-        input_ids=layout.pack(input_ids),
-        attention_mask=layout.mask,
-        position_ids=layout.position_ids[None],
-        use_cache=False,
-        **options,
-    )
+    return model.base_model(**attention.packed_inputs(model, layout, input_ids), **options)
 
 
 def _run_padded(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:

@@ -19,14 +19,11 @@ MASK = (IDS != 0).long()
 LAYOUT = ops.pack_pairs(IDS, MASK, IDS.masked_fill((IDS < 3), -100))
 
 
-def hidden_states(model: torch.nn.Module) -> torch.Tensor:
+def run(model: torch.nn.Module) -> torch.Tensor:
+    """By hand: `packed_inputs` would refuse a model that is not switched."""
+    inputs = dict(input_ids=LAYOUT.pack(IDS), position_ids=LAYOUT.position_ids[None], attention_mask=LAYOUT.mask)
     with torch.no_grad():
-        return model.base_model(
-            input_ids=LAYOUT.pack(IDS),
-            attention_mask=LAYOUT.mask,
-            position_ids=LAYOUT.position_ids[None],
-            use_cache=False,
-        ).last_hidden_state
+        return model.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -34,14 +31,15 @@ def hidden_states(model: torch.nn.Module) -> torch.Tensor:
 def test_a_model_that_was_not_switched_refuses_a_layout(name, implementation):
     model = MODELS[name]().eval()
     model.set_attn_implementation(implementation)
-    with pytest.raises(RuntimeError, match=r"attn_mask|must match the size"):
-        hidden_states(model)
-    prior = attention.switch(model)
-    assert prior == implementation
-    hidden_states(model)
-    attention.restore(model, prior)
-    with pytest.raises(RuntimeError, match=r"attn_mask|must match the size"):
-        hidden_states(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"attn_mask|must match the size"):
+            run(model)
+        with pytest.raises(ValueError, match=f"packed_inputs: model must be switched .* got '{implementation}'"):
+            attention.packed_inputs(model, LAYOUT, IDS)
+        prior = attention.switch(model)
+        assert prior == implementation
+        assert torch.equal(run(model), model.base_model(**attention.packed_inputs(model, LAYOUT, IDS))[0])
+        attention.restore(model, prior)
 
 
 def test_features_that_sdpa_leaves_out_are_left_out():
