@@ -1,4 +1,4 @@
-"""Runs a case: checks all sides, then times the correct ones in turn, step by step."""
+"""Runs a case: checks its sides, then times the correct ones in turn, step by step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,27 @@ class CaseRunner:
     """One run of a case.
 
     A side that is incorrect, fails or is unavailable is dropped and gets no samples.
+
+    Args:
+        suite: the suite of the case.
+        case: what to run.
+        rounds: number of passes over the batches.
+        threads: number of threads of each side.
+        progress: shows what is being done.
+        one_by_one: whether to finish each side before the next one is loaded. Sides in several
+            processes on one GPU always run one by one, since each would hold memory of the GPU.
     """
 
-    def __init__(self, suite: Suite, case: Case, rounds: int, threads: int, progress: Progress) -> None:
+    def __init__(
+        self, suite: Suite, case: Case, rounds: int, threads: int, progress: Progress, one_by_one: bool = False
+    ) -> None:
         self.suite, self.case, self.rounds, self.threads, self.progress = suite, case, rounds, threads, progress
         self.task = progress.add_task(case.name, total=None)
         self.workers: dict[str, Worker | InProcessWorker] = {}
         self.batches = 1
-        self.on_gpu = torch.cuda.is_available()
-        self.worker_class = InProcessWorker if suite.share_process_on_gpu and self.on_gpu else Worker
+        on_gpu = torch.cuda.is_available()
+        self.one_by_one = one_by_one or (on_gpu and not suite.share_process_on_gpu)
+        self.worker_class = InProcessWorker if suite.share_process_on_gpu and on_gpu else Worker
         self.records: dict[str, dict[str, Any]] = {
             side.name: {"status": MEASURED, "reason": None, "compared": side.compared, "options": side.options}
             for side in case.sides
@@ -39,9 +51,7 @@ class CaseRunner:
         """Runs the case and returns its record for the JSON."""
         try:
             truths = self._compute_truths()
-            # Processes on one GPU would all hold their memory at once: there, run sides one by one.
-            one_by_one = self.on_gpu and not self.suite.share_process_on_gpu
-            for sides in [[side] for side in self.case.sides] if one_by_one else [self.case.sides]:
+            for sides in [[side] for side in self.case.sides] if self.one_by_one else [self.case.sides]:
                 self._build(sides)
                 for side in sides:
                     self._check(side, truths)

@@ -95,7 +95,7 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(f"suite {suite.name}", total=len(cases))
         for case in cases:
-            record = CaseRunner(suite, case, rounds, args.threads, progress).run()
+            record = CaseRunner(suite, case, rounds, args.threads, progress, args.one_by_one).run()
             result["cases"].append(record)
             result["summary"] = summarize(suite, result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -124,6 +124,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep the cases in the JSON file and run only the missing ones"
     )
+    parser.add_argument("--one-by-one", action="store_true", help="hold one side in memory at a time, without turns")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     args = parser.parse_args(argv)
     args.argv = argv

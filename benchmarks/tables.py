@@ -279,8 +279,8 @@ def _readme_note(results: list[Result]) -> str:
     }
     return (
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
-        "every position; the last column makes it score labelled positions only, as it does on CUDA. The LM head alone is "
-        "compared with TRL's head on the same positions. "
+        "every position; the last column makes it score labelled positions only, as it does on CUDA. The LM "
+        "head alone is compared with TRL's head on the same positions. "
         f"Measured on {'; '.join(sorted(environments))}. "
         "Intervals, memory and every other table: [docs/benchmarks.md](docs/benchmarks.md)."
     )

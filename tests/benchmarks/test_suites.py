@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import case_runner, plots, run, tables
+from benchmarks import plots, run, tables
 from benchmarks.cases import SUBJECT, Case, Side
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES, step
@@ -69,14 +69,7 @@ def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
     monkeypatch.setitem(
         SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.build_gpu_cases(q)[case]])
     )
-    init = case_runner.CaseRunner.__init__
-
-    def one_by_one(self, *args):
-        init(self, *args)
-        self.on_gpu = True
-
-    monkeypatch.setattr(case_runner.CaseRunner, "__init__", one_by_one)
-    code, result = run_suite("step", tmp_path, "--rounds", "1")
+    code, result = run_suite("step", tmp_path, "--rounds", "1", "--one-by-one")
     assert code == 0
     sides = result["cases"][0]["sides"]
     assert {name: side["status"] for name, side in sides.items() if name != step.STOCK_FLASH} == dict.fromkeys(
