@@ -10,7 +10,6 @@ slows small operators down.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 from collections import Counter
 from time import perf_counter
@@ -25,6 +24,7 @@ from torch.profiler import profile
 
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.step import build_cases
+from benchmarks.worker import build_side
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 KINDS = (
@@ -65,8 +65,7 @@ def main() -> None:
     side = sides[args.side]
 
     torch.set_num_threads(args.threads)
-    module, _, name = side.build.partition(":")
-    stepper = getattr(importlib.import_module(module), name)(side.workload, **side.options)
+    stepper = build_side(side.build, side.workload, side.options)
     for _ in range(2):
         stepper.step(0)
         stepper.reset()

@@ -96,7 +96,7 @@ class FloorStep:
                 tile @ weight.t()
 
     def _hidden(self, model: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
-        """[N, D]"""
+        """Hidden states of the scored rows, [N, D]."""
         rows = layout.rows.tolist()
         with self.autocast:
             out = model.base_model(input_ids=ids, position_ids=layout.position_ids[None], use_cache=False, rows=rows)
@@ -104,9 +104,10 @@ class FloorStep:
 
     @torch.no_grad()
     def _products(self, weight: nn.Parameter, hidden: Tensor) -> Tensor:
-        """The matrix products of the head.
+        """The matrix products of the head. Sets `weight.grad` [V, D] if the head is trainable.
 
-        Returns a stand-in for the gradient of hidden states [N, D].
+        Returns:
+            A stand-in for the gradient of the hidden states, [N, D].
         """
         matrix = weight.to(self.dtype)
         grad_hidden = torch.empty_like(hidden)
