@@ -89,7 +89,7 @@ MakeOutput = Callable[[ScoredBatch, dict], object]
 """Makes a model's output from a scored batch and the keyword arguments of the call."""
 
 
-class _Batch(NamedTuple):
+class _RunnableBatch(NamedTuple):
     """How a call runs: packed by its layout, or padded as it came, with a layout that says what is scored."""
 
     layout: Layout
@@ -120,7 +120,7 @@ class _FusedForward:
     prior_scores: bool
     logit_transform: tuple[float | None, float]
     disabled_reason: str | None
-    choose: Callable[..., _Batch | None]
+    choose: Callable[..., _RunnableBatch | None]
     inner: _FusedForward | None
     prior_attention: str | None = None
     forward: Callable | None = None
@@ -154,7 +154,7 @@ def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *
     # Packing works on the host, so a compiled model packs outside of its graphs. Decorating here rather
     # than at import keeps Triton, which Dynamo imports, out of `import fastdpo`.
     choose = torch.compiler.disable(_choose, reason="packing works on the host")
-    choose = cast(Callable[..., "_Batch | None"], choose)
+    choose = cast(Callable[..., "_RunnableBatch | None"], choose)
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
@@ -249,7 +249,7 @@ def _call(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dic
     return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 
-def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _Batch | None:
+def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _RunnableBatch | None:
     """Decides how a call runs, and counts it. Returns None, with a logged reason, if it falls back."""
     batch, path = None, "stock"
     reason = fused.disabled_reason
@@ -263,19 +263,19 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
         try:
             reason = _prepare(model, fused, kwargs["input_ids"].device)
             if reason is None:
-                batch, path = _Batch(_layout(model, fused, kwargs), packed=True), "fused"
+                batch, path = _RunnableBatch(_layout(model, fused, kwargs), packed=True), "fused"
         except NotPackable as error:
             reason = str(error)
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
                 head.install(head.head_of(model))
-                batch, path = _Batch(packing.padded_layout(*padded_batch(kwargs)), packed=False), "padded"
+                batch, path = _RunnableBatch(packing.padded_layout(*padded_batch(kwargs)), packed=False), "padded"
     calls[fused.request.integration, _kind_of_call(model, fused), path] += 1
     if reason is not None:
         _log_once(fused, reason)
     return batch
 
 
-def _score(model: PreTrainedModel, fused: _FusedForward, batch: _Batch, kwargs: dict) -> ScoredBatch:
+def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, kwargs: dict) -> ScoredBatch:
     """Runs the backbone on the batch and the head on its scored positions, and restores the padded shape."""
     request, layout = fused.request, batch.layout
     routed = returns_router_logits(model, kwargs)

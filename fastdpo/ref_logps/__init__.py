@@ -1,11 +1,11 @@
-"""Reference log-probabilities of a preference data set: computed once, kept on disk, and continued after a kill.
+"""Reference log-probabilities of a preference dataset: computed once, cached on disk, and resumable.
 
     from fastdpo import ref_logps
 
     logps = ref_logps.precompute(model, dataset, cache_dir="cache")  # .chosen, .rejected: float32 [N], nats
     dataset = ref_logps.with_ref_logps(dataset, logps)  # + columns ref_chosen_logps, ref_rejected_logps
 
-`fastdpo.patch()` has TRL's `precompute_ref_log_probs=True` done by it. Needs transformers.
+After `fastdpo.patch()`, TRL's `precompute_ref_log_probs=True` uses it. Requires transformers.
 """
 
 from __future__ import annotations
@@ -44,45 +44,49 @@ def precompute(
     adapter: str | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> RefLogps:
-    """Log-probabilities of every chosen and rejected completion, as TRL's DPOTrainer takes them of its reference.
+    """Computes the summed log-probability of every chosen and rejected completion, as TRL's DPOTrainer does.
 
-    One pass without gradients, in evaluation mode, packed, with shared prompts and a fused head: longest pairs first,
-    so that a lack of memory shows at once. A model that can't be packed is run by its own forward, one pair at a time,
-    and the reason is logged (`FASTDPO_STRICT=1`: raised). Under autocast it runs under autocast.
+    One pass without gradients, in evaluation mode, packed, with shared prompts and a fused head. The longest
+    pairs come first, so that a lack of memory shows at once. A model that cannot be packed runs its own
+    forward on one pair at a time, and the reason is logged. An active autocast applies.
 
-    With `cache_dir`, computed values are stored about every 30 seconds under a hash of everything that they depend on:
-    the model's modules, tensors and configuration, its active adapter, the token ids, truncation, ld_alpha and the
-    precision. A process that was killed is continued by the next one; SIGTERM stores computed values before it ends
-    the process, unless the program handles it. Two processes that compute the same values wait for each other.
+    With `cache_dir`, computed values are stored about every 30 seconds, under a hash of everything that they
+    depend on: the model's modules, tensors and configuration, its active adapter, the token ids, truncation,
+    `ld_alpha` and the precision. A later process continues after one that was killed. SIGTERM stores computed
+    values before it ends the process, unless the program handles it. Two processes that compute the same
+    values wait for each other.
 
-    Values are not cached, and one warning says why, if the directory is not writable, or if the model runs hooks,
-    forwards or other functions that don't come from an installed package: the hash can't tell them apart.
+    Values are not cached, with one warning, if the directory is not writable, or if the model runs hooks,
+    forwards or other functions that do not come from an installed package, which a hash cannot identify.
 
-    With torch.distributed initialised every rank calls it with the same arguments, computes its part and returns all
-    of it, whether or not ranks see one another's disks. Not for tensor parallelism.
+    With torch.distributed initialised, every rank calls this with the same arguments, computes its share of
+    the values and returns all of them, whether or not ranks have a common disk. Tensor parallelism is not
+    supported.
 
-    Memory: the activations of `tokens_per_batch` tokens in one layer, and tiles of logits. Without packing, the logits
-    of one pair, or of one batch of a model in which only running it shows that it can't be packed.
+    Memory: the activations of one layer for `tokens_per_batch` tokens, and tiles of logits. Without packing:
+    the logits of one pair, or of one batch if only running the model shows that it cannot be packed.
 
     Args:
-        model: a causal LM of transformers, or that in PEFT, DDP or FSDP2.
-        dataset: N rows with the ids of tokens in `prompt_ids`, `chosen_ids` and `rejected_ids`, as TRL makes them
-            (`DPOTrainer.train_dataset`): a `datasets.Dataset` or a sequence of mappings.
-        cache_dir: where values are kept. None: nowhere.
-        max_length: tokens of prompt and completion that are kept, or None: all.
-        truncation_mode: which ones: "keep_start" or "keep_end".
-        ld_alpha: in [0, 1], LD-DPO's weight of what a completion has beyond the length of its pair's other. None: 1.
-        adapter: of a PeftModel, the adapter that is part of the reference. None: all adapters are off.
-        tokens_per_batch: packed tokens in one call of the model. A longer pair is a batch of its own.
+        model: a causal LM of transformers, which PEFT, DDP or FSDP2 may have wrapped.
+        dataset: N rows with token ids in `prompt_ids`, `chosen_ids` and `rejected_ids`, as in TRL's
+            `DPOTrainer.train_dataset`: a `datasets.Dataset` or a sequence of mappings.
+        cache_dir: directory in which values are stored, or None.
+        max_length: number of tokens of prompt and completion to keep, or None for all.
+        truncation_mode: which tokens to keep: "keep_start" or "keep_end".
+        ld_alpha: in [0, 1], the weight of a completion's tokens beyond the length of the pair's other
+            completion (LD-DPO, arXiv 2409.06411). None is 1.
+        adapter: adapter of a PeftModel that is part of the reference. None disables all adapters.
+        tokens_per_batch: number of packed tokens in one call of the model. A longer pair is a batch of its own.
 
     Returns:
-        `RefLogps`, float32 [N] each, in the order of the data set. 0 where truncation has left no completion.
+        `RefLogps`, float32 [N] each, in nats, in the order of the dataset. 0 where truncation has left nothing
+        of a completion.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; or a stored file is not what it should be: it is named,
-            and nothing of it is used. A log-probability is not finite.
-        NotImplementedError: parameters that can't be read for the cache's key.
-        NotFused: with `FASTDPO_STRICT=1`, a model can't be packed, or values can't be cached.
+        ValueError, TypeError: an argument breaks a rule above; a stored file, which the message names, is not
+            valid, and nothing of it is used; or a log-probability is not finite.
+        NotImplementedError: parameters cannot be read for the cache's key.
+        NotFused: with `FASTDPO_STRICT=1`, the model cannot be packed, or values cannot be cached.
     """
     if ld_alpha is not None:
         if isinstance(ld_alpha, bool) or not isinstance(ld_alpha, Real) or not 0 <= ld_alpha <= 1:
@@ -91,7 +95,7 @@ def precompute(
     tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
     base = scoring.base_of(model)
     pairs = Pairs(dataset, max_length, truncation_mode, scoring.vocabulary_of(base))
-    device = scoring.device_of(base)
+    device = scoring.input_device_of(base)
     with (
         scoring.evaluating(model),
         scoring.with_adapter(model, adapter),
@@ -109,20 +113,20 @@ def precompute(
 
 
 def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
-    """The data set with the columns `ref_chosen_logps` and `ref_rejected_logps`, float32.
+    """Adds the columns `ref_chosen_logps` and `ref_rejected_logps`, float32, to a dataset.
 
-    They are columns of TRL's signature: `remove_unused_columns` leaves them, and its collator makes [B] tensors of
-    them. A patched DPOTrainer with `precompute_ref_log_probs=True` takes them as they are instead of computing them.
+    TRL's signature contains these columns: `remove_unused_columns` keeps them, and its collator makes [B]
+    tensors of them. A patched DPOTrainer with `precompute_ref_log_probs=True` uses them as they are.
 
     Args:
-        dataset: N rows: a `datasets.Dataset`, or a sequence of mappings, of which a list of dicts is made.
+        dataset: N rows: a `datasets.Dataset`, or a sequence of mappings, which gives a list of dicts.
         logps: of the same N rows.
 
     Raises:
-        ValueError: the numbers of rows differ, or the columns are there already.
+        ValueError: the numbers of rows differ, or the dataset already has one of the columns.
     """
     if len(dataset) != len(logps.chosen):
-        raise ValueError(f"with_ref_logps: logps must be of the {len(dataset)} rows; got {len(logps.chosen)}")
+        raise ValueError(f"with_ref_logps: logps must have {len(dataset)} rows; got {len(logps.chosen)}")
     columns = dict(zip(OUTPUTS, (x.to("cpu", torch.float32).numpy() for x in logps), strict=True))
     if hasattr(dataset, "add_column"):
         names, result = set(dataset.column_names), dataset

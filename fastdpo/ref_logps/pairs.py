@@ -1,4 +1,4 @@
-"""The token ids of a preference data set, read row by row: what each pair costs, and the batches to run them in."""
+"""The token ids of a preference dataset, the lengths of its pairs, and the batches to run them in."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROWS_READ_AT_ONCE = 1000
 
 
 class Sizes(NamedTuple):
-    """What is left of each pair after truncation.
+    """The sizes of pairs after truncation.
 
     Attributes:
-        packed: int64 [N], tokens with those of the prompt counted once, where both rows begin with the same ones.
-        longest: int64 [N], tokens of the longer row.
+        packed: int64 [N], number of tokens, with those of the prompt counted once if both rows begin with it.
+        longest: int64 [N], number of tokens of the longer row.
         scored: bool [N], whether any token is scored.
     """
 
@@ -37,13 +37,13 @@ class Sizes(NamedTuple):
 
 
 class Pairs:
-    """A data set of tokenized pairs, and how they are truncated. Lengths are kept in memory, ids stay where they are.
+    """A dataset of tokenized pairs and their truncation. Keeps lengths in memory, but not ids.
 
     Token ids must not be negative, and must lie below `vocabulary` if it is given.
 
     Attributes:
-        lengths: int64 [N, 3], of prompt, chosen and rejected, before truncation.
-        digest: of all token ids in their order.
+        lengths: int64 [N, 3], number of tokens of prompt, chosen and rejected before truncation.
+        digest: hash of all token ids in their order.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Pairs:
         return len(self._dataset)
 
     def rows(self, indices: Iterable[int]) -> list[dict[str, list[int]]]:
-        """These rows, untruncated: lists of ids by the names of `COLUMNS`."""
+        """Lists of ids by the names of `COLUMNS` for these rows, before truncation."""
         if self._arrow is None:
             rows = [self._dataset[int(i)] for i in indices]
             return [{name: _as_list(row[name]) for name in COLUMNS} for row in rows]
@@ -89,7 +89,7 @@ class Pairs:
             prompts = [np.minimum(prompt, bound - answer) for answer in answers]
         chosen, rejected = (p + a for p, a in zip(prompts, answers, strict=True))
         shared = np.where(prompts[0] == prompts[1], prompts[0], 0)
-        # The first token of a row is scored by nothing.
+        # Nothing scores the first token of a row.
         scored = [a > (p == 0) for p, a in zip(prompts, answers, strict=True)]
         return Sizes(chosen + rejected - shared, np.maximum(chosen, rejected), scored[0] | scored[1])
 
@@ -112,7 +112,7 @@ class Pairs:
         }
 
     def _read(self) -> tuple[np.ndarray, str]:
-        """Lengths, and a digest of all ids in their order: the same whether they come from Arrow or from a list."""
+        """Lengths, and a digest of all ids in their order, which is the same for Arrow and for lists."""
         digest, lengths = hashlib.sha256(), [np.zeros((0, 3), np.int64)]
         for columns in self._columns():
             first = sum(map(len, lengths))
@@ -124,7 +124,7 @@ class Pairs:
         return np.concatenate(lengths), digest.hexdigest()
 
     def _check(self, name: str, ids: np.ndarray, sizes: np.ndarray, first: int) -> None:
-        """Raises ValueError for the first id out of range. `first` is the number of the first of these rows."""
+        """Raises ValueError for the first id out of range. `first` is the index of the first of these rows."""
         wrong = ids < 0 if self._vocabulary is None else (ids < 0) | (ids >= self._vocabulary)
         if wrong.any():
             place = int(wrong.argmax())
@@ -133,7 +133,7 @@ class Pairs:
             raise ValueError(f"precompute: {name} must {rule}; got {ids[place]} in row {row}")
 
     def _columns(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-        """Of some rows at a time, each column as its ids, one after the other, and its lengths; int64."""
+        """Yields, for some rows at a time, the concatenated ids and the lengths of each column, int64."""
         for start in range(0, len(self), ROWS_READ_AT_ONCE):
             stop = min(start + ROWS_READ_AT_ONCE, len(self))
             if self._arrow is not None:
@@ -145,20 +145,20 @@ class Pairs:
 
 
 def positive(name: str, x: object, others: str = "") -> int:
-    """Returns an argument as an int. Raises ValueError unless it is a positive integer of any type but bool."""
+    """Returns an argument as an int. Raises ValueError unless it is a positive integer, of any type except bool."""
     try:
         n = 0 if isinstance(x, bool) else operator.index(cast(SupportsIndex, x))
     except TypeError:
         n = 0
     if n < 1:
-        raise ValueError(f"precompute: {name} must be positive and an integer{others}; got {x!r}")
+        raise ValueError(f"precompute: {name} must be a positive integer{others}; got {x!r}")
     return n
 
 
 def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> list[np.ndarray]:
-    """The rows `order`, longest first, in batches of at most so many packed tokens and so many pairs.
+    """Splits rows, the longest first, into batches of up to `tokens` packed tokens and up to `pairs` pairs.
 
-    A pair of more tokens than that is a batch of its own.
+    A pair of more tokens is a batch of its own.
     """
     order = order[np.lexsort((order, -sizes.packed[order], -sizes.longest[order]))]
     ends, used, first = [], 0, 0
@@ -198,8 +198,8 @@ def _of_arrow(name: str, column) -> tuple[np.ndarray, np.ndarray]:
     return ids.astype(np.int64), lengths.astype(np.int64)
 
 
-def _not_ids(name: str, found: object) -> ValueError:
+def _not_ids(name: str, actual: object) -> ValueError:
     return ValueError(
-        f"precompute: {name} must hold a list of token ids in every row; got {found}. "
+        f"precompute: {name} must hold a list of token ids in every row; got {actual}. "
         "TRL's DPOTrainer makes these columns, see DPOTrainer.train_dataset"
     )

@@ -30,11 +30,11 @@ SECONDS_BETWEEN_SHARDS = 30.0
 TOKENS_PER_BATCH = 16384
 
 Score = Callable[[list[dict[str, list[int]]]], Sequence[Tensor]]
-"""Returns the log-probabilities [n] of the chosen and of the rejected completions of n rows of a data set."""
+"""Returns the log-probabilities [n] of the chosen and of the rejected completions of n rows of a dataset."""
 
 
 class RefLogps(NamedTuple):
-    """Reference log-probabilities of N pairs, in the order of the data set.
+    """Reference log-probabilities of N pairs, in the order of the dataset.
 
     Attributes:
         chosen: float32 [N] on the CPU, summed log-probabilities of the chosen completions in nats.

@@ -35,7 +35,7 @@ def base_of(model: nn.Module) -> PreTrainedModel:
     raise TypeError(f"precompute: model must be or hold a transformers.PreTrainedModel; got {type(model).__name__}")
 
 
-def device_of(base: PreTrainedModel) -> torch.device:
+def input_device_of(base: PreTrainedModel) -> torch.device:
     """The device that a model's inputs go to."""
     return cast(Tensor, base.get_input_embeddings().weight).device
 
@@ -102,7 +102,7 @@ def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[
             "precompute: model must not belong to a patched trainer; got one that does. Call precompute before the "
             "trainer is created, or let the trainer do it (precompute_ref_log_probs=True)"
         )
-    device = device_of(base)
+    device = input_device_of(base)
     options = {"output_router_logits": False} if hasattr(base.config, "output_router_logits") else {}
 
     def score(rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,15 @@
-"""The files that values are kept in: safetensors, written whole or not at all, believed only after a look at all of it.
+"""The files that store values: safetensors, written atomically, and used only after a check of their contents.
 
     <cache directory>/<key>/<random name>.safetensors
-        rows      int64 [n]    row numbers of the data set, each once
+        rows      int64 [n]    indices of rows of the dataset, each once
         chosen    float32 [n]  sums of log-probabilities in nats, finite
         rejected  float32 [n]
-        metadata  key, and digest: the sha256 of the bytes of the three
+        metadata  key, and digest: the SHA-256 of the bytes of the three tensors
 
-A file is named by chance, has one writer, and is never changed. If two hold the same row, which can only be after two
-runs of the same computation, the first by name counts. While it is being written, a file is named `.<random name>.tmp`
-and locked by its writer. A temporary file that is not locked was left behind by a process that was killed.
+A file has a random name and one writer, and is never changed. If two files hold the same row, which can
+happen after two runs of the same computation, the first by name counts. While a file is being written, it
+is named `.<random name>.tmp` and locked by its writer. A temporary file that is not locked was left by a
+process that was killed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ except ModuleNotFoundError:
 logger = logging.getLogger("fastdpo")
 
 SECONDS_BETWEEN_TRIES = 0.2
-"""Of taking a lock that another process holds."""
+"""Interval at which a process tries to take a lock that another one holds."""
 
 MISSING = -torch.inf
 TEMPORARY = ".*.tmp"
@@ -52,9 +53,9 @@ class Shards:
     """The files of one key.
 
     Attributes:
-        directory: of this key alone.
-        key: what the values are of.
-        n_rows: of the data set.
+        directory: the directory of this key.
+        key: hash of everything that the values depend on.
+        n_rows: number of rows of the dataset.
     """
 
     directory: Path
@@ -63,9 +64,9 @@ class Shards:
 
     @contextmanager
     def lock(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Held by one job at a time, so that no two compute the same. Ends with its process, however that ends.
+        """Locks the directory, so that no two jobs compute the same. The lock ends with its process.
 
-        `waiting` is called after each failed attempt.
+        Calls `waiting` after each failed attempt.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         lock, logged = FileLock(self.directory / ".lock"), False
@@ -75,8 +76,7 @@ class Shards:
             except Timeout:
                 if not logged:
                     logger.warning(
-                        "reference log-probabilities: waiting for another process that computes the same "
-                        "ones, and holds %s",
+                        "reference log-probabilities: waiting for another process that computes them and holds %s",
                         lock.lock_file,
                     )
                 logged = True
@@ -89,10 +89,10 @@ class Shards:
             lock.release()
 
     def read(self) -> Tensor:
-        """float32 [N, 2], chosen and rejected of each row; -inf where no file has it.
+        """The stored values of chosen and rejected completions, float32 [N, 2]; -inf where no file has the row.
 
         Raises:
-            ValueError: a file can't be read, or is not one that `write` has made for this key.
+            ValueError: a file cannot be read, or `write` has not written it for this key.
         """
         values = missing(self.n_rows)
         for _, rows, found in self._stored():
@@ -105,17 +105,17 @@ class Shards:
             try:
                 yield path, *self._load(path)
             except FileNotFoundError:
-                continue  # merged with others meanwhile
+                continue  # merged into another file meanwhile
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Adds the values [n, 2] of these rows [n]."""
+        """Stores the values [n, 2] of these rows [n] in a new file."""
         tensors = {"rows": rows.long(), "chosen": values[:, 0].contiguous(), "rejected": values[:, 1].contiguous()}
         write_file(self.directory, self.key, tensors)  # the lock's holder may have another disk
 
     def merge(self, values: Tensor) -> None:
         """Replaces several files by one with all rows. The caller must hold the lock.
 
-        Only files that could be read are deleted.
+        Deletes only files that could be read.
         """
         if len(files(self.directory)) < 2:
             return
@@ -142,19 +142,19 @@ class Shards:
         rows, chosen, rejected = read_file(path, self.key, DTYPES).values()
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
             bounds = f"{int(rows.min())} to {int(rows.max())}"
-            raise _refused(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
+            raise _invalid(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
         if len(rows.unique()) != len(rows):
-            raise _refused(path, "hold each row once", f"{len(rows) - len(rows.unique())} of {len(rows)} repeated")
+            raise _invalid(path, "hold each row once", f"{len(rows) - len(rows.unique())} of {len(rows)} repeated")
         return rows, torch.stack([chosen, rejected], 1)
 
 
 def files(directory: Path) -> list[Path]:
-    """The files that hold values, sorted by name. Empty for a directory that does not exist or can't be listed."""
+    """The files with values, sorted by name. None for a directory that does not exist or cannot be listed."""
     return sorted(directory.glob("*.safetensors"))
 
 
 def unusable_reason(directory: Path) -> str | None:
-    """Returns why files can't be stored in a directory, or None if they can. Creates the directory if needed."""
+    """Returns why files cannot be stored in a directory, or None if they can. Creates the directory if needed."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         next(directory.iterdir(), None)
@@ -178,7 +178,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
-    """A new file, by a random name, whole or not at all. OSError if that fails."""
+    """Writes a new file with a random name, atomically. Raises OSError if that fails."""
     data = safetensors.torch.save(tensors, {"key": key, "digest": _digest(tensors)})
     directory.mkdir(parents=True, exist_ok=True)
     with _temporary(directory, data) as temporary:
@@ -187,7 +187,7 @@ def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
-    """A temporary file with these bytes, flushed to the disk. Deleted after the block unless it was renamed."""
+    """Writes a temporary file and flushes it to the disk. Deletes it after the block unless it was renamed."""
     path = directory / f".{uuid4().hex}.tmp"
     try:
         with path.open("xb") as file:
@@ -195,7 +195,7 @@ def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            if fcntl is None:  # Windows can't rename an open file
+            if fcntl is None:  # Windows cannot rename an open file
                 file.close()
             yield path
     finally:
@@ -214,31 +214,31 @@ def _locked(file: IO[bytes]) -> bool:
 
 
 def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]:
-    """The tensors [n] of these names and dtypes, in their order, if the file is what `write_file` makes of them.
+    """Reads the tensors [n] with these names and dtypes from a file that `write_file` has written for this key.
 
     Raises:
-        ValueError: it is not, it can't be read, or a value is not finite.
-        FileNotFoundError: it is not there any more.
+        ValueError: the file was not written so, cannot be read, or has a value that is not finite.
+        FileNotFoundError: the file does not exist any more.
     """
     data = _bytes(path)
     try:
         tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise _refused(path, "be a whole safetensors file", error) from error
+        raise _invalid(path, "be a whole safetensors file", error) from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.pop("__metadata__", {})
     if metadata.get("key") != key:
-        raise _refused(path, f"have the key {key}", metadata.get("key"))
-    found = {name: entry["dtype"] for name, entry in header.items()}
+        raise _invalid(path, f"have the key {key}", metadata.get("key"))
+    actual = {name: entry["dtype"] for name, entry in header.items()}
     shapes = {tuple(entry["shape"]) for entry in header.values()}
-    if found != dtypes or len(shapes) != 1 or len(next(iter(shapes))) != 1:
-        raise _refused(path, f"hold {dtypes}, all of one length", f"{found} of shapes {sorted(shapes)}")
+    if actual != dtypes or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        raise _invalid(path, f"hold {dtypes}, all of one length", f"{actual} of shapes {sorted(shapes)}")
     tensors = {name: tensors[name] for name in dtypes}
     finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
     if not finite.all():
-        raise _refused(path, "hold finite values", f"others, at place {int((~finite).nonzero()[0])} first")
+        raise _invalid(path, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
     if metadata.get("digest") != _digest(tensors):
-        raise _refused(path, f"have the digest {_digest(tensors)} of its values", metadata.get("digest"))
+        raise _invalid(path, f"have the digest {_digest(tensors)} of its values", metadata.get("digest"))
     return tensors
 
 
@@ -246,12 +246,12 @@ def _bytes(path: Path) -> bytes:
     """The bytes of a regular file. Not memory-mapped: an I/O error would then kill the process with SIGBUS."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block
-            raise _refused(path, "be a regular file", stat.filemode(path.stat().st_mode))
+            raise _invalid(path, "be a regular file", stat.filemode(path.stat().st_mode))
         return path.read_bytes()
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not path.is_symlink():
             raise
-        raise _refused(path, "be readable", error) from error
+        raise _invalid(path, "be readable", error) from error
 
 
 def missing(n_rows: int) -> Tensor:
@@ -265,8 +265,8 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _refused(path: Path, rule: str, found: object) -> ValueError:
+def _invalid(path: Path, rule: str, actual: object) -> ValueError:
     return ValueError(
-        f"ref_logps: {path} must {rule}; got {found}. Nothing of it is used. Delete it, and its rows are computed "
-        "again, or choose another cache directory"
+        f"ref_logps: {path} must {rule}; got {actual}. Nothing of it is used. Delete it, so that its rows are "
+        "computed again, or choose another cache directory"
     )

@@ -1,4 +1,4 @@
-"""Tiny trainings in OpenRLHF with its real trainer, actor and data set, recorded step by step.
+"""Tiny trainings in OpenRLHF with its real trainer, actor and dataset, recorded step by step.
 
 `DeepspeedStrategy` needs CUDA. `Strategy` does what the trainer asks of it, with a torch optimizer or DeepSpeed's
 engine on a CPU.

@@ -1,4 +1,4 @@
-"""OpenRLHF's DPOTrainer: real trainer, actor and data set, stock against patched."""
+"""OpenRLHF's DPOTrainer: real trainer, actor and dataset, stock against patched."""
 
 import logging
 import os

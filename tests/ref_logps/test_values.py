@@ -204,7 +204,7 @@ def test_columns(tmp_path):
     for again in (plain, arrow):
         with pytest.raises(ValueError, match="must not have ref_chosen_logps"):
             ref_logps.with_ref_logps(again, logps)
-    with pytest.raises(ValueError, match="of the 4 rows; got 5"):
+    with pytest.raises(ValueError, match="logps must have 4 rows; got 5"):
         ref_logps.with_ref_logps(rows[:4], logps)
 
 
@@ -215,14 +215,14 @@ def with_id(column, token):
 
 
 MISUSES = {
-    "max_length must be positive and an integer or None; got nan": dict(max_length=float("nan")),
-    "max_length must be positive and an integer or None; got 8.0": dict(max_length=8.0),
-    "max_length must be positive and an integer or None; got True": dict(max_length=True),
-    "max_length must be positive and an integer or None; got '8'": dict(max_length="8"),
-    "tokens_per_batch must be positive and an integer; got nan": dict(tokens_per_batch=float("nan")),
-    "tokens_per_batch must be positive and an integer; got 100.0": dict(tokens_per_batch=100.0),
-    "tokens_per_batch must be positive and an integer; got '100'": dict(tokens_per_batch="100"),
-    "tokens_per_batch must be positive and an integer; got True": dict(tokens_per_batch=True),
+    "max_length must be a positive integer or None; got nan": dict(max_length=float("nan")),
+    "max_length must be a positive integer or None; got 8.0": dict(max_length=8.0),
+    "max_length must be a positive integer or None; got True": dict(max_length=True),
+    "max_length must be a positive integer or None; got '8'": dict(max_length="8"),
+    "tokens_per_batch must be a positive integer; got nan": dict(tokens_per_batch=float("nan")),
+    "tokens_per_batch must be a positive integer; got 100.0": dict(tokens_per_batch=100.0),
+    "tokens_per_batch must be a positive integer; got '100'": dict(tokens_per_batch="100"),
+    "tokens_per_batch must be a positive integer; got True": dict(tokens_per_batch=True),
     r"ld_alpha must lie in \[0, 1\] or be None; got nan": dict(ld_alpha=float("nan")),
     r"ld_alpha must lie in \[0, 1\] or be None; got '0.5'": dict(ld_alpha="0.5"),
     r"ld_alpha must lie in \[0, 1\] or be None; got True": dict(ld_alpha=True),
@@ -232,10 +232,10 @@ MISUSES = {
     "chosen_ids must lie from 0 to 96; got 1000 in row 2": dict(
         dataset=Dataset.from_list(with_id("chosen_ids", 1000)), max_length=1
     ),
-    "max_length must be positive": dict(max_length=0),
+    "max_length must be a positive integer or None; got 0": dict(max_length=0),
     "truncation_mode must be one of": dict(truncation_mode="keep_middle"),
     "ld_alpha must lie": dict(ld_alpha=1.5),
-    "tokens_per_batch must be positive": dict(tokens_per_batch=0),
+    "tokens_per_batch must be a positive integer; got 0": dict(tokens_per_batch=0),
     "adapter must be None without a PeftModel; got 'ref'": dict(adapter="ref"),
     "dataset must be a datasets.Dataset": dict(dataset=IterableDataset.from_generator(lambda: iter(tokens(2)))),
     "chosen_ids must hold a list of token ids": dict(

@@ -50,14 +50,14 @@ _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
 @dataclass
-class _State:
+class _OpenRLHFState:
     """The state of a trainer that was created after `patch()`."""
 
     memory: Memory
-    batch: LastResult[_Batch] = field(default_factory=LastResult)
+    batch: LastResult[_PairRows] = field(default_factory=LastResult)
 
 
-class _Batch(NamedTuple):
+class _PairRows(NamedTuple):
     """The rows of a batch, [2B, L] each, chosen ones first."""
 
     ids: Tensor
@@ -110,14 +110,14 @@ def enable(options: PatchOptions) -> None:
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
-        vars(self)[STATE] = _State(Memory(options.reference_memory, NAME))
+        vars(self)[STATE] = _OpenRLHFState(Memory(options.reference_memory, NAME))
         _trainers.add(self)
         for role, actor in (("policy", self.model), ("reference", self.ref_model)):
             _install(actor, role, options)
 
     @functools.wraps(stock_fit)
     def fit(self, *args, **kwargs):
-        state: _State | None = vars(self).get(STATE)
+        state: _OpenRLHFState | None = vars(self).get(STATE)
         if state is None or not state.memory.enabled:
             return stock_fit(self, *args, **kwargs)
         loader, self.train_dataloader = (
@@ -132,14 +132,14 @@ def enable(options: PatchOptions) -> None:
     @functools.wraps(stock_evaluate)
     def evaluate(self, *args, **kwargs):
         stock_evaluate(self, *args, **kwargs)
-        state: _State | None = vars(self).get(STATE)
+        state: _OpenRLHFState | None = vars(self).get(STATE)
         if state is not None and state.memory.enabled:
             state.memory.exchange()
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        state: _State | None = vars(self).get(STATE)
+        state: _OpenRLHFState | None = vars(self).get(STATE)
         if state is None:  # created before patch()
             return stock_forward(self, model, *batch)
 
@@ -208,13 +208,13 @@ def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor)
     return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)
 
 
-def _batch(trainer: DPOTrainer, state: _State, *batch: Any) -> _Batch:
+def _batch(trainer: DPOTrainer, state: _OpenRLHFState, *batch: Any) -> _PairRows:
     """The rows of a batch, the same tensors for policy and reference."""
     *tensors, prompt_lengths = batch
 
-    def make() -> _Batch:
+    def make() -> _PairRows:
         ids, mask, _ = trainer.concatenated_inputs(*batch)
-        return _Batch(ids, mask, answer_labels(ids, mask, prompt_lengths))
+        return _PairRows(ids, mask, answer_labels(ids, mask, prompt_lengths))
 
     return state.batch.get(tuple(tensors), make)
 
@@ -223,7 +223,7 @@ Results = tuple[Tensor, Tensor, Any, Tensor]
 """What OpenRLHF returns: log-probabilities of chosen and rejected answers [B], router loss, loss of chosen answers."""
 
 
-def _forward(trainer: DPOTrainer, state: _State, actor: Actor, *batch: Any) -> Results:
+def _forward(trainer: DPOTrainer, state: _OpenRLHFState, actor: Actor, *batch: Any) -> Results:
     ids, mask, labels = _batch(trainer, state, *batch)
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
     if hasattr(_base(actor).config, "output_router_logits"):  # the actor sets it, whether it is needed or not
@@ -254,7 +254,7 @@ def _memory_enabled(trainer: DPOTrainer, memory: Memory) -> bool:
     return memory.enabled
 
 
-def _remembered(trainer: DPOTrainer, state: _State, score: Callable[..., Results], *batch: Any) -> Results:
+def _remembered(trainer: DPOTrainer, state: _OpenRLHFState, score: Callable[..., Results], *batch: Any) -> Results:
     """The results of `score` for a reference, which is run on the pairs that are not remembered."""
     *tensors, prompt_lengths = batch
     ids, mask, labels = _batch(trainer, state, *batch)

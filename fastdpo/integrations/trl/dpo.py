@@ -58,7 +58,7 @@ _replacements = Replacements()
 _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
-class _State(NamedTuple):
+class _DPOState(NamedTuple):
     """The state of a trainer that was created after `patch()`."""
 
     ledger: Ledger
@@ -125,11 +125,11 @@ def enable(options: PatchOptions) -> None:
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not precompute.is_supported(self, dataset):
             return stock_precompute(self, dataset, name, batch_size)
-        return precompute.precompute(self, dataset, name, batch_size)
+        return precompute.with_precomputed_logps(self, dataset, name, batch_size)
 
     @functools.wraps(stock_loss)
     def _compute_loss(self, model, inputs, return_outputs):
-        state: _State | None = vars(self).get(STATE)
+        state: _DPOState | None = vars(self).get(STATE)
         if state is None:  # created before patch()
             return stock_loss(self, model, inputs, return_outputs)
         with state.memory.serving(self, inputs) as inputs:
@@ -144,7 +144,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[STATE] = _State(Ledger(), ReferenceMemory(options.reference_memory))
+        vars(self)[STATE] = _DPOState(Ledger(), ReferenceMemory(options.reference_memory))
         _trainers.add(self)
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         if config is None or not config.padding_free:
@@ -172,7 +172,7 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        state: _State | None = vars(trainer).pop(STATE, None)
+        state: _DPOState | None = vars(trainer).pop(STATE, None)
         if state is not None:
             state.ledger.close(trainer)
     _trainers.clear()
@@ -186,7 +186,7 @@ def existing_trainers() -> list[DPOTrainer]:
 
 
 def _ledger(trainer: Any) -> Ledger | None:
-    state: _State | None = vars(trainer).get(STATE)
+    state: _DPOState | None = vars(trainer).get(STATE)
     return None if state is None else state.ledger
 
 

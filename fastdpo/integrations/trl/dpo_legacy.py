@@ -41,7 +41,7 @@ from ..replacements import Replacements, existing_instances
 from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
 from .models import new_models
 from .names import DPO
-from .reference import model_digest, precision_of
+from .reference import precision_of, reference_digest
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -71,7 +71,7 @@ _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class _State:
+class _LegacyDPOState:
     """The state of a trainer that was created after `patch()`."""
 
     memory: Memory
@@ -110,7 +110,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[STATE] = _State(Memory(options.reference_memory, DPO))
+        vars(self)[STATE] = _LegacyDPOState(Memory(options.reference_memory, DPO))
         _trainers.add(self)
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         flattens = config is not None and config.padding_free
@@ -144,7 +144,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_metrics)
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        state: _State | None = vars(self).get(STATE)
+        state: _LegacyDPOState | None = vars(self).get(STATE)
         if state is None:  # created before patch()
             return stock_metrics(self, model, batch, train_eval)
         batch = {**batch, **_remembered(self, state.memory, batch)}
@@ -179,7 +179,7 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        state: _State | None = vars(trainer).pop(STATE, None)
+        state: _LegacyDPOState | None = vars(trainer).pop(STATE, None)
         if state is not None:
             state.ledger.close(trainer)
     _trainers.clear()
@@ -193,14 +193,14 @@ def existing_trainers() -> list[DPOTrainer]:
 
 
 def _ledger(trainer: Any) -> Ledger | None:
-    state: _State | None = vars(trainer).get(STATE)
+    state: _LegacyDPOState | None = vars(trainer).get(STATE)
     return None if state is None else state.ledger
 
 
 @contextmanager
 def _returning_metrics(trainer: DPOTrainer, value: bool) -> Iterator[None]:
     """Records during the block whether the function that is running returns its metrics to its caller."""
-    state: _State | None = vars(trainer).get(STATE)
+    state: _LegacyDPOState | None = vars(trainer).get(STATE)
     if state is None:  # created before patch()
         yield
         return
@@ -222,7 +222,7 @@ def _padded(owner: Any) -> Iterator[None]:
 
 
 def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
-    state: _State | None = vars(trainer).get(STATE)
+    state: _LegacyDPOState | None = vars(trainer).get(STATE)
     if state is None:
         return
     liger = [name for name in ("use_liger_loss", "use_liger_kernel") if getattr(trainer.args, name, False)]
@@ -252,7 +252,7 @@ def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Te
 
 def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
     """`_inputs`, with the same tensors for policy and reference."""
-    state: _State = vars(trainer)[STATE]
+    state: _LegacyDPOState = vars(trainer)[STATE]
     tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
     return state.batch.get(tensors, lambda: _inputs(trainer, batch))
 
@@ -320,7 +320,7 @@ def _start(trainer: DPOTrainer, memory: Memory) -> None:
 
     def key() -> str:
         normalized = "ipo" in trainer.loss_type
-        return key_of("legacy", model_digest(trainer, _as_reference), precision_of(trainer), normalized)
+        return key_of("legacy", reference_digest(trainer, _as_reference), precision_of(trainer), normalized)
 
     trainer.add_callback(exchange_callback(memory))  # on every rank, since all must take part
     reason = "the model is an encoder-decoder" if trainer.is_encoder_decoder else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...models.adapters import active_parameters
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .names import DPO
-from .reference import AsReference, as_reference, model_digest, precision_of, reference_of
+from .reference import AsReference, as_reference, precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback
@@ -61,7 +61,7 @@ class ReferenceMemory(Memory):
             return
 
         def key() -> str:
-            return key_of(model_digest(trainer, as_reference), precision_of(trainer), trainer.ld_alpha)
+            return key_of(reference_digest(trainer, as_reference), precision_of(trainer), trainer.ld_alpha)
 
         trainer.add_callback(exchange_callback(self))  # on every rank, since all must take part
         self.start(memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference), key)

@@ -50,7 +50,7 @@ _trainers: weakref.WeakSet[OnlineDPOTrainer] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class _State:
+class _OnlineDPOState:
     """The state of a trainer that was created after `patch()`."""
 
     ledger: Ledger = field(default_factory=Ledger)
@@ -97,7 +97,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[STATE] = _State()
+        vars(self)[STATE] = _OnlineDPOState()
         _trainers.add(self)
         stock_init(self, *args, **kwargs)
         _install(self, options)
@@ -147,7 +147,7 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     for trainer in list(_trainers):
-        state: _State | None = vars(trainer).pop(STATE, None)
+        state: _OnlineDPOState | None = vars(trainer).pop(STATE, None)
         if state is not None:
             state.ledger.close(trainer)
     _trainers.clear()
@@ -159,12 +159,12 @@ def existing_trainers() -> list[OnlineDPOTrainer]:
 
 
 def _ledger(trainer: Any) -> Ledger | None:
-    state: _State | None = vars(trainer).get(STATE)
+    state: _OnlineDPOState | None = vars(trainer).get(STATE)
     return None if state is None else state.ledger
 
 
 def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:
-    state: _State | None = vars(trainer).get(STATE)
+    state: _OnlineDPOState | None = vars(trainer).get(STATE)
     if state is None:
         return
     for role, model in new_models(trainer, state.models):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from ...models import fallback, forward
 from ...models.fallback import logger
 from .names import DPO
-from .reference import as_reference, model_digest, reference_of
+from .reference import as_reference, reference_digest, reference_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,7 +25,7 @@ FOLDER = "fastdpo-ref-logps"
 
 
 def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
-    """Whether `precompute` can replace TRL's own pass for this trainer. Logs why it cannot."""
+    """Whether `with_precomputed_logps` can replace TRL's own pass for this trainer. Logs why it cannot."""
     from datasets import Dataset
 
     patched = forward.is_installed(reference_of(trainer), DPO)
@@ -52,7 +52,7 @@ def _unsupported_reason(trainer: DPOTrainer) -> str | None:
     return None
 
 
-def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:
     """Returns the dataset with its reference log-probabilities, as `DPOTrainer._precompute_ref_logps` does."""
     from accelerate.utils import send_to_device
     from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -74,7 +74,7 @@ def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int
     bounds = passes.Bounds(pairs=cast("DPOConfig", trainer.args).precompute_ref_batch_size if fused else batch_size)
     directory = _cache_directory(dataset)
     ranks.require_equal_work(rows.digest, bounds, directory is None)
-    digest = None if directory is None else _reference_digest(trainer)
+    digest = None if directory is None else _cacheable_digest(trainer)
     stored = None
     if directory is not None and digest is not None:
         key = keys.key(rows, digest, f"accelerate {accelerator.mixed_precision}", trainer.ld_alpha)
@@ -97,7 +97,7 @@ def precompute(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int
     return with_ref_logps(dataset, logps)
 
 
-def _reference_digest(trainer: DPOTrainer) -> str | None:
+def _cacheable_digest(trainer: DPOTrainer) -> str | None:
     """Hash of the reference. None, with a logged reason, if its values cannot be cached."""
     from ...ref_logps import keys, ranks
 
@@ -107,7 +107,7 @@ def _reference_digest(trainer: DPOTrainer) -> str | None:
         return None
     digest, reason = None, None
     try:
-        digest = model_digest(trainer, as_reference)
+        digest = reference_digest(trainer, as_reference)
     except NotImplementedError as error:
         reason = str(error)
     return None if ranks.cache_disabled(reason) else digest

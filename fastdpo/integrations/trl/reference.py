@@ -30,7 +30,7 @@ def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
     return scoring.with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None)
 
 
-def model_digest(trainer: Any, as_reference: AsReference) -> str:
+def reference_digest(trainer: Any, as_reference: AsReference) -> str:
     """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
     from ...ref_logps import keys, scoring
 
