@@ -5,10 +5,12 @@ import gc
 import json
 from collections import defaultdict, deque
 
+import ledger_worker
 import pytest
 import torch
 from accelerate import Accelerator
 from comparison import RELATIVE, approximately
+from rank_processes import run_ranks
 from transformers import TrainerCallback
 from trl import DPOTrainer
 from trl_online_runs import build as build_online
@@ -103,21 +105,15 @@ def test_a_list_that_somebody_has_changed_is_left_as_it_is():
     assert (kept, changed, emptied) == ([1.0], [7.0], [])
 
 
-def test_shown_values_are_replaced_by_those_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(deferred_metrics, "_reduce", lambda sums: sums.mul_(2))  # a second rank with the same values
-    ledger = Ledger()
-    values = [*numbers_of(ledger, 1.0)]
-    ledger.take({"x": values})
-    ledger.show()
-    assert values == [1.0]
-    values += numbers_of(ledger, 5.0)
-    ledger.take({"x": values})
-    ledger.settle()
-    assert values == [2.0, 10.0]
+def test_shown_values_are_replaced_by_those_of_all_ranks(tmp_path):
+    run_ranks(2, ledger_worker.show_and_settle, tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found == {"shown": [1.0 + rank], "settled": [1.0 + 2.0, 5.0 + 6.0]}
 
 
 def test_a_trainer_that_never_logs_keeps_little(monkeypatch):
-    monkeypatch.setattr(deferred_metrics, "LIMIT", 64)
+    monkeypatch.setattr(deferred_metrics, "LIMIT", 64)  # of 2048 sums, which take a trainer hundreds of steps
     ledger, values, total = Ledger(), [], 0
     for i in range(3000):
         (number,) = numbers_of(ledger, i)

@@ -1,6 +1,7 @@
 """`patch()`, its report, its refusals, and that undoing it leaves nothing behind."""
 
 import copy
+import importlib.metadata
 import inspect
 import logging
 import pickle
@@ -114,7 +115,7 @@ def test_other_options_need_unpatching_first():
 @pytest.mark.parametrize("version", ["0.23.1", "0.29.0", "1.14.0", "1.17.0", "2.0.0.dev0"])
 def test_unknown_versions_are_refused(monkeypatch, version):
     stock = seams()
-    monkeypatch.setattr(patching.importlib.metadata, "version", lambda package: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     for seam in fastdpo.patch().seams[:2]:
         assert not seam.on
         assert seam.reason == "this version is not supported: install 'trl>=1.15,<1.17' or 'trl>=0.24,<0.29'"
@@ -127,7 +128,7 @@ def test_missing_package_is_off_or_raises_when_named(monkeypatch):
     def missing(package):
         raise patching.importlib.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(patching.importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     trl, openrlhf = "trl is not installed", "openrlhf is not installed"
     assert [seam.reason for seam in fastdpo.patch().seams] == [trl, trl, openrlhf]
     with pytest.raises(fastdpo.PatchError, match="not installed"):

@@ -1,16 +1,18 @@
 """The comparison of stock with patched training can fail, and what the wrapped forward does with odd calls."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from comparison import assert_far_from_same
 from families import FUSED, kind, tiny_family
+from trl import DPOTrainer
 from trl_runs import assert_fused, assert_same, assert_same_bits, pairs, tiny_model, train, train_both
 
 import fastdpo
 from fastdpo import attention, packing
-from fastdpo.models import probe, support
+from fastdpo.models import probe
 
 
 def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
@@ -121,41 +123,74 @@ def test_what_the_probe_notices_trains_stock(both, monkeypatch, caplog, sabotage
     assert caplog.text.count("the packed hidden states of LlamaForCausalLM differ from its padded ones") == 2
 
 
-def test_silently_off_is_noticed(both, monkeypatch):
+def with_alibi(model):
+    """An entry of the configuration that only unsupported models have. A Llama does not read it."""
+    model.config.alibi = True
+    return model
+
+
+def test_silently_off_is_noticed(both):
     """With the fused path off, numbers agree, of course; the counters are what turns red."""
-    monkeypatch.setattr(support, "unsupported_reason", lambda model: "sabotage")
-    stock, patched = both(max_steps=1)
+    stock, patched = both(max_steps=1, prepare=with_alibi)
     assert_same(stock, patched)
     with pytest.raises(AssertionError):
         assert_fused(patched, policy=1, reference=1)
+
+
+def spoilt_where_packed(model):
+    """Doubles the hidden states where the mask is a packed layout: 32-bit integers."""
+
+    def spoil(module, args, kwargs, output):
+        if kwargs["attention_mask"].dtype == torch.int32:
+            output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    model.model.register_forward_hook(spoil, with_kwargs=True)
+    return model
 
 
 def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="ALiBi"):
         train(tmp_path, tiny_family("falcon-alibi"), tiny_family("falcon-alibi", seed=1))
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult("it differs"))
-    with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="it differs"):
-        train(tmp_path / "probed", tiny_model(), tiny_model(seed=1))
+    with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="differ from its padded ones"):
+        train(tmp_path / "probed", spoilt_where_packed(tiny_model()), tiny_model(seed=1))
 
 
-def test_one_layout_serves_policy_and_reference(tmp_path, monkeypatch):
-    packs = []
-    stock = packing.pack
-    monkeypatch.setattr(packing, "pack", lambda *args, **kwargs: packs.append(1) or stock(*args, **kwargs))
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+def test_one_layout_serves_policy_and_reference(tmp_path):
+    positions = {"policy": [], "reference": []}
+    models = {name: tiny_model(seed=seed) for seed, name in enumerate(positions)}
+    for name, model in models.items():
+        model.model.register_forward_pre_hook(
+            lambda module, args, kwargs, seen=positions[name]: seen.append(kwargs.get("position_ids")), with_kwargs=True
+        )
     with fastdpo.patched():
-        train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), max_steps=2)
-    assert len(packs) == 2
+        train(tmp_path, *models.values(), max_steps=2)
+    (*_, a, b), (*_, c, d) = positions.values()  # those of probes came before
+    assert len(a) == len(b) == 1, "packed"
+    assert (a.data_ptr(), b.data_ptr()) == (c.data_ptr(), d.data_ptr()), "tensors of the same two layouts"
+    assert a.data_ptr() != b.data_ptr()
 
 
-def test_a_model_is_probed_once(tmp_path, monkeypatch):
-    probed = []
-    stock = probe.probe
-    monkeypatch.setattr(probe, "probe", lambda model, device: probed.append(id(model)) or stock(model, device))
+def test_a_model_is_probed_once(tmp_path):
+    models = [tiny_model(seed=0), tiny_model(seed=1)]
+    calls = []  # and the batches that the optimizer has seen by then
+    steps = Counter()
+
+    class Counting(DPOTrainer):
+        def training_step(self, *args, **kwargs):
+            steps["done"] += 1
+            return super().training_step(*args, **kwargs)
+
+    for model in models:
+        model.model.register_forward_hook(lambda module, *_: calls.append((id(module), steps["done"])))
     with fastdpo.patched():
-        train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), max_steps=3, evaluate=4)
-    assert len(probed) == len(set(probed)) == 2, "policy and reference, before their first fused call"
+        train(tmp_path, *models, trainer_class=Counting, max_steps=3)
+    calls_by_step = Counter(calls)
+    for model in models:
+        first, *later = (calls_by_step[id(model.model), step] for step in (1, 2, 3))
+        assert first > 1, "a probe, and the batch"
+        assert later == [1, 1]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The reference memory of TRL's DPOTrainer: the same training with the reference run once for each pair."""
 
 import errno
-import functools
 import logging
 import os
 import re
@@ -10,7 +9,6 @@ import pytest
 import torch
 from comparison import assert_close
 from peft import LoraConfig, get_peft_model
-from trl import DPOTrainer
 from trl_runs import LORA, assert_same, assert_same_bits, build, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
@@ -78,18 +76,14 @@ def test_option(tmp_path, option):
     assert patched.calls["reference", "remembered"] > patched.calls["reference", "fused"]
 
 
-def test_only_pairs_that_are_new_are_run(tmp_path, monkeypatch):
-    rows, stock = [], DPOTrainer.compute_ref_log_probs
-
-    @functools.wraps(stock)
-    def recorded(self, model, inputs):
-        rows.append(len(inputs["input_ids"]))
-        return stock(self, model, inputs)
-
-    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", recorded)
+def test_only_pairs_that_are_new_are_run(tmp_path):
+    reference, calls = tiny_model(seed=1), []
+    reference.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     # Batches of 4 and of 2 pairs, then the first of the second epoch.
-    patched = remembering(tmp_path, tiny_model(), tiny_model(seed=1), data=pairs(6), evaluate=0, max_steps=3)
-    assert rows == [8, 4]  # two rows a pair
+    patched = remembering(tmp_path, tiny_model(), reference, data=pairs(6), evaluate=0, max_steps=3)
+    assert calls == [8, 4]  # two rows a pair
     assert patched.calls["reference", "remembered"] == 1
 
 

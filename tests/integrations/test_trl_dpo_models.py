@@ -9,7 +9,6 @@ from trl.trainer import dpo_trainer
 from trl_runs import LORA, Run, assert_fused, assert_same, assert_same_bits, tiny_model, train
 
 import fastdpo
-from fastdpo import packing
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -163,19 +162,17 @@ def test_attention_dropout_trains_stock(both, caplog):
     assert "attention dropout is active" in caplog.text
 
 
-def test_dropout_is_packed_but_not_shared(tmp_path, monkeypatch):
+def test_dropout_is_packed_but_not_shared(tmp_path):
     """An adapter that has not been trained adds 0 times what dropout leaves: outputs don't show it before step 2."""
-    shared = []
-    stock = packing.pack
-
-    def pack(input_ids, *args, groups=None, **kwargs):
-        if len(input_ids) == 2 * 4:  # a batch of the training
-            shared.append(groups is not None)
-        return stock(input_ids, *args, groups=groups, **kwargs)
-
-    monkeypatch.setattr(packing, "pack", pack)
     lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.2)
-    with fastdpo.patched():
-        run = train(tmp_path, tiny_model(), None, peft_config=lora, disable_dropout=False, max_steps=2)
-    assert_fused(run, policy=2, reference=2)
-    assert shared == [False, False]
+    tokens = {}
+    for disabled in (True, False):
+        model, widths = tiny_model(), []
+        model.model.register_forward_pre_hook(
+            lambda module, args, kwargs, widths=widths: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        with fastdpo.patched():
+            run = train(tmp_path / str(disabled), model, None, peft_config=lora, disable_dropout=disabled, max_steps=2)
+        assert_fused(run, policy=2, reference=2)
+        tokens[disabled] = widths[-4:]  # policy and reference in each step
+    assert all(alone > shared for alone, shared in zip(tokens[False], tokens[True], strict=True))

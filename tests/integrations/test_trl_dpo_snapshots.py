@@ -43,4 +43,4 @@ def test_twenty_steps(name, tmp_path):
     for trained in (stock, patched):
         for number, values in watched(trained).items():
             assert len(values) == STEPS
-            assert values == approximately(snapshot[number]), number
+            assert values == approximately(snapshot[number], units=4), number  # rounding of twenty steps

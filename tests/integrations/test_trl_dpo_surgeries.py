@@ -73,6 +73,7 @@ def test_surgery(tmp_path, caplog, surgery):
 def test_a_model_that_trainers_switch_is_examined_once(tmp_path, monkeypatch, adapter):
     """With gradient checkpointing, TRL disables and enables it in each step, and adds a hook each time."""
     examined, stock_probe = [], probe.probe
+    # Counted where it is called: with checkpointing, the calls of a model don't tell a probe from a batch.
     monkeypatch.setattr(probe, "probe", lambda model, device: examined.append(model) or stock_probe(model, device))
     given = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=tiny_model(seed=1))
     with fastdpo.patched("trl.DPOTrainer", reference_memory=True):

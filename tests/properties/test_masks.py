@@ -12,7 +12,7 @@ def test_every_answer_is_scored_whole_and_no_prompt_is(line, tmp_path, monkeypat
         batches.append((ids, mask, labels))
         return stock(ids, mask, labels, **options)
 
-    monkeypatch.setattr(packing, "pack", pack)
+    monkeypatch.setattr(packing, "pack", pack)  # the one place that batches of every trainer line pass
     line.train(tmp_path)
     expected, seen = line.rows(), set()
     for ids, mask, labels in batches:

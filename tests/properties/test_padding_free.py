@@ -20,7 +20,7 @@ def test_a_step_is_that_of_rows_by_themselves(line, tmp_path, monkeypatch):
         batches.append((ids, mask))
         return stock(ids, mask, labels, **options)
 
-    monkeypatch.setattr(packing, "pack", pack)
+    monkeypatch.setattr(packing, "pack", pack)  # the one place that batches of every trainer line pass
     run = line.train(tmp_path)
     ids, mask = next(batch for batch in batches if len(batch[0]) % 2 == 0)
 

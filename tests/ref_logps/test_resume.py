@@ -75,7 +75,7 @@ def test_what_was_computed_before_an_error_is_stored(tmp_path, monkeypatch, erro
 def test_shards_are_written_from_time_to_time(tmp_path, monkeypatch):
     clock = iter(range(0, 10_000, 10))  # seconds, at each look
     written = []
-    monkeypatch.setattr(passes.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     write = Shards.write
     monkeypatch.setattr(
         Shards, "write", lambda self, rows, values: written.append(len(rows)) or write(self, rows, values)

@@ -26,7 +26,7 @@ def full_disk(monkeypatch, after: int = 0) -> None:
         left[0] -= 1
         sync(file)
 
-    monkeypatch.setattr(shards.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
 
 
 def warnings_of(caplog) -> list[str]:

@@ -15,7 +15,6 @@ from trl_runs import config, dataset, tiny_model, tokenizer
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.pairs import Pairs, batches
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -138,12 +137,13 @@ def test_a_row_without_a_scored_token_is_zero_and_costs_nothing(reference_calls)
     assert ref_logps.precompute(tiny_model(), []).chosen.shape == (0,)
 
 
-def test_such_a_row_is_stored_too(tmp_path, monkeypatch):
+def test_such_a_row_is_stored_too(tmp_path, reference_calls):
     rows = [*tokens(3), {"prompt_ids": [1, 2, 3], "chosen_ids": [], "rejected_ids": []}]
     first = ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path)
     assert first.chosen[3] == first.rejected[3] == 0
-    monkeypatch.setattr(passes, "_fill", None)
+    before = reference_calls()
     assert torch.equal(ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path).chosen, first.chosen)
+    assert reference_calls() == before
 
 
 @pytest.mark.parametrize("option", ["all", "keep_start", "keep_end"])

@@ -140,9 +140,9 @@ def differences_of_gradients(
             yield Difference(error / (relative * norm + CANCELLED), what)
 
 
-def approximately(expected: Any) -> Any:
-    """Equal to a number, or to all numbers of a container, but for rounding. For logs of one and the same training."""
-    return pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE)
+def approximately(expected: Any, units: float = 1) -> Any:
+    """Equal to a logged number, or to all numbers of a container, but for rounding."""
+    return pytest.approx(expected, rel=units * RELATIVE, abs=units * ABSOLUTE)
 
 
 def assert_close(

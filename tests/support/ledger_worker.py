@@ -1,0 +1,24 @@
+"""One rank of metrics that are shown before they are reduced."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fastdpo.integrations.deferred_metrics import Gathered, Ledger
+
+
+def show_and_settle(directory: Path) -> None:
+    """Writes the values of two steps, the first of which is shown in between, to a file of the directory."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ledger, values = Ledger(), []
+    for step, value in enumerate((1.0 + rank, 5.0 + rank)):
+        values.append(Gathered(ledger, torch.tensor([value])).sum())
+        ledger.take({"x": values})
+        if step == 0:
+            ledger.show()
+            shown = list(values)
+    ledger.settle()
+    (directory / f"rank{rank}.json").write_text(json.dumps({"shown": shown, "settled": values}))
