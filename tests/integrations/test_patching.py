@@ -23,7 +23,6 @@ from trl_runs import assert_fused, assert_same, build, tiny_model, train
 
 import fastdpo
 from fastdpo import attention
-from fastdpo.integrations import patching
 
 IDS = torch.arange(3, 15).view(2, 6)
 BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True)
@@ -126,7 +125,7 @@ def test_unknown_versions_are_refused(monkeypatch, version):
 
 def test_missing_package_is_off_or_raises_when_named(monkeypatch):
     def missing(package):
-        raise patching.importlib.metadata.PackageNotFoundError(package)
+        raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     trl, openrlhf = "trl is not installed", "openrlhf is not installed"
