@@ -1,1 +1,3 @@
-"""Patches for trainers. Each trainer line is one module, with the four functions of `protocol.TrainerLine`."""
+"""Patches for trainers. Each trainer line is one module, with the four
+functions of `protocol.TrainerLine`.
+"""

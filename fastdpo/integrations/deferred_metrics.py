@@ -1,21 +1,22 @@
 """Metrics of TRL's trainers with one collective per log, and no gather or synchronisation per step.
 
 While a function of TRL computes its metrics, `Accelerator.gather` and `gather_for_metrics` return
-placeholders of the gathered tensors to that function, but not to functions that it calls. A sum or a mean
-of a placeholder is a `Number`, whose value is not known yet. When the function returns, its numbers move
-from the trainer's lists to a `Ledger`:
+placeholders of the gathered tensors to that function, but not to functions that it calls. A sum or
+a mean of a placeholder is a `Number`, whose value is not known yet. When the function returns, its
+numbers move from the trainer's lists to a `Ledger`:
 
-- `Ledger.settle` reduces them over the ranks and puts floats into the lists. It is called where TRL, too,
-  has a collective on every rank right before it logs.
-- `Ledger.show` puts this rank's own values into the lists. It is called when other code reads the lists,
-  on whichever rank that happens, and never communicates. The next `settle` replaces these values.
+- `Ledger.settle` reduces them over the ranks and puts floats into the lists. It is called where
+  TRL, too, has a collective on every rank right before it logs.
+- `Ledger.show` puts this rank's own values into the lists. It is called when other code reads the
+  lists, on whichever rank that happens, and never communicates. The next `settle` replaces these
+  values.
 
-User code therefore sees lists of floats, as in TRL. They hold values over all ranks in every log of the
-trainer, and after each step of a subclass that overrides a function which computes metrics
+User code therefore sees lists of floats, as in TRL. They hold values over all ranks in every log of
+the trainer, and after each step of a subclass that overrides a function which computes metrics
 (`is_overridden`). Otherwise, between two logs, they hold this rank's values.
 
-Where a trainer calls `gather_for_metrics` on one value per rank, accelerate mistakes ranks for rows and
-omits the last ones from a last batch whose rows do not divide evenly. Here all ranks count.
+Where a trainer calls `gather_for_metrics` on one value per rank, accelerate mistakes ranks for rows
+and omits the last ones from a last batch whose rows do not divide evenly. Here all ranks count.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LIMIT = 2048
-"""Number of pending sums at which they are reduced without a log, which bounds memory and the nesting of numbers."""
+"""Number of pending sums at which they are reduced without a log, which
+bounds memory and the nesting of numbers.
+"""
 
 GATHERS = ("gather", "gather_for_metrics")
 
 
 @dataclass(eq=False)
 class _Total:
-    """A sum and a count. `own` is set once this rank's values are read, `reduced` once those of all ranks are."""
+    """A sum and a count. `own` is set once this rank's values are read,
+    `reduced` once those of all ranks are.
+    """
 
     own: tuple[float, float] | None = None
     reduced: tuple[float, float] | None = None
@@ -68,7 +73,9 @@ def _reduce(sums: Tensor) -> None:
 
 
 def _read_into(field: str, steps: list[tuple[list[_Total], Tensor]], reduce: Callable[[Tensor], None]) -> None:
-    """Reads the sums of steps, after `reduce`, into a field of their totals. At most one synchronisation."""
+    """Reads the sums of steps, after `reduce`, into a field of their
+    totals. At most one synchronisation.
+    """
     if steps:
         device = steps[-1][1].device
         sums = torch.cat([x.to(device) for _, x in steps], 1)  # [2, K]
@@ -98,7 +105,9 @@ class Number:
         return self._with(other, lambda a, b: a // b)
 
     def __gt__(self, bound: float) -> bool:
-        """True. Trainers compare before they divide, and use 0 otherwise, which here is the quotient by 0."""
+        """True. Trainers compare before they divide, and use 0 otherwise,
+        which here is the quotient by 0.
+        """
         return True
 
     def _with(self, other: Any, operation: Callable[[float, float], float]) -> Number:
@@ -113,7 +122,9 @@ def _constant(x: float) -> Number:
 
 
 class Gathered:
-    """Placeholder of a tensor gathered from all ranks. Supports sums and means, and what TRL does before them."""
+    """Placeholder of a tensor gathered from all ranks. Supports sums and
+    means, and what TRL does before them.
+    """
 
     def __init__(self, ledger: Ledger, x: Tensor):
         self._ledger, self._x = ledger, x
@@ -163,7 +174,9 @@ class _Entry:
 
 
 class Ledger:
-    """The sums of one trainer that have not been reduced over the ranks yet, and the numbers computed from them."""
+    """The sums of one trainer that have not been reduced over the ranks yet,
+    and the numbers computed from them.
+    """
 
     def __init__(self) -> None:
         self._step: list[tuple[_Total, Tensor, int]] = []
@@ -204,13 +217,17 @@ class Ledger:
                     values[i] = x.value(_value_of)
 
     def keep(self, metrics: dict[str, Any], lists: dict[str, list]) -> dict[str, Any]:
-        """Keeps numbers, whose values are appended to the lists of their names later. Returns the other metrics."""
+        """Keeps numbers, whose values are appended to the lists of their names
+        later. Returns the other metrics.
+        """
         numbers = {name: x for name, x in metrics.items() if isinstance(x, Number)}
         self._entries += [_Entry(lists[name], number) for name, number in numbers.items()]
         return {name: x for name, x in metrics.items() if name not in numbers}
 
     def settled(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Settles the ledger, and returns metrics with values over all ranks. Every rank must call this."""
+        """Settles the ledger, and returns metrics with values over all
+        ranks. Every rank must call this.
+        """
         self.settle()
         return {name: x.value(_value_of) if isinstance(x, Number) else x for name, x in metrics.items()}
 
@@ -220,7 +237,9 @@ class Ledger:
         self.show()
 
     def show(self) -> None:
-        """Puts this rank's own values into the lists. No communication, and at most one synchronisation."""
+        """Puts this rank's own values into the lists. No communication,
+        and at most one synchronisation.
+        """
         self._close_step()
         _read_into("own", [step for step in self._steps if step[0][0].own is None], lambda sums: None)
         for entry in self._entries:
@@ -233,7 +252,8 @@ class Ledger:
         return self.running[name].value(_value_of)
 
     def settle_if_due(self, read: bool) -> None:
-        """Settles if user code is about to read numbers that TRL has gathered just now, or if `LIMIT` sums wait.
+        """Settles if user code is about to read numbers that TRL has gathered just now, or if
+        `LIMIT` sums wait.
 
         Called on every rank, where TRL has gathered.
         """
@@ -243,7 +263,8 @@ class Ledger:
             self.show()
 
     def settle(self) -> None:
-        """Puts values over all ranks into the lists. At most one collective and one synchronisation.
+        """Puts values over all ranks into the lists. At most one collective and one
+        synchronisation.
 
         Every rank must call this. Does nothing if no sum is pending.
         """
@@ -272,7 +293,8 @@ class Ledger:
 
 
 def codes_of(function: Callable, package: str = "trl") -> frozenset[CodeType]:
-    """The code objects of a package's function and of functions nested in it, which identify its frames.
+    """The code objects of a package's function and of functions nested in it, which identify its
+    frames.
 
     Empty if the function was replaced by one from elsewhere. Nothing is deferred then.
     """
@@ -323,7 +345,8 @@ def _is_from_accelerate(gather: Callable) -> bool:
 
 
 def shown_metrics(name: str, ledger_of: Callable[[Any], Ledger | None], codes: frozenset[CodeType]) -> property:
-    """A property for lists of metrics, which hold floats for all readers except functions with these codes.
+    """A property for lists of metrics, which hold floats for all readers except functions with
+    these codes.
 
     `ledger_of` returns None for trainers whose metrics are not deferred.
     """
@@ -363,7 +386,9 @@ def running_total(name: str, ledger_of: Callable[[Any], Ledger | None], codes: f
 
 
 def stored(trainer: Any, name: str) -> Any:
-    """The attribute as it is stored, bypassing the properties of this module. A subclass may store it elsewhere."""
+    """The attribute as it is stored, bypassing the properties of this
+    module. A subclass may store it elsewhere.
+    """
     return vars(trainer)[name] if name in vars(trainer) else getattr(trainer, name)
 
 
@@ -377,7 +402,9 @@ def _stored(trainer: Any, name: str) -> Any:
 def settle_where_trl_communicates(
     replacements: Replacements, trainer: type, ledger_of: Callable[[Any], Ledger | None]
 ) -> None:
-    """Settles the ledgers of a trainer class before `store_flos`, which precedes each log, and after evaluations."""
+    """Settles the ledgers of a trainer class before `store_flos`, which
+    precedes each log, and after evaluations.
+    """
 
     def settling(name: str, before: bool) -> Callable:
         stock = getattr(trainer, name)
@@ -403,6 +430,7 @@ def settle_where_trl_communicates(
 def is_overridden(trainer: object, stock: type, names: Iterable[str]) -> bool:
     """Whether a trainer's class overrides any of these attributes of the stock class.
 
-    Functions set on the trainer itself do not count, since they may exist on one rank only, like a profiler's.
+    Functions set on the trainer itself do not count, since they may exist on one rank only, like a
+    profiler's.
     """
     return any(getattr(type(trainer), name) is not getattr(stock, name) for name in names)

@@ -12,9 +12,11 @@ T = TypeVar("T")
 
 
 class LastResult(Generic[T]):
-    """Keeps the result for the tensors of the last call: the reference is called with those of the policy.
+    """Keeps the result for the tensors of the last call: the reference is called with those of the
+    policy.
 
-    Layouts are cached by the tensors they were made for, so policy and reference then share a layout, too.
+    Layouts are cached by the tensors they were made for, so policy and reference then share a
+    layout, too.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,9 @@ class LastResult(Generic[T]):
         self._result: T | None = None
 
     def get(self, tensors: tuple[Tensor, ...], make: Callable[[], T]) -> T:
-        """Returns the last result if it was made from the same unmodified tensors, or else makes a new one."""
+        """Returns the last result if it was made from the same unmodified
+        tensors, or else makes a new one.
+        """
         if any(x.is_inference() for x in tensors):  # they have no version, so a write to them would be missed
             return make()
         versions = [x._version for x in tensors]

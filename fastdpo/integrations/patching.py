@@ -21,7 +21,9 @@ from .protocol import PatchOptions, TrainerLine
 
 
 class Line(NamedTuple):
-    """A trainer, the versions of its package that are supported, and the module that patches it (`TrainerLine`)."""
+    """A trainer, the versions of its package that are supported, and the
+    module that patches it (`TrainerLine`).
+    """
 
     trainer: str
     package: str
@@ -99,20 +101,23 @@ def patch(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike = False,
 ) -> PatchReport:
-    """Patches trainers. Those created afterwards train packed, with shared prompts and a fused head.
+    """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
+    head.
 
-    Numbers stay the same up to rounding. Calling `patch` again with the same options changes nothing. A
-    trainer that cannot be patched is left exactly as it was, and the report says why.
+    Numbers stay the same up to rounding. Calling `patch` again with the same options changes
+    nothing. A trainer that cannot be patched is left exactly as it was, and the report says why.
 
     Args:
-        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl", "openrlhf"). Default: all
-            whose packages are installed.
+        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl", "openrlhf").
+            Default: all whose packages are installed.
         share_prompts: compute the tokens that the two answers to a prompt begin with once.
-        memory_budget: bytes of the head's gradient tiles to keep from forward to backward (`ops.linear_logps`).
-        reference_memory: remember the reference's log-probabilities of each pair when they are first computed,
-            so that later epochs, and evaluations after the first, do not run the reference. With a directory,
-            later processes remember them, too. Applies to the DPOTrainers of TRL and OpenRLHF. Disabled, with a
-            logged reason, where the reference is trained or random, and where ranks run it together.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward
+            (`ops.linear_logps`).
+        reference_memory: remember the reference's log-probabilities of each pair when they are
+            first computed, so that later epochs, and evaluations after the first, do not run the
+            reference. With a directory, later processes remember them, too. Applies to the
+            DPOTrainers of TRL and OpenRLHF. Disabled, with a logged reason, where the reference is
+            trained or random, and where ranks run it together.
 
     Returns:
         The report. The logger "fastdpo" logs it, too, as one line at level INFO.
@@ -154,7 +159,9 @@ def patched(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike = False,
 ) -> Iterator[PatchReport]:
-    """Patches trainers during a `with` block. Takes the arguments of `patch`, and keeps earlier patches."""
+    """Patches trainers during a `with` block. Takes the arguments of
+    `patch`, and keeps earlier patches.
+    """
     before = set(_patched)
     report = patch(
         *targets, share_prompts=share_prompts, memory_budget=memory_budget, reference_memory=reference_memory
@@ -172,7 +179,9 @@ def _undo(names: set[str]) -> None:
 
 
 def _chosen(targets: tuple[str, ...]) -> list[str]:
-    """The names of the targeted trainers. By default those whose packages are installed, or all if none is."""
+    """The names of the targeted trainers. By default those whose packages
+    are installed, or all if none is.
+    """
     unknown = [t for t in targets if t not in PACKAGES and t not in PACKAGES.values()]
     if unknown:
         names = ", ".join(PACKAGES)

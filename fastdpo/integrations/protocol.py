@@ -9,7 +9,9 @@ from typing import Protocol
 from ..ops.linear_logps import MEMORY_BUDGET
 
 STATE = "_fastdpo_state"
-"""The attribute of a trainer that holds the state of its trainer line. Trainers created before `patch()` have none."""
+"""The attribute of a trainer that holds the state of its trainer line.
+Trainers created before `patch()` have none.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class PatchOptions:
     Attributes:
         share_prompts: compute the tokens that the two answers to a prompt begin with once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
-        reference_memory: remember the reference's log-probabilities of each pair: not at all, in this
-            process, or in a directory.
+        reference_memory: remember the reference's log-probabilities of each pair: not at all, in
+            this process, or in a directory.
     """
 
     share_prompts: bool = True
@@ -29,7 +31,9 @@ class PatchOptions:
 
 
 class TrainerLine(Protocol):
-    """The functions of a module that patches one trainer line: one trainer class in a range of versions."""
+    """The functions of a module that patches one trainer line: one
+    trainer class in a range of versions.
+    """
 
     def unsupported_reason(self) -> str | None:
         """Compares the functions to be replaced with those that were tested.

@@ -32,7 +32,8 @@ class Memory:
     """The reference memory of one trainer. Each rank has its own, and `exchange` merges them.
 
     Args:
-        option: False disables it. True keeps values for the lifetime of the trainer, a directory beyond it.
+        option: False disables it. True keeps values for the lifetime of the trainer, a directory
+            beyond it.
         integration: name under which calls are counted and logged.
     """
 
@@ -50,12 +51,14 @@ class Memory:
         self._new: dict[bytes, Pair] = {}
 
     def start(self, unsupported_reason: str | None, key: Callable[[], str]) -> None:
-        """Disables the memory if there is a reason to, and otherwise reads the values in the directory.
+        """Disables the memory if there is a reason to, and otherwise reads the values in the
+        directory.
 
         Args:
-            unsupported_reason: why this reference's log-probabilities cannot be remembered, or None.
-            key: returns a hash of everything that they depend on next to a pair's tokens. It is called
-                again when the reference has changed.
+            unsupported_reason: why this reference's log-probabilities cannot be remembered, or
+                None.
+            key: returns a hash of everything that they depend on next to a pair's tokens. It is
+                called again when the reference has changed.
         """
         self.started, self._make_key = True, key
         if unsupported_reason is not None:
@@ -70,13 +73,14 @@ class Memory:
     def log_probs(
         self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor]
     ) -> Tensor:
-        """Returns the log-probabilities of chosen and rejected completions, float64 [B, 2]. Call `check` first.
+        """Returns the log-probabilities of chosen and rejected completions, float64 [B, 2]. Call
+        `check` first.
 
         Args:
             reference: the model that `compute` runs.
             digests: of the B pairs (see `digests_of_pairs`).
-            compute: given the indices of M pairs that are not remembered, returns their values [M, 2]. It
-                is not called for M = 0. If it draws random numbers, the memory is disabled.
+            compute: given the indices of M pairs that are not remembered, returns their values [M,
+                2]. It is not called for M = 0. If it draws random numbers, the memory is disabled.
         """
         if any(module.training for module in reference.modules()):  # values may differ from those in evaluation mode
             digests = [hashlib.blake2b(x, digest_size=len(x), person=b"training").digest() for x in digests]
@@ -128,7 +132,9 @@ class Memory:
         self._read()
 
     def _read(self) -> None:
-        """Reads the values stored under the key. Continues in RAM if there is no key or the directory is unusable."""
+        """Reads the values stored under the key. Continues in RAM if there is
+        no key or the directory is unusable.
+        """
         from ..ref_logps import shards
 
         if self._directory is None:
@@ -172,7 +178,8 @@ def _random_states(device: torch.device) -> list[Tensor]:
 
 
 def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor) -> list[bytes]:
-    """Digests of 16 bytes of each pair's real tokens and which of them are scored. One copy to the host.
+    """Digests of 16 bytes of each pair's real tokens and which of them are scored. One copy to the
+    host.
 
     Args:
         ids: [2B, L], chosen rows first.
@@ -209,7 +216,9 @@ def _write(directory: Path, key: str, values: dict[bytes, Pair]) -> None:
 
 
 def _read(directory: Path, key: str) -> dict[bytes, Pair]:
-    """The values in all files. Raises ValueError if `_write` has not written one of them for this key."""
+    """The values in all files. Raises ValueError if `_write` has not
+    written one of them for this key.
+    """
     from ..ref_logps import shards
 
     values: dict[bytes, Pair] = {}

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 WRAPPED = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module"}
-"""Names under which PEFT, `torch.compile` and checkpoint wrappers hold the module that they wrap."""
+"""Names under which PEFT, `torch.compile` and checkpoint wrappers hold the module that they wrap.
+"""
 
 IRRELEVANT_ENTRIES = {
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
@@ -54,7 +55,9 @@ def active_adapters(model: nn.Module) -> dict[str, object]:
 
 
 def adapter_states(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The state that PEFT's layers hold for active adapters: scalings, and adapters merged into the weights."""
+    """The state that PEFT's layers hold for active adapters: scalings, and
+    adapters merged into the weights.
+    """
     for name, module in adapter_modules(model):
         active = _active(module)
         state: dict[str, Any] = {
@@ -70,7 +73,9 @@ def adapter_states(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class InactiveAdapters:
-    """The unwrapped names of the tensors and modules of inactive adapters: `module.container.adapter...`."""
+    """The unwrapped names of the tensors and modules of inactive adapters:
+    `module.container.adapter...`.
+    """
 
     def __init__(self, model: nn.Module):
         self.modules: dict[str, tuple[set[str], set[str]]] = {}

@@ -36,11 +36,14 @@ _PREFIX = "fastdpo_"
 _LONG, _SHORT = "flash_attention_", "fa"  # for a name that contains "flash", transformers looks for the package
 
 IGNORED_ARGUMENTS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
-"""Arguments that some model families pass to their attention and that `packed_attention` does not need."""
+"""Arguments that some model families pass to their attention and that
+`packed_attention` does not need.
+"""
 
 IGNORED_BY_SDPA = {"softcap", "s_aux"}
-"""Features that transformers' sdpa leaves out or refuses, depending on the version. Packed attention in its
-place must not add them."""
+"""Features that transformers' sdpa leaves out or refuses, depending on the version. Packed
+attention in its place must not add them.
+"""
 
 
 @dataclass
@@ -82,7 +85,8 @@ def is_layout(mask: object) -> bool:
 
 
 class _Name(str):
-    """The name of a packed attention. Copies and pickles of a configuration hold the prior name instead.
+    """The name of a packed attention. Copies and pickles of a configuration hold the prior name
+    instead.
 
     A copy of a model is not switched, and another process has not registered the packed attention.
     """
@@ -100,8 +104,8 @@ def is_switched(model: PreTrainedModel) -> bool:
 def switch(model: PreTrainedModel) -> str:
     """Sets a transformers model to packed attention, and returns the implementation that it had.
 
-    The model then accepts `Layout.mask` as an attention mask, next to everything it accepted before. A
-    model that was not switched raises an error when it is given one.
+    The model then accepts `Layout.mask` as an attention mask, next to everything it accepted
+    before. A model that was not switched raises an error when it is given one.
 
     Raises:
         RuntimeError: the model does not accept the implementation.
@@ -128,8 +132,9 @@ def restore(model: PreTrainedModel, prior: str) -> None:
 def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> dict[str, Any]:
     """The keyword arguments with which a switched model runs on the packed tokens of a batch.
 
-    They belong together: a model that is given packed ids without the layout takes them for one ordinary
-    row, in which the rejected completion sees the chosen one, and returns wrong states without an error.
+    They belong together: a model that is given packed ids without the layout takes them for one
+    ordinary row, in which the rejected completion sees the chosen one, and returns wrong states
+    without an error.
 
     Args:
         model: a transformers model after `switch`.
@@ -140,7 +145,8 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
         `input_ids` [1, T], `position_ids` [1, T], `attention_mask` (`Layout.mask`) and `use_cache`.
 
     Raises:
-        ValueError: the model is not switched, or `input_ids` has another shape than the batch of the layout.
+        ValueError: the model is not switched, or `input_ids` has another shape than the batch of
+            the layout.
     """
     if not is_switched(model):
         current = model.config._attn_implementation

@@ -1,9 +1,9 @@
 """A fingerprint of a model that is cheap enough to compute in every step.
 
 Log-probabilities remembered from a reference model are valid as long as its fingerprint stays the
-same. Callbacks update a reference by writing to `.data`, which the version counters of tensors miss,
-so a checksum covers the bits of all tensors. Computing it reads the weights once, as the forward
-pass of a single token does, and takes one synchronisation.
+same. Callbacks update a reference by writing to `.data`, which the version counters of tensors
+miss, so a checksum covers the bits of all tensors. Computing it reads the weights once, as the
+forward pass of a single token does, and takes one synchronisation.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _checksums(tensors: list[Tensor]) -> list[int]:
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """int64 []: the sum modulo 2^64 of the 64-bit words, each mixed and multiplied by a weight of its position."""
+    """int64 []: the sum modulo 2^64 of the 64-bit words, each mixed and
+    multiplied by a weight of its position.
+    """
     flat = x.detach().reshape(-1)
     if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):  # a view into a larger buffer
         flat = flat.clone(memory_format=torch.contiguous_format)

@@ -1,12 +1,12 @@
 """The fused forward of a causal LM, through which all integrations score their batches.
 
-`model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` packs the padded batch, runs
-the model's own backbone on the packed tokens, scores the labelled positions with the fused head, and
-returns per-token results in the padded shape. All other calls, and batches that are not supported, go
-to the forward that the model had before.
+`model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` packs the padded batch,
+runs the model's own backbone on the packed tokens, scores the labelled positions with the fused
+head, and returns per-token results in the padded shape. All other calls, and batches that are not
+supported, go to the forward that the model had before.
 
-All of this happens inside `model(...)`, so that the hooks of DDP, FSDP2, ZeRO-3, PEFT and autocast see
-an ordinary call.
+All of this happens inside `model(...)`, so that the hooks of DDP, FSDP2, ZeRO-3, PEFT and autocast
+see an ordinary call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ SCORING_ARGUMENTS = {"labels", "shift_labels", "num_items_in_batch"}
 """Arguments that a model's own forward does not receive when only its logits are needed."""
 
 MAX_PROBE_RESULTS = 16
-"""Number of structures of a model whose probe results are kept, for models that are switched back and forth."""
+"""Number of structures of a model whose probe results are kept, for
+models that are switched back and forth.
+"""
 
 
 class Request(NamedTuple):
@@ -75,7 +77,8 @@ class ScoredBatch(NamedTuple):
     Attributes:
         logps: per-token results, [R, W] each, zero where nothing is scored.
         label_mask: bool [R, W], where a token is scored.
-        router_logits: of each layer, [T, experts] for T packed tokens; None if they were not requested.
+        router_logits: of each layer, [T, experts] for T packed tokens; None if they were not
+            requested.
         multiplicity: [1, T], how often each packed token occurs in the batch.
     """
 
@@ -90,7 +93,9 @@ MakeOutput = Callable[[ScoredBatch, dict], object]
 
 
 class _RunnableBatch(NamedTuple):
-    """How a call runs: packed by its layout, or padded as it came, with a layout that says what is scored."""
+    """How a call runs: packed by its layout, or padded as it came, with
+    a layout that says what is scored.
+    """
 
     layout: Layout
     packed: bool
@@ -140,19 +145,20 @@ _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *, prior_scores: bool = True) -> None:
-    """Replaces the forward of a model. If the model is not supported, logs why, and only counts its calls.
+    """Replaces the forward of a model. If the model is not supported, logs why, and only counts its
+    calls.
 
     Args:
         model: the causal LM itself, without wrappers of PEFT or engines.
         request: what the fused forward computes.
         make_output: makes the output of fused calls.
-        prior_scores: whether the model's present forward takes `fused_lm_head` and labels. If not, it is
-            the model's own: calls that are not fused return its logits, and the fused head is compared
-            with them first.
+        prior_scores: whether the model's present forward takes `fused_lm_head` and labels. If not,
+            it is the model's own: calls that are not fused return its logits, and the fused head is
+            compared with them first.
     """
     uninstall(model)
-    # Packing works on the host, so a compiled model packs outside of its graphs. Decorating here rather
-    # than at import keeps Triton, which Dynamo imports, out of `import fastdpo`.
+    # Packing works on the host, so a compiled model packs outside of its graphs. Decorating here
+    # rather than at import keeps Triton, which Dynamo imports, out of `import fastdpo`.
     choose = torch.compiler.disable(_choose, reason="packing works on the host")
     choose = cast(Callable[..., "_RunnableBatch | None"], choose)
     reason = support.unsupported_reason(model)
@@ -172,7 +178,8 @@ def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *
             return fused.prior_forward(*args, **kwargs)
         return _call(self, fused, args, kwargs)
 
-    # `generate` and Trainer read the signature. functools.wraps would set `__wrapped__`, which accelerate follows.
+    # `generate` and Trainer read the signature. functools.wraps would set `__wrapped__`, which
+    # accelerate follows.
     forward.__signature__ = inspect.signature(type(model).forward)
     fused.forward = forward
     model.forward = MethodType(forward, model)
@@ -276,7 +283,9 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
 
 
 def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, kwargs: dict) -> ScoredBatch:
-    """Runs the backbone on the batch and the head on its scored positions, and restores the padded shape."""
+    """Runs the backbone on the batch and the head on its scored
+    positions, and restores the padded shape.
+    """
     request, layout = fused.request, batch.layout
     routed = returns_router_logits(model, kwargs)
     options = {"output_router_logits": True} if routed else {}
@@ -310,7 +319,8 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
 
 
 def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> str | None:
-    """Switches attention and head of a supported model. Returns why the model as it is now is not supported.
+    """Switches attention and head of a supported model. Returns why the model as it is now is not
+    supported.
 
     A model whose structure has changed is examined again, before anything is computed with it.
     """
@@ -374,7 +384,9 @@ def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> Layou
 
 
 def _has_dropout(model: PreTrainedModel, fused: _FusedForward) -> bool:
-    """Whether training is random. The probe misses dropout in an adapter whose weights are still zero."""
+    """Whether training is random. The probe misses dropout in an
+    adapter whose weights are still zero.
+    """
     is_random = fused.probe_result is not None and fused.probe_result.is_random
     return is_random or any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
 

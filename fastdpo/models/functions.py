@@ -21,6 +21,8 @@ def name_of(function: Callable) -> str:
 
 
 def module_of(function: Callable) -> str:
-    """The module that a function was written in. `functools.wraps` changes `__module__`, but not `__globals__`."""
+    """The module that a function was written in. `functools.wraps` changes
+    `__module__`, but not `__globals__`.
+    """
     function = inner_function(function)
     return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""

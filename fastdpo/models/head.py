@@ -29,7 +29,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
-    """The head. Look it up for each call: FSDP and PEFT replace it after a trainer has been created."""
+    """The head. Look it up for each call: FSDP and PEFT replace it
+    after a trainer has been created.
+    """
     return cast(nn.Linear, model.get_output_embeddings())
 
 
@@ -80,7 +82,9 @@ def hooks_of(module: nn.Module) -> Iterator[Callable]:
 
 
 def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
-    """`nn.Linear.forward`. Given targets [N] for hidden states [N, D], returns `TokenLogps` instead."""
+    """`nn.Linear.forward`. Given targets [N] for hidden states [N,
+    D], returns `TokenLogps` instead.
+    """
     if fastdpo_targets is None:
         return nn.Linear.forward(self, input)
     return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
@@ -107,7 +111,9 @@ def _forward_attribute(head: nn.Module) -> str:
 
 
 def _replaced_forward(head: nn.Module) -> str | None:
-    """The name of a forward other than the class's, the installed one, and accelerate's around either."""
+    """The name of a forward other than the class's, the installed one,
+    and accelerate's around either.
+    """
     inner = vars(head).get(_forward_attribute(head))
     if inner is not None and not is_installed(inner) and getattr(inner, "__func__", None) is not nn.Linear.forward:
         return name_of(inner)

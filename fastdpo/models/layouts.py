@@ -13,7 +13,9 @@ from .. import packing
 from ..packing import Layout
 
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By a batch's labels: weak references to its other tensors, what the layout depends on, and the layout."""
+"""By a batch's labels: weak references to its other tensors, what the
+layout depends on, and the layout.
+"""
 
 
 class PaddedBatch(NamedTuple):
@@ -23,7 +25,8 @@ class PaddedBatch(NamedTuple):
         input_ids: int64 [R, L].
         attention_mask: [R, L], 0 at padding.
         labels: int64 [R, L], `IGNORE_INDEX` where a token is not scored.
-        shifted: whether `labels` came as `shift_labels`: position i then holds the token that i predicts.
+        shifted: whether `labels` came as `shift_labels`: position i then holds the token that i
+            predicts.
     """
 
     input_ids: Tensor
@@ -40,13 +43,15 @@ def padded_batch(kwargs: dict) -> PaddedBatch:
 
 
 def layout_of(batch: PaddedBatch, *, share_prompts: bool, store_all: bool, reach: int | None) -> Layout:
-    """The layout of a batch. A second call with the same unmodified tensors returns the same object.
+    """The layout of a batch. A second call with the same unmodified tensors returns the same
+    object.
 
     Args:
         batch: rows i and i + R/2 answer the same prompt.
         share_prompts: store the tokens that the rows of a pair begin with once.
         store_all: store tokens that no other depends on, too.
-        reach: number of positions that rotary embeddings must see, or None for as many as there are.
+        reach: number of positions that rotary embeddings must see, or None for as many as there
+            are.
 
     Raises:
         NotPackable: the batch has no packed form.

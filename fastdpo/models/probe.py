@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LONGEST_PROBE = 8192
-"""Up to this window in tokens, the probe's rows are longer than the window. A longer window is trusted
-once it has been passed to the attention."""
+"""Up to this window in tokens, the probe's rows are longer than the window. A longer window is
+trusted once it has been passed to the attention.
+"""
 
 ROUNDING_FACTOR = 8
-"""Allowed difference of hidden states, in units of how far they move when the input embeddings change by
-one rounding error. Over 40 families and depths of 2 to 32 layers, in float32, bfloat16 and float16,
-packing alone moved them by 0.2 to 1.0 such units (torch 2.13 on a CPU)."""
+"""Allowed difference of hidden states, in units of how far they move when the input embeddings
+change by one rounding error. Over 40 families and depths of 2 to 32 layers, in float32, bfloat16
+and float16, packing alone moved them by 0.2 to 1.0 such units (torch 2.13 on a CPU).
+"""
 
 LARGEST_TOLERANCE = 0.1
-"""A wrong mask, window or position changes hidden states by tenths of their norm. No model is allowed as
-much, however strongly it amplifies rounding."""
+"""A wrong mask, window or position changes hidden states by tenths of their norm. No model is
+allowed as much, however strongly it amplifies rounding.
+"""
 
 SHORTEST_BRANCH = 7
 
@@ -40,7 +43,8 @@ class ProbeResult(NamedTuple):
     """What running a model has shown.
 
     Attributes:
-        unsupported_reason: why its packed hidden states cannot be used; None if they equal the padded ones.
+        unsupported_reason: why its packed hidden states cannot be used; None if they equal the
+            padded ones.
         is_random: whether two runs in training mode differ, because of dropout of any kind.
         attention_dropout: dropout of attention weights in training mode.
     """
@@ -53,10 +57,10 @@ class ProbeResult(NamedTuple):
 def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     """Compares packed with padded hidden states of a model that is switched to packed attention.
 
-    Two groups of rows are run, one of them longer than the model's attention window. The rows are the
-    same in every process, so that ranks that run the model together come to the same result. Runs
-    without gradients and leaves buffers as they were; a model that writes to its buffers when it runs
-    is unsupported, since they would then hold statistics of packed tokens.
+    Two groups of rows are run, one of them longer than the model's attention window. The rows are
+    the same in every process, so that ranks that run the model together come to the same result.
+    Runs without gradients and leaves buffers as they were; a model that writes to its buffers when
+    it runs is unsupported, since they would then hold statistics of packed tokens.
     """
     with torch.no_grad(), preserved_buffers(model) as written:
         result = _probe(model, device)
@@ -101,7 +105,9 @@ def _probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
 
 @contextmanager
 def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
-    """Restores the values of buffers after the block. Yields a list that then names those that had changed."""
+    """Restores the values of buffers after the block. Yields a list that
+    then names those that had changed.
+    """
     before = [(name, x, x.clone()) for name, x in model.named_buffers() if x.device.type != "meta"]
     written: list[str] = []
     try:
@@ -114,7 +120,8 @@ def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
 
 
 def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Returns how logits of a model's class differ from its head and `logit_transform`, or None if they do not.
+    """Returns how logits of a model's class differ from its head and `logit_transform`, or None if
+    they do not.
 
     Compares with the forward of the class, since a trainer may have wrapped the model's own for
     another precision.
@@ -149,7 +156,9 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [5, L], groups [5]: three short rows with one prefix, and two long rows with another."""
+    """ids and mask [5, L], groups [5]: three short rows with one
+    prefix, and two long rows with another.
+    """
     longest = 24 if window is None or window > LONGEST_PROBE else window + 8
     longest = min(longest, (getattr(config, "max_position_embeddings", None) or longest + 32) - 16)
     generator = torch.Generator().manual_seed(0)
@@ -181,7 +190,9 @@ def _missed_layout(model: PreTrainedModel, window: int | None, recorded: attenti
 def _difference(
     model: PreTrainedModel, layout: packing.Layout, packed: Tensor, padded: Tensor, perturbed: Tensor
 ) -> str | None:
-    """Returns how packed hidden states [M, D] differ from padded ones by more than rounding, or None."""
+    """Returns how packed hidden states [M, D] differ from padded ones
+    by more than rounding, or None.
+    """
     error = _worst_error(layout, packed, padded)
     tolerance = min(ROUNDING_FACTOR * _worst_error(layout, perturbed, padded), LARGEST_TOLERANCE)
     if error <= tolerance:
@@ -205,7 +216,9 @@ def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor) -> fl
 
 
 def _rounding_error(model: PreTrainedModel, device: torch.device) -> float:
-    """The relative error of one operation of a model: of its least precise dtype, or of TF32 products."""
+    """The relative error of one operation of a model: of its least
+    precise dtype, or of TF32 products.
+    """
     dtypes = {p.dtype for p in model.parameters()}
     dtypes.add(torch.float32)  # models in float64 compute their softmax and norms in float32, too
     if not all(dtype.is_floating_point for dtype in dtypes):  # quantized models compute in half precision

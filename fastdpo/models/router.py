@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 
 def returns_router_logits(model: PreTrainedModel, kwargs: dict) -> bool:
-    """Whether a call asks for router logits, itself or, as in the model's own forward, by the configuration."""
+    """Whether a call asks for router logits, itself or, as in the model's
+    own forward, by the configuration.
+    """
     requested = kwargs.get("output_router_logits")
     return bool(getattr(model.config, "output_router_logits", False) if requested is None else requested)
 
 
 def router_loss(config: PretrainedConfig, router_logits: tuple[Tensor, ...], multiplicity: Tensor) -> Tensor:
-    """The load-balancing loss over the real tokens of a batch (Switch Transformers, Fedus et al. 2021, eqs. 4 to 6).
+    """The load-balancing loss over the real tokens of a batch (Switch Transformers, Fedus et al.
+    2021, eqs. 4 to 6).
 
     Args:
         config: of the model.

@@ -1,4 +1,5 @@
-"""The structure of a model as a hash: modules, their classes, hooks, replaced forwards and plain attributes.
+"""The structure of a model as a hash: modules, their classes, hooks, replaced forwards and plain
+attributes.
 
 The probe's result for a model, and log-probabilities remembered from it, are valid as long as its
 structure stays the same. The hash is computed for every call, so the part that each module adds to
@@ -30,14 +31,18 @@ COUNTERS = ("ds_", "_ds", "applied_pre_backward")
 """Prefixes of the counters that DeepSpeed keeps on modules."""
 
 NEUTRAL_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
-"""Hooks of transformers and PEFT, which add another one each time gradient checkpointing is enabled."""
+"""Hooks of transformers and PEFT, which add another one each time
+gradient checkpointing is enabled.
+"""
 
 
 class Structure:
-    """Computes the structure hash of one model. Keeps its modules alive, so that no id is used twice."""
+    """Computes the structure hash of one model. Keeps its modules
+    alive, so that no id is used twice.
+    """
 
     def __init__(self) -> None:
-        # By id of a module: the module, its class, its attributes and the hash of those that are plain.
+        # By id of a module: the module, its class, its attributes, and the hash of plain ones.
         self._cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
 
     def hash(self, model: PreTrainedModel) -> int:
@@ -65,7 +70,9 @@ class Structure:
 
 
 def additions_to(module: nn.Module) -> Iterator[object]:
-    """Identifies the hooks on a module and a replaced forward, except the one that `head.install` sets."""
+    """Identifies the hooks on a module and a replaced forward, except
+    the one that `head.install` sets.
+    """
     for hook in head.hooks_of(module):
         if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS:
             yield _identity(hook)

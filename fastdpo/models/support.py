@@ -1,4 +1,5 @@
-"""What a model's configuration and modules say: whether it can be packed, and how its head makes logits.
+"""What a model's configuration and modules say: whether it can be packed, and how its head makes
+logits.
 
 No model is known by its name here. `probe.py` then compares a packed run with a padded one.
 """
@@ -89,7 +90,9 @@ def forward_unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def rope_depends_on_length(config: PretrainedConfig) -> bool:
-    """Whether rotary embeddings depend on the largest position of the batch (dynamic NTK, LongRoPE)."""
+    """Whether rotary embeddings depend on the largest position of
+    the batch (dynamic NTK, LongRoPE).
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layer_types = parameters.values() if "rope_type" not in parameters else [parameters]
     types = {(each or {}).get("rope_type", "default") for each in of_layer_types if isinstance(each, dict)}
@@ -105,7 +108,9 @@ def attention_window(config: PretrainedConfig) -> int | None:
 
 
 def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
-    """(softcap, logit_scale) of a model that computes `softcap * tanh(logit_scale * z / softcap)` after its head."""
+    """(softcap, logit_scale) of a model that computes `softcap *
+    tanh(logit_scale * z / softcap)` after its head.
+    """
     softcap = getattr(config, "final_logit_softcapping", None)
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
         if getattr(config, name, None) is not None:
@@ -117,13 +122,16 @@ def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of a model and so run it together: FSDP, tensor parallelism or ZeRO-3."""
+    """Whether ranks hold parts of a model and so run it together:
+    FSDP, tensor parallelism or ZeRO-3.
+    """
     in_units = any(type(module).__module__.startswith("torch.distributed.fsdp.") for module in model.modules())
     return in_units or any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in model.parameters())
 
 
 def shared_reason(model: nn.Module, reason: str | None) -> str | None:
-    """The reason of the first rank that has one, where ranks run a model together: they must take the same path.
+    """The reason of the first rank that has one, where ranks run a model together: they must take
+    the same path.
 
     Every rank must call this if the model is sharded. Otherwise each rank keeps its own reason.
     """

@@ -1,4 +1,5 @@
-"""Reference log-probabilities of a preference dataset: computed once, cached on disk, and resumable.
+"""Reference log-probabilities of a preference dataset: computed once, cached on disk, and
+resumable.
 
     from fastdpo import ref_logps
 
@@ -44,27 +45,31 @@ def precompute(
     adapter: str | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> RefLogps:
-    """Computes the summed log-probability of every chosen and rejected completion, as TRL's DPOTrainer does.
+    """Computes the summed log-probability of every chosen and rejected completion, as TRL's
+    DPOTrainer does.
 
-    One pass without gradients, in evaluation mode, packed, with shared prompts and a fused head. The longest
-    pairs come first, so that a lack of memory shows at once. A model that cannot be packed runs its own
-    forward on one pair at a time, and the reason is logged. An active autocast applies.
+    One pass without gradients, in evaluation mode, packed, with shared prompts and a fused head.
+    The longest pairs come first, so that a lack of memory shows at once. A model that cannot be
+    packed runs its own forward on one pair at a time, and the reason is logged. An active autocast
+    applies.
 
-    With `cache_dir`, computed values are stored about every 30 seconds, under a hash of everything that they
-    depend on: the model's modules, tensors and configuration, its active adapter, the token ids, truncation,
-    `ld_alpha` and the precision. A later process continues after one that was killed. SIGTERM stores computed
-    values before it ends the process, unless the program handles it. Two processes that compute the same
-    values wait for each other.
+    With `cache_dir`, computed values are stored about every 30 seconds, under a hash of everything
+    that they depend on: the model's modules, tensors and configuration, its active adapter, the
+    token ids, truncation, `ld_alpha` and the precision. A later process continues after one that
+    was killed. SIGTERM stores computed values before it ends the process, unless the program
+    handles it. Two processes that compute the same values wait for each other.
 
-    Values are not cached, with one warning, if the directory is not writable, or if the model runs hooks,
-    forwards or other functions that do not come from an installed package, which a hash cannot identify.
+    Values are not cached, with one warning, if the directory is not writable, or if the model runs
+    hooks, forwards or other functions that do not come from an installed package, which a hash
+    cannot identify.
 
-    With torch.distributed initialised, every rank calls this with the same arguments, computes its share of
-    the values and returns all of them, whether or not ranks have a common disk. Tensor parallelism is not
-    supported.
+    With torch.distributed initialised, every rank calls this with the same arguments, computes its
+    share of the values and returns all of them, whether or not ranks have a common disk. Tensor
+    parallelism is not supported.
 
-    Memory: the activations of one layer for `tokens_per_batch` tokens, and tiles of logits. Without packing:
-    the logits of one pair, or of one batch if only running the model shows that it cannot be packed.
+    Memory: the activations of one layer for `tokens_per_batch` tokens, and tiles of logits. Without
+    packing: the logits of one pair, or of one batch if only running the model shows that it cannot
+    be packed.
 
     Args:
         model: a causal LM of transformers, which PEFT, DDP or FSDP2 may have wrapped.
@@ -73,18 +78,19 @@ def precompute(
         cache_dir: directory in which values are stored, or None.
         max_length: number of tokens of prompt and completion to keep, or None for all.
         truncation_mode: which tokens to keep: "keep_start" or "keep_end".
-        ld_alpha: in [0, 1], the weight of a completion's tokens beyond the length of the pair's other
-            completion (LD-DPO, arXiv 2409.06411). None is 1.
+        ld_alpha: in [0, 1], the weight of a completion's tokens beyond the length of the pair's
+            other completion (LD-DPO, arXiv 2409.06411). None is 1.
         adapter: adapter of a PeftModel that is part of the reference. None disables all adapters.
-        tokens_per_batch: number of packed tokens in one call of the model. A longer pair is a batch of its own.
+        tokens_per_batch: number of packed tokens in one call of the model. A longer pair is a batch
+            of its own.
 
     Returns:
-        `RefLogps`, float32 [N] each, in nats, in the order of the dataset. 0 where truncation has left nothing
-        of a completion.
+        `RefLogps`, float32 [N] each, in nats, in the order of the dataset. 0 where truncation has
+        left nothing of a completion.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above; a stored file, which the message names, is not
-            valid, and nothing of it is used; or a log-probability is not finite.
+        ValueError, TypeError: an argument breaks a rule above; a stored file, which the message
+            names, is not valid, and nothing of it is used; or a log-probability is not finite.
         NotImplementedError: parameters cannot be read for the cache's key.
         NotFused: with `FASTDPO_STRICT=1`, the model cannot be packed, or values cannot be cached.
     """
@@ -115,11 +121,13 @@ def precompute(
 def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
     """Adds the columns `ref_chosen_logps` and `ref_rejected_logps`, float32, to a dataset.
 
-    TRL's signature contains these columns: `remove_unused_columns` keeps them, and its collator makes [B]
-    tensors of them. A patched DPOTrainer with `precompute_ref_log_probs=True` uses them as they are.
+    TRL's signature contains these columns: `remove_unused_columns` keeps them, and its collator
+    makes [B] tensors of them. A patched DPOTrainer with `precompute_ref_log_probs=True` uses them
+    as they are.
 
     Args:
-        dataset: N rows: a `datasets.Dataset`, or a sequence of mappings, which gives a list of dicts.
+        dataset: N rows: a `datasets.Dataset`, or a sequence of mappings, which gives a list of
+            dicts.
         logps: of the same N rows.
 
     Raises:

@@ -1,4 +1,6 @@
-"""The key under which reference log-probabilities are stored: a hash of everything that they depend on."""
+"""The key under which reference log-probabilities are stored: a hash
+of everything that they depend on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ VERSION = "fastdpo.ref_logps/2"
 
 
 def key(pairs: Pairs, model: str, precision: str, ld_alpha: float | None) -> str:
-    """The key of the log-probabilities of these pairs under a model with this digest, run in this precision."""
+    """The key of the log-probabilities of these pairs under a model with
+    this digest, run in this precision.
+    """
     parts = {
         "version": VERSION,
         "model": model,
@@ -42,8 +46,8 @@ def key(pairs: Pairs, model: str, precision: str, ld_alpha: float | None) -> str
 def model_digest(model: PreTrainedModel) -> str:
     """Hash of a model as it would run now: its configuration, `ModuleStates` and active adapters.
 
-    A model with disabled adapters has the digest of the model without them. Parameters sharded by FSDP2
-    are gathered one at a time, so every rank must call this.
+    A model with disabled adapters has the digest of the model without them. Parameters sharded by
+    FSDP2 are gathered one at a time, so every rank must call this.
 
     Raises:
         NotCacheable: the model runs functions that cannot be identified.
@@ -66,7 +70,8 @@ def uncacheable_reason(model: nn.Module) -> str | None:
     """Returns why values of a model cannot be cached, or None if they can. Runs no collective.
 
     Args:
-        model: a transformers model, which PEFT, DDP or FSDP2 may have wrapped. Hooks of the wrappers count, too.
+        model: a transformers model, which PEFT, DDP or FSDP2 may have wrapped. Hooks of the
+            wrappers count, too.
     """
     from .scoring import base_of
 

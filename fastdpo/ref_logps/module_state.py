@@ -1,9 +1,10 @@
-"""Everything about a model's modules that its outputs depend on: classes, tensors, attributes, hooks and forwards.
+"""Everything about a model's modules that its outputs depend on: classes, tensors, attributes,
+hooks and forwards.
 
-A function cannot be hashed, because it may read any variable. A function from an installed package is
-identified by its name, like the classes of that package. Functions of trainers and engines (accelerate,
-PEFT, FSDP2, fastdpo) do not change a model's outputs and are left out. A model with any other function
-raises `NotCacheable`.
+A function cannot be hashed, because it may read any variable. A function from an installed package
+is identified by its name, like the classes of that package. Functions of trainers and engines
+(accelerate, PEFT, FSDP2, fastdpo) do not change a model's outputs and are left out. A model with
+any other function raises `NotCacheable`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ IRRELEVANT_ATTRIBUTES = {
     *("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_torch_compile"),
     *("device", "config", "forward", "_old_forward", "_original_forward", FUSED_FORWARD),
 }
-"""Attributes that outputs in evaluation mode do not depend on, and those that are handled separately."""
+"""Attributes that outputs in evaluation mode do not depend on, and
+those that are handled separately.
+"""
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
@@ -71,14 +74,16 @@ class NotCacheable(NotImplementedError):
 class ModuleStates:
     """Everything that the outputs of a model depend on, as it would run now.
 
-    It is the same with and without inactive adapters, FSDP2, `torch.compile` and the hooks of trainers.
+    It is the same with and without inactive adapters, FSDP2, `torch.compile` and the hooks of
+    trainers.
 
     Attributes:
         tensors: parameters, all buffers and tensors held as attributes, by name.
         entries: everything else, as values that JSON can represent.
 
     Raises:
-        NotCacheable: a module runs a function, or holds an object, that does not come from an installed package.
+        NotCacheable: a module runs a function, or holds an object, that does not come from an
+            installed package.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -162,7 +167,9 @@ class ModuleStates:
         self._add(name, "forward", sorted(others) or _NEUTRAL)
 
     def _class(self, where: str, kind: type) -> object:
-        """Identifies a class and its forward, and one that is not installed by the bytes of its file as well."""
+        """Identifies a class and its forward, and one that is not installed
+        by the bytes of its file as well.
+        """
         if kind in self._classes:
             return self._classes[kind]
         names: list[object] = []
@@ -182,7 +189,9 @@ class ModuleStates:
         return names
 
     def _functions(self, where: str, function: Any) -> set[str]:
-        """Identifies a function, those that it wraps and what they are bound to. Leaves out neutral functions."""
+        """Identifies a function, those that it wraps and what they are bound
+        to. Leaves out neutral functions.
+        """
         if id(function) not in self._known_functions:
             self._known_functions[id(function)] = (function, set())  # it may refer to itself
             self._known_functions[id(function)] = (function, self._names(where, function))
@@ -303,7 +312,9 @@ def _is_neutral(module: str | None) -> bool:
 
 @functools.cache
 def _installed(file: str | None) -> str | None:
-    """The dotted module name of a file of an installed package, or None for any other file, such as a script."""
+    """The dotted module name of a file of an installed package, or None
+    for any other file, such as a script.
+    """
     if file is None:
         return None
     libraries = [(name, root) for name in LIBRARIES for root in getattr(sys.modules.get(name), "__path__", ())]

@@ -26,7 +26,8 @@ class Sizes(NamedTuple):
     """The sizes of pairs after truncation.
 
     Attributes:
-        packed: int64 [N], number of tokens, with those of the prompt counted once if both rows begin with it.
+        packed: int64 [N], number of tokens, with those of the prompt counted once if both rows
+            begin with it.
         longest: int64 [N], number of tokens of the longer row.
         scored: bool [N], whether any token is scored.
     """
@@ -94,7 +95,9 @@ class Pairs:
         return Sizes(chosen + rejected - shared, np.maximum(chosen, rejected), scored[0] | scored[1])
 
     def collate(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """input_ids, attention_mask and labels, int64 [2B, L], padded on the right; rows i and B + i are a pair."""
+        """input_ids, attention_mask and labels, int64 [2B, L], padded on the
+        right; rows i and B + i are a pair.
+        """
         keep = slice(None)
         if self.max_length is not None:
             start = self.truncation_mode == "keep_start"
@@ -112,7 +115,9 @@ class Pairs:
         }
 
     def _read(self) -> tuple[np.ndarray, str]:
-        """Lengths, and a digest of all ids in their order, which is the same for Arrow and for lists."""
+        """Lengths, and a digest of all ids in their order, which is
+        the same for Arrow and for lists.
+        """
         digest, lengths = hashlib.sha256(), [np.zeros((0, 3), np.int64)]
         for columns in self._columns():
             first = sum(map(len, lengths))
@@ -124,7 +129,9 @@ class Pairs:
         return np.concatenate(lengths), digest.hexdigest()
 
     def _check(self, name: str, ids: np.ndarray, sizes: np.ndarray, first: int) -> None:
-        """Raises ValueError for the first id out of range. `first` is the index of the first of these rows."""
+        """Raises ValueError for the first id out of range. `first` is the
+        index of the first of these rows.
+        """
         wrong = ids < 0 if self._vocabulary is None else (ids < 0) | (ids >= self._vocabulary)
         if wrong.any():
             place = int(wrong.argmax())
@@ -133,7 +140,9 @@ class Pairs:
             raise ValueError(f"precompute: {name} must {rule}; got {ids[place]} in row {row}")
 
     def _columns(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-        """Yields, for some rows at a time, the concatenated ids and the lengths of each column, int64."""
+        """Yields, for some rows at a time, the concatenated ids and the
+        lengths of each column, int64.
+        """
         for start in range(0, len(self), ROWS_READ_AT_ONCE):
             stop = min(start + ROWS_READ_AT_ONCE, len(self))
             if self._arrow is not None:
@@ -145,7 +154,9 @@ class Pairs:
 
 
 def positive(name: str, x: object, others: str = "") -> int:
-    """Returns an argument as an int. Raises ValueError unless it is a positive integer, of any type except bool."""
+    """Returns an argument as an int. Raises ValueError unless it is a
+    positive integer, of any type except bool.
+    """
     try:
         n = 0 if isinstance(x, bool) else operator.index(cast(SupportsIndex, x))
     except TypeError:
@@ -156,7 +167,8 @@ def positive(name: str, x: object, others: str = "") -> int:
 
 
 def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> list[np.ndarray]:
-    """Splits rows, the longest first, into batches of up to `tokens` packed tokens and up to `pairs` pairs.
+    """Splits rows, the longest first, into batches of up to `tokens` packed tokens and up to
+    `pairs` pairs.
 
     A pair of more tokens is a batch of its own.
     """

@@ -1,4 +1,6 @@
-"""One pass over the pairs that are not stored yet, shared between ranks, which stores values as it goes."""
+"""One pass over the pairs that are not stored yet, shared between
+ranks, which stores values as it goes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SECONDS_BETWEEN_SHARDS = 30.0
 TOKENS_PER_BATCH = 16384
 
 Score = Callable[[list[dict[str, list[int]]]], Sequence[Tensor]]
-"""Returns the log-probabilities [n] of the chosen and of the rejected completions of n rows of a dataset."""
+"""Returns the log-probabilities [n] of the chosen and of the rejected
+completions of n rows of a dataset.
+"""
 
 
 class RefLogps(NamedTuple):
@@ -67,7 +71,8 @@ def run(
 ) -> RefLogps:
     """Returns the stored values of all pairs, and computes those that are missing by `score`.
 
-    With torch.distributed initialised, every rank must call this, and each rank calls `score` equally often.
+    With torch.distributed initialised, every rank must call this, and each rank calls `score`
+    equally often.
     """
     values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
     if not (values == MISSING).any():
@@ -96,10 +101,11 @@ def _split(values: Tensor) -> RefLogps:
 
 
 def _lock(shards: Shards, stack: ExitStack) -> bool:
-    """Rank 0 takes the lock while the others wait. Returns False, and logs why, if the file system has no locks.
+    """Rank 0 takes the lock while the others wait. Returns False, and logs why, if the file system
+    has no locks.
 
-    All ranks take part in a short collective after each attempt. A collective that lasted as long as
-    the wait would exceed the time limit of the process group.
+    All ranks take part in a short collective after each attempt. A collective that lasted as long
+    as the wait would exceed the time limit of the process group.
     """
     held, failure = "held", None
     if rank_and_world_size()[0] == 0:
@@ -118,7 +124,9 @@ def _lock(shards: Shards, stack: ExitStack) -> bool:
 def _fill(
     values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bounds: Bounds, description: str
 ) -> str | None:
-    """Computes this rank's part of the missing values. Returns why they could not be stored, or None."""
+    """Computes this rank's part of the missing values. Returns why
+    they could not be stored, or None.
+    """
     rank, world = rank_and_world_size()
     sizes = pairs.sizes()
     todo = (values[:, 0] == MISSING).numpy()
@@ -143,7 +151,7 @@ def _fill(
         with tqdm(total=total, initial=stored, desc=description, unit="tok", unit_scale=True, disable=hidden) as bar:
             for step in range(0, len(todo_batches), world):
                 index = step + rank
-                # A rank without a batch repeats the last one, since the forwards of engines wait for one another.
+                # A rank without a batch repeats the last one: forwards of engines wait for each other.
                 rows = todo_batches[min(index, len(todo_batches) - 1)]
                 scored = torch.stack([x.float().cpu() for x in score(pairs.rows(rows))], 1)
                 if index < len(todo_batches):
@@ -160,7 +168,9 @@ def _fill(
 
 
 def _failure(write: Callable[[], None]) -> str | None:
-    """Calls `write`. Returns why it failed, and logs it, or None. The run continues without the cache."""
+    """Calls `write`. Returns why it failed, and logs it, or None. The
+    run continues without the cache.
+    """
     try:
         write()
     except (OSError, ValueError) as error:  # ValueError: a stored file cannot be read any more

@@ -16,7 +16,9 @@ from ..models import fallback
 
 
 def require_equal_work(*work: object) -> None:
-    """Raises ValueError on every rank if any rank was given other work, since they could not share it."""
+    """Raises ValueError on every rank if any rank was given other
+    work, since they could not share it.
+    """
     of_ranks = gather_objects(repr(work))
     if len(set(of_ranks)) > 1:
         rank, world = rank_and_world_size()
@@ -27,7 +29,9 @@ def require_equal_work(*work: object) -> None:
 
 
 def cache_disabled(reason: str | None) -> bool:
-    """Whether any rank has a reason to continue without the cache. Logs it once, or raises in strict mode."""
+    """Whether any rank has a reason to continue without the cache. Logs
+    it once, or raises in strict mode.
+    """
     reasons = sorted({each for each in gather_objects(reason) if each is not None})
     if reasons and (fallback.strict() or rank_and_world_size()[0] == 0):
         fallback.report(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
@@ -35,7 +39,9 @@ def cache_disabled(reason: str | None) -> bool:
 
 
 def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Merges what each rank has read. An error on one rank is raised on all, so that none waits for it."""
+    """Merges what each rank has read. An error on one rank is raised
+    on all, so that none waits for it.
+    """
     error = None
     values = torch.empty(0)
     try:
@@ -51,7 +57,9 @@ def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tenso
 
 
 def merge(values: Tensor, device: torch.device) -> Tensor:
-    """The largest value of any rank. By a collective on this device, since ranks may have separate disks."""
+    """The largest value of any rank. By a collective on this device,
+    since ranks may have separate disks.
+    """
     if rank_and_world_size()[1] == 1:
         return values
     values = values.to(device)

@@ -1,4 +1,6 @@
-"""Makes a causal LM score pairs, packed and fused where it is supported, and restores it afterwards."""
+"""Makes a causal LM score pairs, packed and fused where it is
+supported, and restores it afterwards.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def _peft_model(model: nn.Module) -> PeftModel | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode for the block, and each module back into its own mode afterwards."""
+    """Puts a model into evaluation mode for the block, and each module
+    back into its own mode afterwards.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -67,7 +71,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_adapter(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Activates only this adapter of a PeftModel for the block, or none. Leaves any other model as it is."""
+    """Activates only this adapter of a PeftModel for the block, or none.
+    Leaves any other model as it is.
+    """
     peft_model = _peft_model(model)
     if peft_model is None:
         if adapter is not None:

@@ -1,4 +1,5 @@
-"""The files that store values: safetensors, written atomically, and used only after a check of their contents.
+"""The files that store values: safetensors, written atomically, and used only after a check of
+their contents.
 
     <cache directory>/<key>/<random name>.safetensors
         rows      int64 [n]    indices of rows of the dataset, each once
@@ -6,10 +7,10 @@
         rejected  float32 [n]
         metadata  key, and digest: the SHA-256 of the bytes of the three tensors
 
-A file has a random name and one writer, and is never changed. If two files hold the same row, which can
-happen after two runs of the same computation, the first by name counts. While a file is being written, it
-is named `.<random name>.tmp` and locked by its writer. A temporary file that is not locked was left by a
-process that was killed.
+A file has a random name and one writer, and is never changed. If two files hold the same row, which
+can happen after two runs of the same computation, the first by name counts. While a file is being
+written, it is named `.<random name>.tmp` and locked by its writer. A temporary file that is not
+locked was left by a process that was killed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Shards:
 
     @contextmanager
     def lock(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Locks the directory, so that no two jobs compute the same. The lock ends with its process.
+        """Locks the directory, so that no two jobs compute the same. The lock ends with its
+        process.
 
         Calls `waiting` after each failed attempt.
         """
@@ -89,7 +91,8 @@ class Shards:
             lock.release()
 
     def read(self) -> Tensor:
-        """The stored values of chosen and rejected completions, float32 [N, 2]; -inf where no file has the row.
+        """The stored values of chosen and rejected completions, float32 [N, 2]; -inf where no file
+        has the row.
 
         Raises:
             ValueError: a file cannot be read, or `write` has not written it for this key.
@@ -128,7 +131,9 @@ class Shards:
                 path.unlink(missing_ok=True)
 
     def clean(self, values: Tensor) -> None:
-        """Removes what killed processes left in a finished cache, unless another process holds the lock."""
+        """Removes what killed processes left in a finished cache, unless
+        another process holds the lock.
+        """
         if len(files(self.directory)) < 2 and not any(self.directory.glob(TEMPORARY)):
             return
         try:
@@ -149,12 +154,16 @@ class Shards:
 
 
 def files(directory: Path) -> list[Path]:
-    """The files with values, sorted by name. None for a directory that does not exist or cannot be listed."""
+    """The files with values, sorted by name. None for a directory that
+    does not exist or cannot be listed.
+    """
     return sorted(directory.glob("*.safetensors"))
 
 
 def unusable_reason(directory: Path) -> str | None:
-    """Returns why files cannot be stored in a directory, or None if they can. Creates the directory if needed."""
+    """Returns why files cannot be stored in a directory, or None if they
+    can. Creates the directory if needed.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         next(directory.iterdir(), None)
@@ -187,7 +196,9 @@ def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
-    """Writes a temporary file and flushes it to the disk. Deletes it after the block unless it was renamed."""
+    """Writes a temporary file and flushes it to the disk. Deletes it
+    after the block unless it was renamed.
+    """
     path = directory / f".{uuid4().hex}.tmp"
     try:
         with path.open("xb") as file:
@@ -214,7 +225,8 @@ def _locked(file: IO[bytes]) -> bool:
 
 
 def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]:
-    """Reads the tensors [n] with these names and dtypes from a file that `write_file` has written for this key.
+    """Reads the tensors [n] with these names and dtypes from a file that `write_file` has written
+    for this key.
 
     Raises:
         ValueError: the file was not written so, cannot be read, or has a value that is not finite.
@@ -243,7 +255,9 @@ def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]
 
 
 def _bytes(path: Path) -> bytes:
-    """The bytes of a regular file. Not memory-mapped: an I/O error would then kill the process with SIGBUS."""
+    """The bytes of a regular file. Not memory-mapped: an I/O error would
+    then kill the process with SIGBUS.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block
             raise _invalid(path, "be a regular file", stat.filemode(path.stat().st_mode))

@@ -14,9 +14,11 @@ class _Terminated(BaseException):
 
 @contextmanager
 def ending_by_sigterm() -> Iterator[None]:
-    """On SIGTERM, unwinds the block, so that its `finally` clauses run, and then lets the signal end the process.
+    """On SIGTERM, unwinds the block, so that its `finally` clauses run, and then lets the signal
+    end the process.
 
-    Schedulers send SIGTERM some time before they kill a job. A handler that is already installed stays in place.
+    Schedulers send SIGTERM some time before they kill a job. A handler that is already installed
+    stays in place.
     """
     default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
 """OpenRLHF's DPOTrainer, patched where it scores a batch, in `concatenated_forward`.
 
-`Actor.forward` is not patched, since PPO and SFT use it, too. OpenRLHF stores logits and their float32
-copy for every token of prompts and answers. Here, no padding is computed, whether or not
+`Actor.forward` is not patched, since PPO and SFT use it, too. OpenRLHF stores logits and their
+float32 copy for every token of prompts and answers. Here, no padding is computed, whether or not
 `packing_samples` is set, and only answers are scored.
 
 OpenRLHF reduces each number of its log in a collective of its own. Here, a log is one collective.
@@ -185,8 +185,8 @@ def existing_trainers() -> list[DPOTrainer]:
 def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:
     """The labels of a batch of pairs: the real tokens of chosen and of rejected answers.
 
-    Each row is masked by the length of the tokenized prompt, not by the tokens that the two rows have in
-    common: a tokenizer may merge the end of a prompt with the beginning of an answer.
+    Each row is masked by the length of the tokenized prompt, not by the tokens that the two rows
+    have in common: a tokenizer may merge the end of a prompt with the beginning of an answer.
 
     Args:
         ids: [2B, L], chosen rows first, padded on the right.
@@ -220,7 +220,9 @@ def _batch(trainer: DPOTrainer, state: _OpenRLHFState, *batch: Any) -> _PairRows
 
 
 Results = tuple[Tensor, Tensor, Any, Tensor]
-"""What OpenRLHF returns: log-probabilities of chosen and rejected answers [B], router loss, loss of chosen answers."""
+"""What OpenRLHF returns: log-probabilities of chosen and rejected answers
+[B], router loss, loss of chosen answers.
+"""
 
 
 def _forward(trainer: DPOTrainer, state: _OpenRLHFState, actor: Actor, *batch: Any) -> Results:

@@ -1,8 +1,9 @@
 """TRL's DPOTrainer before its rewrite, patched where it scores a batch, in `concatenated_forward`.
 
-Training, evaluation, the reference and precomputing all call it. What TRL computes from logits is computed
-here from per-token results in the same way, including its peculiarities: `ld_alpha` counts positions from
-the beginning of a row, and `use_weighting` multiplies a token's log-probability by the next token's weight.
+Training, evaluation, the reference and precomputing all call it. What TRL computes from logits is
+computed here from per-token results in the same way, including its peculiarities: `ld_alpha` counts
+positions from the beginning of a row, and `use_weighting` multiplies a token's log-probability by
+the next token's weight.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
-        """The last step before the reference is prepared: accelerate then wraps our forward, not the reverse."""
+        """The last step before the reference is prepared: accelerate then
+        wraps our forward, not the reverse.
+        """
         stock_create(self)
         _install(self, options)
 
@@ -199,7 +202,9 @@ def _ledger(trainer: Any) -> Ledger | None:
 
 @contextmanager
 def _returning_metrics(trainer: DPOTrainer, value: bool) -> Iterator[None]:
-    """Records during the block whether the function that is running returns its metrics to its caller."""
+    """Records during the block whether the function that is running
+    returns its metrics to its caller.
+    """
     state: _LegacyDPOState | None = vars(trainer).get(STATE)
     if state is None:  # created before patch()
         yield
@@ -242,7 +247,9 @@ def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
 
 
 def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:
-    """`log_probs` and statistics [2B, L-1] of the token after each position, and `aux_loss` of a router."""
+    """`log_probs` and statistics [2B, L-1] of the token after each
+    position, and `aux_loss` of a router.
+    """
     output = {"log_probs": scored.logps.logps}
     output |= {name: x for name, x in scored.logps._asdict().items() if name != "logps" and x is not None}
     if scored.router_logits is not None:
@@ -258,7 +265,9 @@ def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any]
 
 
 def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
-    """Ids, mask and labels [2B, L], aligned and truncated as in TRL; or the reason why the batch is unsupported."""
+    """Ids, mask and labels [2B, L], aligned and truncated as in TRL; or the
+    reason why the batch is unsupported.
+    """
     from trl.trainer import dpo_trainer
 
     flush_left, flush_right = (getattr(dpo_trainer, name) for name in ("flush_left", "flush_right"))
@@ -293,7 +302,9 @@ def _inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _remembered(trainer: DPOTrainer, memory: Memory, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The reference's log-probabilities [B] by their names in a batch; nothing if the memory is disabled."""
+    """The reference's log-probabilities [B] by their names in a batch;
+    nothing if the memory is disabled.
+    """
     if not memory.enabled or "ref_chosen_logps" in batch:  # precomputed
         return {}
     if not memory.started:

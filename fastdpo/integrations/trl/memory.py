@@ -1,7 +1,7 @@
 """The reference memory of TRL's DPOTrainers.
 
-A trainer that precomputes reference log-probabilities takes them from its batches. The memory makes use
-of this: it adds remembered log-probabilities to each batch, and has the trainer's own
+A trainer that precomputes reference log-probabilities takes them from its batches. The memory makes
+use of this: it adds remembered log-probabilities to each batch, and has the trainer's own
 `compute_ref_log_probs` compute those of pairs that it has not seen.
 """
 
@@ -35,7 +35,8 @@ class ReferenceMemory(Memory):
 
     @contextmanager
     def serving(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the batch with its reference log-probabilities, which the trainer uses during the block.
+        """Yields the batch with its reference log-probabilities, which the trainer uses during the
+        block.
 
         Yields the batch unchanged if the memory is disabled.
         """
@@ -84,7 +85,9 @@ class ReferenceMemory(Memory):
 
 
 def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReference) -> str | None:
-    """Returns why a trainer's reference log-probabilities cannot be remembered, or None if they can."""
+    """Returns why a trainer's reference log-probabilities cannot be
+    remembered, or None if they can.
+    """
     from ...ref_logps import scoring
 
     args = trainer.args
@@ -124,7 +127,9 @@ def remembered_logps(
 
 
 def exchange_callback(memory: Memory) -> TrainerCallback:
-    """A callback by which ranks exchange new entries at the end of each epoch and after each evaluation."""
+    """A callback by which ranks exchange new entries at the end of each
+    epoch and after each evaluation.
+    """
     from transformers import TrainerCallback
 
     class ExchangeCallback(TrainerCallback):
@@ -137,7 +142,9 @@ def exchange_callback(memory: Memory) -> TrainerCallback:
 
 
 def _has_dropout(base: PreTrainedModel) -> bool:
-    """Whether the model without its adapters has dropout, as a module or as an entry of its configuration."""
+    """Whether the model without its adapters has dropout, as a module or
+    as an entry of its configuration.
+    """
     entries = base.config.to_dict().items()
     if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries):
         return True

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def new_models(trainer: Trainer, known: weakref.WeakSet) -> list[tuple[str, PreTrainedModel]]:
-    """Role and causal LM of each model of a trainer that is not known yet. Adds them to the known ones.
+    """Role and causal LM of each model of a trainer that is not known yet. Adds them to the known
+    ones.
 
-    To be called when the accelerator is created, and again when the trainer has been created: in between,
-    transformers 4 sets the policy. A trainer without a reference model uses its policy without adapters.
+    To be called when the accelerator is created, and again when the trainer has been created: in
+    between, transformers 4 sets the policy. A trainer without a reference model uses its policy
+    without adapters.
     """
     from accelerate.utils import extract_model_from_parallel, is_peft_model
 

@@ -1,16 +1,17 @@
 """TRL's OnlineDPOTrainer, patched where it scores completions, in `_forward`.
 
-TRL stores a softmax over the vocabulary at each position, padding included, for policy and reference.
-Here the two completions of a prompt share it, and only their tokens are scored.
+TRL stores a softmax over the vocabulary at each position, padding included, for policy and
+reference. Here the two completions of a prompt share it, and only their tokens are scored.
 
-Loss, gradients, rewards and log-probabilities equal those of TRL. Four metrics differ if completions
-have different lengths: `objective/kl`, `objective/entropy`, `objective/non_score_reward` and
-`objective/rlhf_reward`. TRL also sums them over the padding after the end of a completion. Here they are
-sums over its tokens, whether a batch is fused or falls back. TRL masks the padding in its loss, too.
+Loss, gradients, rewards and log-probabilities equal those of TRL. Four metrics differ if
+completions have different lengths: `objective/kl`, `objective/entropy`,
+`objective/non_score_reward` and `objective/rlhf_reward`. TRL also sums them over the padding after
+the end of a completion. Here they are sums over its tokens, whether a batch is fused or falls back.
+TRL masks the padding in its loss, too.
 
-Positions count from the first real token, as during generation. TRL passes no positions, so that behind
-left padding a model with learned positions, such as GPT-2, sees other positions in `_forward` than those
-that it generated with.
+Positions count from the first real token, as during generation. TRL passes no positions, so that
+behind left padding a model with learned positions, such as GPT-2, sees other positions in
+`_forward` than those that it generated with.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
-        """The last step before models are prepared: accelerate then wraps our forwards, not the reverse."""
+        """The last step before models are prepared: accelerate then
+        wraps our forwards, not the reverse.
+        """
         stock_create(self)
         _install(self, options)
 
@@ -179,9 +182,11 @@ def _make_output(scored: ScoredBatch, kwargs: dict) -> Tensor:
 def _batch(
     max_length: int, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
 ) -> dict[str, Tensor]:
-    """Prompts, truncated on the left to `max_length` as in TRL, and completions, whose real tokens are the labels.
+    """Prompts, truncated on the left to `max_length` as in TRL, and completions, whose real tokens
+    are the labels.
 
-    If nothing of the prompts is left, TRL scores token i at position i, whose hidden state has seen it.
+    If nothing of the prompts is left, TRL scores token i at position i, whose hidden state has seen
+    it.
     """
     cut = max(prompt_ids.shape[1] + completion_ids.shape[1] - max_length, 0)
     prompt_ids, prompt_mask = prompt_ids[:, cut:], prompt_mask[:, cut:]

@@ -1,9 +1,9 @@
 """`precompute_ref_log_probs=True` of TRL's DPOTrainer by `fastdpo.ref_logps`.
 
-The trainer's own collator makes the batches and its own `compute_ref_log_probs` runs them, so devices,
-adapters, autocast and LD-DPO behave as in TRL. Different from TRL, batches are formed by packed tokens
-with the longest pairs first, and values are stored as they are computed, under a key of everything that
-they depend on.
+The trainer's own collator makes the batches and its own `compute_ref_log_probs` runs them, so
+devices, adapters, autocast and LD-DPO behave as in TRL. Different from TRL, batches are formed by
+packed tokens with the longest pairs first, and values are stored as they are computed, under a key
+of everything that they depend on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ FOLDER = "fastdpo-ref-logps"
 
 
 def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
-    """Whether `with_precomputed_logps` can replace TRL's own pass for this trainer. Logs why it cannot."""
+    """Whether `with_precomputed_logps` can replace TRL's own pass for
+    this trainer. Logs why it cannot.
+    """
     from datasets import Dataset
 
     patched = forward.is_installed(reference_of(trainer), DPO)
@@ -53,7 +55,9 @@ def _unsupported_reason(trainer: DPOTrainer) -> str | None:
 
 
 def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-    """Returns the dataset with its reference log-probabilities, as `DPOTrainer._precompute_ref_logps` does."""
+    """Returns the dataset with its reference log-probabilities, as
+    `DPOTrainer._precompute_ref_logps` does.
+    """
     from accelerate.utils import send_to_device
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -114,7 +118,9 @@ def _cacheable_digest(trainer: DPOTrainer) -> str | None:
 
 
 def _cache_directory(dataset: Dataset) -> Path | None:
-    """The directory of the dataset's files, or for a dataset in memory the cache directory of `datasets`."""
+    """The directory of the dataset's files, or for a dataset in memory
+    the cache directory of `datasets`.
+    """
     from datasets import config, is_caching_enabled
 
     if not is_caching_enabled():

@@ -16,12 +16,16 @@ AsReference = Callable[[Any], AbstractContextManager[None]]
 
 
 def reference_of(trainer: DPOTrainer) -> nn.Module:
-    """The trainer's reference model, or its policy, which then is the reference inside `as_reference`."""
+    """The trainer's reference model, or its policy, which then is the
+    reference inside `as_reference`.
+    """
     return cast(nn.Module, trainer.ref_model or trainer.model)
 
 
 def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
-    """Disables the adapters of a policy that is its own reference, or activates the copy named "ref"."""
+    """Disables the adapters of a policy that is its own reference, or
+    activates the copy named "ref".
+    """
     from ...ref_logps import scoring
 
     adapters = _adapters(trainer)
