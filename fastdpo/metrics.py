@@ -84,8 +84,9 @@ class Means:
         total.index_add_(1, self._columns_of(tuple(values)), torch.stack(added, 1).to(total.device))
 
     def _columns_of(self, names: tuple[str, ...]) -> Tensor:
-        """The columns of these metrics on the device, cached because each copy to the device would
-        synchronize.
+        """The columns of these metrics on the device.
+
+        Cached, because each copy to the device would synchronize.
         """
         if names not in self._columns:
             columns = [self.names.index(name) for name in names]

@@ -1,5 +1,4 @@
-"""Packs padded batches so that tokens that rows share are stored once; a `Layout` describes the
-result.
+"""Packs padded batches so that tokens that rows share are stored once.
 
 Dimensions: R rows of a padded batch, L their length, T packed tokens, S rows of the layout, N
 scored positions, M scored labels.
@@ -82,9 +81,7 @@ class Layout:
 
     @property
     def mask(self) -> Tensor:
-        """The rows as int32 [1, 1, S, 4], the 4-D attention mask that carries
-        them through a model.
-        """
+        """The rows as int32 [1, 1, S, 4], the attention mask that carries them through a model."""
         return self.rows[None, None]
 
 
@@ -264,17 +261,16 @@ def _require_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int])
 
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:
-    """1 where tokens are real; 2 where a floating-point mask is neither 0 nor 1 (NaN, or a mask
-    added to scores).
+    """1 where tokens are real; 2 where a floating-point mask has a value other than 0 and 1.
+
+    Such a value is NaN, or belongs to a mask that is added to scores.
     """
     real = attention_mask != 0
     return real.byte() + (real & (attention_mask != 1)) if attention_mask.dtype.is_floating_point else real
 
 
 def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Tensor]:
-    """[R] the first real column of each row, and [R] the number of its tokens that scored positions
-    depend on.
-    """
+    """The first real column of each row [R], and how many tokens its scored positions need [R]."""
     lengths = real.sum(1)
     offset, end = _span(real)
     if ((end - offset != lengths) & (lengths > 0)).any():
@@ -292,8 +288,9 @@ def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Ten
 
 
 def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column of each row where the mask is set, and the column after the last; the whole
-    row if none is set.
+    """The first column of each row where the mask is set, and the column after the last.
+
+    The whole row if the mask is not set anywhere.
     """
     if not mask.shape[1]:
         zeros = mask.new_zeros(len(mask), dtype=torch.long)
@@ -303,9 +300,7 @@ def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _common_prefixes(ids: Tensor, offset: Tensor, need: Tensor, row: Tensor, leader: Tensor, group: Tensor) -> Tensor:
-    """[S] the number of leading tokens that all rows of each row's group share; 0 for groups of one
-    row.
-    """
+    """[S] how many leading tokens the rows of each row's group share; 0 in groups of one row."""
     follows = (leader != torch.arange(len(leader), device="cpu")).nonzero()[:, 0]
     if not len(follows):
         return torch.zeros_like(leader)

@@ -1,6 +1,4 @@
-"""Assertions on the accuracy of ops: their error against float64, relative to the error of plain
-PyTorch.
-"""
+"""Judges the accuracy of ops: error against float64, relative to the error of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 
 def floor(dtype: torch.dtype) -> float:
-    """The relative error allowed for any op of this dtype: one rounding, or a few roundings of its
-    float32 sums.
-    """
+    """The error allowed for any op of this dtype: one rounding, or a few of its float32 sums."""
     if dtype == torch.float64:
         return 1e-12
     return max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)

@@ -1,5 +1,4 @@
-"""Measures which kernels are fastest for a head on this GPU and writes a table for
-FASTDPO_HEAD_TABLE.
+"""Measures which kernels are fastest for a head on this GPU, and writes a head table.
 
     python -m fastdpo.tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
 
@@ -54,8 +53,7 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], entry: Entry) -> Entry | None:
-    """The entry with the fastest blocks, or None if no candidate is faster than `rows` by
-    `MIN_SPEEDUP`.
+    """The entry with the fastest blocks, or None if `rows` is as fast, up to `MIN_SPEEDUP`.
 
     Args:
         run: runs the head once.

@@ -50,8 +50,9 @@ NUM_WARPS = 4
 
 
 class FusedConfig(NamedTuple):
-    """Block sizes and launch options of the matrix product, the meaning of `Entry.blocks` in the
-    table of heads.
+    """Block sizes and launch options of the product.
+
+    A head table lists them as `Entry.blocks`.
     """
 
     block_n: int = 128
@@ -179,13 +180,11 @@ def _linear_exp_sums_kernel(
     is_top1_ptr,  # bool
     log_sum_sq_probs_ptr,
     tile_ptr,  # [N, V] rows `tile_stride` apart, complete except for the target's column; or None
-    others_block_sums_ptr,  # [N, blocks of V] float32 sums of e
-    # [N, blocks of V] float32 each, None if not requested: sums of e (z - a), z and e^2, and counts
-    # of larger entries
-    weighted_block_sums_ptr,
-    sum_block_sums_ptr,
-    squares_block_sums_ptr,
-    above_block_sums_ptr,
+    others_block_sums_ptr,  # [N, blocks of V] float32 sums of e. The next four are None if not requested
+    weighted_block_sums_ptr,  # sums of e (z - a)
+    sum_block_sums_ptr,  # sums of z
+    squares_block_sums_ptr,  # sums of e^2
+    above_block_sums_ptr,  # numbers of entries that rank before the target
     hidden_ptr,  # [N, D]
     weight_ptr,  # [V, D]
     bias_ptr,  # [V] or None
@@ -398,8 +397,9 @@ def _launch(
 
 
 def takes_descriptors(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator (Hopper and later) can load x: rows start at multiples
-    of 16 bytes.
+    """Whether the tensor memory accelerator can load x.
+
+    It exists from Hopper on and needs rows that start at multiples of 16 bytes.
     """
     if x.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False

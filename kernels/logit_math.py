@@ -49,8 +49,9 @@ def split_target(y, V):
 
 @triton.jit
 def log1p(w):
-    """log(1 + w) for 0 <= w <= 1, as 2 artanh(w / (2 + w)): the series keeps the digits of a small
-    w.
+    """log(1 + w) for 0 <= w <= 1, as 2 artanh(w / (2 + w)).
+
+    The series keeps the digits of a small w.
     """
     s = w / (2.0 + w)  # <= 1/3: seven terms are exact to float32
     q = s * s
@@ -78,8 +79,9 @@ def gradient_tile(z, off_v, y, shift, others, cap):
 
 @triton.jit
 def rebase(others, weighted, squares, old, new):
-    """Sums of e, e log e and e^2 over e = exp(z - old), converted to e = exp(z - new) with new >=
-    old.
+    """Converts sums over e = exp(z - old) to sums over e = exp(z - new), new >= old.
+
+    The sums are those of e, of e log e and of e^2.
     """
     step = tl.maximum(old - tl.where(new == -float("inf"), 0.0, new), MIN_EXPONENT)
     factor = tl.exp2(step * LOG2E)
@@ -88,8 +90,9 @@ def rebase(others, weighted, squares, old, new):
 
 @triton.jit
 def statistics_with_target(others, weighted, squares, shift, t):
-    """Entropy and log sum_v p_v^2 of a row, from its sums over the other entries and the target's
-    logit.
+    """Entropy and log sum_v p_v^2 of a row.
+
+    Computed from the sums over the other entries and the target's logit t.
     """
     top = tl.maximum(shift, t)
     confident = -log_sigmoid(t - shift - tl.log(others))
@@ -101,8 +104,9 @@ def statistics_with_target(others, weighted, squares, shift, t):
 
 
 def scale_and_cap(softcap: float | None, logit_scale: float, temperature: float) -> tuple[float | None, float | None]:
-    """`softcap * tanh(logit_scale * x / softcap) / temperature` as scale and cap, None where they
-    change nothing.
+    """Scale and cap of a transform, None where they change nothing.
+
+    The transform is `softcap * tanh(logit_scale * x / softcap) / temperature`.
     """
     if softcap is not None:
         return logit_scale / softcap, softcap / temperature
@@ -111,9 +115,7 @@ def scale_and_cap(softcap: float | None, logit_scale: float, temperature: float)
 
 
 def empty_results_by_name(n: int, statistics: str, device: torch.device) -> dict[str, Tensor]:
-    """Uninitialized results of a forward by name, [n] each, in the order in which the op returns
-    them.
-    """
+    """Uninitialized results of a forward, [n] each, in the order in which the op returns them."""
     return {
         name: torch.empty(n, dtype=torch.bool if name == "is_top1" else torch.float32, device=device)
         for name in ("logps", "shift", "others", "total", *filter(None, statistics.split(",")))

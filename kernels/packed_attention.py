@@ -175,8 +175,7 @@ def _attend(
     acc, m, total, q, k_ptr, v_ptr, first, off_q, before, end, stride_kt, stride_vt, window, scale, cap,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Adds all keys of the prefix, or of the row itself, to the running state of a block of
-    queries.
+    """Adds all keys of the prefix, or of the row itself, to a block's running state.
 
     `first` and `off_q` are the positions of the block's first query and of its queries relative to
     key 0. The keys [0, before) precede all of these queries; keys end at `end`.
@@ -384,8 +383,7 @@ def _add_queries_to_dkv(
     H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of the queries [begin, end) of a row to the gradients of a block of
-    keys.
+    """Adds the contribution of a row's queries [begin, end) to the gradients of a block of keys.
 
     `offset` is the position of the row's first own token. `key_positions` are the positions of the
     keys in that row; keys that are not `valid` are not part of it.

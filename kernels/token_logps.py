@@ -1,5 +1,6 @@
-"""Log-probabilities of given logits at their targets: one pass over the logits, and one more for
-their gradient.
+"""Log-probabilities of given logits at their targets.
+
+The forward reads the logits once; the backward reads them once and writes the gradient once.
 
     x [N, V]  float16, bfloat16 or float32    raw logits
     y [N]     int32 or int64                  targets, -100 where nothing is scored
@@ -111,8 +112,9 @@ def _token_logps_fwd_kernel(
     VEC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program per row: LANES lanes, each of which adds VEC columns per iteration to a running
-    maximum and sums.
+    """One program per row.
+
+    LANES lanes each add VEC columns per iteration to a running maximum and running sums.
 
     All columns of a lane belong to one thread, so the loop needs neither shuffles nor barriers.
     They update the lane's maximum once together, which takes one exponential per column instead of
@@ -383,7 +385,8 @@ def _launch_bwd(
 
 
 def _takes_vectors(rows: Tensor) -> bool:
-    """Whether the compiler may load 16 bytes at once: Triton specializes on pointers and strides
-    divisible by 16.
+    """Whether the compiler may load 16 bytes at once.
+
+    Triton specializes kernels on pointers and strides that are divisible by 16.
     """
     return rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0

@@ -1,4 +1,4 @@
-"""Means: over ranks, uneven batches and ranks without data they are those of one process, at one collective."""
+"""Means: equal to those of one process, with one collective per log."""
 
 import json
 import math
@@ -24,8 +24,8 @@ def test_ranks_agree_with_one_process(ranks, tmp_path):
         assert result["means"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_means_are_what_they_say():
-    """Against plain sums over tokens and pairs, in two uneven steps."""
+def test_means_equal_plain_averages():
+    """Compared with plain averages over tokens and pairs, in two uneven steps."""
     means = PreferenceMeans()
     update(means, slice(0, 2))
     update(means, slice(2, PAIRS))
@@ -33,7 +33,7 @@ def test_means_are_what_they_say():
     update(whole, slice(0, PAIRS))
     found = means.compute()
     assert found == pytest.approx(whole.compute(), rel=1e-6)
-    assert all(math.isnan(value) for value in means.compute().values()), "it starts again"
+    assert all(math.isnan(value) for value in means.compute().values()), "compute() resets the means"
 
     logps = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -9.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -66,7 +66,7 @@ def test_means_are_what_they_say():
     )
 
 
-def test_many_small_values_keep_their_digits():
+def test_many_small_values_are_summed_accurately():
     means = Means(["x"])
     for _ in range(10):
         means.update(x=torch.full((1000,), 0.1))
@@ -74,8 +74,8 @@ def test_many_small_values_keep_their_digits():
     assert means.compute()["x"] == pytest.approx((10 * 1000 * float(torch.tensor(0.1)) + 1e7) / 10010, rel=1e-12)
 
 
-def test_nothing_is_read_on_the_host():
-    """A step on the meta device, where there is nothing to read, and where reading raises."""
+def test_updates_do_not_synchronize():
+    """An update with meta tensors: reading a value of one raises."""
     means = PreferenceMeans("meta")
     sums, mask = torch.empty(3, device="meta"), torch.empty(6, 5, device="meta")
     loss = preference_loss(sums, sums, sums, sums)
@@ -91,8 +91,8 @@ def test_no_gradient_is_kept():
     assert not means._sums_and_counts.requires_grad
 
 
-def test_values_that_count_by_a_mask_of_another_shape_are_refused():
-    """They would be broadcast: the mean would be of a matrix of them."""
+def test_a_weight_of_another_shape_raises():
+    """It would be broadcast against the values."""
     values = torch.tensor([1.0, 2.0, 3.0])
     for shape in ((1,), (3, 1), (2,), ()):
         with pytest.raises(ValueError, match=r"^Means: weight of x must have shape \[3\], that of its values; got \["):
@@ -101,19 +101,19 @@ def test_values_that_count_by_a_mask_of_another_shape_are_refused():
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 5), (5,), (4, 6), (2, 5)], ids=str)
 @pytest.mark.parametrize("field", ["entropy", "mean_logits", "is_top1", "log_sum_sq_probs"])
-def test_a_mask_of_other_tokens_is_refused(field, shape):
+def test_a_mask_of_another_shape_raises(field, shape):
     tokens = TokenLogps(torch.zeros(4, 5), **{field: torch.ones(4, 5)})
     with pytest.raises(ValueError, match=r"^PreferenceMeans: mask must have shape \[4, 5\], that of tokens; got \["):
         PreferenceMeans().update_tokens(tokens, torch.ones(shape))
 
 
-def test_half_a_pair_is_refused():
+def test_an_odd_number_of_rows_raises():
     tokens = TokenLogps(torch.zeros(3, 5), entropy=torch.ones(3, 5), mean_logits=torch.ones(3, 5))
     with pytest.raises(ValueError, match=r"^PreferenceMeans: mask must have an even number of rows; got 3"):
         PreferenceMeans().update_tokens(tokens, torch.ones(3, 5))
 
 
-def test_fields_of_other_tokens_are_refused():
+def test_fields_of_another_shape_raise():
     tokens = TokenLogps(torch.zeros(4, 5), entropy=torch.ones(4, 1))
     with pytest.raises(ValueError, match=r"^PreferenceMeans: tokens must have fields \[4, 5\]; got entropy \[4, 1\]"):
         PreferenceMeans().update_tokens(tokens, torch.ones(4, 5))

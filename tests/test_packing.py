@@ -1,4 +1,4 @@
-"""pack: held against a loop over tokens, on random batches and on the ones that are known to go wrong."""
+"""pack: compared with a loop over tokens, on random batches and on known edge cases."""
 
 import random
 from collections import defaultdict
@@ -10,11 +10,14 @@ import torch
 from fastdpo import packing
 from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
 
-# A row of a batch is told as its ids and, per id, its label or None.
+# Tests describe a row of a batch by its ids and, for each id, its label or None.
 
 
 def padded(rows, left=(), length=None):
-    """input_ids, attention_mask and labels [R, L] of rows (ids, labels); those whose index is in `left` pad before."""
+    """input_ids, attention_mask and labels [R, L] of rows (ids, labels).
+
+    `left` lists the rows that are padded left.
+    """
     length = max(len(ids) for ids, _ in rows) if length is None else length
     batch = torch.zeros(3, len(rows), length, dtype=torch.long)
     batch[2] = IGNORE_INDEX
@@ -27,13 +30,16 @@ def padded(rows, left=(), length=None):
     return tuple(batch)
 
 
-def answered(prompt, answer):
-    """A row whose answer is scored and whose prompt is not."""
+def scored_answer(prompt, answer):
+    """A row in which the answer is scored and the prompt is not."""
     return prompt + answer, [None] * len(prompt) + answer
 
 
 def random_batch(rng, shifted):
-    """Rows of up to three groups: shared starts, ids from so few that more is shared by chance, either padding."""
+    """Rows of up to three groups with shared prompts, padded on either side.
+
+    There are only three different ids.
+    """
     rows, groups = [], []
     for group in range(rng.randint(1, 3)):
         prompt = [rng.randrange(3) for _ in range(rng.randint(0, 6))]
@@ -43,10 +49,10 @@ def random_batch(rng, shifted):
             ]
             everything = range(len(ids))
             scored = rng.choice([everything[len(prompt) :], everything, (), rng.sample(everything, len(ids) // 2)])
-            guessed = rng.random() < 0.2  # labels that are not the next ids
+            guessed = rng.random() < 0.2  # labels differ from the ids
             labels = [(rng.randrange(5) if guessed else y) if i in scored else None for i, y in enumerate(ids)]
             if labels and not shifted:
-                labels[0] = None  # no position scores it
+                labels[0] = None  # no position scores the first label
             rows.append((ids, labels))
             groups.append(group)
     order = rng.sample(range(len(rows)), len(rows))
@@ -58,8 +64,8 @@ def random_batch(rng, shifted):
     return padded(rows, left, length), torch.tensor(groups)
 
 
-def seen_path(layout, t, ids):
-    """The ids that packed token t can see, in order: its row's prefix, then the row's own tokens up to itself."""
+def visible_ids(layout, t, ids):
+    """The ids that packed token t can see, in order, up to its own."""
     stored = ids.reshape(-1)[layout.token_index].tolist()
     for prefix, prefix_length, own, own_length in layout.rows.tolist():
         if own <= t < own + own_length:
@@ -68,13 +74,13 @@ def seen_path(layout, t, ids):
 
 
 def shared_length(rows):
-    """How many ids all rows begin with."""
+    """The number of leading ids that all rows share."""
     columns = enumerate(zip(*rows, strict=False))
     return next((i for i, column in columns if len(set(column)) > 1), min(len(row) for row in rows))
 
 
-def assert_right(layout, batch, groups, shifted=False, store_all=False):
-    """Holds every field of a layout against a loop over the padded batch."""
+def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False):
+    """Compares every field of a layout with a loop over the padded batch."""
     ids, mask, labels = batch
     n_rows, length = ids.shape
     real = [[int(i) for i, m in zip(*row, strict=True) if m] for row in zip(ids, mask, strict=True)]
@@ -84,19 +90,20 @@ def assert_right(layout, batch, groups, shifted=False, store_all=False):
     scored = [(r, c) for r, c in product(range(n_rows), range(width)) if targets[r, c] != IGNORE_INDEX]
     assert layout.output_shape == (n_rows, width)
 
-    # Each scored place comes from a position that sees the row's own tokens up to there, and nothing else.
+    # Each output comes from a position that sees exactly the tokens of its row up to there.
     assert layout.output_index.tolist() == [r * width + c for r, c in scored]
     for (r, c), source in zip(scored, layout.output_source.tolist(), strict=True):
         t = int(layout.score_index[source])
-        assert seen_path(layout, t, ids) == real[r][: c - offset[r] + 1]
+        assert visible_ids(layout, t, ids) == real[r][: c - offset[r] + 1]
         assert layout.targets[source] == targets[r, c]
     pairs = list(zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs)  # nothing is scored twice
-    assert set(layout.output_source.tolist()) == set(range(len(pairs)))  # nor for nothing
+    assert len(set(pairs)) == len(pairs)  # no duplicates
+    assert set(layout.output_source.tolist()) == set(range(len(pairs)))  # every score is used
 
-    # Positions count the tokens that are seen; rows tile the buffer, after their prefixes.
+    # Positions count the visible tokens before a token. Rows tile the buffer, each after its
+    # prefix.
     for t, position in enumerate(layout.position_ids.tolist()):
-        assert position == len(seen_path(layout, t, ids)) - 1
+        assert position == len(visible_ids(layout, t, ids)) - 1
     end = 0
     for prefix, prefix_length, own, own_length in layout.rows.tolist():
         assert own == end
@@ -106,7 +113,8 @@ def assert_right(layout, batch, groups, shifted=False, store_all=False):
     assert end == len(layout.token_index)
     assert mask.reshape(-1)[layout.token_index].all()
 
-    # What is stored: per group the common start once, then the rest of each row up to its last scored position.
+    # Stored tokens: the common prefix of each group once, then the rest of each row up to its last
+    # scored position.
     need = [max([c - offset[r] + 1 for s, c in scored if s == r], default=0) for r in range(n_rows)]
     if store_all:
         need = [len(row) for row in real]
@@ -121,15 +129,15 @@ def assert_right(layout, batch, groups, shifted=False, store_all=False):
     for rows in members.values():
         shared = shared_length(rows)
         tokens += shared + sum(len(row) - shared for row in rows)
-        if len(rows) < 3:  # then that is each distinct token, told by its path, once
+        if len(rows) < 3:  # each distinct token, identified by the ids up to it, is stored once
             distinct = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
             assert len(distinct) == shared + sum(len(row) - shared for row in rows)
     assert len(layout.token_index) == tokens
-    assert layout.multiplicity.sum() == sum(need)  # each needed token of each row is stood for
+    assert layout.multiplicity.sum() == sum(need)  # every needed token of every row is counted
 
 
-@pytest.mark.parametrize("store_all", [False, True], ids=["needed", "store_all"])  # True: a router loss counts them all
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])  # True: the collator has shifted them
+@pytest.mark.parametrize("store_all", [False, True], ids=["needed", "store_all"])  # True: for router losses
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])  # True: shifted by the collator
 @pytest.mark.parametrize("share", [True, False], ids=["share", "alone"])  # False: dropout is active
 def test_random_batches(share, shifted, store_all):
     rng = random.Random(f"{share} {shifted} {store_all}")
@@ -137,69 +145,72 @@ def test_random_batches(share, shifted, store_all):
         batch, groups = random_batch(rng, shifted)
         options = dict(shifted=shifted, store_all=store_all)
         layout = pack(*batch, groups=groups if share else None, **options)
-        assert_right(layout, batch, groups if share else torch.arange(len(groups)), **options)
+        assert_layout_is_right(layout, batch, groups if share else torch.arange(len(groups)), **options)
 
 
-def test_tokens_stand_for_as_many_as_read_them():
+def test_multiplicity_counts_the_rows_of_each_token():
     rng = random.Random(0)
     for _ in range(50):
         (ids, mask, _), groups = random_batch(rng, shifted=True)
         layout = pack(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX), groups=groups, shifted=True)
-        read = layout.score_index[layout.output_source]  # every token is scored, and so read by each of its rows
+        read = layout.score_index[layout.output_source]  # every token is scored, so each of its rows reads it
         assert torch.equal(layout.multiplicity, torch.bincount(read, minlength=len(layout.token_index)))
 
 
-def test_positions_reach_as_far_as_asked():
-    batch = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])], length=9)
+def test_reach_extends_the_positions():
+    batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], length=9)
     plain = pack_pairs(*batch)
     for reach in (5, 6):  # the last token is not stored: positions go from 0 to 5
         assert torch.equal(pack(*batch, groups=torch.tensor([0, 0]), reach=reach).position_ids, plain.position_ids)
     layout = pack(*batch, groups=torch.tensor([0, 0]), reach=9)
     assert layout.position_ids.tolist() == [*plain.position_ids.tolist(), 8]
-    assert layout.rows.tolist() == [*plain.rows.tolist(), [7, 0, 7, 1]]  # a row of its own, without a prefix
+    assert layout.rows.tolist() == [*plain.rows.tolist(), [7, 0, 7, 1]]  # a separate row without a prefix
     assert layout.multiplicity.tolist() == [*plain.multiplicity.tolist(), 0]
     assert torch.equal(layout.score_index, plain.score_index)
     assert layout.pack(batch[0]).shape == (1, 8)
 
 
 PROMPT = [5, 6, 7, 8]
-BATCHES = {  # rows of one group, and how many tokens are stored
-    "a pair": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])], 4 + 2 + 1),
-    "three": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1]), answered(PROMPT, [3, 3])], 4 + 2 + 1 + 1),
-    "one row": ([answered(PROMPT, [1, 2, 3])], 4 + 2),
-    "answers that begin alike": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [1, 2, 4, 4])], 6 + 0 + 1),
-    "identical answers": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [1, 2, 3])], 6),
-    "an answer that begins the other": ([answered(PROMPT, [1, 2]), answered(PROMPT, [1, 2, 3, 4])], 5 + 2),
-    "the other begins the answer": ([answered(PROMPT, [1, 2, 3, 4]), answered(PROMPT, [1, 2])], 5 + 2),
-    "an empty answer": ([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [])], 6),
-    "an empty first answer": ([answered(PROMPT, []), answered(PROMPT, [1, 2, 3])], 6),
+BATCHES = {  # rows of one group, and the number of stored tokens
+    "a pair": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], 4 + 2 + 1),
+    "three": (
+        [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1]), scored_answer(PROMPT, [3, 3])],
+        4 + 2 + 1 + 1,
+    ),
+    "one row": ([scored_answer(PROMPT, [1, 2, 3])], 4 + 2),
+    "answers that begin alike": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 4, 4])], 6 + 0 + 1),
+    "identical answers": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 3])], 6),
+    "an answer that begins the other": ([scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2, 3, 4])], 5 + 2),
+    "the other begins the answer": ([scored_answer(PROMPT, [1, 2, 3, 4]), scored_answer(PROMPT, [1, 2])], 5 + 2),
+    "an empty answer": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [])], 6),
+    "an empty first answer": ([scored_answer(PROMPT, []), scored_answer(PROMPT, [1, 2, 3])], 6),
     "no prompt": ([([1, 2, 3], [None, 2, 3]), ([2, 2, 3], [None, 2, 3])], 2 + 2),
-    "prompts that differ": ([answered([5, 6, 7, 8], [1, 2]), answered([5, 9, 7, 8], [1, 2])], 1 + 4 + 4),
-    "a prompt that is no prefix": ([answered([5, 6, 7], [8, 1]), answered([5, 6], [9, 1])], 2 + 2 + 1),
+    "prompts that differ": ([scored_answer([5, 6, 7, 8], [1, 2]), scored_answer([5, 9, 7, 8], [1, 2])], 1 + 4 + 4),
+    "a prompt that is no prefix": ([scored_answer([5, 6, 7], [8, 1]), scored_answer([5, 6], [9, 1])], 2 + 2 + 1),
     "labels that differ on what is shared": (
         [(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])],
         3,
     ),
-    "a row without labels": ([answered(PROMPT, [1, 2]), ([*PROMPT, 3, 3], [None] * 6)], 5),
-    "a first row without labels": ([([*PROMPT, 3, 3], [None] * 6), answered(PROMPT, [1, 2])], 5),
+    "a row without labels": ([scored_answer(PROMPT, [1, 2]), ([*PROMPT, 3, 3], [None] * 6)], 5),
+    "a first row without labels": ([([*PROMPT, 3, 3], [None] * 6), scored_answer(PROMPT, [1, 2])], 5),
     "no labels at all": ([(PROMPT, [None] * 4), ([5, 6], [None] * 2)], 1),
-    "a row without tokens": ([answered(PROMPT, [1, 2]), ([], [])], 5),
+    "a row without tokens": ([scored_answer(PROMPT, [1, 2]), ([], [])], 5),
 }
 
 
-@pytest.mark.parametrize("left", [(), (0,), (1,), (0, 1, 2)], ids=str)  # rows that are padded before their tokens
+@pytest.mark.parametrize("left", [(), (0,), (1,), (0, 1, 2)], ids=str)  # rows that are padded on the left
 @pytest.mark.parametrize("name", BATCHES)
 def test_known_batches(name, left):
     rows, tokens = BATCHES[name]
     batch = padded(rows, left)
     groups = torch.zeros(len(rows), dtype=torch.long)
     layout = pack(*batch, groups=groups)
-    assert_right(layout, batch, groups)
+    assert_layout_is_right(layout, batch, groups)
     assert len(layout.token_index) == tokens
 
 
 def test_the_layout_of_a_pair():
-    layout = pack_pairs(*padded([answered([5, 6], [1, 2, 3]), answered([5, 6], [4, 3])], left=(1,)))
+    layout = pack_pairs(*padded([scored_answer([5, 6], [1, 2, 3]), scored_answer([5, 6], [4, 3])], left=(1,)))
     assert layout.token_index.tolist() == [0, 1, 2, 3, 5 + 3]
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 2]
     assert layout.rows.tolist() == [[0, 0, 0, 4], [0, 2, 4, 1]]
@@ -215,23 +226,23 @@ def test_the_layout_of_a_pair():
 
 def test_pack_pairs_pairs_the_halves():
     prompts = ([5, 6], [7, 8, 9])
-    rows = [answered(prompt, answer) for answer in ([1, 2], [3, 4]) for prompt in prompts]
+    rows = [scored_answer(prompt, answer) for answer in ([1, 2], [3, 4]) for prompt in prompts]
     batch = padded(rows)
     layout = pack_pairs(*batch)
-    assert_right(layout, batch, torch.tensor([0, 1, 0, 1]))
+    assert_layout_is_right(layout, batch, torch.tensor([0, 1, 0, 1]))
     assert len(layout.rows) == 4
-    assert_right(pack_pairs(*batch, share=False), batch, torch.arange(4))
+    assert_layout_is_right(pack_pairs(*batch, share=False), batch, torch.arange(4))
 
 
 def test_rows_of_different_groups_share_nothing():
-    batch = padded([answered(PROMPT, [1, 2]), answered(PROMPT, [1, 2])])
+    batch = padded([scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2])])
     for groups in (torch.tensor([0, 1]), torch.tensor([7, -3]), None):
         layout = pack(*batch, groups=groups)
         assert len(layout.token_index) == 2 * 5
         assert not layout.rows[:, 1].any()
 
 
-def test_what_is_shared_with_the_same_label_is_scored_once():
+def test_shared_positions_with_the_same_label_are_scored_once():
     layout = pack_pairs(*padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])]))
     scored = zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True)
     assert sorted(scored) == [(0, 1), (1, 2), (1, 9), (2, 3)]
@@ -247,17 +258,19 @@ def test_large_ids_survive_merging():
     ]
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int32, torch.float32], ids=str)  # what collators make
+@pytest.mark.parametrize(
+    "mask_dtype", [torch.bool, torch.int32, torch.float32], ids=str
+)  # dtypes that collators return
 def test_other_dtypes(mask_dtype):
-    ids, mask, labels = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])])
+    ids, mask, labels = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])])
     layout, expected = pack_pairs(ids.int(), mask.to(mask_dtype), labels.int()), pack_pairs(ids, mask, labels)
     for name, value in vars(expected).items():
         mine = getattr(layout, name)
         assert mine == value if isinstance(value, tuple) else (torch.equal(mine, value) and mine.dtype == value.dtype)
 
 
-def test_pack_and_unpack_put_values_where_they_belong():
-    ids, mask, labels = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])], left=(0,))
+def test_pack_and_unpack():
+    ids, mask, labels = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], left=(0,))
     layout = pack_pairs(ids, mask, labels)
     assert layout.pack(ids).shape == (1, 7)
     assert layout.pack(ids)[0].tolist() == [5, 6, 7, 8, 1, 2, 2]
@@ -273,7 +286,12 @@ def test_unpack_is_differentiable():
     assert torch.autograd.gradcheck(layout.unpack, scored)
     layout.unpack(scored).sum().backward()
     readers = torch.bincount(layout.output_source, minlength=len(scored))
-    assert sorted(readers.tolist()) == [1, 1, 1, 2]  # the place that both rows score alike is read twice
+    assert sorted(readers.tolist()) == [
+        1,
+        1,
+        1,
+        2,
+    ]  # the position that both rows score with the same label is read twice
     assert torch.equal(scored.grad, readers.double())
 
 
@@ -296,15 +314,15 @@ def test_sequences_of_one_token():
     assert shifted.unpack(torch.ones(1)).tolist() == [[1.0], [0.0]]
 
 
-def test_a_label_beside_the_last_token_is_scored_by_it():
-    ids, mask, labels = padded([answered(PROMPT, [1, 2])], length=8)
-    labels[0, 6] = 3  # an end that the collator put in the labels alone
+def test_a_label_after_the_last_token_is_scored_by_it():
+    ids, mask, labels = padded([scored_answer(PROMPT, [1, 2])], length=8)
+    labels[0, 6] = 3  # an end-of-sequence token that only the labels contain
     layout = pack(ids, mask, labels)
     assert len(layout.token_index) == 6
     assert layout.targets.tolist() == [1, 2, 3]
 
 
-REFUSALS = {  # attention mask and labels of one row of four tokens, shifted, and the reason
+NOT_PACKABLE = {  # attention mask and labels of one row of four tokens, shifted, reason
     "a hole": ([1, 0, 1, 1], [-100, -100, -100, 3], False, "an attention mask has holes"),
     "two holes": ([1, 0, 1, 0], [-100] * 4, False, "an attention mask has holes"),
     "a label scored by padding before": ([0, 0, 1, 1], [-100, -100, 3, 3], False, "a label is scored by a padding"),
@@ -315,9 +333,9 @@ REFUSALS = {  # attention mask and labels of one row of four tokens, shifted, an
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_packed_says_why(name):
-    mask, labels, shifted, reason = REFUSALS[name]
+@pytest.mark.parametrize("name", NOT_PACKABLE)
+def test_unpackable_batches_raise_with_the_reason(name):
+    mask, labels, shifted, reason = NOT_PACKABLE[name]
     good = (torch.tensor([1, 1, 1, 1]), torch.tensor([-100, 3, 3, 3]))
     mask, labels = (torch.stack([torch.tensor(x), y]) for x, y in zip((mask, labels), good, strict=True))
     if name == "no token":
@@ -327,7 +345,7 @@ def test_what_cannot_be_packed_says_why(name):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)], ids=str)
-def test_empty_batches_cannot_be_packed(shape):
+def test_empty_batches_raise_not_packable(shape):
     empty = torch.zeros(shape, dtype=torch.long)
     for shifted in (False, True):
         with pytest.raises(NotPackable, match="no token is real"):
@@ -337,7 +355,7 @@ def test_empty_batches_cannot_be_packed(shape):
 
 
 IDS = torch.ones(2, 4, dtype=torch.long)
-MISUSES = {  # op, arguments, and what the message names
+MISUSES = {  # op, arguments, and pattern of the message
     "mask of another shape": (
         pack,
         dict(attention_mask=IDS[:, :3]),
@@ -378,14 +396,14 @@ MISUSES = {  # op, arguments, and what the message names
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse):
+def test_misuse_raises(misuse):
     op, arguments, message = MISUSES[misuse]
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         op(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
     assert not isinstance(caught.value, NotPackable)
 
 
-WRONG_TYPES = {  # arguments, and what the message names
+WRONG_TYPES = {  # arguments, and pattern of the message
     "float ids": (dict(input_ids=IDS.float()), "input_ids must be int32 or int64; got torch.float32"),
     "boolean ids": (dict(input_ids=IDS.bool()), "input_ids must be int32 or int64; got torch.bool"),
     "complex masks": (
@@ -401,30 +419,30 @@ WRONG_TYPES = {  # arguments, and what the message names
 
 
 @pytest.mark.parametrize("misuse", WRONG_TYPES)
-def test_wrong_types_are_named(misuse):
+def test_wrong_types_raise(misuse):
     arguments, message = WRONG_TYPES[misuse]
     with pytest.raises(TypeError, match=f"^pack: {message}"):
         pack(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (2, 8), (1, 7), (14,), (1, 14), (7, 2), (2, 7, 1)], ids=str)
-def test_packing_what_is_not_of_the_batch_is_refused(shape):
-    layout = pack_pairs(*padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])]))
+def test_packing_values_of_another_shape_raises(shape):
+    layout = pack_pairs(*padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])]))
     with pytest.raises(ValueError, match=r"^Layout.pack: padded must be \[2, 7\]; got \[") as caught:
         layout.pack(torch.zeros(shape))
     assert str(caught.value).endswith(str(list(shape)))
 
 
 @pytest.mark.parametrize("shape", [(4,), (6,), (5, 1), (1, 5), ()], ids=str)
-def test_unpacking_what_is_not_of_the_scored_tokens_is_refused(shape):
-    layout = pack_pairs(*padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])]))
+def test_unpacking_values_of_another_shape_raises(shape):
+    layout = pack_pairs(*padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])]))
     with pytest.raises(ValueError, match=r"^Layout.unpack: scored must be \[5\]; got \["):
         layout.unpack(torch.zeros(shape))
 
 
-def test_a_layouts_methods_compile_whole():
+def test_layout_methods_compile_fullgraph():
     torch.compiler.reset()
-    batch = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])])
+    batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])])
     layout = pack_pairs(*batch)
 
     def there_and_back(ids, values):
@@ -435,21 +453,27 @@ def test_a_layouts_methods_compile_whole():
     assert all(torch.equal(a, b) for a, b in zip(found, there_and_back(*arguments), strict=True))
 
 
-def test_layouts_are_made_on_the_host_whatever_the_default_device_is():
-    batch, groups = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1]), ([5], [None])]), torch.arange(3) // 2
+def test_layouts_do_not_depend_on_the_default_device():
+    batch, groups = (
+        padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1]), ([5], [None])]),
+        torch.arange(3) // 2,
+    )
     expected = pack(*batch, groups=groups, reach=20)
-    with torch.device("meta"):  # has no values
+    with torch.device("meta"):  # meta tensors have no values
         layout = pack(*batch, groups=groups, reach=20)
         pack(*batch)
         pack_pairs(*(x[:2] for x in batch))
-        pack(*(x[:, :1] for x in batch))  # whose output is empty
+        pack(*(x[:, :1] for x in batch))  # the output is empty
     for name, value in vars(expected).items():
         mine = getattr(layout, name)
         assert mine == value if isinstance(value, tuple) else torch.equal(mine, value)
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that notes what is done to it, as if it lay on a device: reading it there would be a synchronisation."""
+    """A tensor that records the functions applied to it.
+
+    On a device, reading its values would synchronize.
+    """
 
     functions: list[str]
 
@@ -461,7 +485,7 @@ class OnDevice(torch.Tensor):
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
-    """Before that one copy nothing may read its values, and after it nothing may use it."""
+    """Nothing may read values of the batch before that copy or use the batch after it."""
     copies = []
     to_host = packing._to_host
 
@@ -471,19 +495,19 @@ def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
 
     monkeypatch.setattr(packing, "_to_host", copied)
     monkeypatch.setattr(OnDevice, "functions", [], raising=False)
-    batch = padded([answered(PROMPT, [1, 2, 3]), answered(PROMPT, [2, 1])])
+    batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])])
     if shifted:
         batch[2][:] = batch[2].roll(-1, 1)
     groups = torch.zeros(2, dtype=torch.long)
     layout = pack(*(x.as_subclass(OnDevice) for x in batch), groups=groups, shifted=shifted)
     assert len(copies) == 1
-    of_shapes = {"__get__", "__len__", "dim", "numel", "size"}  # __get__: attributes such as shape and device
-    assert set(OnDevice.functions[: copies[0]]) - of_shapes <= {"__ne__", "ne", "__getitem__"}
+    metadata = {"__get__", "__len__", "dim", "numel", "size"}  # __get__: attributes such as shape and device
+    assert set(OnDevice.functions[: copies[0]]) - metadata <= {"__ne__", "ne", "__getitem__"}
     assert set(OnDevice.functions[copies[0] :]) <= {"as_subclass"}
-    assert_right(layout, batch, groups, shifted=shifted)
+    assert_layout_is_right(layout, batch, groups, shifted=shifted)
 
 
-def test_negative_labels_are_refused():
+def test_negative_labels_raise():
     ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
     labels = torch.tensor([[-100, 4, -1, 6], [-100, 4, -1, 7]])
     with pytest.raises(ValueError, match=r"pack: labels must be -100 or token ids; got -1"):
@@ -491,7 +515,7 @@ def test_negative_labels_are_refused():
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_padded_layout_scores_what_is_labelled_where_it_stands(shifted):
+def test_padded_layout(shifted):
     ids = torch.randint(1, 50, (4, 7))
     mask = torch.ones_like(ids)
     mask[1, 2], mask[2, 5:], mask[3, :3] = 0, 0, 0  # a hole, and padding on either side
@@ -502,7 +526,7 @@ def test_a_padded_layout_scores_what_is_labelled_where_it_stands(shifted):
     assert torch.equal(layout.multiplicity, mask.flatten())
     assert torch.equal(layout.position_ids.view(4, 7), torch.arange(7).expand(4, 7))
     assert layout.rows.tolist() == [[7 * i, 0, 7 * i, 7] for i in range(4)]
-    logps = torch.randn(4, 7, 50).log_softmax(-1)  # by the position that predicts
+    logps = torch.randn(4, 7, 50).log_softmax(-1)  # log-probabilities at the predicting positions
     scored = logps.flatten(0, 1)[layout.score_index].gather(1, layout.targets[:, None])[:, 0]
     targets, by_row = (labels, logps) if shifted else (labels[:, 1:], logps[:, :-1])
     expected = by_row.gather(2, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0)

@@ -1,4 +1,4 @@
-"""fastdpo.tune and the table of heads: which entry is written, and which kernels an entry selects."""
+"""fastdpo.tune and the head table: which entry is written, and which kernels it selects."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ENTRY = Entry("cpu", "bfloat16", 896, tune.CANDIDATES[0])
 
 
 def timer(times):
-    """A timer that looks up milliseconds by the blocks in the table; other blocks raise, as if they did not fit."""
+    """A timer that looks up milliseconds by blocks. Unknown blocks raise, as if they did not fit."""
 
     def time(run):
         entries = head_table._from_file(os.environ[head_table.VARIABLE])

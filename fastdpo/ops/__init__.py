@@ -1,5 +1,4 @@
-"""Ops for custom training loops: log-probabilities, packed attention, packing, and preference
-losses.
+"""Ops for custom training loops: log-probabilities, attention, packing, preference losses.
 
 Every op with kernels is a `torch.autograd.Function` over two custom ops (`torch.ops.fastdpo.*`),
 one for the forward and one for the backward. It is differentiable, compiles with `fullgraph=True`

@@ -38,8 +38,7 @@ logger = logging.getLogger("fastdpo")
 
 
 def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall | None:
-    """The call of the chosen backend, or None if no backend supports it and it must be computed in
-    pieces.
+    """The call of the chosen backend, or None if no backend supports it.
 
     Raises:
         ValueError: FASTDPO_ATTENTION is not the name of a backend.

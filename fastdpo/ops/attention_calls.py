@@ -48,15 +48,11 @@ class Backend(Protocol):
 
     @property
     def needs_probe(self) -> bool:
-        """Whether the backend must match fastdpo's Triton kernels on a small test case before it is
-        chosen.
-        """
+        """Whether the backend must match fastdpo's kernels on a small test case before its use."""
         ...
 
     def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        """Why the backend cannot compute a call with these inputs and options,
-        or None if it can.
-        """
+        """Why the backend cannot compute this call, or None if it can."""
         ...
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall:
@@ -76,16 +72,18 @@ def kernels_unsupported_reason(query: Tensor, value: Tensor) -> str | None:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds sinks [H] to the softmax of an output [T, H, D_v], in place, and to its log-sum-exps
-    [H, T].
+    """Adds sinks [H] to the softmax of an output, in place, and of its log-sum-exps.
+
+    `out` is [T, H, D_v] and `lse` is [H, T].
     """
     logits = sinks.to(lse.dtype)[:, None]
     return out.mul_(torch.sigmoid(lse - logits).t()[..., None]), torch.logaddexp(lse, logits)
 
 
 def flash_supports_scale(scale: float) -> bool:
-    """Whether flash attention is correct with this scale: it masks with -inf and takes maxima
-    before it scales.
+    """Whether flash attention is correct with this scale.
+
+    It masks with -inf and takes maxima before it scales, so the scale must be positive and normal.
     """
     return scale >= torch.finfo(torch.float32).tiny
 

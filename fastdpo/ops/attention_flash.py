@@ -61,8 +61,9 @@ class VarlenFunctions(Protocol):
 
 
 class TorchFlash:
-    """torch's FlashAttention-2, or its replacement by
-    `torch.nn.attention.activate_flash_attention_impl`.
+    """torch's FlashAttention-2.
+
+    `torch.nn.attention.activate_flash_attention_impl` may have replaced it.
     """
 
     def __init__(self) -> None:
@@ -264,9 +265,7 @@ class VarlenCall:
 
 
 def _window_sizes(options: AttentionOptions) -> tuple[int, int]:
-    """How many keys a query sees before and after its own position; -1 means that only causality
-    limits them.
-    """
+    """How many keys a query sees before and after its own position; -1 for no limit."""
     return (-1, -1) if options.window is None else (options.window - 1, 0)
 
 

@@ -76,9 +76,7 @@ def checked_rows(op: str, rows: Tensor, tokens: int) -> list[tuple[int, int, int
 def layout_blocks(
     op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
 ) -> LayoutBlocks:
-    """The rows in blocks of `query_block` queries and of `key_block` keys, for
-    fastdpo's kernels.
-    """
+    """The rows in blocks of queries and of keys, for fastdpo's kernels."""
     return _layout_blocks(op, _bytes_of(rows), tokens, query_block, key_block, device)
 
 

@@ -1,5 +1,4 @@
-"""Packed attention in pieces: blocks of queries, the ranges of keys that they see, and two ways to
-compute a piece.
+"""Packed attention in pieces: which queries see which keys, and two ways to compute a piece.
 
 A piece is the attention of one block of queries to one contiguous range of keys. Key j is visible
 to query i iff `0 <= offset + i - j < window`, where offset is the position of the first query minus
@@ -48,8 +47,9 @@ class KeyRange(NamedTuple):
 def query_blocks(
     op: str, rows: Tensor, tokens: int, window: int, max_scores: int | None
 ) -> Iterator[tuple[slice, list[KeyRange]]]:
-    """Blocks of queries with the keys that they see: a range of their own row, and then one of its
-    prefix, if any.
+    """Blocks of queries with the keys that they see.
+
+    These are a range of the row itself and, if visible, a range of its prefix.
 
     Every query of a block sees at least one key of each range.
 
@@ -110,8 +110,9 @@ class CpuFlashPieces:
         self.head_sizes = query.shape[2], value.shape[2]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """out [1, H, n_q, D_v] and log-sum-exp [1, H, n_q], of q [1, H, n_q, D] and k, v [1, H_kv,
-        n_k, D or D_v].
+        """out [1, H, n_q, D_v] and log-sum-exp [1, H, n_q].
+
+        q is [1, H, n_q, D], k is [1, H_kv, n_k, D] and v is [1, H_kv, n_k, D_v].
         """
         d, d_v = self.head_sizes
         if d != d_v:

@@ -48,8 +48,9 @@ def require_transform(op: str, softcap: float | None, temperature: float) -> Non
 
 
 def requested_statistics(op: str, outputs: Sequence[str]) -> str:
-    """The statistics among `outputs`, comma-separated in the order of `STATISTICS`: the form that
-    custom ops take.
+    """The statistics among `outputs`, comma-separated in the order of `STATISTICS`.
+
+    Custom ops take them in this form.
     """
     known = ("logps", *STATISTICS)
     names = outputs if isinstance(outputs, str) else tuple(outputs)
@@ -59,9 +60,7 @@ def requested_statistics(op: str, outputs: Sequence[str]) -> str:
 
 
 def require_distinct_memory(op: str, argument: str, rows: Tensor, option: str) -> None:
-    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten
-    one by one.
-    """
+    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten."""
     (n, v), (row_stride, column_stride) = rows.shape, rows.stride()
     expanded = (n > 1 and row_stride <= 0) or (v > 1 and column_stride <= 0)
     overlapping = n > 1 and v > 1 and row_stride <= (v - 1) * column_stride and column_stride <= (n - 1) * row_stride
@@ -72,8 +71,9 @@ def require_distinct_memory(op: str, argument: str, rows: Tensor, option: str) -
 
 
 def require_no_dtensor(op: str, **tensors: Tensor | None) -> None:
-    """Requires plain tensors: kernels read the local memory, which holds only a
-    shard of a DTensor.
+    """Requires plain tensors.
+
+    Kernels read the local memory, which holds only a shard of a DTensor.
     """
     for name, tensor in tensors.items():
         sharded = isinstance(tensor, DTensor)

@@ -47,8 +47,7 @@ TABLE: tuple[Entry, ...] = ()
 
 
 def fused_config(width: int, dtype: torch.dtype, device: torch.device) -> FusedConfig | None:
-    """The configuration of the fused kernel for a head of this hidden size, or None if the head
-    runs `rows`.
+    """The configuration of the fused kernel for a head, or None if the head runs `rows`.
 
     Raises:
         ValueError: the file that FASTDPO_HEAD_TABLE names is not a list of entries.
@@ -67,9 +66,7 @@ F = TypeVar("F", bound=Any)
 
 
 def _constant_while_tracing(function: F) -> F:
-    """`torch.compiler.assume_constant_result` without its import of Dynamo, which would import
-    Triton with fastdpo.
-    """
+    """Like `torch.compiler.assume_constant_result`, but without importing Dynamo and Triton."""
     function._dynamo_marked_constant = True
     return function
 
@@ -81,9 +78,7 @@ def _entries() -> tuple[Entry, ...]:
 
 @_constant_while_tracing
 def architecture(device: torch.device) -> str:
-    """The name of a device's architecture in the table: "sm90", "gfx942", or the type of a device
-    other than a GPU.
-    """
+    """The name of a device in the table: "sm90", "gfx942", or its type if it is not a GPU."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:

@@ -1,5 +1,4 @@
-"""A head in tiles of tokens: the logits of one tile at a time, the results read off them, and their
-gradient.
+"""A head in tiles of tokens: the logits of one tile at a time, their results and gradient.
 
 Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 """
@@ -39,8 +38,9 @@ ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, wha
 
 
 class HeadCall(NamedTuple):
-    """The arguments that the forward and the backward of a head have in common, flat as custom ops
-    need them.
+    """The common arguments of the forward and backward ops of a head.
+
+    Custom ops take them flat.
     """
 
     hidden: Tensor  # [N, D]
@@ -89,8 +89,9 @@ class TileFormat(NamedTuple):
         return TileFormat(kernel_tile_rows(columns, compute_dtype), columns, dtype, triton=True, fused=fused)
 
     def rows_within(self, n: int, budget: int) -> int:
-        """How many of n tokens have gradient tiles that fit in `budget` bytes: all of them, or
-        whole tiles.
+        """How many of n tokens have gradient tiles that fit in `budget` bytes.
+
+        All of them, or those of whole tiles.
         """
         fitting = budget // (self.columns * self.dtype.itemsize)
         return min(n, n if n <= fitting else fitting // self.rows * self.rows)
@@ -121,8 +122,9 @@ class Head:
         return [slice(start + rows.start, start + rows.stop) for rows in slices]
 
     def hidden_rows(self, rows: slice) -> Tensor:
-        """Hidden states [n, D], zero where the target is ignored so that their NaN or infinity
-        cannot spread.
+        """Hidden states [n, D], zero where the target is ignored.
+
+        This keeps their NaN and infinities from spreading.
         """
         return self.hidden[rows].to(self.dtype).masked_fill(self.ignored[rows, None], 0)
 
@@ -183,8 +185,7 @@ class Head:
         return [logps, shift, others, total, *extra]
 
     def gradient_tiles(self, kept: Tensor, sums: RowSums) -> Iterator[tuple[slice, Tensor]]:
-        """Every token's gradient tile, with its rows: first those in `kept`, then the others,
-        recomputed.
+        """The gradient tiles of all tokens, with their rows: first those in `kept`, then recomputed.
 
         Kept tiles come all at once if they can be multiplied without a wider copy.
         """
@@ -252,9 +253,7 @@ class Head:
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
     def _target_logits(self, hidden: Tensor, rows: slice) -> Tensor:
-        """Transformed logits [n] of the targets, never rounded below float32; NaN for unknown
-        targets.
-        """
+        """Transformed logits [n] of the targets, at least float32; NaN for unknown targets."""
         if self.format.triton:
             from ..kernels.linear_logps import target_logits
 
@@ -286,8 +285,7 @@ def _store(place: Tensor, block: Tensor) -> None:
 
 
 class GradientSum:
-    """The gradient of a parameter, summed over tiles as `scale * sum(tile.T @ rows)` in a wide
-    dtype.
+    """The gradient of a parameter: `scale * sum(tile.T @ rows)` over tiles, in a wide dtype.
 
     Args:
         out: [V, ...] memory for the gradient.
@@ -346,9 +344,7 @@ def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor |
 def empty_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized gradients of the inputs that need one, and tensors without elements for the
-    others.
-    """
+    """Uninitialized gradients of the inputs that need one, and empty tensors for the others."""
     grads = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed and x is not None else hidden.new_empty(0)
         for x, needed in zip((hidden, weight, bias), needs, strict=True)

@@ -1,5 +1,4 @@
-"""Log-probabilities from hidden states and the head's weight: the `[N, V]` logits are never stored
-whole.
+"""Log-probabilities from hidden states and the head's weight, without `[N, V]` logits.
 
 Dimensions: N scored tokens, V vocabulary, D hidden size.
 """
@@ -201,8 +200,7 @@ class _LinearLogps(torch.autograd.Function):
 
 
 def _take_kept(ctx: Any) -> Tensor:
-    """Returns `ctx.kept`, the gradient tiles of the forward, and frees them unless the graph is
-    retained.
+    """Returns the gradient tiles of the forward, and frees them unless the graph is retained.
 
     Autograd does not save these tiles, so hooks on saved tensors do not move them to the host with
     the activations.

@@ -1,8 +1,8 @@
 """Log-probabilities, statistics and gradients of one tile of logits, in plain PyTorch.
 
-`token_logps` and `linear_logps` share this file wherever no Triton kernel runs. A tile is `z [n,
-V]`, the transformed logits of n tokens, in float32 (float64 for float64 inputs). With `y` the
-target, `t` the target's logit and `m` the largest of the other logits:
+`token_logps` and `linear_logps` share this file wherever no Triton kernel runs. A tile z [n, V]
+holds the transformed logits of n tokens, in float32 (float64 for float64 inputs). With y the
+target, t the target's logit and m the largest of the other logits:
 
     others = sum_{v != y} exp(z_v - m)        logp = t - logsumexp(z) = logsigmoid(t - m - log(others))
     total  = others + exp(t - m)              d logp / d z_v = (v == y) - p_v
@@ -42,15 +42,17 @@ def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def kernel_tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of a tile where one kernel makes all passes: a multiple of the block size of matrix
-    products.
+    """Rows of a tile where one kernel makes all passes.
+
+    A multiple of the block sizes of matrix products.
     """
     return max(MIN_TILE_ROWS, KERNEL_TILE_BYTES // (vocabulary * dtype.itemsize) // MIN_TILE_ROWS * MIN_TILE_ROWS)
 
 
 def block_slices(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
-    """Slices of [0, n) over which several passes are made: blocks that fit in a CPU's caches,
-    elsewhere whole tiles.
+    """Slices of [0, n) over which several passes are made.
+
+    On a CPU they fit in its caches; on other devices they are whole tiles.
     """
     if device.type != "cpu":
         return row_slices(n, tile_rows(vocabulary, dtype))
@@ -58,9 +60,7 @@ def block_slices(n: int, vocabulary: int, dtype: torch.dtype, device: torch.devi
 
 
 class Transform(NamedTuple):
-    """The transform from raw logits to logits:
-    `z = softcap * tanh(scale * x / softcap) / temperature`.
-    """
+    """The transform `z = softcap * tanh(scale * x / softcap) / temperature` of raw logits x."""
 
     softcap: float | None
     scale: float
@@ -84,9 +84,7 @@ class Transform(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What the gradient needs besides the logits, per token and in the dtype of
-    the tile. [n] each
-    """
+    """Sums that the gradient needs besides the logits, [n] each, in the dtype of the tile."""
 
     logps: Tensor
     shift: Tensor  # m
@@ -152,8 +150,9 @@ def sum_block_(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: st
 
 
 def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]]:
-    """Log-probabilities with what their gradient needs, and the requested statistics in the order
-    of `STATISTICS`.
+    """The log-probabilities with the sums of their gradient, and the requested statistics.
+
+    The statistics are in the order of `STATISTICS`.
     """
     target_logits, tile_target_logits, shift, others, weighted, mean, is_top1, squares = sums
     # A logit of +inf would have probability 1 and no gradient, and its overflow would go unnoticed:
@@ -178,8 +177,9 @@ def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]
 
 
 def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) -> Tensor:
-    """Whether the target is the first of the largest logits. z is -inf at the target, and `peak` is
-    its maximum.
+    """Whether the target is the first of the largest logits.
+
+    z is -inf at the target, and `peak` is the maximum of the others.
     """
     tied = target_logits == peak
     if z.device.type == "cpu":  # few rows are tied; on other devices, selecting them would synchronize with the host
@@ -191,8 +191,7 @@ def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) ->
 
 
 def join_results(blocks: Sequence[BlockSums], rows: Tensor, ignored: Tensor, statistics: str) -> list[Tensor]:
-    """logps, shift, others, total and statistics of `rows` [N, ...] from the blocks that they
-    consist of.
+    """logps, shift, others, total and statistics of `rows` [N, ...], joined from blocks.
 
     Log-probabilities and statistics are 0 where `ignored`.
     """
@@ -216,20 +215,19 @@ def normalize(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient_tile_(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
-    """Turns `exp(z - m)` [n, V] into the gradient tile, in place: times `-gain / total` per row it
-    is `d logp / d x`.
+    """Turns `exp(z - m)` [n, V] into the gradient tile, in place.
 
-    The tile is left unscaled so that the upstream gradient and the normalizer multiply rows of [n,
-    D] in float32 instead of a tile.
+    Multiplied by `-gain / total` per row, the tile is `d logp / d x`.
+
+    The tile is left unscaled so that the upstream gradient and the normalizer multiply rows of
+    [n, D] in float32 instead of a tile.
     """
     exponentials.scatter_(1, targets[:, None], -others[:, None])
     return exponentials if slope is None else exponentials.mul_(slope)
 
 
 def gradient_tile_from_logits_(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor | None) -> Tensor:
-    """Turns recomputed logits z [n, V] into the gradient tile, in place, with the sums of the
-    forward.
-    """
+    """Turns recomputed logits z [n, V] into the gradient tile, in place."""
     return gradient_tile_(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
 
 
@@ -249,9 +247,7 @@ def logit_gradient(
     grad_entropy: Tensor | None,  # [n]
     transform: Transform,
 ) -> Tensor:
-    """`d loss / d x` [n, V] from transformed logits and the gradients of their log-probabilities
-    and entropies.
-    """
+    """`d loss / d x` [n, V] from transformed logits and upstream gradients."""
     slope = transform.slope(z)
     gradient = None
     if grad_entropy is not None:

@@ -88,9 +88,7 @@ def _bwd(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks; that of the sinks has no elements if there are
-    none.
-    """
+    """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
     options = AttentionOptions(scale, window, softcap)
     call = prepare_call(query, value, rows, options)
     if call is not None:

@@ -96,8 +96,9 @@ def _js_divergence(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
 
 
 def _alpha_divergence(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
-    """`f(c) = (exp((alpha - 1) c) - 1) / (alpha - 1)`; `f(c) = c`, the limit, if alpha is within
-    1e-6 of 1.
+    """`f(c) = (exp((alpha - 1) c) - 1) / (alpha - 1)`.
+
+    If alpha is within 1e-6 of 1, the limit `f(c) = c`.
     """
     order = objective.f_alpha_divergence_coef - 1
     if abs(order) < 1e-6:
@@ -162,8 +163,9 @@ def _nca_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _robust(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`(-(1 - eps) log sigma(beta m) + eps log sigma(-beta m)) / (1 - 2 eps)`. rDPO, arXiv
-    2403.00409, section 3.1.
+    """`(-(1 - eps) log sigma(beta m) + eps log sigma(-beta m)) / (1 - 2 eps)`.
+
+    rDPO, arXiv 2403.00409, section 3.1.
     """
     x, eps = objective.beta * pairs.margins, objective.label_smoothing
     return (-(1 - eps) * F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1 - 2 * eps)
@@ -228,8 +230,9 @@ def _discopop(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 
 
 def _sft(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
-    """`-log policy` of the chosen completion, scaled so that the mean over pairs is the mean over
-    chosen tokens.
+    """`-log policy` of the chosen completion.
+
+    Scaled so that its mean over pairs is the mean over all chosen tokens.
     """
     tokens = _given("sft", "chosen_lengths", pairs.chosen_lengths).sum().clamp(min=1)
     return -pairs.sft_logps * len(pairs.sft_logps) / tokens
@@ -482,8 +485,7 @@ def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> T
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Weights of pairs by how likely the policy is to generate them, `w(chosen) * w(rejected)` of
-    WPO.
+    """Weights `w(chosen) * w(rejected)` of WPO: how likely the policy is to generate a pair.
 
     `w = exp(mean_t(log p_t(y_t) - log sum_v p_t(v)^2))` over the tokens t of a completion (arXiv
     2406.11827, eq. 2). As in TRL, weights are not bounded by 1: a token may be more likely than the

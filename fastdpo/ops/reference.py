@@ -30,8 +30,9 @@ def token_logps(
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
 ) -> TokenLogps:
-    """`log softmax(z)[target]` with
-    `z = softcap * tanh(logit_scale * logits / softcap) / temperature`.
+    """`log softmax(z)[target]` of transformed logits z.
+
+    `z = softcap * tanh(logit_scale * logits / softcap) / temperature`
     """
     z = (logits if logits.dtype == torch.float64 else logits.float()) * logit_scale
     if softcap is not None:

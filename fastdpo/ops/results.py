@@ -52,9 +52,7 @@ class SequenceLogps(NamedTuple):
 
 
 def statistic_names(statistics: str) -> list[str]:
-    """The names in a comma-separated string of statistics, the form in which
-    custom ops take them.
-    """
+    """The names in a comma-separated string, the form in which custom ops take statistics."""
     return [name for name in statistics.split(",") if name]
 
 
@@ -66,8 +64,6 @@ def empty_results(rows: Tensor, statistics: str) -> list[Tensor]:
 
 
 def named_results(logps: Tensor, extra: Sequence[Tensor], statistics: str, shape: Sequence[int]) -> TokenLogps:
-    """`TokenLogps` of the given shape from log-probabilities [N] and statistics [N], in their
-    order.
-    """
+    """`TokenLogps` of the given shape from log-probabilities [N] and statistics [N] in order."""
     values = zip(statistic_names(statistics), extra, strict=True)
     return TokenLogps(logps=logps.reshape(shape), **{name: value.reshape(shape) for name, value in values})

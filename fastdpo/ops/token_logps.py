@@ -148,8 +148,9 @@ def token_logps(
     outputs: Sequence[str] = ("logps",),
     inplace_backward: bool = False,
 ) -> TokenLogps:
-    """Log-probability of each target under `softmax(z)`, with
-    `z = cap(logit_scale * logits) / temperature`.
+    """Log-probability of each target under the softmax of transformed logits.
+
+    The distribution is `softmax(cap(logit_scale * logits) / temperature)`.
 
     Defined by `fastdpo.ops.reference.token_logps`.
 

@@ -1,4 +1,4 @@
-"""Triton decides once, at import, whether it compiles or interprets: each kind of test has a process of its own."""
+"""Keeps interpreted and compiled tests apart: Triton decides between them at import."""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Compiles the kernels for four architectures, which takes no GPU: what they may spill, hold and address with."""
+"""Compiles the kernels for four architectures and checks registers, spills and instructions.
+
+This needs no GPU.
+"""
 
 import re
 import subprocess
@@ -20,24 +23,25 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 FORWARD, BACKWARD = token_logps._token_logps_fwd_kernel, token_logps._token_logps_bwd_kernel
-STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # that TRL's DPOTrainer shows
-OF_LOGITS = {
+STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # those that TRL's DPOTrainer logs
+LOGIT_ARGUMENTS = {
     **dict.fromkeys(("logits_ptr", "grad_ptr"), "*bf16"),
     **dict.fromkeys(("logps_ptr", "shift_ptr", "others_ptr", "total_ptr"), "*fp32"),
     **dict(targets_ptr="*i64", stride="i32", grad_stride="i32", V="i32"),
     **dict(LANES=token_logps.LANES, BLOCK_V=token_logps.BLOCK_V, VEC=8, ALIGNED=True),
 }
 TILE = dict(target_logits_ptr="*fp32", tile_ptr="*bf16", tile_stride="i32")
-CASES = {  # a kernel, and its arguments as the launchers give them: of bfloat16, and the results that are asked for
-    "forward": (FORWARD, OF_LOGITS),  # of the reference model
-    "forward, statistics": (FORWARD, {**OF_LOGITS, **STATISTICS}),
-    "forward of a head": (FORWARD, {**OF_LOGITS, **STATISTICS, **TILE}),
-    "backward": (BACKWARD, {**OF_LOGITS, "grad_logps_ptr": "*fp32"}),
-    "backward, entropy": (BACKWARD, {**OF_LOGITS, "grad_logps_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}),
-    "backward of a head": (BACKWARD, OF_LOGITS),  # a gradient tile, again
+CASES = {  # a kernel, and its arguments as the launchers pass them: bfloat16 logits and the requested results
+    "forward": (FORWARD, LOGIT_ARGUMENTS),  # the reference model
+    "forward, statistics": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS}),
+    "forward of a head": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS, **TILE}),
+    "backward": (BACKWARD, {**LOGIT_ARGUMENTS, "grad_logps_ptr": "*fp32"}),
+    "backward, entropy": (BACKWARD, {**LOGIT_ARGUMENTS, "grad_logps_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}),
+    "backward of a head": (BACKWARD, LOGIT_ARGUMENTS),  # recomputes a gradient tile
 }
-# Registers a thread may take, beside what Triton 3.9 came to. They are what occupancy depends on: a multiprocessor of
-# NVIDIA's holds 8 programs of 8 warps at 32 registers, 6 at 40, 5 at 48, 4 at 64; one of gfx942 is full at 64.
+# Maximum number of registers per thread; the comments list the numbers with Triton 3.9. Registers
+# determine occupancy: an NVIDIA multiprocessor runs 8 programs of 8 warps at 32 registers, 6 at 40,
+# 5 at 48 and 4 at 64. gfx942 reaches full occupancy at 64.
 CEILINGS = {
     "forward": dict(sm80=48, sm90=40, sm100=40, gfx942=48),  # 47, 32, 38, 36
     "forward, statistics": dict(sm80=64, sm90=64, sm100=64, gfx942=48),  # 61, 56, 53, 41
@@ -46,7 +50,7 @@ CEILINGS = {
     "backward, entropy": dict(sm80=48, sm90=40, sm100=48, gfx942=48),  # 40, 40, 42, 38
     "backward of a head": dict(sm80=40, sm90=40, sm100=40, gfx942=48),
 }
-VARIANTS = {  # what other models bring
+VARIANTS = {  # arguments of other models
     "softcap": dict(scale="fp32", cap="fp32"),
     "float32 logits": dict(logits_ptr="*fp32", grad_ptr="*fp32", tile_ptr="*fp32", VEC=4),
     "rows not aligned": dict(ALIGNED=False),
@@ -55,7 +59,7 @@ ALIGNED = {"logits_ptr", "grad_ptr", "tile_ptr", "targets_ptr", "stride", "grad_
 
 
 def compile_for(target, kernel, arguments, aligned=frozenset(), **options):
-    """The kernel for these types and constants; what is not named is None."""
+    """Compiles the kernel for these types and constants. Arguments that are not given are None."""
     types = {name: arguments.get(name) for name in kernel.arg_names}
     types = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in types.items()}
     source = ASTSource(
@@ -93,14 +97,14 @@ def registers_and_spills(compiled, target, folder):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES)
-def test_registers_leave_room_for_enough_programs(case, target, tmp_path):
+def test_registers_allow_the_intended_occupancy(case, target, tmp_path):
     registers, spills = registers_and_spills(compile_case(target, case), target, tmp_path)
     assert spills == 0
     assert registers <= CEILINGS[case][target]
 
 
-@pytest.mark.parametrize("target", ["sm80", "gfx942"])  # the most registers on either side
-@pytest.mark.parametrize("case", ["forward of a head", "backward, entropy"])  # the most that each can be asked for
+@pytest.mark.parametrize("target", ["sm80", "gfx942"])  # the targets with the most registers, one per vendor
+@pytest.mark.parametrize("case", ["forward of a head", "backward, entropy"])  # the cases with the most work
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_variant_spills(variant, case, target, tmp_path):
     assert registers_and_spills(compile_case(target, case, variant), target, tmp_path)[1] == 0
@@ -108,7 +112,10 @@ def test_no_variant_spills(variant, case, target, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_addressed_in_64_bits(case):
-    """16.7k tokens of 128k words are beyond int32; no CPU has the memory to try."""
+    """Offsets exceed int32 from 16.7k tokens with 128k vocabulary entries on.
+
+    A test with real tensors would not fit in the memory of most CPUs.
+    """
     ir = compile_case("sm90", case).asm["ttir"]
     for pointer in {"logits_ptr", "grad_ptr", "tile_ptr"} & {*re.findall(r"%(\w+)", ir)}:
         (offset,) = re.findall(rf"tt\.addptr %{pointer}, (%\S+) : !tt\.ptr<bf16>, i64", ir)
@@ -123,11 +130,11 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, target, load):
     asm = compile_case(target, case).asm
     code = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
     assert load in code
-    assert len(re.findall(r"ld\.global\S*b16|global_load_ushort", code)) <= 1  # the target's own
+    assert len(re.findall(r"ld\.global\S*b16|global_load_ushort", code)) <= 1  # that of the target
 
 
 def attention_arguments(d, d_v, config, **features):
-    """As the launchers give them: bfloat16, 32 heads of queries on 8 of keys."""
+    """Arguments as the launchers pass them: bfloat16, 32 query heads, 8 key heads."""
     return {
         **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
         **dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32"),
@@ -160,7 +167,7 @@ def compile_attention(target, name, d, features="plain"):
     return compile_for(target, ATTENTION[name], arguments, aligned, num_warps=config.warps, num_stages=config.stages)
 
 
-SPILLS = {  # bytes of the stack, by the width of heads, beside what Triton 3.9 came to; of other kernels, none
+SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
     (128, "forward", "sm80"): 64,  # 56
     (128, "forward", "sm100"): 96,  # 48
     (128, "keys", "sm100"): 96,  # 88
@@ -176,7 +183,7 @@ SPILLS = {  # bytes of the stack, by the width of heads, beside what Triton 3.9 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("d", [128, 256])
-def test_attention_spills_little_and_multiplies_on_tensor_cores(d, name, target, tmp_path):
+def test_attention_spills_little_and_uses_tensor_cores(d, name, target, tmp_path):
     compiled = compile_attention(target, name, d)
     _, spills = registers_and_spills(compiled, target, tmp_path)
     assert spills <= SPILLS.get((d, name, target), 0)
@@ -185,7 +192,7 @@ def test_attention_spills_little_and_multiplies_on_tensor_cores(d, name, target,
 
 @pytest.mark.parametrize(("d", "features"), [(64, "plain"), (128, "all")])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_of_other_models(name, d, features, tmp_path):
+def test_attention_with_other_head_sizes_and_options(name, d, features, tmp_path):
     compiled = compile_attention("sm90", name, d, features)
     assert registers_and_spills(compiled, "sm90", tmp_path)[1] <= 48
     assert PRODUCTS["sm90"] in compiled.asm["ptx"]
@@ -194,15 +201,18 @@ def test_attention_of_other_models(name, d, features, tmp_path):
 CONFIG = linear_exp.FusedConfig()
 
 
-def compile_fused_head(target, tma, asked):
-    """The product that ends in the exponential, of bfloat16; `asked`: the pointers that are given beside."""
+def compile_fused_head(target, tma, requested):
+    """Compiles the fused product in bfloat16.
+
+    `requested` holds the arguments of requested results.
+    """
     arguments = {
         "hidden": f"tensordesc<bf16[{CONFIG.block_n}, {CONFIG.block_d}]>" if tma else "*bf16",
         "weight": f"tensordesc<bf16[{CONFIG.block_v}, {CONFIG.block_d}]>" if tma else "*bf16",
         **dict(targets_ptr="*i64", anchors_ptr="*fp32", others_ptr="*fp32"),
         **dict(N="i32", V="i32", D="i32", stride_n="i32", stride_v="i32"),
         **dict(BLOCK_N=CONFIG.block_n, BLOCK_V=CONFIG.block_v, BLOCK_D=CONFIG.block_d, TMA=tma),
-        **asked,
+        **requested,
     }
     aligned = {"hidden", "weight", "tile_ptr", "stride_n", "stride_v", "tile_stride", "V", "D"} - (
         {"hidden", "weight"} if tma else set()
@@ -212,10 +222,10 @@ def compile_fused_head(target, tma, asked):
 
 
 @pytest.mark.parametrize(("target", "tma"), [("sm80", False), ("sm90", True), ("sm90", False), ("sm100", True)])
-@pytest.mark.parametrize("asked", ["nothing", "tile", "tile and statistics"])
-def test_a_fused_head_keeps_to_its_registers(asked, target, tma, tmp_path):
-    given = {} if asked == "nothing" else dict(tile_ptr="*bf16", tile_stride="i32")
-    if "statistics" in asked:
+@pytest.mark.parametrize("requested", ["nothing", "tile", "tile and statistics"])
+def test_a_fused_head_spills_little(requested, target, tma, tmp_path):
+    given = {} if requested == "nothing" else dict(tile_ptr="*bf16", tile_stride="i32")
+    if "statistics" in requested:
         given |= dict(weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
     compiled = compile_fused_head(target, tma, given)
     _, spills = registers_and_spills(compiled, target, tmp_path)
@@ -224,7 +234,7 @@ def test_a_fused_head_keeps_to_its_registers(asked, target, tma, tmp_path):
     assert not tma or "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
-SMALL = {  # kernels that only move bytes, and their arguments
+SMALL = {  # kernels that mainly move memory, and their arguments
     "targets": (
         linear_logps._target_logits_kernel,
         {

@@ -1,4 +1,4 @@
-"""Tests in which Triton's interpreter stands in for a GPU pass. `conftest.py` starts them with the session."""
+"""Runs kernel tests in Triton's interpreter instead of on a GPU. `conftest.py` starts them with the session."""
 
 import re
 
@@ -12,7 +12,7 @@ def test_interpreted_kernels(name, interpreted_run, pytestconfig):
     done = interpreted_run(name)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = re.fullmatch(r"(\d+) passed(, \d+ deselected)?(, \d+ warnings?)? in .*", done.stdout.splitlines()[-1])
-    assert summary, done.stdout  # none was skipped
+    assert summary, done.stdout  # no test was skipped
     passed = int(summary[1])
     files, which, _ = RUNS[name]
     if which:

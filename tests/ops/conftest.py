@@ -1,4 +1,4 @@
-"""Fixtures of the tests of ops: small tiles, unchecked targets, and a record of a call's memory and matrix products."""
+"""Fixtures of the tests of ops: small tiles, unchecked targets, and a call's memory and products."""
 
 import json
 from itertools import accumulate
@@ -24,7 +24,10 @@ class Trace(NamedTuple):
 
 @pytest.fixture
 def rows_of_a_tile(monkeypatch):
-    """A function that sets the number of rows of a tile. Passes are made over blocks of a third of a tile."""
+    """A function that sets the number of rows of a tile.
+
+    Passes are made over blocks of a third of a tile.
+    """
 
     def set_rows(rows, vocabulary, dtype):
         row_bytes = vocabulary * accumulation_dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""What only a GPU can show: nothing in a step waits for the device, and a CUDA graph can hold it."""
+"""Tests that need a GPU: steps do not synchronize, and a CUDA graph can capture them."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def head_leaves(n, trainable):
 
 
 def heads(trainable, **options):
-    """A call and its tensors: 700 tokens in three tiles."""
+    """A forward and backward over 700 tokens in three tiles, and its tensors."""
     hidden, weight, targets = head_leaves(700, trainable)
     leaves = (hidden, weight) if trainable else (hidden,)
 
@@ -69,9 +69,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_waits_for_the_device(name):
+def test_no_step_synchronizes_with_the_device(name):
     call, _ = CALLS[name]()
-    call()  # compiles, and plans layouts
+    call()  # compiles kernels and caches the layout
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -80,7 +80,7 @@ def test_nothing_waits_for_the_device(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_cuda_graph_holds_forward_and_backward(name):
+def test_a_cuda_graph_captures_forward_and_backward(name):
     call, tensors = CALLS[name]()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -111,14 +111,14 @@ def test_compiled_with_inductor(trainable):
     assert all(error(a, b) < 1e-6 for a, b in zip(*runs, strict=True))
 
 
-def test_nothing_compiles_again_for_another_number_of_tokens():
+def test_another_number_of_tokens_does_not_recompile():
     from fastdpo.kernels.token_logps import _token_logps_fwd_kernel
 
     def compiled():
         return sum(len(caches[0]) for caches in _token_logps_fwd_kernel.device_caches.values())
 
     weight = torch.randn(V, D).bfloat16()
-    for n in (256, 17, 1):  # the last two are no multiple of 16, nor is one like the other
+    for n in (256, 17, 1):  # the last two are specialized differently: not a multiple of 16, and 1
         linear_logps(torch.randn(n, D).bfloat16(), weight, torch.randint(V, (n,)))
         if n == 256:
             before = compiled()

@@ -1,4 +1,4 @@
-"""What the host does for a GPU, on tensors without memory: it waits for no value, and launches what it should."""
+"""The host side of GPU paths, on meta tensors: no synchronization, and the expected launches."""
 
 from contextlib import nullcontext
 
@@ -20,7 +20,7 @@ TRANSFORM = (30.0, 1.0, 1.0)
 
 
 class Recorder:
-    """In the place of a kernel."""
+    """Replaces a kernel and records the grids of its launches."""
 
     def __init__(self):
         self.grids = []
@@ -31,7 +31,7 @@ class Recorder:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """On which grids each kernel was launched, for tensors on the device "meta", which have no values to ask for."""
+    """The grids on which each kernel was launched, for meta tensors, whose values cannot be read."""
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("meta",))
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
@@ -54,41 +54,41 @@ def head_arguments():
     return hidden, weight, None, empty(N, dtype=torch.long)
 
 
-def test_gpus_run_kernels_where_triton_is_installed():
+def test_gpus_run_kernels_if_triton_is_installed():
     gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
     assert all(devices.suits_triton(gpu, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     assert not devices.suits_triton(gpu, torch.float64)
     assert not devices.suits_triton(cpu, torch.float32)
 
 
-def test_a_value_that_is_asked_for_is_an_error(launches):
+def test_reading_a_value_of_a_meta_tensor_raises(launches):
     for ask in (lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], bool):
         with pytest.raises((RuntimeError, NotImplementedError)):
             ask(empty(1))
 
 
 @pytest.mark.parametrize("statistics", ["", ",".join(STATISTICS)])
-@pytest.mark.parametrize("way", ["nothing", "frozen", "kept", "recomputed"])
-def test_a_head_waits_for_nothing(way, statistics, launches):
+@pytest.mark.parametrize("mode", ["nothing", "frozen", "kept", "recomputed"])
+def test_a_head_does_not_synchronize(mode, statistics, launches):
     tiles = TileFormat.of(empty(V, D), torch.bfloat16)
-    keep = {"kept": N, "recomputed": tiles.rows_within(N, MEMORY_BUDGET)}.get(way, 0)
+    keep = {"kept": N, "recomputed": tiles.rows_within(N, MEMORY_BUDGET)}.get(mode, 0)
     inputs, options = head_arguments(), (*TRANSFORM, torch.bfloat16)
-    kept, jacobian, *results = _fwd._init_fn(*inputs, *options, statistics, keep, way == "frozen")
+    kept, jacobian, *results = _fwd._init_fn(*inputs, *options, statistics, keep, mode == "frozen")
     steps = -(-N // tiles.rows)
     assert len(launches["forward"]) == len(launches["targets"]) == steps > 1
     assert sum(rows for (rows,) in launches["forward"]) == N
-    if way == "nothing":
+    if mode == "nothing":
         return
-    of_entropy = empty(N) if statistics and way != "kept" else None
-    needs = [True, way != "frozen", False]
+    of_entropy = empty(N) if statistics and mode != "kept" else None
+    needs = [True, mode != "frozen", False]
     upstream = empty(N), of_entropy
     grads = _bwd._init_fn(*upstream, kept, jacobian, results[:4], needs, None, *inputs, *options)
     assert [x.shape for x in grads[:2]] == [(N, D), (V, D) if needs[1] else (0,)]
     multiplied_again = steps if of_entropy is not None else steps - -(-keep // tiles.rows)
-    assert len(launches["backward"]) == (0 if way == "frozen" and of_entropy is None else multiplied_again)
+    assert len(launches["backward"]) == (0 if mode == "frozen" and of_entropy is None else multiplied_again)
 
 
-def test_logits_wait_for_nothing(launches):
+def test_token_logps_does_not_synchronize(launches):
     logits, targets = empty(64, V, dtype=torch.bfloat16), empty(64, dtype=torch.long)
     results = token_fwd._init_fn(logits, targets, *TRANSFORM, "")
     grad = token_bwd._init_fn(empty(64), None, logits, targets, results[:4], *TRANSFORM)
@@ -97,7 +97,7 @@ def test_logits_wait_for_nothing(launches):
 
 
 def calls_of_each_op():
-    """By name, a call of each op on tensors of the CPU that it is given, differentiated."""
+    """By name, the inputs of each op and a call of it with CPU tensors."""
     hidden, weight, logits = torch.randn(9, 24), torch.randn(67, 24), torch.randn(9, 67)
     targets, bounds = torch.randint(67, (9,)), torch.tensor([0, 4, 9])
     rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
@@ -122,12 +122,12 @@ with torch.device("cpu"):
 
 
 @pytest.mark.parametrize("name", OP_NAMES)
-def test_ops_on_the_cpu_do_not_ask_for_the_default_device(name):
+def test_ops_on_the_cpu_ignore_the_default_device(name):
     with torch.device("cpu"):
         leaves, call = calls_of_each_op()[name]
     leaves = leaves if isinstance(leaves, tuple) else (leaves,)
     found = []
-    for default in ("cpu", "meta"):  # which has no values
+    for default in ("cpu", "meta"):  # whose tensors have no values
         of_call = [x.clone().requires_grad_() for x in leaves]
         with torch.device(default):
             out = call(*of_call)

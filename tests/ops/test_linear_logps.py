@@ -1,4 +1,4 @@
-"""linear_logps: every way back as accurate as eager, the same bits forward, logits never whole, clear about misuse."""
+"""linear_logps: accuracy in every backward mode, bitwise equal forwards, bounded memory, errors."""
 
 import pytest
 import torch
@@ -17,16 +17,16 @@ INF = float("inf")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = {  # draws, N, V, D, rows of a tile
-    "degenerate": (64, 1, 2, 3, 8),  # one token, and one word beside its target
-    "ragged": (1, 37, 131, 24, 64),  # one tile whose sizes no block divides
+    "degenerate": (64, 1, 2, 3, 8),  # one token, and one vocabulary entry besides its target
+    "ragged": (1, 37, 131, 24, 64),  # one tile, with sizes that no block size divides
     "tiles": (1, 37, 131, 24, 8),  # four tiles and a tail of five rows
 }
 OPTIONS = {
     "plain": {},  # no transform is applied at all
-    "softcap": dict(softcap=5.0),  # low enough to bend most logits
-    "logit_scale": dict(logit_scale=0.3),  # Cohere's
-    "temperature": dict(temperature=0.7),  # sharper than trained
-    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # their order matters
+    "softcap": dict(softcap=5.0),  # low enough to affect most logits
+    "logit_scale": dict(logit_scale=0.3),  # as in Cohere's models
+    "temperature": dict(temperature=0.7),  # sharpens the distribution
+    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # the order of the options matters
 }
 OVERFLOWS = (
     "an infinite target",
@@ -36,24 +36,27 @@ OVERFLOWS = (
     "an impossible target",
     "nothing possible",
 )
-WAYS = {  # what needs a gradient, rows whose gradient tiles fit in the budget
+MODES = {  # inputs that need a gradient, and rows whose gradient tiles fit in the budget
     "nothing": ((), 1000),  # evaluation, the reference model
     "frozen": (("hidden",), 1000),  # LoRA: the gradient is formed in the forward
-    "kept": (LEAVES, 1000),  # all tiles wait for the backward
-    "some kept": (LEAVES, 20),  # two tiles of eight rows do; the rest is computed again
-    "recomputed": (LEAVES, 0),  # none does
+    "kept": (LEAVES, 1000),  # all tiles are kept for the backward
+    "some kept": (LEAVES, 20),  # two tiles of eight rows are kept; the others are recomputed
+    "recomputed": (LEAVES, 0),  # no tile is kept
     "weight alone": (("weight",), 20),  # a head on a frozen body
-    "bias alone": (("bias",), 20),  # of the head's parameters only one is trained
+    "bias alone": (("bias",), 20),  # only one parameter of the head is trained
 }
 
 
 @pytest.fixture
-def way(rows_of_a_tile):
-    """Sets tiles of eight rows; gives what needs a gradient, and a budget, for 131 words of a dtype."""
+def mode(rows_of_a_tile):
+    """Sets tiles of eight rows.
+
+    Returns a mode's gradients and memory budget, for a vocabulary of 131.
+    """
 
     def arguments(name, dtype):
         rows_of_a_tile(8, 131, dtype)
-        needs, rows = WAYS[name]
+        needs, rows = MODES[name]
         tiles = TileFormat.of(torch.empty(131, 24), dtype)
         return dict(needs=needs, memory_budget=rows * tiles.columns * tiles.dtype.itemsize)
 
@@ -61,18 +64,18 @@ def way(rows_of_a_tile):
 
 
 def assert_clear_tops_agree(is_top1, inputs, softcap=None, logit_scale=1.0):
-    """Where the two largest logits are so close that rounding may swap or tie them, either answer will do."""
+    """Compares is_top1 except where rounding may swap or tie the two largest logits."""
     inputs = doubled(inputs)
     logits = F.linear(inputs["hidden"], inputs["weight"], inputs["bias"])
     best = logits.topk(2).values
     clear = (best[:, 0] - best[:, 1] > 0.5) & (inputs["targets"] != -100)
-    if softcap is not None:  # bounded logits are told apart only where tanh is not yet 1
+    if softcap is not None:  # capped logits can only be distinguished where tanh is not saturated
         clear &= best[:, 0] * logit_scale / softcap < 4
     assert torch.equal(is_top1[clear], (logits.argmax(-1) == inputs["targets"])[clear])
 
 
 def assert_accurate(*draws, memory_budget=1 << 20, **options):
-    """The error is judged over all draws of inputs together: over one token eager may be lucky."""
+    """Compares errors over all draws together: for one token, eager may be exact by chance."""
 
     def collected(op, draws, dtype=None, **more):
         calls = [
@@ -112,48 +115,48 @@ def test_each_option_is_as_accurate_as_eager(option, dtype):
     assert_accurate({**head_inputs(23, 67, 24, dtype), "bias": None}, **OPTIONS[option])
 
 
-def test_a_bias_alone_is_as_accurate_as_eager():
+def test_a_bias_without_options_is_as_accurate_as_eager():
     assert_accurate(head_inputs(23, 67, 24))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", WAYS)
-def test_each_way_back_is_as_accurate_as_eager(name, dtype, way):
-    assert_accurate(head_inputs(37, 131, 24, dtype), **way(name, dtype), **OPTIONS["all"])
+@pytest.mark.parametrize("name", MODES)
+def test_each_mode_is_as_accurate_as_eager(name, dtype, mode):
+    assert_accurate(head_inputs(37, 131, 24, dtype), **mode(name, dtype), **OPTIONS["all"])
 
 
 @pytest.mark.parametrize("differentiate", [("entropy",), ("logps", "entropy")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed", "bias alone"])
-def test_gradients_through_entropy(name, dtype, differentiate, way):
-    assert_accurate(head_inputs(37, 131, 24, dtype), differentiate=differentiate, **way(name, dtype), **OPTIONS["all"])
+def test_gradients_through_entropy(name, dtype, differentiate, mode):
+    assert_accurate(head_inputs(37, 131, 24, dtype), differentiate=differentiate, **mode(name, dtype), **OPTIONS["all"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_gradients_through_entropy_keep_their_digits_far_from_zero(name, dtype, way):
+def test_gradients_through_entropy_are_accurate_for_large_logits(name, dtype, mode):
     inputs = head_inputs(37, 131, 24, dtype)
     inputs["bias"].fill_(1000)
-    assert_accurate(inputs, differentiate=("entropy",), **way(name, dtype))
+    assert_accurate(inputs, differentiate=("entropy",), **mode(name, dtype))
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
 @pytest.mark.parametrize("special", OVERFLOWS)
-def test_each_way_back_shows_a_row_that_overflowed(special, name, way):
-    """Rows of hidden states that are multiples of unit vectors: logits are what their column of the weight says."""
+def test_each_mode_propagates_overflows(special, name, mode):
+    """Hidden states are multiples of unit vectors, so columns of the weight determine the logits."""
     logits, targets = special_row(special, columns=131)
     hidden, weight = 1e30 * torch.eye(4, 24), torch.zeros(131, 24)
     weight[:, :4] = logits.t().clamp(-1e30, 1e30)
     weight[:, :4] /= torch.where(logits.t().isinf(), 1, 1e30)
     inputs = {"hidden": hidden, "weight": weight, "bias": None, "targets": targets}
-    options = {**way(name, torch.float32), "outputs": tuple(set(OUTPUTS) - {"is_top1"})}
+    options = {**mode(name, torch.float32), "outputs": tuple(set(OUTPUTS) - {"is_top1"})}
     results, gradients = results_and_gradients(linear_logps, inputs, **options)
     options.pop("memory_budget")
-    expected, of_eager = results_and_gradients(reference.linear_logps, inputs, **options)
+    expected, eager_gradients = results_and_gradients(reference.linear_logps, inputs, **options)
     for value, e in zip(results, expected, strict=True):
         assert value is e is None or torch.allclose(value, e, rtol=1e-5, atol=1e-4, equal_nan=True)
     scored = targets != -100
-    assert torch.equal(gradients["hidden"][scored].isnan(), of_eager["hidden"][scored].isnan())
+    assert torch.equal(gradients["hidden"][scored].isnan(), eager_gradients["hidden"][scored].isnan())
     assert not gradients["hidden"][~scored].any()
     if "weight" in gradients:
         assert gradients["weight"].isnan().all() or special == "an impossible target"
@@ -161,19 +164,21 @@ def test_each_way_back_shows_a_row_that_overflowed(special, name, way):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("option", ["plain", "all"])
-def test_every_way_gives_the_same_bits_forward(option, dtype, way):
+def test_forward_is_bitwise_equal_in_all_modes(option, dtype, mode):
     inputs = head_inputs(37, 131, 24, dtype)
-    expected, _ = results_and_gradients(linear_logps, inputs, **way("nothing", dtype), **OPTIONS[option])
-    for name in WAYS:
-        results, _ = results_and_gradients(linear_logps, inputs, **way(name, dtype), **OPTIONS[option])
+    expected, _ = results_and_gradients(linear_logps, inputs, **mode("nothing", dtype), **OPTIONS[option])
+    for name in MODES:
+        results, _ = results_and_gradients(linear_logps, inputs, **mode(name, dtype), **OPTIONS[option])
         assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True)), name
-        bare, _ = results_and_gradients(linear_logps, inputs, **way(name, dtype), **OPTIONS[option], outputs=("logps",))
+        bare, _ = results_and_gradients(
+            linear_logps, inputs, **mode(name, dtype), **OPTIONS[option], outputs=("logps",)
+        )
         assert torch.equal(bare.logps, expected.logps), name
 
 
-def test_without_grad_mode_nothing_is_kept(way, trace):
+def test_no_grad_keeps_no_tiles(mode, trace):
     inputs = head_inputs(37, 131, 24)
-    budget = way("kept", torch.float32)["memory_budget"]
+    budget = mode("kept", torch.float32)["memory_budget"]
     leaves = {name: inputs[name].requires_grad_() for name in LEAVES}
     with torch.no_grad():
         logps, record = trace(lambda: linear_logps(**leaves, targets=inputs["targets"], memory_budget=budget).logps)
@@ -184,15 +189,15 @@ def test_without_grad_mode_nothing_is_kept(way, trace):
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
-def test_same_bits_twice(name, way):
+def test_deterministic(name, mode):
     inputs, upstream = head_inputs(37, 131, 24, torch.bfloat16), torch.randn(2, 37)
-    options = way(name, torch.bfloat16)
+    options = mode(name, torch.bfloat16)
     first, second = (results_and_gradients(linear_logps, inputs, upstream, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
     assert all(torch.equal(first[1][leaf], second[1][leaf]) for leaf in options["needs"])
 
 
-def test_the_gradient_of_the_weight_does_not_decay_with_the_number_of_tiles(rows_of_a_tile):
+def test_the_error_of_the_weights_gradient_does_not_grow_with_the_number_of_tiles(rows_of_a_tile):
     inputs, upstream = head_inputs(512, 67, 24, torch.bfloat16), torch.ones(2, 512)
     _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), upstream.double())
     errors = []
@@ -204,7 +209,7 @@ def test_the_gradient_of_the_weight_does_not_decay_with_the_number_of_tiles(rows
 
 
 def test_the_targets_logit_is_not_rounded():
-    """What a preference loss compares are sums over confident tokens: they err by their targets' rounding above all."""
+    """The rounding of target logits is the main error in sums over confident tokens."""
     weight, targets = 8 * F.normalize(torch.randn(131, 64)), torch.randint(131, (8, 256))
     hidden = 0.14 * weight[targets] + 0.02 * torch.randn(8, 256, 64)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
@@ -219,12 +224,12 @@ def test_the_targets_logit_is_not_rounded():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
 @pytest.mark.parametrize("poison", [INF, float("nan")])
-@pytest.mark.parametrize("name", WAYS)
-def test_ignored_rows_are_exactly_zero(name, poison, differentiate, dtype, way):
+@pytest.mark.parametrize("name", MODES)
+def test_ignored_rows_are_exactly_zero(name, poison, differentiate, dtype, mode):
     inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
     rows = [3, 8, 9, 36]  # within a tile, at the start of one, and the last
     inputs["targets"][rows] = -100
-    options = {**way(name, dtype), **OPTIONS["all"], "differentiate": differentiate}
+    options = {**mode(name, dtype), **OPTIONS["all"], "differentiate": differentiate}
     clean, clean_gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
     inputs["hidden"][rows] = poison
     results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
@@ -239,29 +244,29 @@ def test_ignored_rows_are_exactly_zero(name, poison, differentiate, dtype, way):
 
 @pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept", "recomputed"])
-def test_what_reaches_ignored_rows_from_above_goes_nowhere(name, differentiate, way):
+def test_upstream_gradients_of_ignored_rows_have_no_effect(name, differentiate, mode):
     inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
     inputs["targets"][[3, 36]] = -100
-    options = {**way(name, torch.float32), "differentiate": differentiate}
+    options = {**mode(name, torch.float32), "differentiate": differentiate}
     _, expected = results_and_gradients(linear_logps, inputs, upstream, **options)
     upstream[:, [3, 36]] = float("nan")
     _, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
     assert all(torch.equal(gradient, expected[leaf]) for leaf, gradient in gradients.items())
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_all_rows_ignored(name, way):
+@pytest.mark.parametrize("name", MODES)
+def test_all_rows_ignored(name, mode):
     inputs = head_inputs(37, 131, 24)
     inputs["targets"].fill_(-100)
-    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    results, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float32))
     assert not any(value.any() for value in (*results, *gradients.values()))
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_no_rows_are_a_differentiable_zero(name, way):
+def test_empty_input_is_differentiable(name, mode):
     inputs = head_inputs(5, 131, 24)
     inputs.update(hidden=inputs["hidden"][:0], targets=inputs["targets"][:0])
-    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    results, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float32))
     assert all(value.shape == (0,) for value in results)
     for leaf, gradient in gradients.items():
         assert gradient.shape == inputs[leaf].shape
@@ -269,8 +274,8 @@ def test_no_rows_are_a_differentiable_zero(name, way):
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "some kept"])
-def test_strided_inputs(name, way):
-    inputs, options = head_inputs(37, 131, 24), way(name, torch.float32)
+def test_strided_inputs(name, mode):
+    inputs, options = head_inputs(37, 131, 24), mode(name, torch.float32)
     expected, expected_gradients = results_and_gradients(linear_logps, inputs, **options)
     forms = {
         "transposed": lambda x: x.t().contiguous().t(),
@@ -291,9 +296,9 @@ def test_strided_inputs(name, way):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["kept", "some kept", "recomputed", "weight alone"])
-def test_a_main_grad_takes_the_gradient_of_the_weight(name, dtype, way):
+def test_main_grad_receives_the_gradient_of_the_weight(name, dtype, mode):
     inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
-    options = way(name, dtype)
+    options = mode(name, dtype)
     results, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
     wide = torch.promote_types(dtype, torch.float32)
     before = torch.randn(131, 24, dtype=wide)
@@ -308,12 +313,12 @@ def test_a_main_grad_takes_the_gradient_of_the_weight(name, dtype, way):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_each_way_back_of_targets_outside_the_vocabulary(name, differentiate, dtype, way, unchecked_targets):
-    """Where the gradient from above is zero, they add nothing to that of the weight."""
+def test_each_mode_with_targets_outside_the_vocabulary(name, differentiate, dtype, mode, unchecked_targets):
+    """With an upstream gradient of zero, they do not contribute to the gradient of the weight."""
     inputs, upstream = head_inputs(37, 131, 24, dtype), torch.randn(2, 37)
     outside, rest = [2, 20, 36], [i for i in range(37) if i not in (2, 20, 36)]
     upstream[:, outside] = 0
-    options = {**way(name, dtype), "differentiate": differentiate}
+    options = {**mode(name, dtype), "differentiate": differentiate}
     options |= {"outputs": ("entropy",)} if "entropy" in differentiate else {"outputs": ("logps",)}
     inputs["targets"][outside] = 7
     expected, clean = results_and_gradients(linear_logps, inputs, upstream, **options)
@@ -329,8 +334,8 @@ def test_each_way_back_of_targets_outside_the_vocabulary(name, differentiate, dt
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_no_gradient_from_above_is_none(name, way):
-    inputs, options = head_inputs(37, 131, 24), way(name, torch.float32)
+def test_missing_upstream_gradients_give_no_gradient(name, mode):
+    inputs, options = head_inputs(37, 131, 24), mode(name, torch.float32)
     needs = options.pop("needs")
     leaves = {leaf: inputs[leaf].requires_grad_(leaf in needs) for leaf in LEAVES}
     results = linear_logps(**leaves, targets=inputs["targets"], outputs=("entropy",), **options)
@@ -339,9 +344,9 @@ def test_no_gradient_from_above_is_none(name, way):
 
 
 @pytest.mark.parametrize("name", ["kept", "some kept"])
-def test_kept_tiles_are_not_saved_as_activations(name, way):
-    """What hooks do with saved tensors, such as move them to the host, is for those that are small."""
-    inputs, options = head_inputs(37, 131, 24), way(name, torch.float32)
+def test_kept_tiles_are_not_saved_tensors(name, mode):
+    """Hooks on saved tensors, such as activation offloading, must not see the tiles."""
+    inputs, options = head_inputs(37, 131, 24), mode(name, torch.float32)
     leaves = {leaf: inputs[leaf].requires_grad_() for leaf in options.pop("needs")}
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x.shape) or x.clone(), lambda x: x):
@@ -356,8 +361,8 @@ def test_kept_tiles_are_not_saved_as_activations(name, way):
     assert all(torch.equal(x.grad, found[leaf]) for leaf, x in leaves.items())
 
 
-def test_kept_tiles_are_freed_by_the_backward(way, trace):
-    inputs, options = head_inputs(37, 131, 24), way("kept", torch.float32)
+def test_kept_tiles_are_freed_by_the_backward(mode, trace):
+    inputs, options = head_inputs(37, 131, 24), mode("kept", torch.float32)
     leaves = {leaf: inputs[leaf].requires_grad_() for leaf in options.pop("needs")}
     tiles = min(37 * 131 * 4, options["memory_budget"])
     logps, forward = trace(lambda: linear_logps(**leaves, targets=inputs["targets"], **options).logps)
@@ -382,11 +387,11 @@ def test_int32_targets():
 
 @pytest.mark.parametrize("differentiate", [("logps",), ("entropy",)], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_a_vocabulary_masked_by_a_bias_of_minus_infinity(name, differentiate, way):
+def test_a_bias_of_minus_infinity_masks_the_vocabulary(name, differentiate, mode):
     inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
     inputs["targets"] = inputs["targets"].clamp(max=99)
     inputs["bias"][100:] = -INF
-    options = way(name, torch.float32)
+    options = mode(name, torch.float32)
     shorter = {**doubled(inputs), "weight": inputs["weight"][:100].double(), "bias": inputs["bias"][:100].double()}
     results, gradients = results_and_gradients(linear_logps, inputs, upstream, differentiate=differentiate, **options)
     exact, exact_gradients = results_and_gradients(
@@ -400,11 +405,11 @@ def test_a_vocabulary_masked_by_a_bias_of_minus_infinity(name, differentiate, wa
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_rows_of_which_the_target_is_impossible_or_the_only_possibility(name, way):
+def test_targets_of_probability_zero_and_one(name, mode):
     inputs = {**head_inputs(2, 131, 24), "targets": torch.tensor([0, 1])}
     inputs["bias"][:] = -INF
     inputs["bias"][1] = 0
-    results, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float32))
+    results, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float32))
     assert results.logps.tolist() == [-INF, 0]
     assert results.is_top1.tolist() == [False, True]
     assert results.entropy.abs().max() < 1e-6
@@ -429,36 +434,38 @@ def test_a_gap_of_300_nats(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_confident_predictions_keep_their_gradient(name, dtype, way):
+def test_confident_predictions_keep_their_gradient(name, dtype, mode):
     weight, targets = 8 * F.normalize(torch.randn(131, 64)), torch.randint(131, (37,))
-    hidden = weight[targets] / 4 + 0.02 * torch.randn(37, 64)  # the target is 16 nats above the others' mean
+    hidden = weight[targets] / 4 + 0.02 * torch.randn(
+        37, 64
+    )  # the target's logit is 16 nats above the mean of the others
     inputs = dict(hidden=hidden.to(dtype), weight=weight.to(dtype), bias=None, targets=targets)
-    _, gradients = results_and_gradients(linear_logps, inputs, **way(name, dtype))
+    _, gradients = results_and_gradients(linear_logps, inputs, **mode(name, dtype))
     _, eager = results_and_gradients(reference.linear_logps, inputs, needs=gradients.keys())
     _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=gradients.keys())
 
     p = F.linear(inputs["hidden"].double(), inputs["weight"].double()).softmax(-1)
     assert p.gather(1, targets[:, None]).min() > 0.999
-    of_probabilities = (F.one_hot(targets, 131) - p.to(dtype)).double() @ inputs["weight"].double()
-    assert error(of_probabilities, exact["hidden"]) > 0.2  # what a tile of rounded probabilities would give
+    from_probabilities = (F.one_hot(targets, 131) - p.to(dtype)).double() @ inputs["weight"].double()
+    assert error(from_probabilities, exact["hidden"]) > 0.2  # the error of a tile of rounded probabilities
     for leaf, gradient in gradients.items():
         assert_as_accurate_as(gradient, eager[leaf], exact[leaf])
         assert error(gradient, exact[leaf]) < 0.02
 
 
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_float16_takes_a_vocabulary_beyond_its_range(name, way):
-    v = 70000  # the sum over the others of a uniform distribution, which the gradient's tiles hold, is over 65504
+def test_float16_supports_a_vocabulary_larger_than_its_range(name, mode):
+    v = 70000  # for equal logits the sum over the other entries, part of the gradient tile, exceeds 65504
     weight = torch.ones(v, 1).index_fill(0, torch.tensor([0]), 3).half()
     inputs = dict(hidden=torch.zeros(2, 1).half(), weight=weight, bias=None, targets=torch.tensor([0, -100]))
-    _, gradients = results_and_gradients(linear_logps, inputs, **way(name, torch.float16))
+    _, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float16))
     _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=gradients.keys())
     assert error(gradients["hidden"], exact["hidden"]) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_head_with_a_low_rank_adapter(dtype):
-    """`[h, s h A^T] [W, B]^T` is `h (W + s B A)^T`: results, and gradients of h, A and B with W frozen."""
+    """`[h, s h A^T] [W, B]^T = h (W + s B A)^T`: results, and gradients of h, A and B."""
     n, v, d, rank, scale = 23, 101, 16, 3, 0.5
     h, w, a, b = (torch.randn(size) for size in ((n, d), (v, d), (rank, d), (v, rank)))
     targets, grad = torch.randint(v, (n,)), torch.randn(n)
@@ -478,9 +485,9 @@ def test_a_head_with_a_low_rank_adapter(dtype):
         assert_as_accurate_as(x, eager, exact, dtype)
 
 
-@pytest.mark.parametrize("name", sorted(WAYS.keys() - {"nothing"}))
-def test_gradcheck(name, way):
-    inputs, options = head_inputs(5, 7, 3, torch.float64), way(name, torch.float64)
+@pytest.mark.parametrize("name", sorted(MODES.keys() - {"nothing"}))
+def test_gradcheck(name, mode):
+    inputs, options = head_inputs(5, 7, 3, torch.float64), mode(name, torch.float64)
     leaves = [inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES]
 
     def outputs(hidden, weight, bias):
@@ -530,10 +537,10 @@ def test_opcheck(keep, form_jacobian, statistics, dtype):
 
 @torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("name", ["frozen", "kept", "recomputed"])
-def test_compiles_whole_and_for_any_number_of_tokens(name, way):
+def test_fullgraph_compiles_for_any_number_of_tokens(name, mode):
     torch.compiler.reset()
     compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
-    options = {**way(name, torch.float32), **OPTIONS["all"], "differentiate": ("logps", "entropy")}
+    options = {**mode(name, torch.float32), **OPTIONS["all"], "differentiate": ("logps", "entropy")}
     for n in (9, 23):
         inputs, upstream = head_inputs(n, 131, 24), torch.randn(2, n)
         results, gradients = results_and_gradients(compiled, inputs, upstream, **options)
@@ -543,11 +550,11 @@ def test_compiles_whole_and_for_any_number_of_tokens(name, way):
 
 
 @pytest.mark.parametrize("name", ["kept", "recomputed"])
-def test_each_way_back_compiles_in_16_bits(name, way):
-    """With kernels, those that the table of heads names among them."""
+def test_each_mode_compiles_in_float16(name, mode):
+    """Also with Triton kernels, including the fused kernel."""
     torch.compiler.reset()
     compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend="aot_eager")
-    inputs, options = head_inputs(9, 131, 24, torch.float16), {**way(name, torch.float16), "outputs": ("logps",)}
+    inputs, options = head_inputs(9, 131, 24, torch.float16), {**mode(name, torch.float16), "outputs": ("logps",)}
     results, gradients = results_and_gradients(compiled, inputs, **options)
     expected, expected_gradients = results_and_gradients(linear_logps, inputs, **options)
     assert torch.equal(results.logps, expected.logps)
@@ -556,18 +563,18 @@ def test_each_way_back_compiles_in_16_bits(name, way):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["kept", "recomputed", "weight alone"])
-def test_a_main_grad_compiles_whole(name, backend, way):
+def test_main_grad_compiles_fullgraph(name, backend, mode):
     torch.compiler.reset()
     compiled = torch.compile(linear_logps, fullgraph=True, dynamic=True, backend=backend)
-    options = {**way(name, torch.float32), "outputs": ("logps",)}
-    of_eager, of_compiled = torch.ones(131, 24), torch.ones(131, 24)
+    options = {**mode(name, torch.float32), "outputs": ("logps",)}
+    eager_gradients, of_compiled = torch.ones(131, 24), torch.ones(131, 24)
     for n in (9, 23):
         inputs = head_inputs(n, 131, 24)
-        _, expected = results_and_gradients(linear_logps, inputs, main_grad=of_eager, **options)
+        _, expected = results_and_gradients(linear_logps, inputs, main_grad=eager_gradients, **options)
         _, gradients = results_and_gradients(compiled, inputs, main_grad=of_compiled, **options)
         assert gradients["weight"] is None
         assert all(torch.equal(gradients[leaf], expected[leaf]) for leaf in options["needs"] if leaf != "weight")
-        assert error(of_compiled, of_eager) < 1e-6
+        assert error(of_compiled, eager_gradients) < 1e-6
 
 
 def test_compiles_with_inductor():
@@ -577,7 +584,8 @@ def test_compiles_with_inductor():
     results, gradients = results_and_gradients(compiled, inputs)
     expected, expected_gradients = results_and_gradients(linear_logps, inputs)
     assert all(torch.equal(value, e) for value, e in zip(results, expected, strict=True))
-    # Compiled graphs fill absent gradients with zeros: that of entropy takes another way through the same formula.
+    # Compiled graphs pass zeros for missing gradients, so the gradient of entropy is computed by
+    # another path.
     assert all(error(gradients[leaf], expected_gradients[leaf]) < 1e-6 for leaf in LEAVES)
 
 
@@ -585,8 +593,8 @@ def test_compiles_with_inductor():
     ("name", "forward", "backward"),
     [("nothing", 1, 0), ("frozen", 2, 0), ("kept", 1, 2), ("weight alone", 1, 1), ("recomputed", 1, 3)],
 )
-def test_number_of_products(name, forward, backward, way, trace):
-    options = way(name, torch.float32)
+def test_number_of_products(name, forward, backward, mode, trace):
+    options = mode(name, torch.float32)
     inputs = head_inputs(8, 131, 24)  # one tile
     leaves = {leaf: inputs[leaf].requires_grad_(leaf in options["needs"]) for leaf in LEAVES if leaf != "bias"}
     targets, budget = inputs["targets"], options["memory_budget"]
@@ -598,9 +606,9 @@ def test_number_of_products(name, forward, backward, way, trace):
 
 
 @pytest.mark.parametrize("name", ["nothing", "frozen", "kept", "recomputed"])
-def test_autocast_multiplies_in_its_dtype_and_returns_the_inputs(name, way, trace):
+def test_autocast_multiplies_in_its_dtype_and_returns_input_dtypes(name, mode, trace):
     inputs, upstream = head_inputs(37, 131, 24), torch.randn(2, 37)
-    options = {**way(name, torch.bfloat16), **OPTIONS["all"], "outputs": ("logps",)}
+    options = {**mode(name, torch.bfloat16), **OPTIONS["all"], "outputs": ("logps",)}
 
     def forward(op=linear_logps, inputs=inputs, **more):
         return results_and_gradients(op, inputs, upstream, options["needs"], **OPTIONS["all"], **more)
@@ -620,19 +628,19 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_inputs(name, way, trac
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         results, record = trace(lambda: linear_logps(**leaves, targets=inputs["targets"]))
     assert record.product_dtypes == {"c10::BFloat16"}
-    if name != "nothing":  # the hidden states' gradient: from bfloat16 tiles, or formed in the forward
+    if name != "nothing":  # a frozen head formed this gradient in the forward
         _, record = trace(lambda: results.logps.sum().backward())
         assert name == "frozen" or "c10::BFloat16" in record.product_dtypes
 
 
-N, V, D, ROWS = 64, 8192, 16, 4  # sizes of the memory tests; a tile of logits is 128 KiB, all of them are 2 MiB
+N, V, D, ROWS = 64, 8192, 16, 4  # sizes of the memory tests: a tile of logits takes 128 KiB, all logits take 2 MiB
 TILE = ROWS * V * 4
-BLOCK = V * 4  # the passes over it are made a row at a time
-SMALL = N * (8 * D + 64) * 4  # a few tensors of hidden states, results and sums
+BLOCK = V * 4  # passes are made over one row at a time
+SMALL = N * (8 * D + 64) * 4  # allows for some tensors of hidden states, results and sums
 
 
 def scratch_of_products(dtype: torch.dtype, trace) -> int:
-    """Bytes that the library of matrix products allocates for itself here, for those of a frozen head's tile."""
+    """Bytes that the BLAS library allocates for the products of a frozen head's tile."""
     hidden, weight, tile = (torch.ones(shape, dtype=dtype) for shape in ((ROWS, D), (V, D), (ROWS, V)))
     forward, back = torch.empty_like(tile), torch.empty_like(hidden)
     products = (lambda: torch.mm(hidden, weight.t(), out=forward)), (lambda: torch.mm(tile, weight, out=back))
@@ -647,8 +655,8 @@ def scratch_of_products(dtype: torch.dtype, trace) -> int:
     [
         (("hidden",), 1000, 0),  # a frozen head keeps no tile
         (("hidden", "weight"), 0, 0),  # nothing fits
-        (("hidden", "weight"), 21, 20),  # whole tiles of what fits
-        (("hidden", "weight"), 1000, N),  # everything
+        (("hidden", "weight"), 21, 20),  # whole tiles that fit
+        (("hidden", "weight"), 1000, N),  # all tiles fit
     ],
 )
 def test_memory_is_tiles_and_the_budget(needs, budget_rows, kept_rows, outputs, option, dtype, trace, rows_of_a_tile):
@@ -666,14 +674,14 @@ def test_memory_is_tiles_and_the_budget(needs, budget_rows, kept_rows, outputs, 
     assert forward.largest <= max(kept, TILE * dtype.itemsize // 4, scratch_of_products(dtype, trace))
 
     loss = results.logps.sum() + (0 if results.entropy is None else results.entropy.sum())
-    weights = V * D * (4 + dtype.itemsize) if "weight" in needs else 0  # the float32 sum, and what becomes of it
+    weights = V * D * (4 + dtype.itemsize) if "weight" in needs else 0  # the float32 sum and the gradient
     _, backward = trace(lambda: loss.backward())
     assert backward.peak <= tiles + weights + SMALL
     assert backward.largest <= max(TILE * dtype.itemsize // 4, V * D * 4)
 
 
 @pytest.mark.parametrize("needs", [("hidden",), ("hidden", "weight")], ids=["frozen", "trainable"])
-def test_compiled_it_keeps_as_much(needs, trace, rows_of_a_tile):
+def test_compiled_memory_is_that_of_eager_mode(needs, trace, rows_of_a_tile):
     rows_of_a_tile(ROWS, V, torch.float32)
     inputs = {**head_inputs(N, V, D), "bias": None}
     for name in needs:
@@ -702,7 +710,7 @@ def test_memory_of_autocast_is_a_copy_of_the_weight(trace, rows_of_a_tile):
 
 
 TENSORS = dict(hidden=torch.zeros(3, 4), weight=torch.zeros(5, 4), targets=torch.zeros(3, dtype=torch.long))
-MISUSES = {  # arguments, and what the message names: argument, rule, value
+MISUSES = {  # arguments, exception, and pattern of the message
     "integer hidden": (dict(hidden=torch.zeros(3, 4).long()), TypeError, "hidden must be float16, .* got torch.int64"),
     "integer weight": (dict(weight=torch.zeros(5, 4).int()), TypeError, "weight must be float16, .* got torch.int32"),
     "boolean bias": (dict(bias=torch.zeros(5).bool()), TypeError, "bias must be float16, .* got torch.bool"),
@@ -743,13 +751,13 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse):
+def test_misuse_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     with pytest.raises(kind, match=f"^linear_logps: {message}"):
         linear_logps(**{**TENSORS, **arguments})
 
 
-def test_a_sharded_weight_is_refused():
+def test_a_sharded_weight_raises():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         weight = distribute_tensor(TENSORS["weight"], init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -1,4 +1,4 @@
-"""packed_attention: rows see their prefix and themselves, as accurately as eager, and nothing of other groups."""
+"""packed_attention: as accurate as eager, no leaks between rows, bounded memory, errors."""
 
 from itertools import pairwise
 
@@ -16,22 +16,22 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 HEADS = {  # H, H_kv, D, D_v
     "multi-head": (4, 4, 8, 8),
     "grouped": (4, 2, 8, 8),
-    "multi-query": (3, 1, 16, 16),  # and a number of heads that is no power of two
-    "wide values": (4, 2, 8, 12),  # which torch's flash attention does not take as they are
-    "narrow values": (4, 4, 12, 8),  # the same the other way round
+    "multi-query": (3, 1, 16, 16),  # also, the number of heads is not a power of two
+    "wide values": (4, 2, 8, 12),  # torch's flash attention needs D_v = D, so keys are padded
+    "narrow values": (4, 4, 12, 8),  # values are padded
 }
 GROUPS = {  # rows of each group: (prompt length, completion lengths)
-    "single rows": [(5, [3]), (1, [1]), (0, [7])],  # nothing is shared
-    "pairs": [(5, [3, 4]), (9, [1, 6]), (2, [40, 3])],  # lengths that no block divides
+    "single rows": [(5, [3]), (1, [1]), (0, [7])],  # no shared prefixes
+    "pairs": [(5, [3, 4]), (9, [1, 6]), (2, [40, 3])],  # lengths that no block size divides
     "threes": [(5, [3, 4, 2]), (1, [1, 1, 9])],
-    "mixed": [(4, [2, 3]), (6, [5]), (3, [0, 4]), (3, [2, 0, 0])],  # rows that end with their prefix among them
+    "mixed": [(4, [2, 3]), (6, [5]), (3, [0, 4]), (3, [2, 0, 0])],  # includes rows without tokens of their own
     "long": [(150, [90, 70])],  # several blocks of the flash kernel
 }
 
 
-FEATURES = {  # options, and whether there are sinks
+FEATURES = {  # options, and whether sinks are given
     "plain": ({}, False),
-    "window": (dict(window=4), False),  # shorter than some prefixes and answers, longer than others
+    "window": (dict(window=4), False),  # shorter than some prefixes and completions, longer than others
     "softcap": (dict(softcap=2.0), False),  # within the range of the scores
     "sinks": ({}, True),
     "all": (dict(window=4, softcap=2.0, scale=0.7), True),
@@ -40,7 +40,10 @@ FLASH = ["plain", "window", "sinks"]  # what torch's flash attention computes on
 
 
 def rows_of(groups):
-    """The rows that `pack` makes of prompts with their completions, one of each group's ids being all distinct."""
+    """The layout rows of prompts with completions.
+
+    All ids are distinct except for the shared prompts.
+    """
     group_of_row = torch.tensor([i for i, (_, completions) in enumerate(groups) for _ in completions])
     ids, number = [], 0
     for prompt, completions in groups:
@@ -69,7 +72,7 @@ def options_of(features, heads="grouped", dtype=torch.float32):
 
 
 def output_and_gradients(op, query, key, value, upstream, rows, *, sinks=None, **options):
-    """The output, and gradients of query, key, value and sinks if there are any."""
+    """The output, and the gradients of query, key, value and, if given, sinks."""
     leaves = [x.detach().clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
     if sinks is not None:
         options["sinks"] = leaves[3]
@@ -85,14 +88,14 @@ def assert_accurate(rows, inputs, *, sinks=None, **options):
     wide = [x.double() for x in inputs]
     exact = output_and_gradients(reference.packed_attention, *wide, rows, sinks=wide_sinks, **options)
     dtypes = [inputs[0].dtype] * 4 + ([] if sinks is None else [sinks.dtype])
-    for x, of_eager, of_exact, dtype in zip(mine, eager, exact, dtypes, strict=True):
+    for x, eager_x, exact_x, dtype in zip(mine, eager, exact, dtypes, strict=True):
         assert x.dtype == dtype
-        assert_as_accurate_as(x, of_eager, of_exact, inputs[0].dtype)
+        assert_as_accurate_as(x, eager_x, exact_x, inputs[0].dtype)
 
 
 @pytest.fixture(params=["as it is", "blocks", "products", "products in blocks"])
-def way(request, monkeypatch):
-    """How the op goes about it: blocks that also short rows have several of; what it does where torch has no flash."""
+def path(request, monkeypatch):
+    """The internal path: as chosen, with blocks of few queries, and with matrix products."""
 
     def products(query, value, window, scale):
         return attention_pieces.MatmulPieces(query, window, scale, None)
@@ -117,41 +120,41 @@ def test_output_and_gradients_are_as_accurate_as_eager(groups, heads, dtype):
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("groups", ["pairs", "threes", "mixed"])
-def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, way):
+def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, path):
     rows = rows_of(GROUPS[groups])
     assert_accurate(rows, attention_inputs(rows, heads, dtype), **options_of(features, heads, dtype))
 
 
 @pytest.mark.parametrize("heads", ["multi-query", "wide values"])
 @pytest.mark.parametrize("window", [2, 4, 5, 6, 8, 9, 10, 11, 41, 42])
-def test_windows_around_every_border(window, heads, way):
-    """The neighbour alone; the prefixes of 5 and 9, and one less and more; the longest row of 42, and one less."""
+def test_windows_around_every_boundary(window, heads, path):
+    """Windows of 2, around the prefix lengths 5 and 9, and around the longest row of 42."""
     rows = rows_of([(5, [3, 4]), (9, [1, 6, 33]), (0, [7])])
     assert_accurate(rows, attention_inputs(rows, heads), window=window)
 
 
 @pytest.mark.parametrize("window", [50, 129, 300, 450])
 def test_windows_of_several_blocks(window):
-    """Shorter and longer than a block, the prefix, and one that the prefix and the answer both outgrow."""
+    """Shorter and longer than a block, as long as the prefix, shorter than prefix and completion."""
     rows = rows_of([(300, [280, 10, 200]), (0, [301])])
     assert_accurate(rows, attention_inputs(rows), window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_of_many_blocks_are_not_summed_in_half_precision(dtype, monkeypatch):
+def test_gradients_of_many_blocks_are_summed_in_float32(dtype, monkeypatch):
     monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 1 << 12)  # one or two queries at a time
     rows = rows_of([(100, [90, 70])])
     assert_accurate(rows, attention_inputs(rows, dtype=dtype), softcap=2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_sinks_may_be_wider_than_the_rest(dtype):
+def test_sinks_may_have_a_wider_dtype(dtype):
     rows = rows_of(GROUPS["pairs"])
     assert_accurate(rows, attention_inputs(rows, dtype=torch.bfloat16), sinks=torch.randn(4, dtype=dtype))
 
 
 @pytest.mark.parametrize("features", [*FLASH, "softcap"])
-def test_a_window_that_hides_nothing_is_none(features):
+def test_a_window_that_hides_nothing_changes_nothing(features):
     rows = rows_of(GROUPS["pairs"])  # the longest row: 42
     inputs, options = attention_inputs(rows), {**options_of(features), "window": None}
     expected = output_and_gradients(packed_attention, *inputs, rows, **options)
@@ -163,7 +166,7 @@ def test_a_window_that_hides_nothing_is_none(features):
 
 
 @pytest.mark.parametrize("features", ["plain", "window", "softcap"])
-def test_sinks_that_take_everything_or_nothing(features):
+def test_infinite_sinks(features):
     rows = rows_of(GROUPS["pairs"])
     inputs, options = attention_inputs(rows), options_of(features)
     without = output_and_gradients(packed_attention, *inputs, rows, **options)
@@ -180,7 +183,7 @@ def test_sinks_that_take_everything_or_nothing(features):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("groups", "window"), [([(1, [0])], None), (GROUPS["pairs"], 1)], ids=["alone", "window 1"])
-def test_who_sees_itself_alone_returns_its_value(groups, window, heads, dtype, way):
+def test_a_query_that_sees_only_itself_returns_its_value(groups, window, heads, dtype, path):
     rows = rows_of(groups)
     inputs = query, key, value, upstream = attention_inputs(rows, heads, dtype)
     out, *gradients = output_and_gradients(packed_attention, *inputs, rows, window=window)
@@ -188,11 +191,11 @@ def test_who_sees_itself_alone_returns_its_value(groups, window, heads, dtype, w
     assert torch.equal(out, value.repeat_interleave(group, 1))
     of_value = upstream.double().unflatten(1, (-1, group)).sum(2)
     assert error(gradients[2], of_value) <= floor(dtype)
-    for gradient in gradients[:2]:  # zero but for rounding
+    for gradient in gradients[:2]:  # zero up to rounding
         assert gradient.abs().max() <= 16 * floor(dtype)
 
 
-@pytest.mark.parametrize("scale", [1.7, -0.7, 0.0, 1e-39])  # the last is less than the least normal float32
+@pytest.mark.parametrize("scale", [1.7, -0.7, 0.0, 1e-39])  # the last is below the smallest normal float32
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", ["plain", "window", "softcap", "sinks"])
 def test_every_feature_of_pairs_at_any_scale(features, heads, scale):
@@ -202,7 +205,7 @@ def test_every_feature_of_pairs_at_any_scale(features, heads, scale):
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
-def test_every_feature_shows_a_query_of_pairs_that_overflowed(features, poison, way):
+def test_every_feature_of_pairs_propagates_overflows(features, poison, path):
     rows = rows_of(GROUPS["pairs"])
     inputs, options = attention_inputs(rows), options_of(features)
     inputs[0][[6, 20], 1, 3] = poison
@@ -214,7 +217,7 @@ def test_every_feature_shows_a_query_of_pairs_that_overflowed(features, poison, 
         assert gradients[0][[6, 20], 1].isnan().all()
 
 
-def test_scores_that_all_overflow_are_shown(way):
+def test_nan_if_all_scores_overflow(path):
     rows = rows_of([(5, [3, 4])])
     query, key, value, _ = attention_inputs(rows)
     query[9, 1], key[:, 0] = -1e30, 1e30
@@ -224,7 +227,7 @@ def test_scores_that_all_overflow_are_shown(way):
     assert out[9, 1].isnan().all()
 
 
-def test_zeros_are_no_overflow(way):
+def test_zero_outputs_are_not_mistaken_for_overflow(path):
     rows = rows_of(GROUPS["pairs"])
     zeros = [torch.zeros_like(x) for x in attention_inputs(rows)]
     assert not any(x.any() for x in output_and_gradients(packed_attention, *zeros, rows))
@@ -232,7 +235,7 @@ def test_zeros_are_no_overflow(way):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_it_is_the_attention_of_each_padded_row(heads, window):
+def test_equals_the_attention_of_each_padded_row(heads, window):
     groups = GROUPS["pairs"]
     rows = rows_of(groups)
     query, key, value, _ = attention_inputs(rows, heads)
@@ -249,14 +252,16 @@ def test_it_is_the_attention_of_each_padded_row(heads, window):
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_a_group_sees_nothing_of_another(features, heads, poison, way):
+def test_groups_do_not_see_each_other(features, heads, poison, path):
     rows = rows_of(GROUPS["mixed"])
     inputs, options = attention_inputs(rows, heads), options_of(features, heads)
     clean = output_and_gradients(packed_attention, *inputs, rows, **options)[:4]
     foreign = slice(int(rows[2, 2]), int(rows[3, 2]))  # the second group, between two others
     for x in inputs:
         x[foreign] = poison
-    poisoned = output_and_gradients(packed_attention, *inputs, rows, **options)[:4]  # a sink is every group's
+    poisoned = output_and_gradients(packed_attention, *inputs, rows, **options)[
+        :4
+    ]  # all groups share the sinks, so their gradient is left out
     for x, expected in zip(poisoned, clean, strict=True):
         assert poison == poison or x[foreign].isnan().all()
         x[foreign] = expected[foreign]
@@ -265,7 +270,7 @@ def test_a_group_sees_nothing_of_another(features, heads, poison, way):
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_an_answer_sees_nothing_of_the_other(features, heads, way):
+def test_completions_do_not_see_each_other(features, heads, path):
     rows = rows_of([(5, [3, 4])])
     inputs, options = attention_inputs(rows, heads), options_of(features, heads)
     clean = packed_attention(*inputs[:3], rows, **options)
@@ -275,7 +280,7 @@ def test_an_answer_sees_nothing_of_the_other(features, heads, way):
 
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
-def test_same_bits_twice(heads):
+def test_deterministic(heads):
     rows = rows_of(GROUPS["threes"])
     inputs = attention_inputs(rows, heads, torch.bfloat16)
     first, second = (output_and_gradients(packed_attention, *inputs, rows) for _ in range(2))
@@ -298,7 +303,7 @@ def test_strided_inputs(heads):
 @pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "upstream"])
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_every_feature_of_inputs_whose_last_stride_is_not_1(features, heads, which):
+def test_every_feature_with_a_last_stride_other_than_1(features, heads, which):
     rows = rows_of(GROUPS["pairs"])
     inputs, options = attention_inputs(rows, heads), options_of(features, heads)
     expected = output_and_gradients(packed_attention, *inputs, rows, **options)
@@ -326,7 +331,7 @@ def test_an_expanded_upstream_gradient(features):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_survive_checkpointing(use_reentrant):
+def test_gradients_under_checkpointing(use_reentrant):
     rows = rows_of(GROUPS["pairs"])
     query, key, value, upstream = attention_inputs(rows)
     plain = output_and_gradients(packed_attention, query, key, value, upstream, rows)
@@ -355,7 +360,7 @@ def test_only_what_needs_a_gradient_gets_one(heads, features):
 
 
 @pytest.mark.parametrize("features", FEATURES)
-def test_no_tokens_are_a_differentiable_nothing(features):
+def test_empty_input_is_differentiable(features):
     rows = torch.zeros(0, 4, dtype=torch.int32)
     inputs = [torch.randn(0, heads, 8) for heads in (4, 2, 2, 4)]
     results = output_and_gradients(packed_attention, *inputs, rows, **options_of(features))
@@ -365,7 +370,7 @@ def test_no_tokens_are_a_differentiable_nothing(features):
 
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_gradcheck(features, heads, way):
+def test_gradcheck(features, heads, path):
     rows = rows_of([(2, [1, 2]), (1, [1]), (5, [2])])
     options = options_of(features, heads, torch.float64)
     sinks = [options.pop("sinks")] if "sinks" in options else []
@@ -393,7 +398,7 @@ def test_opcheck(features, heads):
 @torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_compiles_whole_and_for_any_layout(features, heads):
+def test_fullgraph_compiles_for_any_layout(features, heads):
     torch.compiler.reset()
     compiled = torch.compile(packed_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for groups in ("pairs", "mixed"):
@@ -407,8 +412,8 @@ def test_compiles_whole_and_for_any_layout(features, heads):
 @pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-def test_autocast_does_what_it_does_to_torchs_attention(features, heads, value_dtype):
-    """Rotary embeddings leave query and key in float32 and value in bfloat16; torch's attention takes that."""
+def test_autocast_casts_like_torchs_attention(features, heads, value_dtype):
+    """With rotary embeddings, query and key are float32 and value is bfloat16."""
     rows = rows_of(GROUPS["pairs"])
     query, key, value, upstream = attention_inputs(rows, heads)
     inputs, options = [query, key, value.to(value_dtype), upstream], options_of(features, heads)
@@ -419,8 +424,8 @@ def test_autocast_does_what_it_does_to_torchs_attention(features, heads, value_d
     options = {name: x.double() if name == "sinks" else x for name, x in options.items()}
     exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows, **options)
     assert [x.dtype for x in mine[:4]] == [torchs.dtype, torch.float32, torch.float32, value_dtype]
-    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
-        assert_as_accurate_as(x, of_eager, of_exact, torch.bfloat16)
+    for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(x, eager_x, exact_x, torch.bfloat16)
 
 
 def test_memory_is_the_result_and_log_sum_exps(trace):
@@ -475,7 +480,7 @@ def rows_tensor(*rows):
 
 
 TILE_RULE = r"rows must tile \[0, 4\)"
-MISUSES = {  # arguments, and what the message names: argument, rule, value
+MISUSES = {  # arguments, exception, and pattern of the message
     "integer query": (dict(query=torch.zeros(4, 4, 8).int()), TypeError, "query must be float16, .* got torch.int32"),
     "query of a batch": (
         dict(query=torch.zeros(1, 4, 4, 8)),
@@ -553,7 +558,7 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse):
+def test_misuse_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     with pytest.raises(kind, match=f"^packed_attention: {message}"):
         packed_attention(**{**TENSORS, **arguments})

@@ -1,4 +1,4 @@
-"""preference_loss: TRL's own numbers and gradients, finite where TRL's are not; LD-DPO's sums and WPO's weights."""
+"""preference_loss: equal to TRL's losses, but finite where TRL overflows; LD-DPO and WPO."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ import torch
 from fastdpo.ops import PreferenceObjective, length_desensitized_logps, preference_loss, wpo_weights
 from fastdpo.ops.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SORTED
 
-SMOOTHING = {"exo_pair": 0.001}  # what a loss can't do without
+SMOOTHING = {"exo_pair": 0.001}  # label smoothing that a loss requires
 OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]
 
 OBJECTIVES = {loss: dict(loss_type=loss, label_smoothing=SMOOTHING.get(loss, 0.0)) for loss in LOSSES}
@@ -21,7 +21,7 @@ OBJECTIVES |= {
     f"{loss} {divergence}": {**OBJECTIVES[loss], "f_divergence_type": divergence}
     for loss, divergence in product(MARGIN_LOSSES, OTHER_DIVERGENCES)
 }
-CONSTANTS = {  # each constant away from its default, where it acts
+CONSTANTS = {  # a value other than the default for each constant, with losses that use it
     "exo_pair smoothed": dict(loss_type="exo_pair", label_smoothing=0.3, beta=0.7),
     "robust smoothed": dict(loss_type="robust", label_smoothing=0.2),
     "aot smoothed": dict(loss_type="aot", label_smoothing=0.2),
@@ -33,7 +33,7 @@ CONSTANTS = {  # each constant away from its default, where it acts
     "alpha 1": dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1.0),
     "alpha 0": dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.0),
 }
-SUMS = {  # several losses: with and without weights, with what only some of them take
+SUMS = {  # several losses, with and without weights and constants that only some of them use
     "mpo": dict(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
     "no weights": dict(loss_type=["ipo", "robust", "apo_down"], label_smoothing=0.1),
     "divergence": dict(loss_type=["sigmoid_norm", "sft"], loss_weights=[2.0, -0.5], f_divergence_type="js_divergence"),
@@ -46,8 +46,8 @@ def losses_of(objective):
 
 
 def random_batch(p=5, length=9):
-    """Token log-probabilities of a policy and its reference; rows i and p + i are a pair."""
-    mask = torch.zeros(2 * p, length + 1, dtype=torch.long)  # of tokens, as collators make it
+    """Token log-probabilities of a policy and its reference. Rows i and p + i are a pair."""
+    mask = torch.zeros(2 * p, length + 1, dtype=torch.long)  # per token, as TRL's collator makes it
     for row in mask:
         begin = int(torch.randint(1, 4, ()))
         row[begin : begin + int(torch.randint(1, length - 2, ()))] = 1
@@ -59,7 +59,7 @@ def random_batch(p=5, length=9):
 
 
 def of_fastdpo(batch, objective, ld_alpha=None, wpo=False):
-    """What preference_loss makes of the batch, and the gradient of the policy's token log-probabilities."""
+    """The result of preference_loss, and the gradient of the policy's token log-probabilities."""
     tokens = batch.policy.clone().requires_grad_()
     policy = tokens * batch.scored
 
@@ -87,11 +87,11 @@ def trl():
 
 
 @pytest.fixture
-def of_trl(trl):
-    """What TRL's own loss makes of the batch, the gradient of the policy's token log-probabilities, and its metrics."""
+def trl_result(trl):
+    """The result of TRL's loss, the gradient of the policy's log-probabilities, and the metrics."""
 
     class Model(torch.nn.Module):
-        """Answers with the log-probabilities that it was given."""
+        """A model whose outputs have the given log-probabilities."""
 
         is_gradient_checkpointing = False
 
@@ -149,33 +149,34 @@ def assert_same(mine, trls):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_trls_loss_and_gradients(of_trl, name):
+def test_loss_and_gradients_equal_trls(trl_result, name):
     batch = random_batch()
-    assert_same(of_fastdpo(batch, ALL[name]), of_trl(batch, ALL[name]))
+    assert_same(of_fastdpo(batch, ALL[name]), trl_result(batch, ALL[name]))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_trls_length_desensitization(of_trl, name):
+def test_length_desensitization_equals_trls(trl_result, name):
     batch = random_batch()
-    assert_same(of_fastdpo(batch, ALL[name], ld_alpha=0.3), of_trl(batch, ALL[name], ld_alpha=0.3))
+    assert_same(of_fastdpo(batch, ALL[name], ld_alpha=0.3), trl_result(batch, ALL[name], ld_alpha=0.3))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not set(SORTED) & set(losses_of(ALL[name]))])
-def test_trls_weighting(of_trl, monkeypatch, name):
-    # TRL multiplies in place: for hinge what relu keeps for its backward, for sft a tensor expanded over the pairs.
+def test_weighting_equals_trls(trl_result, monkeypatch, name):
+    # TRL multiplies the losses in place. That fails for hinge (relu saves its result for the
+    # backward) and for sft (an expanded tensor).
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp(min=0))
     batch = random_batch(p=1 if "sft" in losses_of(ALL[name]) else 5)
-    assert_same(of_fastdpo(batch, ALL[name], wpo=True), of_trl(batch, ALL[name], wpo=True))
+    assert_same(of_fastdpo(batch, ALL[name], wpo=True), trl_result(batch, ALL[name], wpo=True))
 
 
-def test_trls_weighting_of_length_desensitized_sums(of_trl):
+def test_weighting_of_length_desensitized_sums_equals_trls(trl_result):
     batch = random_batch()
-    assert_same(of_fastdpo(batch, {}, ld_alpha=0.6, wpo=True), of_trl(batch, {}, ld_alpha=0.6, wpo=True))
+    assert_same(of_fastdpo(batch, {}, ld_alpha=0.6, wpo=True), trl_result(batch, {}, ld_alpha=0.6, wpo=True))
 
 
-def test_losses_names_and_defaults_are_trls(trl, of_trl):
+def test_losses_and_defaults_are_those_of_trl(trl, trl_result):
     with pytest.raises(ValueError, match="Unknown loss type") as raised:
-        of_trl(random_batch(), dict(loss_type="nonsense"))
+        trl_result(random_batch(), dict(loss_type="nonsense"))
     assert re.findall(r"'(\w+)'", str(raised.value)) == list(LOSSES)
     defaults = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
@@ -187,7 +188,10 @@ def test_losses_names_and_defaults_are_trls(trl, of_trl):
 
 
 def of_logratios(chosen, rejected, objective, ref=0.0, **options):
-    """What preference_loss makes of log-ratios [P], and their gradients. Completions have 2 and 3 tokens."""
+    """The result of preference_loss for log-ratios [P], and their gradients.
+
+    Completions have 2 and 3 tokens.
+    """
     leaves = [x.clone().requires_grad_() for x in (chosen, rejected)]
     refs = [torch.full_like(x, ref) for x in leaves]
     lengths = [torch.full(x.shape, n, device=x.device) for x, n in zip(leaves, (2, 3), strict=True)]
@@ -197,7 +201,7 @@ def of_logratios(chosen, rejected, objective, ref=0.0, **options):
     return result, torch.autograd.grad(result.loss, leaves, materialize_grads=True)
 
 
-AT_THE_REFERENCE = {  # a policy that is its reference: every score is zero
+VALUES_AT_THE_REFERENCE = {  # the policy equals the reference: every score is zero
     "sigmoid": math.log(2),
     "hinge": 1,
     "ipo": 25,  # (1 / (2 * 0.1))^2
@@ -217,17 +221,17 @@ AT_THE_REFERENCE = {  # a policy that is its reference: every score is zero
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_values_at_the_reference(name):
+def test_values_of_a_policy_equal_to_the_reference(name):
     zero = torch.zeros(3)
     result, _ = of_logratios(zero, zero, OBJECTIVES[name], ref=-3.5)
-    expected = torch.full((3,), float(AT_THE_REFERENCE[name.split()[0]]))
+    expected = torch.full((3,), float(VALUES_AT_THE_REFERENCE[name.split()[0]]))
     torch.testing.assert_close(result.losses, expected)
     torch.testing.assert_close(result.loss, expected[0])
     assert not result.chosen_rewards.any()
     assert not result.rejected_rewards.any()
 
 
-def test_results_are_per_pair():
+def test_losses_are_per_pair():
     chosen, rejected = torch.tensor([1.0, -2.0]), torch.tensor([-3.0, 0.5])
     result, _ = of_logratios(chosen, rejected, dict(beta=0.5), weights=torch.tensor([1.0, 4.0]))
     expected = torch.stack([torch.tensor(2.0).neg().exp().log1p(), 4 * torch.tensor(1.25).exp().log1p()])
@@ -238,7 +242,7 @@ def test_results_are_per_pair():
     assert not result.chosen_rewards.requires_grad
 
 
-EXTREMES = {  # log-ratios; every pair of two of them is tried
+EXTREMES = {  # log-ratios; every combination of two is tested
     "absurd": (-1e4, -3e3, 0.0, 3e3, 1e4),
     "around float32's exponents": (-180.0, -90.0, -82.0, -79.0, -42.0, 42.0, 79.0, 90.0, 180.0),
 }
@@ -246,7 +250,7 @@ EXTREMES = {  # log-ratios; every pair of two of them is tried
 
 @pytest.mark.parametrize("extremes", EXTREMES)
 @pytest.mark.parametrize("name", [*OBJECTIVES, *CONSTANTS])
-def test_extreme_margins_are_finite_and_those_of_float64(name, extremes):
+def test_extreme_margins_are_finite_and_equal_float64(name, extremes):
     objective = {**OBJECTIVES, **CONSTANTS}[name]
     chosen, rejected = torch.tensor(list(product(EXTREMES[extremes], repeat=2))).T
     result, gradients = of_logratios(chosen, rejected, objective)
@@ -288,13 +292,13 @@ def test_half_precision_is_computed_in_float32(name, dtype):
     assert all(torch.equal(a, b.to(dtype)) for a, b in zip(gradients, expected_gradients, strict=True))
 
 
-def test_one_float64_makes_all_float64():
+def test_one_float64_input_makes_all_results_float64():
     logps = [torch.randn(4) for _ in range(4)]
     result = preference_loss(*logps[:3], logps[3].double(), weights=torch.ones(4).bfloat16())
     assert {x.dtype for x in result} == {torch.float64}
 
 
-COMPILED = {  # all that there is, in as few graphs as can be
+COMPILED = {  # all losses and options, in few graphs
     "reverse_kl": dict(loss_type=list(LOSSES), label_smoothing=0.1),
     **{name: dict(loss_type=["sigmoid", "ipo"], f_divergence_type=name) for name in OTHER_DIVERGENCES},
 }
@@ -302,7 +306,7 @@ COMPILED = {  # all that there is, in as few graphs as can be
 
 @torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("divergence", COMPILED)
-def test_compiles_whole_and_for_any_number_of_pairs(divergence):
+def test_fullgraph_compiles_for_any_number_of_pairs(divergence):
     torch.compiler.reset()
     objective = PreferenceObjective(**COMPILED[divergence])
 
@@ -326,8 +330,8 @@ def test_compiles_whole_and_for_any_number_of_pairs(divergence):
 
 
 @pytest.mark.parametrize("divergence", COMPILED)
-def test_reads_no_value_on_the_host(divergence):
-    with torch.device("meta"):  # has no values
+def test_does_not_synchronize(divergence):
+    with torch.device("meta"):  # meta tensors have no values
         logps = torch.empty(2, 4)
         result, _ = of_logratios(*logps, COMPILED[divergence])
         assert result.loss.device.type == "meta"
@@ -339,7 +343,7 @@ def test_reads_no_value_on_the_host(divergence):
 def test_length_desensitized_sums():
     logps = torch.tensor([[0.0, -1, -2, -4], [-1, -2, 0, 0], [-8, -1, 0, 0], [0, -1, -2, -4]])
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]])
-    assert length_desensitized_logps(logps, mask, 0.5).tolist() == [-5, -3, -9, -5]  # the third token counts half
+    assert length_desensitized_logps(logps, mask, 0.5).tolist() == [-5, -3, -9, -5]  # the third token has weight 0.5
     assert length_desensitized_logps(logps, mask, 0.0).tolist() == [-3, -3, -9, -3]
     assert torch.equal(length_desensitized_logps(logps, mask.bool(), 1.0), logps.sum(1))
 
@@ -355,7 +359,7 @@ def test_wpo_weights_of_known_distributions():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_what_is_masked_counts_nowhere(dtype):
+def test_masked_tokens_have_no_effect(dtype):
     batch = random_batch()
     inputs = [x.to(dtype) for x in (batch.policy, batch.log_sum_sq_probs)]
     poisoned = [x.masked_fill(batch.scored == 0, math.nan).requires_grad_() for x in inputs]
@@ -380,7 +384,7 @@ def test_completions_without_tokens():
     assert result.loss.isfinite()
 
 
-WRONG_OBJECTIVES = {  # attributes, and what the message says
+WRONG_OBJECTIVES = {  # attributes, and pattern of the message
     "unknown loss": (dict(loss_type="dpo"), "loss_type must be one or several of sigmoid, .*; got dpo"),
     "one unknown of two": (dict(loss_type=("sft", "kto")), r"loss_type must .*; got \('sft', 'kto'\)"),
     "no loss": (dict(loss_type=()), r"loss_type must .*; got \(\)"),
@@ -416,14 +420,14 @@ WRONG_OBJECTIVES = {  # attributes, and what the message says
 
 
 @pytest.mark.parametrize("wrong", WRONG_OBJECTIVES)
-def test_a_wrong_objective_is_named(wrong):
+def test_an_invalid_objective_raises(wrong):
     attributes, message = WRONG_OBJECTIVES[wrong]
     with pytest.raises(ValueError, match=f"^preference_loss: {message}"):
         PreferenceObjective(**attributes)
 
 
 FOUR = torch.zeros(4)
-MISUSES = {  # arguments, and what the message says
+MISUSES = {  # arguments, and pattern of the message
     "an empty batch": (dict(chosen_logps=FOUR[:0]), ValueError, r"chosen_logps must be \[P\], P > 0; got \[0\]"),
     "tokens": (dict(chosen_logps=torch.zeros(4, 2)), ValueError, r"chosen_logps must be \[P\], P > 0; got \[4, 2\]"),
     "integers": (dict(rejected_logps=FOUR.long()), TypeError, "rejected_logps must be float16, .*; got torch.int64"),
@@ -458,14 +462,14 @@ MISUSES = {  # arguments, and what the message says
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse):
+def test_misuse_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     names = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
     with pytest.raises(kind, match=f"^preference_loss: {message}"):
         preference_loss(**{**dict.fromkeys(names, FOUR), **arguments})
 
 
-def test_misuse_of_sums_and_weights_is_named():
+def test_misuse_of_sums_and_weights_raises():
     rows, mask = torch.zeros(4, 3), torch.ones(4, 3)
     with pytest.raises(ValueError, match=r"^length_desensitized_logps: logps must be \[2P, L\]; got \[3, 3\]"):
         length_desensitized_logps(rows[:3], mask[:3], 0.5)

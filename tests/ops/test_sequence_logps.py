@@ -1,4 +1,4 @@
-"""sequence_logps and linear_sequence_logps: sums over ragged sequences, padded or packed, and their gradients."""
+"""sequence_logps and linear_sequence_logps: sums over padded and packed sequences."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ TRANSFORM = dict(softcap=5.0, logit_scale=1.7, temperature=0.7)
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 LENGTHS = {
-    "one token": [1],  # the least there can be
-    "ragged": [5, 1, 17, 3],  # no two alike
-    "some empty": [0, 4, 0, 0, 7, 0],  # sequences without a token, at both ends too
+    "one token": [1],  # the minimum
+    "ragged": [5, 1, 17, 3],  # all lengths differ
+    "some empty": [0, 4, 0, 0, 7, 0],  # empty sequences, also at both ends
 }
 
 
 def packed_inputs(lengths, dtype=torch.float32, v=37, d=16):
-    """Hidden states, weight, bias, targets of which some are ignored, and where each sequence begins."""
+    """Hidden states, weight, bias, targets (some ignored) and the offsets of the sequences."""
     n = sum(lengths)
     targets = torch.randint(v, (n,))
     targets[2::5] = -100
@@ -30,7 +30,7 @@ def packed_inputs(lengths, dtype=torch.float32, v=37, d=16):
 
 
 def results_and_gradients(op, inputs, upstream, **options):
-    """What op returns, and the gradients of its floating-point inputs."""
+    """The results of op, and the gradients of its floating-point inputs."""
     inputs = {name: x.detach().clone() for name, x in inputs.items()}
     leaves = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
     results = op(**inputs, **options)
@@ -66,7 +66,7 @@ def test_packed_sums_are_as_accurate_as_eager(lengths, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 7, 37)], ids=str)  # the least there can be; several rows
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 7, 37)], ids=str)  # the minimum; several rows
 def test_padded_sums_are_as_accurate_as_eager(shape, dtype):
     targets = torch.randint(shape[-1], shape[:-1])
     targets[1:, 4:] = -100
@@ -74,7 +74,7 @@ def test_padded_sums_are_as_accurate_as_eager(shape, dtype):
     assert_accurate(sequence_logps, reference.sequence_logps, inputs, shape[0], **TRANSFORM)
 
 
-def test_they_are_sums_of_token_logps():
+def test_equals_sums_of_token_logps():
     inputs = packed_inputs([5, 1, 17, 3])
     bounds = inputs.pop("cu_seqlens")
     tokens = linear_logps(**inputs).logps
@@ -86,20 +86,20 @@ def test_they_are_sums_of_token_logps():
     assert torch.equal(sequence_logps(logits, targets).logps, expected)
 
 
-def test_long_sums_lose_nothing_to_float32():
+def test_long_sums_are_taken_in_float64():
     logits, targets = torch.randn(1, 20000, 2), torch.zeros(1, 20000, dtype=torch.long)
     exact = token_logps(logits, targets).logps.double().sum(1)
     assert error(sequence_logps(logits, targets).logps, exact) <= torch.finfo(torch.float32).eps / 2
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 20])  # nothing kept, everything kept: the backward must not change the sum
-def test_policy_and_reference_are_equal_to_the_bit(budget):
+@pytest.mark.parametrize("budget", [0, 1 << 20])  # no tile kept, all tiles kept: the sum must not depend on it
+def test_policy_and_reference_are_bitwise_equal(budget):
     inputs = packed_inputs([5, 1, 17, 3], torch.bfloat16)
     policy, _ = results_and_gradients(linear_sequence_logps, inputs, torch.ones(4), memory_budget=budget)
     assert torch.equal(policy.logps, linear_sequence_logps(**inputs).logps)
 
 
-def test_what_is_ignored_counts_nowhere():
+def test_ignored_targets_have_no_effect():
     inputs = packed_inputs([5, 1, 17, 3])
     inputs["targets"][:5] = -100
     results, gradients = results_and_gradients(linear_sequence_logps, inputs, torch.ones(4))
@@ -112,7 +112,7 @@ def test_what_is_ignored_counts_nowhere():
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
-def test_no_tokens_are_a_differentiable_zero(lengths):
+def test_empty_input_is_differentiable(lengths):
     results, gradients = results_and_gradients(linear_sequence_logps, packed_inputs(lengths), torch.ones(len(lengths)))
     assert results.logps.tolist() == results.lengths.tolist() == [0] * len(lengths)
     assert not any(gradient.any() for gradient in gradients)
@@ -131,7 +131,7 @@ def test_int32_bounds_and_strided_upstream_gradients():
     assert torch.equal(leaf.grad, expected_gradients[0])
 
 
-def test_an_impossible_target_makes_its_own_sequence_impossible():
+def test_a_target_of_probability_zero_affects_only_its_sequence():
     logits = torch.zeros(2, 3, 4)
     logits[0, 1, 2] = -float("inf")
     assert sequence_logps(logits, torch.full((2, 3), 2)).logps.isinf().tolist() == [True, False]
@@ -162,7 +162,7 @@ def test_opcheck(dtype):
 
 @torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.mark.parametrize("form", ["padded", "packed", "linear"])
-def test_compiles_whole_and_for_any_number_of_tokens(form):
+def test_fullgraph_compiles_for_any_number_of_tokens(form):
     torch.compiler.reset()
     op = linear_sequence_logps if form == "linear" else sequence_logps
     compiled = torch.compile(op, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -183,7 +183,7 @@ def test_compiles_whole_and_for_any_number_of_tokens(form):
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
 
 
-def test_autocast_changes_only_the_heads_product():
+def test_autocast_changes_only_the_matrix_product():
     inputs = packed_inputs([5, 1, 17, 3])
     rounded = {name: x.bfloat16().float() if x.is_floating_point() else x for name, x in inputs.items()}
     exact = reference.linear_sequence_logps(**doubled(rounded)).logps
@@ -196,7 +196,7 @@ def test_autocast_changes_only_the_heads_product():
 
 BOUNDS = torch.tensor([0, 2, 3])
 PACKED = dict(logits=torch.zeros(3, 5), targets=torch.zeros(3, dtype=torch.long), cu_seqlens=BOUNDS)
-MISUSES = {  # arguments, and what the message names: argument, rule, value
+MISUSES = {  # arguments, exception, and pattern of the message
     "padded logits with bounds": (
         dict(logits=torch.zeros(1, 3, 5)),
         ValueError,
@@ -238,14 +238,14 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse):
+def test_misuse_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     with pytest.raises(kind, match=f"^sequence_logps: {message}"):
         sequence_logps(**{**PACKED, **arguments})
 
 
 @pytest.mark.parametrize("misuse", [name for name in MISUSES if name.startswith("bounds that")])
-def test_misuse_of_the_linear_form_is_named(misuse):
+def test_misuse_of_linear_sequence_logps_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     with pytest.raises(kind, match=f"^linear_sequence_logps: {message}"):
         linear_sequence_logps(torch.zeros(3, 4), torch.zeros(5, 4), PACKED["targets"], **arguments)

@@ -1,4 +1,4 @@
-"""token_logps: as accurate as eager, exact where nothing is scored and at the edges, bounded in memory."""
+"""token_logps: accuracy, exact zeros for ignored targets, edge cases, bounded memory, errors."""
 
 import pytest
 import torch
@@ -14,21 +14,21 @@ OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = {  # draws, N, V, rows of a tile
-    "degenerate": (64, 1, 2, 8),  # one token, and one word beside its target
-    "ragged": (1, 37, 131, 64),  # one tile whose sizes no block divides
+    "degenerate": (64, 1, 2, 8),  # one token, and one vocabulary entry besides its target
+    "ragged": (1, 37, 131, 64),  # one tile, with sizes that no block size divides
     "tiles": (1, 37, 131, 8),  # four tiles and a tail of five rows
 }
 OPTIONS = {
     "plain": {},  # no transform is applied at all
-    "softcap": dict(softcap=5.0),  # low enough to bend most logits
-    "logit_scale": dict(logit_scale=0.3),  # Cohere's
-    "temperature": dict(temperature=0.7),  # sharper than trained
-    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # their order matters
+    "softcap": dict(softcap=5.0),  # low enough to affect most logits
+    "logit_scale": dict(logit_scale=0.3),  # as in Cohere's models
+    "temperature": dict(temperature=0.7),  # sharpens the distribution
+    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # the order of the options matters
 }
 
 
 def logits_and_targets(n, v, dtype=torch.float32):
-    """Logits of which every third row is confident of its target, and targets of which one is ignored."""
+    """Logits with a confident prediction in every third row, and targets with one ignored."""
     logits, targets = 3 * torch.randn(n, v), torch.randint(v, (n,))
     logits[torch.arange(1, n, 3), targets[1::3]] += 12
     targets[n // 2 + 1 :: n] = -100
@@ -47,7 +47,7 @@ def results_and_gradient(op, logits, targets, upstream, differentiate=("logps", 
 
 
 def assert_accurate(*draws, **options):
-    """The error is judged over all draws (logits, targets) together: over one token eager may be lucky."""
+    """Compares errors over all draws together: for one token, eager may be exact by chance."""
 
     def collected(op, dtype=None):
         calls = [
@@ -98,17 +98,17 @@ def test_any_leading_shape():
         ):
             assert torch.equal(value, expected.view(shape))
     assert torch.equal(token_logps(logits[0], targets[0]).logps, flat.logps[0])
-    shifted = token_logps(logits.view(4, 6, 11)[:, :-1], targets.view(4, 6)[:, :-1]).logps  # no view of rows
+    shifted = token_logps(logits.view(4, 6, 11)[:, :-1], targets.view(4, 6)[:, :-1]).logps  # not a view of rows
     assert torch.equal(shifted, flat.logps.view(4, 6)[:, :-1])
 
 
-def test_only_what_was_asked_for():
+def test_only_requested_outputs_are_filled():
     results = token_logps(*logits_and_targets(4, 11), outputs=("is_top1",))
     assert [name for name, value in results._asdict().items() if value is not None] == ["logps", "is_top1"]
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_no_gradient_from_above_is_none(inplace):
+def test_missing_upstream_gradients_give_no_gradient(inplace):
     logits, targets = logits_and_targets(4, 11)
     leaf = logits.clone().requires_grad_()
     results = token_logps(leaf.view_as(leaf), targets, outputs=OUTPUTS, inplace_backward=inplace)
@@ -119,8 +119,8 @@ def test_no_gradient_from_above_is_none(inplace):
 
 
 @pytest.mark.parametrize("differentiate", [("logps",), ("entropy",), ("logps", "entropy")], ids=str)
-def test_targets_outside_the_vocabulary_where_a_check_would_wait(differentiate, unchecked_targets):
-    """NaN, but for a gradient that is zero from above."""
+def test_targets_outside_the_vocabulary_without_a_check(differentiate, unchecked_targets):
+    """Results are NaN, and so are gradients unless the upstream gradient is zero."""
     logits, targets = logits_and_targets(6, 11)
     upstream = torch.randn(2, 6)
     expected, clean = results_and_gradient(token_logps, logits, targets, upstream, differentiate)
@@ -145,7 +145,7 @@ def test_names_of_outputs_may_come_from_a_generator():
         token_logps(*arguments, outputs=(name for name in ["logp"]))
 
 
-def test_a_statistic_changes_no_bit_of_another():
+def test_statistics_do_not_change_each_other():
     logits, targets = logits_and_targets(23, 67)
     together = token_logps(logits, targets, outputs=OUTPUTS)
     for name in OUTPUTS:
@@ -154,7 +154,7 @@ def test_a_statistic_changes_no_bit_of_another():
         assert torch.equal(alone.logps, together.logps)
 
 
-def test_same_bits_twice(rows_of_a_tile):
+def test_deterministic(rows_of_a_tile):
     logits, targets = logits_and_targets(37, 131, torch.bfloat16)
     rows_of_a_tile(8, 131, torch.bfloat16)
     first, second = (results_and_gradient(token_logps, logits, targets, torch.ones(2, 37)) for _ in range(2))
@@ -164,7 +164,7 @@ def test_same_bits_twice(rows_of_a_tile):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("differentiate", [("logps",), ("logps", "entropy")], ids=str)
-def test_a_gradient_in_the_place_of_the_logits(differentiate, dtype, rows_of_a_tile):
+def test_inplace_backward(differentiate, dtype, rows_of_a_tile):
     rows_of_a_tile(8, 131, dtype)
     logits, targets = logits_and_targets(37, 131, dtype)
     upstream = torch.randn(2, 37)
@@ -178,7 +178,7 @@ def test_a_gradient_in_the_place_of_the_logits(differentiate, dtype, rows_of_a_t
     assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
     assert torch.equal(rows, expected)
     assert torch.equal(leaf.grad, expected)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the logits are gone
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the logits were overwritten
         loss.backward()
 
 
@@ -190,7 +190,7 @@ OVERLAPPING = {
 
 
 @pytest.mark.parametrize("form", OVERLAPPING)
-def test_logits_that_overlap_have_no_place_for_their_gradient(form):
+def test_inplace_backward_of_overlapping_logits_raises(form):
     logits = OVERLAPPING[form]().requires_grad_()
     rule = r"logits must not have elements that overlap in memory with inplace_backward; got strides \("
     with pytest.raises(ValueError, match=f"^token_logps: {rule}"):
@@ -203,13 +203,13 @@ APART = {
     "one word of stride 0": lambda: torch.randn(3).as_strided((3, 1), (1, 0)),
     "rows apart": lambda: torch.randn(3, 13)[:, 1:12],
     "columns": lambda: torch.randn(11, 3).t(),
-    "copied": lambda: torch.randn(3, 11).expand(2, 3, 11).transpose(0, 1),  # no view of rows
+    "copied": lambda: torch.randn(3, 11).expand(2, 3, 11).transpose(0, 1),  # not a view of rows
     "copied from what overlaps": lambda: torch.randn(77).as_strided((2, 3, 11), (22, 11, 1)),
 }
 
 
 @pytest.mark.parametrize("form", APART)
-def test_logits_apart_from_one_another_may_lie_anyhow(form):
+def test_inplace_backward_of_strided_logits(form):
     logits = APART[form]()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
     expected = logits.detach().clone().requires_grad_()
@@ -219,7 +219,7 @@ def test_logits_apart_from_one_another_may_lie_anyhow(form):
     assert torch.equal(leaf.grad, expected.grad)
 
 
-def test_a_gradient_in_the_place_of_the_logits_compiles_whole():
+def test_inplace_backward_compiles_fullgraph():
     torch.compiler.reset()
     compiled = torch.compile(token_logps, fullgraph=True, dynamic=True, backend="aot_eager")
     logits, targets = logits_and_targets(9, 11)
@@ -244,7 +244,7 @@ def test_ignored_rows_are_exactly_zero(poison):
         assert torch.equal(value, expected)
 
 
-def test_what_reaches_ignored_rows_from_above_goes_nowhere():
+def test_upstream_gradients_of_ignored_rows_have_no_effect():
     logits, targets = logits_and_targets(9, 11)
     targets[2] = -100
     upstream = torch.ones(2, 9)
@@ -260,7 +260,7 @@ def test_all_rows_ignored():
     assert not any(value.any() for value in (*results, gradient))
 
 
-def test_no_rows_are_a_differentiable_nothing():
+def test_empty_input_is_differentiable():
     logits = torch.randn(0, 11, requires_grad=True)
     results = token_logps(logits, torch.zeros(0, dtype=torch.long), outputs=OUTPUTS)
     assert all(value.shape == (0,) for value in results)
@@ -282,7 +282,9 @@ def test_strided_inputs(dtype):
         results = token_logps(leaf, strided_targets, outputs=OUTPUTS)
         ((results.logps * upstream[0]).sum() + (results.entropy * upstream[1]).sum()).backward()
         assert error(leaf.grad, gradient) < floor(dtype)
-        assert all(error(value, e) < 1e-6 for value, e in zip(results, expected, strict=True))  # sums in another order
+        assert all(
+            error(value, e) < 1e-6 for value, e in zip(results, expected, strict=True)
+        )  # the order of summation differs
 
 
 def test_int32_targets():
@@ -310,7 +312,7 @@ def test_a_vocabulary_masked_with_minus_infinity(differentiate):
     assert (results.mean_logits[targets != -100] == -INF).all()
 
 
-def test_an_impossible_target():
+def test_a_target_of_probability_zero():
     logits, targets = torch.tensor([[1.0, -INF, 2.0]]), torch.tensor([1])
     results, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 1), ("logps",))
     assert results.logps.item() == -INF
@@ -321,7 +323,7 @@ def test_an_impossible_target():
     assert torch.equal(results.log_sum_sq_probs, others.log_sum_sq_probs)
 
 
-def test_a_target_that_is_the_only_possibility():
+def test_a_target_of_probability_one():
     logits, targets = torch.tensor([[-INF, -3.0, -INF]]), torch.tensor([1])
     results, gradient = results_and_gradient(token_logps, logits, targets, torch.ones(2, 1))
     assert not gradient.any()
@@ -340,7 +342,7 @@ def test_a_gap_of_300_nats(dtype):
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
-def test_logits_far_from_zero(shift):
+def test_large_logits(shift):
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     results, _ = results_and_gradient(token_logps, logits + shift, torch.tensor([0]), torch.ones(2, 1))
     expected = token_logps(logits, torch.tensor([0]), outputs=OUTPUTS)
@@ -351,7 +353,7 @@ def test_logits_far_from_zero(shift):
 @pytest.mark.parametrize("option", ["plain", "softcap"])
 @pytest.mark.parametrize("differentiate", [("entropy",), ("logps", "entropy")], ids=str)
 @pytest.mark.parametrize("level", [-1000.0, 1000.0])
-def test_gradients_of_logits_far_from_zero_keep_their_digits(level, differentiate, option):
+def test_gradients_of_large_logits_are_accurate(level, differentiate, option):
     logits, targets = logits_and_targets(23, 67)
     options = dict(softcap=4000.0) if option == "softcap" else {}
     assert_accurate((logits + level, targets), differentiate=differentiate, **options)
@@ -359,11 +361,11 @@ def test_gradients_of_logits_far_from_zero_keep_their_digits(level, differentiat
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", SPECIAL_ROWS)
-def test_special_rows_are_those_of_eager(special, dtype):
+def test_special_rows_equal_eager(special, dtype):
     assert_special_row(*special_row(special, dtype))
 
 
-def test_the_first_of_equal_logits_is_the_top_one():
+def test_ties_go_to_the_first():
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]] * 3)
     assert token_logps(logits, torch.tensor([1, 2, 0]), outputs=("is_top1",)).is_top1.tolist() == [True, False, False]
 
@@ -377,7 +379,7 @@ def test_confident_predictions_keep_their_gradient(dtype):
     p = logits.double().softmax(-1)
     exact = F.one_hot(targets, 131) - p
     assert p.gather(1, targets[:, None]).min() > 0.999
-    assert error(F.one_hot(targets, 131) - p.to(dtype), exact) > 0.5  # what a tile of probabilities would give
+    assert error(F.one_hot(targets, 131) - p.to(dtype), exact) > 0.5  # the error of a tile of rounded probabilities
     rounded = exact.to(dtype)  # float16 rounds small gradients to multiples of 6e-8
     assert_as_accurate_as(gradient, rounded, exact)
     assert_as_accurate_as(*(x.gather(1, targets[:, None]) for x in (gradient, rounded, exact)))
@@ -394,7 +396,7 @@ def test_gradcheck(option):
     assert torch.autograd.gradcheck(outputs, (logits.requires_grad_(),))
 
 
-def test_statistics_without_gradient_say_so():
+def test_non_differentiable_statistics_require_no_grad():
     logits, targets = logits_and_targets(5, 7)
     results = token_logps(logits.requires_grad_(), targets, outputs=OUTPUTS)
     differentiable = [name for name, value in results._asdict().items() if value.requires_grad]
@@ -414,7 +416,7 @@ def test_opcheck(statistics):
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_compiles_whole_and_for_any_number_of_tokens():
+def test_fullgraph_compiles_for_any_number_of_tokens():
     torch.compiler.reset()
     compiled = torch.compile(token_logps, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (9, 23):
@@ -445,7 +447,7 @@ def test_memory_is_tiles_and_the_gradient(outputs, option, dtype, trace, rows_of
 
 
 @pytest.mark.parametrize("option", ["plain", "softcap"])
-def test_memory_of_the_gradient_of_entropy_is_one_tile_more(option, trace, rows_of_a_tile):
+def test_a_gradient_of_entropy_takes_one_more_tile(option, trace, rows_of_a_tile):
     n, v, rows = 64, 4096, 4
     rows_of_a_tile(rows, v, torch.float32)
     tiles = (4 if option == "softcap" else 3) * rows * v * 4
@@ -456,7 +458,7 @@ def test_memory_of_the_gradient_of_entropy_is_one_tile_more(option, trace, rows_
 
 
 LOGITS, TARGETS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.long)
-MISUSES = {  # arguments, and what the message names: argument, rule, value
+MISUSES = {  # arguments, exception, and pattern of the message
     "integer logits": (dict(logits=LOGITS.long()), TypeError, "logits must be float16, bfloat16, .* got torch.int64"),
     "scalar logits": (dict(logits=LOGITS[0, 0]), ValueError, r"logits must be \[..., V\], V > 0; got \[\]"),
     "empty vocabulary": (dict(logits=LOGITS[:, :0]), ValueError, r"logits must be .* V > 0; got \[3, 0\]"),
@@ -478,7 +480,7 @@ MISUSES = {  # arguments, and what the message names: argument, rule, value
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_named(misuse):
+def test_misuse_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     with pytest.raises(kind, match=f"^token_logps: {message}"):
         token_logps(**{"logits": LOGITS, "targets": TARGETS, **arguments})

@@ -1,4 +1,4 @@
-"""Tests in which Triton's interpreter stands in for a GPU, in processes of their own."""
+"""Runs of tests in Triton's interpreter, each in a separate process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS / "kernels"
 OPS = TESTS / "ops"
-IGNORED = "ignore::RuntimeWarning:triton"  # NumPy's, about infinities that a GPU takes in silence
-WAYS = "each_option or each_way_back or a_gap_of"
-RUNS = {  # files or folders, which of their tests, and the environment
+IGNORED = "ignore::RuntimeWarning:triton"  # NumPy warns about infinities, GPUs do not
+HEAD_TESTS = "each_option or each_mode or a_gap_of"
+RUNS = {  # files or folders, expression that selects tests, environment variables
     "kernels": ([KERNELS / "interpreted"], "", {}),
-    "heads": ([OPS / "test_linear_logps.py"], WAYS, {}),
-    "fused heads": ([OPS / "test_linear_logps.py"], WAYS, {"FASTDPO_HEAD_TABLE": str(KERNELS / "fused_heads.json")}),
+    "heads": ([OPS / "test_linear_logps.py"], HEAD_TESTS, {}),
+    "fused heads": (
+        [OPS / "test_linear_logps.py"],
+        HEAD_TESTS,
+        {"FASTDPO_HEAD_TABLE": str(KERNELS / "fused_heads.json")},
+    ),
     "attention": ([OPS / "test_packed_attention.py"], "every_feature and pairs and not blocks and not products", {}),
 }
 

@@ -1,4 +1,4 @@
-"""One rank of means over a batch."""
+"""One rank that computes means over a batch."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ PAIRS, LENGTH = 7, 9
 
 
 def update(means: PreferenceMeans, pairs: slice) -> None:
-    """Some of the pairs of a batch that is the same everywhere."""
+    """Adds some pairs of a batch that is the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.cat([torch.arange(PAIRS)[pairs], PAIRS + torch.arange(PAIRS)[pairs]])
     logps, entropy, logits = torch.randn(3, 2 * PAIRS, LENGTH, generator=generator)
@@ -37,8 +37,8 @@ def reduce_rank(directory: Path) -> None:
     stock = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: collectives.append(1) or stock(*args, **kwargs)
     means = PreferenceMeans()
-    cuts = {2: [0, 2, 7], 3: [0, 4, 7, 7]}[world]  # uneven, and of three ranks the last has no data
-    for pair in range(cuts[rank], cuts[rank + 1]):  # a step each, of which ranks take different numbers
+    bounds = {2: [0, 2, 7], 3: [0, 4, 7, 7]}[world]  # uneven; the last of three ranks has no data
+    for pair in range(bounds[rank], bounds[rank + 1]):  # one pair per step, so ranks take different numbers of steps
         update(means, slice(pair, pair + 1))
     result = means.compute()
     (directory / f"rank{rank}.json").write_text(json.dumps({"means": result, "collectives": len(collectives)}))

@@ -1,4 +1,4 @@
-"""Rows of logits with infinities and NaN in them, and what every way to their log-probabilities must say."""
+"""Rows of logits with infinities and NaN, and the comparison of their results with eager."""
 
 import torch
 
@@ -8,7 +8,7 @@ INF, NAN = float("inf"), float("nan")
 OUTPUTS = ("logps", "entropy", "mean_logits", "log_sum_sq_probs")
 V, TARGET, OTHER = 67, 41, 5
 
-SPECIAL_ROWS = {  # the target's logit, another's, all others': None leaves it as it is
+SPECIAL_ROWS = {  # the target's logit, one other logit, all other logits; None keeps the random value
     "an infinite target": (INF, None, None),
     "an infinite other": (None, INF, None),
     "an infinite target and other": (INF, INF, None),
@@ -25,7 +25,7 @@ SPECIAL_ROWS = {  # the target's logit, another's, all others': None leaves it a
 
 
 def special_row(name, dtype=torch.float32, columns=V):
-    """Logits [4, V] and targets: an ordinary row, the special one, the same ignored, and an ordinary one."""
+    """Logits [4, V] and targets: a random row, the special row, the same row ignored, a random row."""
     of_target, of_other, of_others = SPECIAL_ROWS[name]
     logits = 3 * torch.randn(4, columns)
     special = logits[1]
@@ -39,7 +39,7 @@ def special_row(name, dtype=torch.float32, columns=V):
 
 
 def assert_special_row(logits, targets, **options):
-    """As eager, in the results and in the gradient of the log-probability; NaN where that is NaN, all of a row."""
+    """Compares results and the gradient of the log-probability with eager, including NaN."""
 
     def call(op, logits):
         leaf = logits.detach().clone().requires_grad_()
@@ -50,7 +50,7 @@ def assert_special_row(logits, targets, **options):
     mine, gradient = call(token_logps, logits)
     exact, exact_gradient = call(reference.token_logps, logits.double())
     eps = 4 * torch.finfo(logits.dtype).eps
-    wide = dict(atol=1e-4, rtol=1e-5, equal_nan=True)  # sums of few float32
+    wide = dict(atol=1e-4, rtol=1e-5, equal_nan=True)  # float32 sums
     assert torch.allclose(mine.logps.double(), exact.logps.double(), **wide)
     assert torch.allclose(mine.mean_logits.double(), exact.mean_logits.double(), **wide)
     assert torch.allclose(mine.log_sum_sq_probs.double(), exact.log_sum_sq_probs.double(), **wide)

@@ -1,4 +1,7 @@
-"""The public ops on CPU tensors, through the kernels that CUDA tensors take, into memory full of NaN."""
+"""Runs the public ops on CPU tensors through the Triton kernels.
+
+Memory that no kernel writes holds NaN.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ def kernels_for_the_cpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """What no kernel wrote is NaN, or True."""
+    """Fills new memory with NaN (or True), so that elements that no kernel writes are found."""
 
     def poisoned(allocate):
         def allocate_and_fill(*args, **kwargs):
@@ -29,7 +32,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """Counts what reached the launchers: a test must not pass because the torch path answered."""
+    """Counts calls of the launchers: a test must not pass because the torch path ran instead."""
     counts = {"token_logps_fwd": 0, "token_logps_bwd": 0}
 
     def counting(name, launch):

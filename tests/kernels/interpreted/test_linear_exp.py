@@ -1,4 +1,4 @@
-"""A head whose logits are never written, beside what tests/ops asks of it (with `fused_heads.json`)."""
+"""The fused head kernel, in addition to the tests in tests/ops that run with `fused_heads.json`."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def call(hidden, weight, bias, targets, transform=PLAIN, tile=None, statistics=E
 
 
 def exact(hidden, weight, bias, targets, transform=PLAIN):
-    """Results, and gradients of logits."""
+    """Exact results and gradients of the logits."""
     softcap, logit_scale, temperature = transform
     logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()).requires_grad_()
     options = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
@@ -44,9 +44,9 @@ def exact(hidden, weight, bias, targets, transform=PLAIN):
 @pytest.mark.parametrize("transform", [PLAIN, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("shape", [(3, 33, 5), (17, 64, 16), (40, 131, 24)], ids=str)
 def test_results_and_tile(shape, transform):
-    """Blocks with tails in every dimension, whole ones, several of each."""
+    """Shapes with partial blocks in every dimension, whole blocks, and several of each."""
     tensors = inputs(*shape)
-    tile = torch.full((shape[0], shape[1] + 16), torch.nan)[:, : shape[1]]  # rows that lie apart
+    tile = torch.full((shape[0], shape[1] + 16), torch.nan)[:, : shape[1]]  # rows with a gap between them
     results = call(*tensors, transform, tile)
     expected, gradient = exact(*tensors, transform)
     for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
@@ -60,8 +60,8 @@ def test_results_and_tile(shape, transform):
     assert error(again, tile) < 1e-6
 
 
-def test_tiles_that_are_loaded_by_descriptors(monkeypatch):
-    """As from Hopper on, with tails in every dimension."""
+def test_operands_loaded_by_tensor_descriptors(monkeypatch):
+    """As on Hopper and later, with partial blocks in every dimension."""
     tensors = inputs(37, 131, 24)
     expected = call(*tensors, tile=(tile := torch.empty(37, 131)))
     monkeypatch.setattr(linear_exp, "takes_descriptors", lambda x: True)
@@ -70,7 +70,7 @@ def test_tiles_that_are_loaded_by_descriptors(monkeypatch):
     assert torch.equal(tile, again)
 
 
-def test_the_sums_do_not_depend_on_whether_a_tile_is_written():
+def test_sums_do_not_depend_on_the_tile():
     tensors = inputs(17, 131, 24)
     with_tile, without = (call(*tensors, tile=tile) for tile in (torch.empty(17, 131), None))
     assert all(torch.equal(with_tile[name], without[name]) for name in without)
@@ -79,7 +79,7 @@ def test_the_sums_do_not_depend_on_whether_a_tile_is_written():
 @pytest.mark.parametrize("statistics", ["", EVERYTHING])
 @pytest.mark.parametrize("gap", [60.0, 100.0, 300.0])
 def test_targets_far_below_the_largest_logit(gap, statistics):
-    """Within the range of the sums, beyond that of the squares', and beyond both: rows that are computed again."""
+    """Gaps within the range of all sums, beyond that of squares, and beyond that of all sums."""
     hidden, weight, bias, targets = inputs(5, 131, 24)
     bias[targets[3]] = -gap
     bias[targets[4]] = -gap
@@ -96,8 +96,8 @@ def test_targets_far_below_the_largest_logit(gap, statistics):
 
 
 @pytest.mark.parametrize("special", SPECIAL_ROWS)
-def test_special_rows_are_those_of_eager(special):
-    """In the bias, since zero times infinity would spread through a product."""
+def test_special_rows_equal_eager(special):
+    """The special values are in the bias: zero times infinity would spread through a product."""
     logits, targets = special_row(special)
     hidden, weight, bias, targets = torch.randn(2, 5), torch.zeros(67, 5), logits[1], targets[1:3]
     results = call(hidden, weight, bias, targets, tile=(tile := torch.full((2, 67), torch.nan)))
@@ -109,7 +109,7 @@ def test_special_rows_are_those_of_eager(special):
     assert not tile[1].any()
 
 
-def test_one_word():
+def test_a_vocabulary_of_one():
     hidden, weight, bias = torch.randn(3, 5), torch.randn(1, 5), torch.randn(1)
     tile = torch.empty(3, 1)
     results = call(hidden, weight, bias, torch.zeros(3, dtype=torch.long), tile=tile)

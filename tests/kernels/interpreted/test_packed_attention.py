@@ -1,7 +1,7 @@
-"""Attention over a whole layout: fastdpo's kernels, and libraries of flash attention behind a kernel that gathers keys.
+"""The backends of packed attention: fastdpo's kernels and libraries of flash attention.
 
-Those need GPUs. In their places stands what they compute, by definition, behind their own signatures. What tests/ops
-asks of the op is asked of the kernels too (`--device interpreter`).
+The libraries need GPUs. Stand-ins with the signatures of their functions compute the same results
+in plain PyTorch. The tests in tests/ops also run with the kernels (`--device interpreter`).
 """
 
 import contextlib
@@ -28,13 +28,13 @@ def inputs_of(heads, dtype=torch.float32):
     return [torch.randn(t, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
 
 
-class Definition:
-    """What a library of flash attention computes, on any device."""
+class StandIn:
+    """Variable-length flash attention in plain PyTorch, correct or with one of two errors."""
 
     def __init__(self, top_left=False, leaking=False):
         self.top_left, self.leaking = top_left, leaking
 
-    def _sequences(self, q, k, cu_q, cu_k, max_q, max_k):
+    def _spans(self, q, k, cu_q, cu_k, max_q, max_k):
         assert q.shape[2] % 8 == 0
         assert len(q) == cu_q[-1]
         assert len(k) == cu_k[-1]
@@ -43,8 +43,8 @@ class Definition:
             assert d - c <= max_k
             yield slice(a, b), slice(c, d)
 
-    def _scores(self, q, k, scale, sides, softcap):
-        """[H, n_q, n_k], -inf where hidden; and the derivative of a capped score."""
+    def _scores(self, q, k, scale, window_sizes, softcap):
+        """Scores [H, n_q, n_k], -inf where hidden, and the derivative of the softcap."""
         keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
         slope = torch.ones_like(scores)
@@ -54,42 +54,44 @@ class Definition:
         offset = 0 if self.top_left else len(k) - len(q)
         distance = torch.arange(len(q))[:, None] + offset - torch.arange(len(k))
         hidden = distance < 0
-        if sides[0] not in (None, -1):
-            hidden |= distance > sides[0]
+        if window_sizes[0] not in (None, -1):
+            hidden |= distance > window_sizes[0]
         return scores.masked_fill(hidden, -torch.inf), slope
 
-    def forward(self, q, k, v, lengths, scale, sides, softcap):
+    def forward(self, q, k, v, lengths, scale, window_sizes, softcap):
         assert q.shape[2] == k.shape[2] == v.shape[2]
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
-        for at, seen in self._sequences(q, k, *lengths):
-            scores, _ = self._scores(q[at], k[seen], scale, sides, softcap)
-            values = v[seen].float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-            lse[:, at] = scores.logsumexp(-1)
-            out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+        for queries, keys_seen in self._spans(q, k, *lengths):
+            scores, _ = self._scores(q[queries], k[keys_seen], scale, window_sizes, softcap)
+            values = v[keys_seen].float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+            lse[:, queries] = scores.logsumexp(-1)
+            out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
         return (out + 0 * v.sum() if self.leaking else out), lse
 
-    def backward(self, grad, q, k, v, out, lse, lengths, scale, sides, softcap):
+    def backward(self, grad, q, k, v, out, lse, lengths, scale, window_sizes, softcap):
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for at, seen in self._sequences(q, k, *lengths):
-            scores, slope = self._scores(q[at], k[seen], scale, sides, softcap)
-            p = (scores - lse[:, at, None]).exp()
-            keys, values = (x[seen].float().repeat_interleave(group, 1) for x in (k, v))
-            g = grad[at].float()
-            delta = (g * out[at].float()).sum(-1).t()[..., None]
+        for queries, keys_seen in self._spans(q, k, *lengths):
+            scores, slope = self._scores(q[queries], k[keys_seen], scale, window_sizes, softcap)
+            p = (scores - lse[:, queries, None]).exp()
+            keys, values = (x[keys_seen].float().repeat_interleave(group, 1) for x in (k, v))
+            g = grad[queries].float()
+            delta = (g * out[queries].float()).sum(-1).t()[..., None]
             ds = p * (torch.einsum("qhd,khd->hqk", g, values) - delta) * slope * scale
-            dq[at] = torch.einsum("hqk,khd->qhd", ds, keys).to(dq.dtype)
-            dk[seen] = torch.einsum("hqk,qhd->khd", ds, q[at].float()).unflatten(1, (-1, group)).sum(2).to(dk.dtype)
-            dv[seen] = torch.einsum("hqk,qhd->khd", p, g).unflatten(1, (-1, group)).sum(2).to(dv.dtype)
+            dq[queries] = torch.einsum("hqk,khd->qhd", ds, keys).to(dq.dtype)
+            head_dk = torch.einsum("hqk,qhd->khd", ds, q[queries].float())
+            head_dv = torch.einsum("hqk,qhd->khd", p, g)
+            dk[keys_seen] = head_dk.unflatten(1, (-1, group)).sum(2).to(dk.dtype)
+            dv[keys_seen] = head_dv.unflatten(1, (-1, group)).sum(2).to(dv.dtype)
         return dq, dk, dv
 
 
-# The libraries' functions, with the parameters of flash-attn 2.8.3, of its folder `hopper`, of flash-attn-4 4.0.0b36
-# and of torch 2.11 to 2.13.
+# Functions with the parameters of flash-attn 2.8.3, flash-attn-3 (its folder `hopper`),
+# flash-attn-4 4.0.0b36 and torch 2.11 to 2.13.
 
 
-def modules(definition):
-    """name of a module -> what it holds"""
+def library_modules(stand_in):
+    """The functions of each library's module, by the name of the module."""
 
     def forward_2(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -99,8 +101,9 @@ def modules(definition):
         assert causal
         assert dropout_p == 0
         assert alibi_slopes is None
-        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
-        return *definition.forward(q, k, v, lengths, softmax_scale, sides, softcap), None, None
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        window_sizes = (window_size_left, window_size_right)
+        return *stand_in.forward(q, k, v, lengths, softmax_scale, window_sizes, softcap), None, None
 
     def backward_2(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -109,9 +112,10 @@ def modules(definition):
     ):  # fmt: skip
         assert causal
         assert dropout_p == 0
-        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
-        found = definition.backward(dout, q, k, v, out, softmax_lse, lengths, softmax_scale, sides, softcap)
-        for place, x in zip((dq, dk, dv), found, strict=True):
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        window_sizes = (window_size_left, window_size_right)
+        grads = stand_in.backward(dout, q, k, v, out, softmax_lse, lengths, softmax_scale, window_sizes, softcap)
+        for place, x in zip((dq, dk, dv), grads, strict=True):
             place.copy_(x)
 
     def forward_3(
@@ -123,7 +127,7 @@ def modules(definition):
         assert causal
         assert out is k_new is rotary_cos is q_descale is None
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return *definition.forward(q, k, v, lengths, softmax_scale, window_size, softcap), None, None
+        return *stand_in.forward(q, k, v, lengths, softmax_scale, window_size, softcap), None, None
 
     def backward_3(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
@@ -131,8 +135,8 @@ def modules(definition):
     ):  # fmt: skip
         assert causal
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        found = definition.backward(dout, q, k, v, out, softmax_lse, lengths, softmax_scale, window_size, softcap)
-        for place, x in zip((dq, dk, dv), found, strict=True):
+        grads = stand_in.backward(dout, q, k, v, out, softmax_lse, lengths, softmax_scale, window_size, softcap)
+        for place, x in zip((dq, dk, dv), grads, strict=True):
             place.copy_(x)
 
     def forward_4(
@@ -142,8 +146,9 @@ def modules(definition):
     ):  # fmt: skip
         assert causal
         assert return_lse
-        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
-        return *definition.forward(q, k, v, lengths, softmax_scale, sides, softcap), None, None, None
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        window_sizes = (window_size_left, window_size_right)
+        return *stand_in.forward(q, k, v, lengths, softmax_scale, window_sizes, softcap), None, None, None
 
     def backward_4(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
@@ -151,12 +156,13 @@ def modules(definition):
         max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
     ):  # fmt: skip
         assert causal
-        lengths, sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
-        return definition.backward(dout, q, k, v, out, lse, lengths, softmax_scale, sides, softcap)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        window_sizes = (window_size_left, window_size_right)
+        return stand_in.backward(dout, q, k, v, out, lse, lengths, softmax_scale, window_sizes, softcap)
 
     return {
         "flash_attn.flash_attn_interface": dict(
-            _flash_attn_varlen_forward=types.SimpleNamespace(_init_fn=forward_2),  # a custom op
+            _flash_attn_varlen_forward=types.SimpleNamespace(_init_fn=forward_2),  # as in a custom op
             _flash_attn_varlen_backward=types.SimpleNamespace(_init_fn=backward_2),
         ),
         "flash_attn_interface": dict(_flash_attn_forward=forward_3, _flash_attn_backward=backward_3),
@@ -164,13 +170,13 @@ def modules(definition):
     }
 
 
-def of_torch(definition):
+def torch_functions_of(stand_in):
     def forward(
         q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
     ):  # fmt: skip
         assert causal == (window_size_left == -1)
-        sides = (window_size_left, window_size_right)
-        return *definition.forward(q, k, v, (cu_q, cu_k, max_q, max_k), scale, sides, None), None, None, None
+        window_sizes = (window_size_left, window_size_right)
+        return *stand_in.forward(q, k, v, (cu_q, cu_k, max_q, max_k), scale, window_sizes, None), None, None, None
 
     def backward(
         grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, unused, *,
@@ -178,22 +184,22 @@ def of_torch(definition):
     ):  # fmt: skip
         assert causal == (window_size_left == -1)
         assert seed.dtype == torch.uint64
-        sides = (window_size_left, window_size_right)
-        return definition.backward(grad, q, k, v, out, lse, (cu_q, cu_k, max_q, max_k), scale, sides, None)
+        window_sizes = (window_size_left, window_size_right)
+        return stand_in.backward(grad, q, k, v, out, lse, (cu_q, cu_k, max_q, max_k), scale, window_sizes, None)
 
     return forward, backward
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Puts stand-ins in the libraries' places, on a device that all of them have kernels for."""
+    """A function that replaces the libraries by stand-ins, which support the CPU."""
 
-    def install(definition=None):
-        definition = definition or Definition()
-        for name, content in modules(definition).items():
+    def install(stand_in=None):
+        stand_in = stand_in or StandIn()
+        for name, content in library_modules(stand_in).items():
             monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
         torch_functions = attention_flash.TorchFlash()
-        torch_functions.forward_function, torch_functions.backward_function = of_torch(definition)
+        torch_functions.forward_function, torch_functions.backward_function = torch_functions_of(stand_in)
         given = attention_flash.LIBRARIES.items()
         libraries = {name: dataclasses.replace(library, capabilities=(None,)) for name, library in given}
         libraries["torch"] = dataclasses.replace(libraries["torch"], load_functions=lambda: torch_functions)
@@ -208,7 +214,7 @@ def installed(monkeypatch):
 
 
 @pytest.fixture(params=attention_backends.BACKENDS)
-def way(request, monkeypatch, installed):
+def backend(request, monkeypatch, installed):
     installed()
     monkeypatch.setenv(attention_backends.VARIABLE, request.param)
     return request.param
@@ -235,8 +241,8 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("heads", "option"), [*(("grouped", option) for option in OPTIONS), ("narrow", "plain"), ("wide values", "plain")]
 )
-def test_as_accurate_as_eager(heads, option, way):
-    if way == "torch" and option == "softcap":
+def test_as_accurate_as_eager(heads, option, backend):
+    if backend == "torch" and option == "softcap":
         with pytest.raises(NotImplementedError, match="got torch: it has no softcap"):
             results(packed_attention, inputs_of(heads, torch.float16), **OPTIONS[option])
         return
@@ -246,24 +252,24 @@ def test_as_accurate_as_eager(heads, option, way):
     eager = results(reference.packed_attention, tensors, **options)
     wide = {name: x.double() if name == "sinks" else x for name, x in options.items()}
     exact = results(reference.packed_attention, [x.double() for x in tensors], **wide)
-    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
-        assert_as_accurate_as(x, of_eager, of_exact, torch.float16)
+    for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(x, eager_x, exact_x, torch.float16)
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
-def test_any_scale(scale, way):
+def test_any_scale(scale, backend):
     tensors = inputs_of("grouped", torch.float16)
-    if way != "triton":
-        with pytest.raises(NotImplementedError, match=f"got {way}: it needs a positive scale; got {scale}"):
+    if backend != "triton":
+        with pytest.raises(NotImplementedError, match=f"got {backend}: it needs a positive scale; got {scale}"):
             results(packed_attention, tensors, scale=scale)
         return
     mine, eager = (results(op, tensors, scale=scale) for op in (packed_attention, reference.packed_attention))
     exact = results(reference.packed_attention, [x.double() for x in tensors], scale=scale)
-    for x, of_eager, of_exact in zip(mine, eager, exact, strict=True):
-        assert_as_accurate_as(x, of_eager, of_exact, torch.float16)
+    for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(x, eager_x, exact_x, torch.float16)
 
 
-def test_a_group_sees_nothing_of_another(way):
+def test_groups_do_not_see_each_other(backend):
     tensors = inputs_of("grouped", torch.float16)
     clean = results(packed_attention, tensors)
     for x in tensors:
@@ -273,7 +279,7 @@ def test_a_group_sees_nothing_of_another(way):
         assert torch.equal(x[17:], expected[17:])
 
 
-def test_the_same_bits_twice(way):
+def test_deterministic(backend):
     tensors = inputs_of("grouped", torch.float16)
     first, second = (results(packed_attention, tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -282,7 +288,7 @@ def test_the_same_bits_twice(way):
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 32)], ids=str)
 @pytest.mark.parametrize("window", [None, 2, 7, 17, 27])
 def test_blocks_of_every_size(window, sizes, monkeypatch):
-    """Rows of one and of many blocks, prefixes and windows that end within, at and beyond one."""
+    """Rows of one or many blocks; prefixes and windows that end within, at and after a block."""
     from fastdpo.kernels import packed_attention as kernels
 
     configs = kernels.KernelConfigs(*[kernels.KernelConfig(*sizes, 4, 2)] * 3)
@@ -294,7 +300,7 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_gathered_keys_and_the_sums_over_their_readers(dtype):
+def test_gather_keys_and_its_gradient(dtype):
     layout = attention_layouts.varlen_layout("op", ROWS, int(ROWS[-1, 2:].sum()), torch.device("cpu"))
     key, value = torch.randn(2, 47, 24).transpose(0, 1).to(dtype), torch.randn(47, 2, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
@@ -306,29 +312,27 @@ def test_gathered_keys_and_the_sums_over_their_readers(dtype):
         assert error(x, exact) < torch.finfo(dtype).eps
 
 
-def test_plans_are_made_on_the_host():
-    with torch.device("meta"):  # in the place of a GPU that somebody set as the default
-        plans = (
-            attention_layouts.varlen_layout("op", ROWS, 47, CPU),
-            attention_layouts.layout_blocks("op", ROWS, 47, 16, 16, CPU),
-        )
-    for plan in (*plans, plans[0].places):
-        assert all(x.device == CPU for x in plan if isinstance(x, torch.Tensor))
-    assert plans[0].cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47]
-    assert plans[1].first_reader.tolist() == [0, 2, 2, 2, 2, 3, 3]
-    assert plans[1].readers.tolist() == [1, 2, 5]
-    assert plans[1].queries[:2].tolist() == [[5, 0], [4, 16]]  # those that see the most keys first: 28, then 20
-    assert plans[1].keys[0].tolist() == [4, 0]  # that most queries see
+def test_layouts_do_not_depend_on_the_default_device():
+    with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
+        varlen = attention_layouts.varlen_layout("op", ROWS, 47, CPU)
+        blocks = attention_layouts.layout_blocks("op", ROWS, 47, 16, 16, CPU)
+    for layout in (varlen, blocks, varlen.places):
+        assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
+    assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47]
+    assert blocks.first_reader.tolist() == [0, 2, 2, 2, 2, 3, 3]
+    assert blocks.readers.tolist() == [1, 2, 5]
+    assert blocks.queries[:2].tolist() == [[5, 0], [4, 16]]  # sorted by the number of visible keys: 28, 20
+    assert blocks.keys[0].tolist() == [4, 0]  # seen by the most queries
 
 
-def test_an_unknown_backend_is_named(monkeypatch):
+def test_an_unknown_backend_raises(monkeypatch):
     monkeypatch.setenv(attention_backends.VARIABLE, "cudnn")
     with pytest.raises(ValueError, match=r"FASTDPO_ATTENTION must be one of flash-attn-4, .*, or unset; got cudnn"):
         packed_attention(*inputs_of("grouped")[:3], ROWS)
 
 
 @pytest.mark.parametrize("name", attention_flash.LIBRARIES)
-def test_a_backend_that_cannot_says_why(name, monkeypatch):
+def test_an_unsupported_call_raises_with_the_reason(name, monkeypatch):
     monkeypatch.setenv(attention_backends.VARIABLE, name)
     with pytest.raises(NotImplementedError, match=f"got {name}: it needs float16 or bfloat16; got torch.float32"):
         packed_attention(*inputs_of("grouped")[:3], ROWS)
@@ -336,7 +340,7 @@ def test_a_backend_that_cannot_says_why(name, monkeypatch):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
 
 
-def test_a_library_that_is_not_installed_says_so(installed, monkeypatch):
+def test_a_library_that_is_not_installed_raises(installed, monkeypatch):
     installed()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-3")
@@ -344,7 +348,7 @@ def test_a_library_that_is_not_installed_says_so(installed, monkeypatch):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
 
 
-def test_a_version_that_lacks_what_is_asked_of_it_is_not_called(installed, monkeypatch):
+def test_a_version_without_a_needed_parameter_raises(installed, monkeypatch):
     installed()
     module = sys.modules["flash_attn.flash_attn_interface"]
     monkeypatch.setattr(module, "_flash_attn_varlen_forward", lambda q, k, v, causal: None)
@@ -353,31 +357,33 @@ def test_a_version_that_lacks_what_is_asked_of_it_is_not_called(installed, monke
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
 
 
-def used(monkeypatch, tensors, **options):
-    """The backends whose results are those of the one that was chosen."""
-    found = results(packed_attention, tensors, **options)
+def chosen_backends(monkeypatch, tensors, **options):
+    """The backends whose results equal those of the chosen backend."""
+    chosen = results(packed_attention, tensors, **options)
     equal = []
     for name in attention_backends.BACKENDS:
         monkeypatch.setenv(attention_backends.VARIABLE, name)
         with contextlib.suppress(NotImplementedError):
             others = results(packed_attention, tensors, **options)
-            equal += [name] if all(torch.equal(a, b) for a, b in zip(found, others, strict=True)) else []
+            equal += [name] if all(torch.equal(a, b) for a, b in zip(chosen, others, strict=True)) else []
         monkeypatch.delenv(attention_backends.VARIABLE)
     return equal
 
 
-def test_the_first_that_is_sound_is_chosen(installed, monkeypatch, caplog):
+def test_the_first_usable_backend_is_chosen(installed, monkeypatch, caplog):
     installed()
     tensors = inputs_of("grouped", torch.float16)
-    assert used(monkeypatch, tensors) == list(attention_flash.LIBRARIES)  # one definition computes them all
-    assert used(monkeypatch, inputs_of("grouped")) == ["triton"]  # float32
+    assert chosen_backends(monkeypatch, tensors) == list(
+        attention_flash.LIBRARIES
+    )  # all libraries have the same stand-in
+    assert chosen_backends(monkeypatch, inputs_of("grouped")) == ["triton"]  # float32
     assert not caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["top_left", "leaking"])
-def test_a_library_that_is_wrong_is_not_trusted(wrong, installed, monkeypatch, caplog):
-    installed(Definition(**{wrong: True}))
+def test_a_library_that_fails_the_probe_is_disabled(wrong, installed, monkeypatch, caplog):
+    installed(StandIn(**{wrong: True}))
     tensors = inputs_of("grouped", torch.float16)
-    assert used(monkeypatch, tensors) == ["triton"]
+    assert chosen_backends(monkeypatch, tensors) == ["triton"]
     for name in attention_flash.LIBRARIES:
         assert caplog.text.count(f"{name} is disabled: it returns wrong values on a small test case") == 1

@@ -1,4 +1,4 @@
-"""token_logps through its Triton kernels: what tests/ops asks of the torch path, and what only a kernel can get wrong.
+"""token_logps through its Triton kernels: the checks of the torch path, and kernel-specific cases.
 
 float32 and float16: the interpreter's arithmetic in bfloat16 is not that of any device.
 """
@@ -18,22 +18,25 @@ OUTPUTS = ("logps", *STATISTICS)
 DTYPES = (torch.float32, torch.float16)
 
 SHAPES = {  # N, V; a block is 2048 or 4096 columns in the forward, 4096 in the backward
-    "one word": (3, 1),  # nothing but the target
+    "one word": (3, 1),  # only the target
     "part of a block": (5, 300),
-    "whole blocks": (3, 8192),  # no masked load but the target's
-    "blocks and a tail": (4, 8208),  # rows that stay aligned for vector loads
-    "odd": (4, 5003),  # rows that do not
+    "whole blocks": (3, 8192),  # only the target's block needs a mask
+    "blocks and a tail": (4, 8208),  # rows stay aligned for vector loads
+    "odd": (4, 5003),  # rows are not aligned
 }
 OPTIONS = {
-    "plain": {},  # nothing is multiplied
+    "plain": {},  # no multiplication
     "scale": dict(logit_scale=1.7, temperature=0.7),  # one factor
-    "negative scale": dict(logit_scale=-0.5),  # what lies outside a row must not become +inf
+    "negative scale": dict(logit_scale=-0.5),  # values outside of a row must not become +inf
     "softcap": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),
 }
 
 
 def logits_and_targets(n, v, dtype=torch.float32):
-    """Logits of which every third row is confident of its target, the last target of each block among them."""
+    """Logits with a confident prediction in every third row.
+
+    Targets include the last vocabulary entry and -100.
+    """
     logits, targets = 3 * torch.randn(n, v), torch.randint(v, (n,))
     targets[0] = v - 1
     logits[torch.arange(0, n, 3), targets[::3]] += 9
@@ -43,7 +46,10 @@ def logits_and_targets(n, v, dtype=torch.float32):
 
 
 def results_and_gradient(op, logits, targets, upstream, **options):
-    """Results, and the gradient of `sum(upstream * (logps, entropy))`; an upstream of None is left out."""
+    """Results, and the gradient of `sum(upstream * (logps, entropy))`.
+
+    Terms with an upstream of None are left out.
+    """
     leaf = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     results = op(leaf, targets, outputs=OUTPUTS, **options)
     pairs = zip((results.logps, results.entropy), upstream, strict=True)
@@ -85,7 +91,7 @@ def test_gradients_of_one_output_alone(differentiate, option):
 
 
 @pytest.mark.parametrize("outputs", [(), *((name,) for name in STATISTICS)], ids=str)
-def test_a_statistic_does_not_depend_on_which_others_are_asked_for(outputs):
+def test_statistics_do_not_depend_on_each_other(outputs):
     logits, targets = logits_and_targets(4, 5003)
     everything, alone = (token_logps(logits, targets, outputs=names) for names in (OUTPUTS, outputs))
     for name in OUTPUTS:
@@ -95,7 +101,7 @@ def test_a_statistic_does_not_depend_on_which_others_are_asked_for(outputs):
 
 
 @pytest.mark.parametrize("option", ["plain", "softcap"])
-def test_sums_are_relative_to_a_level(option):
+def test_sums_are_normalized(option):
     options = {"softcap": None, "logit_scale": 1.0, "temperature": 1.0, **OPTIONS[option]}
     logits, targets = logits_and_targets(6, 5003)
     scored = targets != -100
@@ -112,7 +118,7 @@ def test_sums_are_relative_to_a_level(option):
     assert others.allclose(torch.full_like(others, NORMALIZED_SUM.value), rtol=1e-5)
 
 
-def test_targets_on_either_side_of_every_boundary():
+def test_targets_around_every_block_boundary():
     v = 3 * 4096 + 7
     targets = torch.tensor([0, 1, 2047, 2048, 4095, 4096, 8191, 8192, 3 * 4096 - 1, 3 * 4096, v - 1])
     assert_accurate(torch.randn(len(targets), v), targets)
@@ -124,15 +130,17 @@ def test_top1_of_ties_is_the_first(v, dtype):
     logits = torch.zeros(8, v, dtype=dtype)
     first, second = 2049, 4999
     logits[:4, first] = logits[:4, second] = 1  # a tie across blocks
-    logits[4:6, first] = logits[4:6, first + 1] = 1  # and within a lane
-    targets = torch.tensor([first, second, 0, v - 1, first, first + 1, 0, v - 1])  # the last two rows: all equal
+    logits[4:6, first] = logits[4:6, first + 1] = 1  # a tie within a lane
+    targets = torch.tensor(
+        [first, second, 0, v - 1, first, first + 1, 0, v - 1]
+    )  # in the last two rows, all logits are equal
     is_top1 = token_logps(logits, targets, outputs=["is_top1"]).is_top1
     assert is_top1.tolist() == [True, False, False, False, True, False, True, False]
     assert torch.equal(is_top1, logits.argmax(-1) == targets)
 
 
 @pytest.mark.parametrize("garbage", [INF, -INF, NAN], ids=str)
-def test_ignored_rows_are_exactly_zero_beside_anything(garbage):
+def test_ignored_rows_are_exactly_zero_next_to_any_value(garbage):
     logits, targets = logits_and_targets(4, 5003)
     logits[1, ::7], logits[2] = garbage, garbage
     targets[2] = -100
@@ -147,7 +155,7 @@ def test_ignored_rows_are_exactly_zero_beside_anything(garbage):
 
 def test_vocabulary_columns_at_minus_infinity():
     logits, targets = logits_and_targets(5, 8208)
-    logits[:, 4000:] = -INF  # blocks without a finite logit
+    logits[:, 4000:] = -INF  # some blocks have no finite logit
     logits[:, :9] = -INF
     targets[targets >= 0] = 100
     upstream = torch.randn(2, 5)
@@ -163,7 +171,7 @@ def test_vocabulary_columns_at_minus_infinity():
     assert torch.equal(mine.mean_logits, torch.where(scored, -INF, 0.0))
 
 
-def test_nothing_possible_but_the_target():
+def test_a_target_of_probability_one():
     logits = torch.full((2, 5003), -INF)
     targets = torch.tensor([3, 5000])
     logits[[0, 1], targets] = torch.tensor([2.0, -700.0])
@@ -173,7 +181,7 @@ def test_nothing_possible_but_the_target():
     assert not gradient.any()
 
 
-def test_an_impossible_target():
+def test_a_target_of_probability_zero():
     logits, targets = logits_and_targets(1, 5003)
     logits[0, targets[0]] = -INF
     results, gradient = results_and_gradient(token_logps, logits, targets, (torch.ones(1), None))
@@ -184,7 +192,7 @@ def test_an_impossible_target():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("special", SPECIAL_ROWS)
-def test_special_rows_are_those_of_eager(special, dtype):
+def test_special_rows_equal_eager(special, dtype):
     assert_special_row(*special_row(special, dtype, 5003))
 
 
@@ -199,33 +207,33 @@ def test_a_gap_of_300_nats(gap, dtype):
     if gap < 0:
         assert error(mine.logps, exact.logps) < 1e-6
         assert error(my_gradient, gradient) < 2e-6 + torch.finfo(dtype).eps
-    else:  # e^-300 is no float32
+    else:  # e^-300 underflows in float32
         assert not mine.logps.any()
         assert not my_gradient.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", [-1000.0, 1000.0])
-def test_logits_far_from_zero(level, dtype):
+def test_large_logits(level, dtype):
     logits, targets = logits_and_targets(4, 5003, dtype)
     assert_accurate(logits + level, targets)
 
 
-def test_confident_predictions_keep_their_digits():
+def test_confident_predictions_are_accurate():
     logits, targets = torch.randn(8, 5003), torch.randint(5003, (8,))
-    logits[torch.arange(8), targets] = torch.linspace(16, 24, 8)  # further on float64 loses the exact values' digits
+    logits[torch.arange(8), targets] = torch.linspace(16, 24, 8)  # beyond that, the float64 reference loses digits
     upstream = torch.ones(2, 8)
     mine, my_gradient = results_and_gradient(token_logps, logits, targets, upstream)
     exact, gradient = results_and_gradient(reference.token_logps, logits.double(), targets, upstream.double())
     assert (exact.logps > -1e-3).all()
-    for row in range(8):  # a norm over rows would see the least confident alone
+    for row in range(8):  # a norm over rows would only reflect the least confident one
         assert error(mine.logps[row], exact.logps[row]) < 4e-6
         assert error(my_gradient[row], gradient[row]) < 4e-6
         assert error(mine.entropy[row], exact.entropy[row]) < 4e-6
 
 
 @pytest.mark.parametrize("columns", [slice(0, 5003), slice(3, 5006), slice(16, 4112)], ids=str)
-def test_rows_further_apart_than_the_vocabulary(columns):
+def test_rows_with_gaps_between_them(columns):
     buffer = torch.full((5, 6000), NAN)
     view = buffer[:, columns]
     logits, targets = logits_and_targets(*view.shape)
@@ -256,7 +264,7 @@ def test_an_empty_batch(launches):
     assert launches["token_logps_fwd"] == 1
 
 
-def test_a_row_has_the_same_bits_in_every_batch():
+def test_a_row_is_bitwise_equal_in_every_batch():
     logits, targets = logits_and_targets(6, 5003)
     together = token_logps(logits, targets, outputs=OUTPUTS)
     for row in range(6):
@@ -264,7 +272,7 @@ def test_a_row_has_the_same_bits_in_every_batch():
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
-def test_other_targets_outside_the_vocabulary_make_their_own_rows_nan():
+def test_targets_outside_the_vocabulary_make_their_rows_nan():
     logits, targets = logits_and_targets(4, 300)
     targets[2:] = torch.tensor([300, -1])
     results, gradient = results_and_gradient(token_logps, logits, targets, torch.randn(2, 4))
@@ -273,7 +281,7 @@ def test_other_targets_outside_the_vocabulary_make_their_own_rows_nan():
 
 @pytest.mark.parametrize("target", [300, -1, 2**32 + 5, -(2**32) + 5])
 @pytest.mark.parametrize("differentiate", [(True, False), (False, True), (True, True)], ids=str)
-def test_targets_outside_the_vocabulary_pass_no_zero_on_as_nan(differentiate, target):
+def test_targets_outside_the_vocabulary_keep_gradients_of_zero(differentiate, target):
     logits, targets = logits_and_targets(4, 300)
     targets[2:] = target
     upstream = [torch.randn(4) if wanted else None for wanted in differentiate]
@@ -287,7 +295,7 @@ def test_targets_outside_the_vocabulary_pass_no_zero_on_as_nan(differentiate, ta
     assert not gradient[3].any()
 
 
-def test_no_gradient_from_above_is_none():
+def test_missing_upstream_gradients_give_no_gradient():
     leaf, targets = logits_and_targets(4, 300)
     results = token_logps(leaf.requires_grad_(), targets, outputs=OUTPUTS)
     Dropped.apply(results.logps, results.entropy).backward()
@@ -296,10 +304,10 @@ def test_no_gradient_from_above_is_none():
     assert not torch.ops.fastdpo.token_logps_bwd(None, None, leaf, targets, sums, None, 1.0, 1.0).any()
 
 
-def test_what_does_not_suit_the_kernels_goes_to_torch(launches):
+def test_unsupported_inputs_use_torch(launches):
     logits, targets = logits_and_targets(4, 300)
     exact = reference.token_logps(logits.double(), targets).logps
-    for other in (logits.double(), logits.t().contiguous().t()):  # sums in float64; a column's words far apart
+    for other in (logits.double(), logits.t().contiguous().t()):  # float64 sums; a last stride other than 1
         leaf = other.detach().requires_grad_()
         logps = token_logps(leaf, targets).logps
         logps.sum().backward()
