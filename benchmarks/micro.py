@@ -76,7 +76,7 @@ def _truth(build: str, workload: Any) -> Arrays:
 
 
 def describe(suite: Suite, case: Case, side: Side) -> dict[str, Any]:
-    """What pytest-benchmark saves with the times of a side, for `read`."""
+    """Facts that pytest-benchmark saves with the times of a side, for `read`."""
     return {
         "suite": suite.name,
         "case": case.name,

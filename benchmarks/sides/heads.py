@@ -30,7 +30,7 @@ Some libraries accumulate the gradient of the weight in 16 bits.
 TRL_CHUNK = 32_768
 """The chunk of the vocabulary that `trl.trainer.utils` uses."""
 STATISTICS = ("entropy", "mean_logits", "is_top1")
-"""What TRL logs of every token."""
+"""The statistics that TRL logs of every token."""
 OUTPUT_LABELS = {"logps": "log-probs", "entropy": "entropy", "mean_logits": "mean logit", "is_top1": "top-1 accuracy"}
 
 
