@@ -241,7 +241,7 @@ def _sft(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 def _sigmoid_norm(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
     """`-log sigma(beta (f(c) / |c| - f(r) / |r|))`.
 
-    Length-normalised DPO of Tulu 3, arXiv 2411.15124.
+    Length-normalized DPO of Tulu 3, arXiv 2411.15124.
     """
     chosen, rejected = _scores_per_token("sigmoid_norm", pairs)
     return -F.logsigmoid(objective.beta * (chosen - rejected))
