@@ -80,6 +80,8 @@ def check_command(command: str) -> None:
             assert set(targets) <= set(TARGETS), command
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module), command
+        case ["accelerate", "launch", "-m", module, *_]:  # tests/test_run.py runs it
+            assert importlib.util.find_spec(module), command
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["pip", "install", "-e", place]:

@@ -20,6 +20,7 @@ ARROWS = {  # a package, and the parts of the project that it may import
     "models": {"distributed", "ops", "packing"},
     "ref_logps": {"distributed", "models", "ops", "packing"},
     "integrations": {"distributed", "models", "ops", "packing", "ref_logps"},
+    "run": {"integrations", "startup"},
 }
 
 
@@ -92,7 +93,7 @@ def test_imports_follow_the_arrows(part):
 
 def test_no_circle_of_files():
     """Imports inside of functions, and those for types alone, count as well."""
-    assert not any("fastdpo" in imported for imported in IMPORTS.values())
+    assert [name for name, imported in IMPORTS.items() if "fastdpo" in imported] == ["fastdpo.startup.sitecustomize"]
     try:
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:

@@ -21,22 +21,32 @@ from .protocol import PatchOptions, TrainerLine
 
 
 class Line(NamedTuple):
-    """A trainer, the versions of its package that are supported, and the
-    module that patches it (`TrainerLine`).
+    """One trainer in a range of versions.
+
+    Attributes:
+        trainer: name of the trainer.
+        package: name of its package.
+        versions: versions of the package that are supported.
+        module: the module of `fastdpo.integrations` that patches the trainer, a `TrainerLine`.
+        trainer_modules: modules that may define the trainer's class.
     """
 
     trainer: str
     package: str
     versions: str
     module: str
+    trainer_modules: tuple[str, ...]
 
+
+DPO_MODULES = ("trl.trainer.dpo_trainer",)
+ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
 
 LINES = (
-    Line("trl.DPOTrainer", "trl", ">=1.15,<1.17", "trl.dpo"),
-    Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl.dpo_legacy"),
-    Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl.online_dpo"),
-    Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl.online_dpo"),
-    Line("openrlhf.DPOTrainer", "openrlhf", ">=0.9.10,<0.12", "openrlhf.dpo"),
+    Line("trl.DPOTrainer", "trl", ">=1.15,<1.17", "trl.dpo", DPO_MODULES),
+    Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl.dpo_legacy", DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl.online_dpo", ONLINE_DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl.online_dpo", ONLINE_DPO_MODULES),
+    Line("openrlhf.DPOTrainer", "openrlhf", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
 )
 PACKAGES = {line.trainer: line.package for line in LINES}
 

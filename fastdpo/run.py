@@ -1,0 +1,69 @@
+"""`fastdpo run`: runs a training program unchanged, with its trainers patched.
+
+The program replaces this process, so its arguments, exit code, signals and tracebacks are its own. Each
+Python process that it starts patches a trainer when it imports it (`startup/sitecustomize.py`). They learn
+the options from one environment variable, which nothing else sets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .integrations.patching import LINES, PACKAGES
+from .startup.sitecustomize import VARIABLE
+
+
+def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> NoReturn:
+    """Replaces this process by a training program whose trainers are patched.
+
+    Args:
+        command: a script (`train.py ...`), a module (`-m package.module ...`) or a console command
+            (`trl dpo ...`), followed by its arguments.
+        targets: names of trainers or packages to patch, as in `fastdpo.patch`. Default: all.
+        options: other arguments of `fastdpo.patch`, by name.
+
+    Raises:
+        ValueError: the command is empty or cannot be found, or a target is unknown.
+    """
+    program = _program(command)
+    unknown = set(targets) - PACKAGES.keys() - set(PACKAGES.values())
+    if unknown:
+        raise ValueError(f"run: targets must be among {', '.join(PACKAGES)} or their packages; got {sorted(unknown)}")
+    handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
+    os.close(handle)
+    settings = {
+        "pid": os.getpid(),
+        "imported": imported,
+        "trainers": {module: line.trainer for line in LINES for module in line.trainer_modules},
+        "targets": list(targets),
+        "options": options,
+    }
+    startup = str(Path(__file__).parent / "startup")
+    paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {VARIABLE: json.dumps(settings), "PYTHONPATH": os.pathsep.join(paths)}
+    sys.stdout.flush()
+    if sys.platform == "win32":  # exec would return to the shell at once
+        sys.exit(subprocess.run(program).returncode)
+    os.execv(program[0], program)
+
+
+def _program(command: Sequence[str]) -> list[str]:
+    """The command as arguments of `execv`."""
+    if not command:
+        raise ValueError("run: command must not be empty")
+    name, *arguments = command
+    if name == "-m" or name.endswith(".py") or Path(name).is_dir():
+        return [sys.executable, name, *arguments]
+    # Console commands of this environment win, whether or not it is activated.
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        raise ValueError(f"run: command must be a script, -m and a module, or a command on PATH; got {name!r}")
+    return [found, *arguments]

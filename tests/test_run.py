@@ -1,0 +1,126 @@
+"""`fastdpo run`: programs that are run unchanged train fused, and keep their arguments, exit code and output."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl_runs import pairs, tiny_model, tokenizer
+
+ROOT = Path(__file__).parents[1]
+ON = "fastdpo: trl.DPOTrainer"
+BIN = Path(sys.executable).parent
+
+TRAIN = """
+import inspect, sys
+from pathlib import Path
+from trl.trainer import dpo_trainer
+from trl_runs import build, tiny_model
+
+assert "class DPOTrainer" in inspect.getsource(dpo_trainer)
+trainer = build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), max_steps=2)
+trainer.train()
+print("arguments:", sys.argv[2:])
+sys.exit(3)
+"""
+
+
+def run(*command: object, program: tuple = (sys.executable, "-m"), path: tuple = (), **variables: str):
+    paths = [*map(str, path), str(ROOT), str(ROOT / "tests" / "support")]
+    return subprocess.run(
+        [*map(str, program), "fastdpo", "run", *map(str, command)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+CALLS = "fastdpo: trl.DPOTrainer calls: policy fused 2, reference fused 2"
+
+
+def test_a_script_trains_fused_and_stays_itself(script, tmp_path):
+    done = run(script, tmp_path / "out", "--own", "x")
+    assert done.returncode == 3, done.stderr
+    assert "arguments: ['--own', 'x']" in done.stdout
+    assert done.stderr.count(f"{ON} (") == done.stderr.count(CALLS) == 1
+
+
+def test_a_module_and_a_plain_patch_agree(script, tmp_path):
+    done = run("--no-share-prompts", "-m", "train", tmp_path / "out", path=(tmp_path,))
+    assert done.returncode == 3, done.stderr
+    assert CALLS in done.stderr
+
+
+def test_children_are_patched(script, tmp_path):
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m")
+    done = run(script, tmp_path / "out", program=launcher)
+    assert done.stderr.count(f"{ON} (") == done.stderr.count(CALLS) == 1, done.stderr
+
+
+def test_the_command_trl_dpo(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs(4)))
+    options = {
+        "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "data",
+        "output_dir": tmp_path / "out",
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "num_processes": 1,
+    }
+    arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    done = run("trl", "dpo", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"{ON} (") == 1
+    assert "fastdpo: trl.DPOTrainer calls: policy fused 2" in done.stderr
+
+
+def test_a_program_without_a_trainer_is_told_so(tmp_path):
+    (tmp_path / "plain.py").write_text("print('done')")
+    done = run(tmp_path / "plain.py")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr.startswith("fastdpo: off, the program has imported none of openrlhf.DPOTrainer, trl.DPOTrainer")
+    assert done.stderr.count("\n") == 1
+
+
+def test_only_what_is_named_is_patched(tmp_path):
+    (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer")
+    done = run("--only", "openrlhf", tmp_path / "import_trl.py")
+    assert ON not in done.stderr
+    assert "fastdpo: off" in done.stderr
+
+
+def test_another_sitecustomize_still_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('customized')")
+    (tmp_path / "plain.py").write_text("")
+    assert run(tmp_path / "plain.py", path=(tmp_path,)).stdout.splitlines()[-1] == "customized"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ((), "fastdpo run: command must not be empty"),
+        (("no-such-command",), "fastdpo run: command must be a script, -m and a module, or a command on PATH; got"),
+        (("--only", "trl.PPOTrainer", "x.py"), "fastdpo run: targets must be among trl.DPOTrainer"),
+    ],
+)
+def test_misuse_is_named(command, message):
+    done = run(*command)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
