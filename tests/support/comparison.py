@@ -84,6 +84,31 @@ def assert_same_training(stock: Training, patched: Training, in_float64: Callabl
         assert each.size <= scale, f"{each.what}: {each.size / scale:.3g} times what rounding may leave"
 
 
+def assert_same_in_low_precision(
+    stock: Training, patched: Training, dtype: torch.dtype, in_float64: Callable[[], Training]
+) -> None:
+    """Losses and gradients agree as far as two orders of summation in bfloat16 or float16 allow.
+
+    Some 5 roundings lie between a weight and its gradient in two layers, in each of the two trainings: 10 units of
+    rounding of the gradient's norm. A loss depends on margins, sums of some 10 log-probabilities of some 4 nats, times
+    beta: 4 units. Where the two differ by more, patched may be twice as far from float64 as stock is.
+    """
+    unit = torch.finfo(dtype).eps / 2
+
+    def distances(a: Training, b: Training) -> tuple[float, float]:
+        assert [log.keys() for log in a.logs] == [log.keys() for log in b.logs]
+        losses = [[{"loss": log["loss"]} for log in run.logs if "loss" in log] for run in (a, b)]
+        return (
+            largest(differences_of_logs(*losses, relative=0.0, absolute=4 * unit)).size,
+            largest(differences_of_gradients(a.gradients, b.gradients, relative=10 * unit)).size,
+        )
+
+    if not all(distance <= 1 for distance in distances(stock, patched)):
+        exact = in_float64()
+        for of_patched, of_stock in zip(distances(exact, patched), distances(exact, stock), strict=True):
+            assert of_patched <= max(1, 2 * of_stock)
+
+
 def assert_far_from_same(stock: Training, sabotaged: Training, in_float64: Callable[[], Training]) -> None:
     """Some difference is ten times what may be. For tests of what the comparison notices."""
     found = differences(stock, sabotaged)
