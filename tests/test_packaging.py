@@ -1,6 +1,7 @@
 """What is shipped, what imports what, and that the folder `kernels/` is nobody's top-level package."""
 
 import ast
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -58,6 +59,7 @@ IMPORTS = {name: _imports(name, file, MODULES) for name, file in MODULES.items()
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> set[str]:
     out = tmp_path_factory.mktemp("dist")
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # an earlier build's files would go in as well
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
