@@ -1,4 +1,4 @@
-"""What is shipped, what imports what, and that the folder `kernels/` is nobody's top-level package."""
+"""The contents of the wheel and the direction of imports. The folder `kernels/` must not be a top-level package."""
 
 import ast
 import shutil

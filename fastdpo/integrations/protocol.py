@@ -1,4 +1,4 @@
-"""What a module must define to add a trainer line to `patching.LINES`."""
+"""The interface of a trainer line: the functions of a module that is listed in `patching.LINES`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ models that are switched back and forth.
 
 
 class Request(NamedTuple):
-    """What an integration asks of a model's fused forward.
+    """The options of a model's fused forward.
 
     Attributes:
         integration: name under which calls are counted and logged, such as "trl.DPOTrainer".

@@ -1,4 +1,4 @@
-"""Where a function was written, and what it is called: through bound methods and partials."""
+"""The name and the module of a function inside bound methods and partials."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .. import packing
 from ..packing import Layout
 
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By a batch's labels: weak references to its other tensors, what the
+"""Cached layouts by the labels of their batch: weak references to its other tensors, what the
 layout depends on, and the layout.
 """
 

@@ -40,7 +40,7 @@ SHORTEST_BRANCH = 7
 
 
 class ProbeResult(NamedTuple):
-    """What running a model has shown.
+    """The result of `probe`.
 
     Attributes:
         unsupported_reason: why its packed hidden states cannot be used; None if they equal the

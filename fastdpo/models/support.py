@@ -1,4 +1,4 @@
-"""What a model's configuration and modules say: whether it can be packed, and how its head makes
+"""Reads from a model's configuration and modules whether it can be packed, and how its head makes
 logits.
 
 No model is known by its name here. `probe.py` then compares a packed run with a padded one.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .pairs import Pairs
 
 VERSION = "fastdpo.ref_logps/2"
-"""To be increased with every change of the computed values or of the files that store them."""
+"""Version of the computed values and of the files that store them. Increase it with every change of them."""
 
 
 def key(pairs: Pairs, model: str, precision: str, ld_alpha: float | None) -> str:

@@ -14,7 +14,7 @@ class _Terminated(BaseException):
 
 @contextmanager
 def ending_by_sigterm() -> Iterator[None]:
-    """On SIGTERM, unwinds the block, so that its `finally` clauses run, and then lets the signal
+    """Unwinds the block on SIGTERM, so that its `finally` clauses run, and then lets the signal
     end the process.
 
     Schedulers send SIGTERM some time before they kill a job. A handler that is already installed

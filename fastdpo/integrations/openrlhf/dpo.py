@@ -220,7 +220,7 @@ def _batch(trainer: DPOTrainer, state: _OpenRLHFState, *batch: Any) -> _PairRows
 
 
 Results = tuple[Tensor, Tensor, Any, Tensor]
-"""What OpenRLHF returns: log-probabilities of chosen and rejected answers
+"""The return value of OpenRLHF: log-probabilities of chosen and rejected answers
 [B], router loss, loss of chosen answers.
 """
 

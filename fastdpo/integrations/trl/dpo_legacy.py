@@ -345,7 +345,7 @@ def _as_reference(trainer: Any) -> AbstractContextManager:
 def _results(
     trainer: DPOTrainer, ids: Tensor, scored: Tensor, output: dict[str, Tensor], is_ref_model: bool
 ) -> dict[str, Tensor]:
-    """What TRL returns. `ids` and `scored` are [2B, L]; the first token of a row is never scored."""
+    """The return value of TRL. `ids` and `scored` are [2B, L]; the first token of a row is never scored."""
     n = len(ids) // 2
     start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of TRL's logits
     logps = F.pad(output["log_probs"], (1, 0))[:, start:]  # of each token
