@@ -1,4 +1,4 @@
-"""What the tests of trainers share: one training, stock and patched, from the same start."""
+"""A fixture of the tests of trainers: one training, stock and patched, from the same start."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers gather and read every step is reduced once a log, is the same, and looks like stock's numbers."""
+"""Metrics that TRL gathers and reads every step are reduced once a log, with the same values and types."""
 
 import copy
 import gc
@@ -147,7 +147,7 @@ def test_dpo_logs_are_stocks(tmp_path, every):
 
 
 class Peek(TrainerCallback):
-    """What the metrics are made of after each step."""
+    """Records the types and lengths of the metrics after each step."""
 
     def __init__(self, metrics):
         self.metrics, self.kinds, self.lengths = metrics, [], []
@@ -378,7 +378,7 @@ def test_online_dpo_shows_numbers(tmp_path):
 
 
 CUT = {"eval_entropy", "eval_logits/chosen", "eval_logits/rejected", "eval_mean_token_accuracy"}
-"""What stock leaves the second rank out of, where one row is left for the last batch of two ranks."""
+"""Metrics from which stock omits the second rank, where one row is left for the last batch of two ranks."""
 
 
 def test_two_ranks(tmp_path):

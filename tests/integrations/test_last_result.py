@@ -1,4 +1,4 @@
-"""What was made of tensors is made once, until one is another or has been written to."""
+"""A result is computed once for the same tensors, until one of them is replaced or written to."""
 
 import torch
 

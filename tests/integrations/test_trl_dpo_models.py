@@ -1,4 +1,4 @@
-"""What a model may be in TRL's DPOTrainer: its precision, its placement, what PEFT or torch wraps around it."""
+"""Models of TRL's DPOTrainer: their precision, their placement, and what PEFT or torch wraps around them."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ def build(directory, model, trainer_class=DPOTrainer, **overrides):
 
 @pytest.fixture
 def trl_log(caplog):
-    """What TRL logs, which doesn't propagate to the root."""
+    """Messages of TRL's logger, which doesn't propagate to the root."""
     logger = logging.getLogger("trl")
     logger.addHandler(caplog.handler)
     yield caplog

@@ -1,4 +1,4 @@
-"""What users do to a model between two steps: the training goes on as stock's does, fused or for a reason not."""
+"""A model is changed between two steps: the training goes on as stock training does, fused or with a logged reason."""
 
 import logging
 from collections import Counter

@@ -68,7 +68,7 @@ def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tup
 
 
 class Strategy:
-    """What DPOTrainer asks of a strategy.
+    """The part of a strategy that DPOTrainer uses.
 
     Attributes:
         gradients: of every parameter, before each optimizer step. Without DeepSpeed.
@@ -193,7 +193,7 @@ def train(
 
 
 def run_two_ranks(directory: Path, stage: int) -> list[dict]:
-    """What `zero_worker.py` leaves of each rank, trained on `rows(12, seed=rank)`."""
+    """Results of `zero_worker.py`, one of each rank, which trains on `rows(12, seed=rank)`."""
     for seed in range(2):
         checkpoint(directory, seed=seed)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,4 +1,4 @@
-"""What users of every supported trainer line must be able to rely on: the same tests wherever they are run.
+"""Properties that every supported trainer line must have: the same tests for each of them.
 
 Which line that is, is what is installed: `make test`, `make test-legacy`, `make test-openrlhf`.
 """

@@ -8,7 +8,7 @@ from fastdpo import packing
 
 
 def log_prob(model: torch.nn.Module, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Of a row's answer."""
+    """The log-probability of a row's answer."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
     return logits.log_softmax(-1).gather(1, ids[start:, None]).sum()
 

@@ -1,4 +1,4 @@
-"""Reference log-probabilities that are known are kept, and really used: no reference is run beside them."""
+"""Known reference log-probabilities are kept and used: the reference is not run again."""
 
 from comparison import assert_same_gradients
 

@@ -23,7 +23,7 @@ def number_of_ranks() -> int:
 
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory, number_of_ranks):
-    """What became of each case."""
+    """Results of each case, or how its launch ended."""
     from rank_launch import run_cases
 
     specs = (getattr(item, "callspec", None) for item in request.session.items)
@@ -33,7 +33,7 @@ def trained(request, tmp_path_factory, number_of_ranks):
 
 @pytest.fixture
 def ranks(case, trained) -> list[dict]:
-    """What each rank did in a case: results by kind."""
+    """Results of a case by kind, one dictionary of each rank."""
     done = trained[case]
     if not isinstance(done, list):
         pytest.fail(f"case {case!r} was not finished; {done}", pytrace=False)

@@ -77,7 +77,7 @@ class Collator(DataCollatorForPreference):
 
 
 def collator(case: Case, kind: str) -> Collator | None:
-    """What makes the batches of this rank; None for TRL's own."""
+    """The collator of this rank, or None for TRL's own."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     change = case.change if case.changed_on(rank, ranks) else None
     if kind == "sabotaged" and rank == ranks - 1:

@@ -49,7 +49,7 @@ class Launched:
 
 
 def run_cases(names: Sequence[str], ranks: int, directory: Path) -> dict[str, list[dict] | Launched]:
-    """What each rank did in each case; of a case that some rank did not finish, how the launch ended.
+    """Results of each rank in each case; of a case that some rank did not finish, how the launch ended.
 
     The cases after such a one are run in new processes.
     """

@@ -76,7 +76,7 @@ def with_tensor_parallelism_on_a_cpu(multi_device: property) -> property:
 
 
 def forget_engines() -> None:
-    """What a training leaves in the process would choose the engine of the next one."""
+    """Resets the process: settings that a training leaves would choose the engine of the next one."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     unset_hf_deepspeed_config()

@@ -1,4 +1,4 @@
-"""What one rank reads or logs by itself between the regular logs is no affair of the other ranks."""
+"""One rank may read or log metrics by itself between the regular logs: the other ranks do not wait for it."""
 
 import math
 

@@ -145,14 +145,14 @@ def reloaded(directory):
 
 
 def configured(model):
-    """What trainers set, and what no number depends on."""
+    """Settings of trainers that no number depends on."""
     model.config.use_cache, model.config.pad_token_id, model.config._name_or_path = False, 1, "elsewhere"
     model.config.output_router_logits = True
     return model.train().requires_grad_(False)
 
 
 def hooked(model):
-    """What trainers install: none of it changes a number."""
+    """Functions that trainers install, none of which changes a number."""
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     model.add_model_tags(["trl", "dpo"])

@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_read_is_named_and_stays(tmp_path, monkeypatch, er
 
 
 def key_in(cache) -> str:
-    """Of `ROWS`."""
+    """Values of `ROWS`."""
     ref_logps.precompute(tiny_model(), ROWS, cache_dir=cache)
     (directory,) = cache.iterdir()
     for path in directory.iterdir():

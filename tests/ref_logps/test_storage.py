@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_disk_that_is_full_in_the_middle(tmp_path, caplog, monkeypatch, strict):
-    """What it took before is still used by the next run."""
+    """The next run uses what was written before."""
     monkeypatch.setattr(passes, "SECONDS_BETWEEN_SHARDS", 0.0)
     monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="fastdpo"):

@@ -1,4 +1,4 @@
-"""What users put around a head or a model's forward. Each changes the logits, and must not be lost."""
+"""Changes that users make to a head or a model's forward. Each changes the logits, and must not be lost."""
 
 from __future__ import annotations
 

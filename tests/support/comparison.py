@@ -3,7 +3,7 @@
 Patched and stock training do the same arithmetic in another order. Most differ by less than `RELATIVE` and `ABSOLUTE`,
 which is what rounding leaves of a well-conditioned float32 training. How much it leaves of another one depends on the
 processor, its libraries and the training. It is measured there: the stock training is repeated in float64, and patched
-and stock may differ by `FACTOR` times what stock differs from that. Over four families and four seeds a patched
+and stock may differ by `FACTOR` times what stock differs from that. Over four families and four seeds, a patched
 training is as far from float64 as stock is (median of the ratio: 1.0), 1.7 times as far at most in the first step, and
 3.5 times in a later one, which multiplies what rounding has left of the weights.
 """
@@ -19,15 +19,15 @@ import torch
 
 EPS = torch.finfo(torch.float32).eps
 RELATIVE = 64 * EPS
-"""Of a logged number, or of a gradient's norm: sums of some hundred products, added in another order."""
+"""Relative tolerance of logged numbers and of gradients: sums of some hundred products, added in another order."""
 ABSOLUTE = 16 * EPS
-"""Of a logged number: a reward is a tenth of the difference of two sums of some 30 nats."""
+"""Absolute tolerance of logged numbers: a reward is a tenth of the difference of two sums of some 30 nats."""
 CANCELLED = 1e-7
-"""Of the norm of a gradient that is zero in exact arithmetic, as that of a bias of keys."""
+"""Absolute tolerance of a gradient, for those that are zero in exact arithmetic, such as that of a bias of keys."""
 FACTOR = 8
 """Stock and patched differ by at most this many times what stock differs from float64."""
 LARGEST_SCALE = 1000
-"""Of the tolerance, by what was measured. Beyond it (a hundredth of a gradient) a wrong mask might go unnoticed."""
+"""Largest factor between measured and assumed rounding. At a hundredth of a gradient, a wrong mask could be missed."""
 DIGITS_OF_LOSSES = 4
 """After the point, in the logs of transformers 4 and of TRL's OnlineDPOTrainer."""
 
@@ -63,7 +63,7 @@ class Training(Protocol):
 
 
 class Difference(NamedTuple):
-    """Of one number or tensor of two trainings: `size` is 1 where it is just allowed."""
+    """Difference of one number or tensor of two trainings. Its size is 1 where it is just allowed."""
 
     size: float
     what: str
@@ -142,7 +142,7 @@ def largest(differences: Iterator[Difference]) -> Difference:
 def differences_of_logs(
     stock: Sequence[dict], other: Sequence[dict], relative: float = RELATIVE, absolute: float = ABSOLUTE
 ) -> Iterator[Difference]:
-    """Of every logged number. Losses that a trainer has rounded may lie on two sides of a half."""
+    """Differences of every logged number. Losses that a trainer has rounded may lie on two sides of a half."""
     assert len(stock) == len(other) > 0
     for step, (a, b) in enumerate(zip(stock, other, strict=True)):
         assert a.keys() == b.keys(), f"step {step} logs other metrics"
@@ -156,7 +156,7 @@ def differences_of_logs(
 def differences_of_gradients(
     stock: Sequence[dict], other: Sequence[dict], relative: float = RELATIVE
 ) -> Iterator[Difference]:
-    """Of every parameter's gradient in every step."""
+    """Differences of every parameter's gradient in every step."""
     for step, (a, b) in enumerate(zip(stock, other, strict=True)):
         assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
         for name in a:

@@ -1,4 +1,4 @@
-"""What takes the place of the package flash-attn in transformers' models."""
+"""A replacement of the package flash-attn in models of transformers."""
 
 import pytest
 import torch

@@ -16,9 +16,9 @@ import fastdpo
 
 BETA = 0.1
 PREFIX = ""
-"""Of the names of gradients, before the causal LM's own."""
+"""Prefix of the names of gradients, before the causal LM's own."""
 RANKS_APART = {"logits/chosen", "logits/rejected"} if Version(version("trl")) < Version("0.29") else set()
-"""What the trainer averages over ranks as if each had as many tokens: TRL did before its rewrite."""
+"""Metrics that TRL averaged over ranks, before its rewrite, as if all ranks had as many tokens."""
 
 
 class ReferenceIsGone(DPOTrainer):

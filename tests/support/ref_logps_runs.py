@@ -88,7 +88,7 @@ def start(target: Callable, *args) -> multiprocessing.Process:
 
 
 def rank_of(rank: int, world: int, directory: Path, work: Callable[[int], object], seconds: float = 600) -> None:
-    """What one rank does. Its result, or the message of its ValueError, is left in the directory.
+    """Runs `work` as one rank. Writes its result, or the message of its ValueError, to the directory.
 
     No collective may last longer than `seconds`.
     """
@@ -104,7 +104,7 @@ def rank_of(rank: int, world: int, directory: Path, work: Callable[[int], object
 
 
 def ranks(world: int, directory: Path, work: Callable[[int], object]) -> list:
-    """What `work(rank)` returns in each of some gloo processes."""
+    """Results of `work(rank)` in each of `world` gloo processes."""
     directory.mkdir(parents=True, exist_ok=True)
     processes = [start(rank_of, rank, world, directory, work) for rank in range(world)]
     for process in processes:

@@ -1,4 +1,4 @@
-"""What users do to a model between two steps of a training."""
+"""Changes that users make to a model between two steps of a training."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from trl_runs import OPTIONS, WORDS, Gradients, Run, assert_same, numbers, on_di
 import fastdpo
 
 SUMS_OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
-"""What stock sums over the padding of completions too."""
+"""Metrics that stock sums over the padding of completions too."""
 
 
 def writer(seed: int = 0, kind: str = "llama", **config) -> PreTrainedModel:
@@ -46,7 +46,7 @@ def reward_model() -> PreTrainedModel:
 
 @dataclass
 class OnlineRun(Run):
-    """What an online training did; and what was scored: ids and mask of prompts and of completions, each step."""
+    """Record of an online training, with ids and masks of prompts and of completions of each step."""
 
     batches: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 

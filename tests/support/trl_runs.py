@@ -49,7 +49,7 @@ def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
-    """On disk and of this run alone: precomputed values are cached beside it."""
+    """A data set on disk that only this run uses: precomputed values are cached next to it."""
     Dataset.from_list(rows).save_to_disk(directory)
     return load_from_disk(directory)
 
@@ -69,7 +69,7 @@ def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = ()
 
 @dataclass
 class Run:
-    """What a training did.
+    """Record of a training.
 
     Attributes:
         logs: every number logged in each step, and those of evaluations.
@@ -110,14 +110,14 @@ OPTIONS = dict(
     max_steps=3,
     gradient_checkpointing=False,
 )
-"""Of any of TRL's trainers."""
+"""Options of every trainer of TRL."""
 
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 
 
 def adapter(**options) -> dict:
-    """What a training with LoRA is given."""
+    """Options of a training with LoRA."""
     return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
 
 

@@ -1,1 +1,1 @@
-"""What OpenRLHF imports of flash-attn at its own import: index arithmetic, by its definition. No attention."""
+"""The index arithmetic of flash-attn that OpenRLHF needs in order to be imported. It has no attention."""
