@@ -1,4 +1,4 @@
-"""A fixture of the tests of trainers: one training, stock and patched, from the same start."""
+"""Fixtures of the trainer tests: one training, stock and patched, from the same initial state."""
 
 import functools
 

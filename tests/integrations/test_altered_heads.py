@@ -1,4 +1,4 @@
-"""Heads and models whose logits a user has changed: scored as they are, and left as they were."""
+"""LM heads and models whose logits a user has changed are scored with the change and kept intact."""
 
 import pytest
 import torch
@@ -33,14 +33,14 @@ def test_online_dpo(tmp_path, caplog, alter):
 @pytest.mark.parametrize("alter", ALTERED)
 def test_precomputing(caplog, alter):
     rows, model = tokens(12), alter(tiny_model())
-    found = ref_logps.precompute(model, rows)
+    logps = ref_logps.precompute(model, rows)
     assert ALTERED[alter] in caplog.text
-    assert_close(found, exact(model, rows))
+    assert_close(logps, exact(model, rows))
 
 
 @pytest.mark.parametrize("alter", ALTERED)
 def test_dpo(tmp_path, alter):
-    """TRL's own fused head takes the weight alone: what is around it is lost there, and so it is here."""
+    """TRL's own fused head reads only the weight and ignores changes around it; so does fastdpo's."""
 
     def models() -> list:
         return [alter(tiny_model(seed=seed)) for seed in range(2)]
@@ -51,27 +51,27 @@ def test_dpo(tmp_path, alter):
 
 
 @pytest.mark.parametrize("alter", [closure, forward_of_the_model])
-def test_what_a_user_has_replaced_is_there_afterwards(alter):
+def test_a_forward_replaced_by_the_user_is_kept(alter):
     model = alter(tiny_model())
     owner = model.lm_head if alter is closure else model
-    theirs = owner.forward
+    user_forward = owner.forward
     ref_logps.precompute(model, tokens(4))
-    assert owner.forward == theirs
+    assert owner.forward == user_forward
 
 
-def test_a_forward_put_over_ours_stays():
+def test_a_forward_wrapped_around_the_patched_one_is_kept():
     head = nn.Linear(3, 5)
     heads.install(head)
-    ours = head.forward
-    head.forward = theirs = lambda hidden: ours(hidden)
+    patched_forward = head.forward
+    head.forward = user_forward = lambda hidden: patched_forward(hidden)
     assert heads.unsupported_reason(head) is not None
     heads.restore(head)
-    assert head.forward is theirs
+    assert head.forward is user_forward
     x = torch.randn(2, 3)
     assert torch.equal(head(x), nn.Linear.forward(head, x))
 
 
-def test_a_head_is_left_without_a_trace():
+def test_restoring_a_head_leaves_no_trace():
     head = nn.Linear(3, 5)
     before = dict(vars(head))
     heads.install(head)
@@ -81,15 +81,15 @@ def test_a_head_is_left_without_a_trace():
     assert vars(head) == before
 
 
-def test_rows_spread_over_ranks_are_left_alone(monkeypatch, caplog):
-    """Context parallelism asks the model's attention by name, before any call of it."""
+def test_sequences_split_across_ranks_fall_back(monkeypatch, caplog):
+    """Context parallelism looks up the attention implementation by name before the first forward."""
     rows, model = tokens(4), tiny_model()
-    spread = ParallelismConfig(cp_size=2)
-    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", spread)
-    found = ref_logps.precompute(model, rows)
+    config = ParallelismConfig(cp_size=2)
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", config)
+    logps = ref_logps.precompute(model, rows)
     assert "sequences are split across ranks (context or sequence parallelism)" in caplog.text
     assert model.config._attn_implementation == "sdpa"
-    assert_close(found, exact(model, rows))
+    assert_close(logps, exact(model, rows))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_rows_spread_over_ranks_are_left_alone(monkeypatch, caplog):
         (lambda head: nn.utils.prune.random_unstructured(head, "weight", 0.5), "hooks: RandomUnstructured"),
     ],
 )
-def test_heads_whose_weight_is_made_elsewhere(break_it, reason):
+def test_heads_whose_weight_is_computed_or_offloaded_are_unsupported(break_it, reason):
     head = nn.Linear(3, 5)
     assert heads.unsupported_reason(head) is None
     break_it(head)

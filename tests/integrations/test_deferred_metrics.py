@@ -1,4 +1,7 @@
-"""Metrics that TRL gathers and reads every step are reduced once a log, with the same values and types."""
+"""Metrics that TRL gathers and reads in every step are reduced once per log, with equal results.
+
+Code that reads the metrics between two logs sees plain numbers, as with stock trainers.
+"""
 
 import copy
 import gc
@@ -26,11 +29,11 @@ from fastdpo.integrations.deferred_metrics import Gathered, Ledger, Number, code
 def _unpatched():
     yield
     fastdpo.unpatch()
-    gc.collect()  # trainers that hold callbacks that hold them
+    gc.collect()  # trainers and callbacks that refer to each other
 
 
 def metrics_of(accelerator, x, y, weight) -> dict:
-    """All that the trainers do with what they gather."""
+    """Every operation that the trainers apply to gathered tensors."""
     total = accelerator.gather_for_metrics(weight).sum()
     margin = accelerator.gather(x) - accelerator.gather_for_metrics(y)
     return {
@@ -47,19 +50,19 @@ def metrics_of(accelerator, x, y, weight) -> dict:
 def deferred(accelerator, *values) -> tuple[Ledger, dict]:
     ledger = Ledger()
     with deferring(accelerator, ledger, codes_of(metrics_of, __name__)):
-        found = metrics_of(accelerator, *values)
-    assert all(isinstance(x, Number) for x in found.values())
-    return ledger, found
+        metrics = metrics_of(accelerator, *values)
+    assert all(isinstance(x, Number) for x in metrics.values())
+    return ledger, metrics
 
 
 @pytest.mark.parametrize("read", [Ledger.show, Ledger.settle])
-def test_numbers_are_those_of_plain_code(read):
+def test_deferred_numbers_equal_those_of_plain_code(read):
     accelerator = Accelerator(cpu=True)
     values = torch.randn(3, 5), torch.randn(3, 5), torch.randint(1, 9, (7,))
     expected, gather = metrics_of(accelerator, *values), accelerator.gather
-    ledger, found = deferred(accelerator, *values)
+    ledger, metrics = deferred(accelerator, *values)
     assert accelerator.gather == gather
-    lists = {name: [1.5, x] for name, x in found.items()}
+    lists = {name: [1.5, x] for name, x in metrics.items()}
     ledger.take(lists)
     assert set(map(tuple, lists.values())) == {(1.5,)}
     read(ledger)
@@ -68,22 +71,22 @@ def test_numbers_are_those_of_plain_code(read):
         assert type(lists[name][1]) is type(value), name
 
 
-def test_a_quotient_by_nothing_is_zero():
-    ledger, found = deferred(Accelerator(cpu=True), torch.ones(2), torch.ones(2), torch.zeros(2))
-    known = ledger.settled(found)
-    assert known["ratio"] == known["of numbers"] == 0.0
+def test_a_division_by_zero_gives_zero():
+    ledger, metrics = deferred(Accelerator(cpu=True), torch.ones(2), torch.ones(2), torch.zeros(2))
+    settled = ledger.settled(metrics)
+    assert settled["ratio"] == settled["of numbers"] == 0.0
 
 
-def test_what_the_function_calls_gathers_for_real():
+def test_functions_called_by_the_deferred_code_gather_immediately():
     accelerator, ledger = Accelerator(cpu=True), Ledger()
 
-    def of_somebody_else():
+    def other_function():
         return accelerator.gather(torch.ones(3)), accelerator.gather_for_metrics(torch.ones(3))
 
     def stock():
         assert isinstance(accelerator.gather(torch.ones(3)), Gathered)
         assert all(isinstance(accelerator.gather(torch.ones(3)), Gathered) for _ in range(2))
-        return of_somebody_else()
+        return other_function()
 
     with deferring(accelerator, ledger, codes_of(stock, __name__)):
         assert all(torch.equal(x, torch.ones(3)) for x in stock())
@@ -93,7 +96,7 @@ def numbers_of(ledger: Ledger, *values: float) -> list[Number]:
     return [Gathered(ledger, torch.tensor([x])).sum() for x in values]
 
 
-def test_a_list_that_somebody_has_changed_is_left_as_it_is():
+def test_a_list_changed_by_other_code_is_not_overwritten():
     ledger = Ledger()
     kept, changed, emptied = metrics = [[x] for x in numbers_of(ledger, 1.0, 2.0, 3.0)]
     ledger.take(dict(enumerate(metrics)))
@@ -105,15 +108,15 @@ def test_a_list_that_somebody_has_changed_is_left_as_it_is():
     assert (kept, changed, emptied) == ([1.0], [7.0], [])
 
 
-def test_shown_values_are_replaced_by_those_of_all_ranks(tmp_path):
+def test_local_values_are_replaced_by_those_of_all_ranks(tmp_path):
     run_ranks(2, ledger_worker.show_and_settle, tmp_path)
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found == {"shown": [1.0 + rank], "settled": [1.0 + 2.0, 5.0 + 6.0]}
+        values = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert values == {"shown": [1.0 + rank], "settled": [1.0 + 2.0, 5.0 + 6.0]}
 
 
-def test_a_trainer_that_never_logs_keeps_little(monkeypatch):
-    monkeypatch.setattr(deferred_metrics, "LIMIT", 64)  # of 2048 sums, which take a trainer hundreds of steps
+def test_a_trainer_that_never_logs_keeps_a_bounded_number_of_sums(monkeypatch):
+    monkeypatch.setattr(deferred_metrics, "LIMIT", 64)  # instead of 2048 sums, which take hundreds of steps
     ledger, values, total = Ledger(), [], 0
     for i in range(3000):
         (number,) = numbers_of(ledger, i)
@@ -128,17 +131,17 @@ def test_a_trainer_that_never_logs_keeps_little(monkeypatch):
     assert values == list(range(3000))
 
 
-def test_an_accelerator_of_the_users_own_is_given_back():
+def test_a_custom_gather_function_is_kept():
     accelerator = Accelerator(cpu=True)
-    accelerator.gather = mine = lambda x: x
+    accelerator.gather = custom = lambda x: x
     with deferring(accelerator, Ledger(), codes_of(metrics_of, __name__)):
-        assert accelerator.gather is mine, "what they gather is theirs"
-    assert accelerator.gather is mine
+        assert accelerator.gather is custom, "a custom function must not be replaced"
+    assert accelerator.gather is custom
     assert "gather_for_metrics" not in vars(accelerator)
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_dpo_logs_are_stocks(tmp_path, every):
+def test_dpo_logs_equal_those_of_stock(tmp_path, every):
     options = dict(logging_steps=every, max_steps=5, gradient_accumulation_steps=2, evaluate=7, eval_strategy="epoch")
     stock = train(tmp_path / "stock", tiny_model(), tiny_model(seed=1), **options)
     with fastdpo.patched("trl.DPOTrainer"):
@@ -160,7 +163,7 @@ class Peek(TrainerCallback):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often sums were read from the device so far."""
+    """The reads of sums from the device so far."""
     seen, read = [], deferred_metrics._read_into
 
     def counting(field, steps, reduce):
@@ -181,18 +184,18 @@ def test_nothing_is_read_before_a_log(tmp_path, reads):
     assert type(trainer._total_train_tokens) is int
 
 
-def test_whoever_looks_sees_numbers(tmp_path, reads):
+def test_a_callback_sees_numbers(tmp_path, reads):
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
         peek = Peek(lambda: trainer._metrics["train"])
         trainer.add_callback(peek)
         trainer.train()
     assert peek.kinds == [{float, int}] * 3
-    assert peek.lengths == [{1}, {1, 2}, {1, 3}], "the number of tokens is one, of the others there is one a step"
+    assert peek.lengths == [{1}, {1, 2}, {1, 3}], "one number of tokens; of the others, one value per step"
     assert reads == ["own"] * 3 + ["reduced"]
 
 
-def test_unpatched_in_the_middle_numbers_are_plain(tmp_path):
+def test_after_unpatching_during_training_numbers_are_plain(tmp_path):
     fastdpo.patch("trl.DPOTrainer")
     trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
 
@@ -208,48 +211,52 @@ def test_unpatched_in_the_middle_numbers_are_plain(tmp_path):
     assert trainer.state.log_history[0]["num_tokens"] > 0
 
 
-class Asking(DPOTrainer):
-    """Decides by what stock has just computed, as early stopping and curricula do."""
+class DecidesByMetrics(DPOTrainer):
+    """Makes decisions from the latest metrics, as early stopping and curricula do."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.answers = []
+        self.decisions = []
 
     def _compute_loss(self, model, inputs, return_outputs):
         loss = super()._compute_loss(model, inputs, return_outputs)
         latest = {name: values[-1] for name, values in self._metrics["train"].items()}
-        self.answers.append((latest["rewards/accuracies"] > 0.6, latest["logps/chosen"] < 0, self._total_train_tokens))
-        self.answers.append(json.dumps({name: round(abs(-x) * 2, 3) for name, x in latest.items()}))
+        self.decisions.append(
+            (latest["rewards/accuracies"] > 0.6, latest["logps/chosen"] < 0, self._total_train_tokens)
+        )
+        self.decisions.append(json.dumps({name: round(abs(-x) * 2, 3) for name, x in latest.items()}))
         return loss
 
 
-def test_a_subclass_decides_as_in_stock(tmp_path):
-    found = {}
+def test_a_subclass_that_reads_metrics_decides_like_stock(tmp_path):
+    results = {}
     for name in ("stock", "patched"):
         if name == "patched":
             fastdpo.patch("trl.DPOTrainer")
-        trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, trainer_class=Asking, logging_steps=3)
+        trainer = build(
+            tmp_path / name, tiny_model(), tiny_model(seed=1), 16, trainer_class=DecidesByMetrics, logging_steps=3
+        )
         trainer.train()
-        found[name] = trainer.answers, trainer.state.log_history[0]
-    (stock, log), (patched, patched_log) = found.values()
+        results[name] = trainer.decisions, trainer.state.log_history[0]
+    (stock, log), (patched, patched_log) = results.values()
     assert stock == patched
-    assert {answer[0] for answer in stock[::2]} == {True, False}, "the question must have two answers"
+    assert {decision[0] for decision in stock[::2]} == {True, False}, "both decisions must occur"
     names = [name for name in log if "runtime" not in name and "per_second" not in name]
     assert [patched_log[name] for name in names] == [approximately(log[name]) for name in names]
 
 
-class LogsToo(TrainerCallback):
+class LoggingCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.log({"of the callback": float(state.global_step)})
 
 
-def test_a_callback_that_logs_takes_what_stock_gives_it(tmp_path):
+def test_a_callback_that_logs_consumes_the_same_metrics_as_in_stock(tmp_path):
     logs = []
     for name in ("stock", "patched"):
         if name == "patched":
             fastdpo.patch("trl.DPOTrainer")
         trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, logging_steps=2)
-        callback = LogsToo()
+        callback = LoggingCallback()
         callback.trainer = trainer
         trainer.add_callback(callback)
         trainer.train()
@@ -275,7 +282,7 @@ def logs_of(trainer) -> list[dict]:
 
 
 class Keeps(TrainerCallback):
-    """Takes the metrics once, and looks into them after each step."""
+    """Keeps a reference to the metrics and reads them after each step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.metrics, self.lengths = self.trainer._metrics["train"], []
@@ -285,7 +292,7 @@ class Keeps(TrainerCallback):
 
 
 class Adds(TrainerCallback):
-    """Writes to what stock adds up, and copies the trainer."""
+    """Writes to a running total and deep-copies the metrics."""
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._total_train_tokens += 1000
@@ -294,7 +301,7 @@ class Adds(TrainerCallback):
 
 
 @pytest.mark.parametrize("callback", [Keeps, Adds])
-def test_a_callback_with_a_hand_in_the_metrics(tmp_path, callback):
+def test_a_callback_that_reads_or_writes_metrics(tmp_path, callback):
     stock_callback, patched_callback = callback(), callback()
     stock = trained(tmp_path / "stock", callback=stock_callback, logging_steps=3)
     with fastdpo.patched("trl.DPOTrainer"):
@@ -305,7 +312,7 @@ def test_a_callback_with_a_hand_in_the_metrics(tmp_path, callback):
 
 
 class Windowed(DPOTrainer):
-    """Keeps its last values in containers of its own, behind a property of its own."""
+    """Keeps only the latest values, in custom containers behind a custom property."""
 
     @property
     def _metrics(self):
@@ -317,7 +324,7 @@ class Windowed(DPOTrainer):
 
 
 class Gathering(DPOTrainer):
-    """Sees what is gathered."""
+    """Records the sum of each gathered tensor."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -326,7 +333,7 @@ class Gathering(DPOTrainer):
 
 
 @pytest.mark.parametrize("trainer_class", [Windowed, Gathering])
-def test_a_subclass_with_metrics_of_its_own(tmp_path, trainer_class):
+def test_a_subclass_with_custom_metrics(tmp_path, trainer_class):
     stock = trained(tmp_path / "stock", trainer_class, logging_steps=3)
     with fastdpo.patched("trl.DPOTrainer"):
         patched = trained(tmp_path / "patched", trainer_class, logging_steps=3)
@@ -337,27 +344,27 @@ def test_a_subclass_with_metrics_of_its_own(tmp_path, trainer_class):
     assert bool(gathered[0]) == (trainer_class is Gathering)
 
 
-def test_a_function_replaced_before_sees_tensors(tmp_path, monkeypatch):
+def test_a_loss_function_replaced_before_patching_sees_tensors(tmp_path, monkeypatch):
     largest, original = [], DPOTrainer._compute_loss
 
-    def and_the_largest(self, model, inputs, return_outputs):
+    def compute_loss_and_record_it(self, model, inputs, return_outputs):
         loss = original(self, model, inputs, return_outputs)
         largest.append(self.accelerator.gather(loss.detach()).max().item())
         return loss
 
-    monkeypatch.setattr(DPOTrainer, "_compute_loss", and_the_largest)
+    monkeypatch.setattr(DPOTrainer, "_compute_loss", compute_loss_and_record_it)
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = trained(tmp_path)
     assert largest == pytest.approx([log["loss"] for log in trainer.state.log_history if "loss" in log])
 
 
-def test_a_copied_trainer_has_numbers(tmp_path):
+def test_a_copied_ledger_has_the_same_numbers(tmp_path):
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16)
         batch = trainer.data_collator(list(trainer.train_dataset)[:4])
         trainer.compute_loss(trainer.model, batch)
-        own = copy.deepcopy(vars(trainer)["_fastdpo_state"].ledger)
-        assert own.shown("_total_train_tokens") == trainer._total_train_tokens > 0
+        copied = copy.deepcopy(vars(trainer)["_fastdpo_state"].ledger)
+        assert copied.shown("_total_train_tokens") == trainer._total_train_tokens > 0
 
 
 def test_online_dpo_reads_nothing_before_a_log(tmp_path, reads):
@@ -377,12 +384,12 @@ def test_online_dpo_shows_numbers(tmp_path):
     assert peek.kinds == [{float}] * 3
 
 
-CUT = {"eval_entropy", "eval_logits/chosen", "eval_logits/rejected", "eval_mean_token_accuracy"}
-"""Metrics from which stock omits the second rank, where one row is left for the last batch of two ranks."""
+MISSING_SECOND_RANK = {"eval_entropy", "eval_logits/chosen", "eval_logits/rejected", "eval_mean_token_accuracy"}
+"""Metrics from which stock drops the second rank when the last batch of two ranks has one row."""
 
 
 def test_two_ranks(tmp_path):
-    """The logs of stock, at one collective a log in place of fifteen a step."""
+    """The logs equal stock's, with one collective per log instead of fifteen per step."""
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
     assert patched[0]["logs"] == patched[1]["logs"]
     different = set()
@@ -391,9 +398,9 @@ def test_two_ranks(tmp_path):
         of_trl = [{name: x for name, x in log.items() if name != "eval_loss"} for log in (b, c)]
         assert of_trl[1] == approximately(of_trl[0])
         different |= {name for name in a if c[name] != approximately(a[name])}
-    assert different == CUT
+    assert different == MISSING_SECOND_RANK
 
-    # Six steps with the logs between them, two, for which Trainer itself has two collectives; an evaluation of two
-    # steps, for which it has one each.
+    # Training: six steps and two logs; Trainer itself runs two collectives per log. Evaluation: two
+    # steps; Trainer itself runs one collective per step.
     assert [sum(run[0]["counts"][:6]) for run in (stock, patched)] == [6 * 15 + 2 * 2, 2 * (2 + 1)]
     assert [run[0]["counts"][-1] for run in (stock, patched)] == [2 * (14 + 1), 2 * 1 + 1]

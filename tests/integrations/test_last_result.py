@@ -1,16 +1,16 @@
-"""A result is computed once for the same tensors, until one of them is replaced or written to."""
+"""A result is computed once for the same tensors, until one is replaced or written to."""
 
 import torch
 
 from fastdpo.integrations.last_result import LastResult
 
 
-def test_made_once_for_the_same_tensors():
-    made, latest = [], LastResult()
+def test_computed_once_for_the_same_tensors():
+    computed, latest = [], LastResult()
     a, b = torch.zeros(2), torch.zeros(2)
 
     def get(*tensors) -> int:
-        return latest.get(tensors, lambda: made.append(1) or len(made))
+        return latest.get(tensors, lambda: computed.append(1) or len(computed))
 
     assert [get(a, b), get(a, b)] == [1, 1]
     assert get(b, a) == 2

@@ -1,4 +1,4 @@
-"""`patch()`, its report, its refusals, and that undoing it leaves nothing behind."""
+"""`patch()`: its report, its errors, and `unpatch()`, which must leave nothing behind."""
 
 import copy
 import importlib.metadata
@@ -50,10 +50,10 @@ def seams() -> tuple:
 
 
 def all_differ(some: tuple, others: tuple) -> bool:
-    return all(mine is not its for mine, its in zip(some, others, strict=True))
+    return all(a is not b for a, b in zip(some, others, strict=True))
 
 
-def test_report_and_one_line(caplog):
+def test_patch_returns_a_report_and_logs_it_in_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         report = fastdpo.patch()
     assert [seam.name for seam in report.seams] == ["trl.DPOTrainer", "trl.OnlineDPOTrainer"]
@@ -62,7 +62,7 @@ def test_report_and_one_line(caplog):
     assert [record.message for record in caplog.records] == [str(report)]
 
 
-def test_patching_twice_is_patching_once():
+def test_patching_twice_is_the_same_as_patching_once():
     stock = seams()
     first = fastdpo.patch()
     once = seams()
@@ -75,7 +75,7 @@ def test_patching_twice_is_patching_once():
     assert seams() == stock
 
 
-def test_one_of_the_trainers():
+def test_patching_a_single_trainer():
     dpo, online = dpo_seams(), online_seams()
     fastdpo.patch("trl.OnlineDPOTrainer")
     assert dpo_seams() == dpo
@@ -83,7 +83,7 @@ def test_one_of_the_trainers():
     with fastdpo.patched():
         assert all_differ(dpo_seams(), dpo)
     assert dpo_seams() == dpo
-    assert all_differ(online_seams(), online), "a block undoes what it did, no more"
+    assert all_differ(online_seams(), online), "a block must undo only its own patches"
 
 
 def test_patched_block(monkeypatch):
@@ -105,14 +105,14 @@ def test_unknown_target():
         fastdpo.patch("trl.PPOTrainer")
 
 
-def test_other_options_need_unpatching_first():
+def test_changing_options_requires_unpatching_first():
     fastdpo.patch(memory_budget=0)
     with pytest.raises(fastdpo.PatchError, match=r"unpatch\(\) first"):
         fastdpo.patch(memory_budget=1)
 
 
 @pytest.mark.parametrize("version", ["0.23.1", "0.29.0", "1.14.0", "1.17.0", "2.0.0.dev0"])
-def test_unknown_versions_are_refused(monkeypatch, version):
+def test_unsupported_versions_are_rejected(monkeypatch, version):
     stock = seams()
     monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     for seam in fastdpo.patch().seams[:2]:
@@ -123,7 +123,7 @@ def test_unknown_versions_are_refused(monkeypatch, version):
     assert seams() == stock
 
 
-def test_missing_package_is_off_or_raises_when_named(monkeypatch):
+def test_a_missing_package_is_skipped_unless_it_is_named(monkeypatch):
     def missing(package):
         raise importlib.metadata.PackageNotFoundError(package)
 
@@ -137,7 +137,7 @@ def test_missing_package_is_off_or_raises_when_named(monkeypatch):
         fastdpo.patch()
 
 
-def test_a_changed_seam_is_refused(monkeypatch):
+def test_a_changed_signature_is_rejected(monkeypatch):
     monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", lambda model, something_new: None)
     changed = seams()
     dpo, online = fastdpo.patch().seams
@@ -146,7 +146,7 @@ def test_a_changed_seam_is_refused(monkeypatch):
     assert seams()[:2] == changed[:2]
 
 
-def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):
+def test_trainers_created_before_stay_stock_and_are_listed(tmp_path):
     trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
     report = fastdpo.patch()
     assert report.seams[0].stock_trainers == ("DPOTrainer",)
@@ -164,8 +164,8 @@ def test_unpatching_leaves_the_classes_as_they_were():
     assert [dict(vars(kind)) for kind in (DPOTrainer, OnlineDPOTrainer)] == before
 
 
-def test_other_threads_can_build_while_it_patches():
-    """A tuple that is still being made is broken by whoever else holds it."""
+def test_other_threads_can_create_tuples_during_patching():
+    """Python raises SystemError in a thread whose unfinished tuple another thread holds."""
     errors, patched = [], threading.Event()
 
     def build_tuples():
@@ -192,7 +192,7 @@ def test_other_threads_can_build_while_it_patches():
     assert errors == []
 
 
-def test_unpatch_restores_living_models(tmp_path):
+def test_unpatch_restores_existing_models(tmp_path):
     model, reference = tiny_model(), tiny_model(seed=1)
     stock_head = inspect.signature(model.lm_head.forward)
     fastdpo.patch()
@@ -210,7 +210,7 @@ def test_unpatch_restores_living_models(tmp_path):
     assert fastdpo.calls == before
 
 
-def test_unpatch_leaves_wrappers_of_others_in_place(tmp_path):
+def test_unpatch_keeps_wrappers_added_by_other_code(tmp_path):
     fastdpo.patch()
     model = tiny_model()
     trainer = build(tmp_path, model, tiny_model(seed=1))
@@ -227,7 +227,7 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
     fastdpo.patch()
     model = tiny_model()
     build(tmp_path / "first", model, tiny_model(seed=1))
-    run = train(tmp_path / "second", model, tiny_model(seed=1), use_weighting=True)  # asks for other statistics
+    run = train(tmp_path / "second", model, tiny_model(seed=1), use_weighting=True)  # needs other statistics
     assert_fused(run, policy=3, reference=3)
 
 
@@ -244,24 +244,24 @@ def test_models_that_share_a_config(tmp_path):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
 @pytest.mark.parametrize("prior", ["sdpa", "eager", "flash_attention_2"])
-def test_a_copied_configuration_is_what_it_was(prior, copied):
-    """Another process has no packed attention."""
+def test_a_copied_config_names_the_original_attention(prior, copied):
+    """A process that loads the copy may not have the packed attention registered."""
     model = tiny_model()
     model.config._attn_implementation = prior
     attention.switch(model)
     assert model.config._attn_implementation.startswith("fastdpo_")
-    found = copied(model.config)._attn_implementation
-    assert (type(found), found) == (str, prior)
+    implementation = copied(model.config)._attn_implementation
+    assert (type(implementation), implementation) == (str, prior)
 
 
 def test_trainers_that_share_a_reference_wrap_it_once(tmp_path):
     reference = tiny_model(seed=1)
 
     def depth() -> int:
-        found, wrapper = 0, vars(reference)["_fastdpo_forward"]
+        n, wrapper = 0, vars(reference)["_fastdpo_forward"]
         while wrapper is not None:
-            found, wrapper = found + 1, wrapper.inner
-        return found
+            n, wrapper = n + 1, wrapper.inner
+        return n
 
     fastdpo.patch()
     for i in range(4):
@@ -274,10 +274,10 @@ def test_trainers_that_share_a_reference_wrap_it_once(tmp_path):
 @pytest.mark.parametrize("prior", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
-    """Padded forward and generation after the patch, with the padding mask that they had before."""
+    """Padded forward passes and `generate()` give the same bits before and after the patch."""
     model = tiny_model(kind, attn_implementation=prior).eval()
     ids = torch.randint(3, 90, (3, 8), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()  # padded left, as generation wants it
+    mask = (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()  # padded on the left, for generation
     batch = dict(input_ids=ids * mask, attention_mask=mask)
     logits, generated = model(**batch).logits, model.generate(**batch, max_new_tokens=5, do_sample=False)
     fastdpo.patch()
@@ -289,7 +289,7 @@ def test_ordinary_calls_are_unchanged(tmp_path, kind, prior):
     assert model.config._attn_implementation == f"fastdpo_{prior}"
     assert torch.equal(model(**batch).logits, logits)
     assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), generated)
-    assert "fastdpo" not in model.config.to_json_string(use_diff=False), "what is saved names nothing of ours"
+    assert "fastdpo" not in model.config.to_json_string(use_diff=False), "a saved config must not name fastdpo"
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_signature_and_unwrapping_survive(tmp_path):
     model = tiny_model()
     build(tmp_path, model, tiny_model(seed=1))
     assert inspect.signature(model.forward) == inspect.signature(tiny_model().forward)
-    model._original_forward = model.forward  # what accelerate does for mixed precision
+    model._original_forward = model.forward  # as accelerate does for mixed precision
     mixed = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__))
     model.forward = MethodType(mixed, model)
     unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=False).eval()
@@ -330,7 +330,7 @@ def test_signature_and_unwrapping_survive(tmp_path):
     assert fastdpo.calls.total() == before + 1
 
 
-def test_a_layer_that_misses_the_layout_takes_the_model_off(tmp_path, monkeypatch, caplog):
+def test_a_layer_that_does_not_receive_the_layout_makes_the_model_fall_back(tmp_path, monkeypatch, caplog):
     fastdpo.patch()
     model = tiny_model()
     build(tmp_path, model, tiny_model(seed=1))
