@@ -1,4 +1,4 @@
-"""The comparison of stock with patched training can fail, and what the wrapped forward does with odd calls."""
+"""Checks that the comparison with stock can fail, and tests unusual calls of the patched forward."""
 
 import copy
 from collections import Counter
@@ -78,8 +78,8 @@ SABOTAGES = [_late_positions, _no_prefix, _leak, _wrong_target, _wrong_scale]
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
-def test_sabotage_is_noticed(both, monkeypatch, sabotage):
-    """The comparison is one that can fail: each small wrong in the fused path turns it red."""
+def test_the_comparison_detects_sabotage(both, monkeypatch, sabotage):
+    """Each small error in the fused path makes the comparison fail."""
     monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
@@ -89,7 +89,7 @@ def test_sabotage_is_noticed(both, monkeypatch, sabotage):
     assert_far_from_same(stock, patched, stock.in_float64)
 
 
-def with_a_word_lost():
+def with_a_token_removed():
     rows = pairs(16)
     rows[7]["chosen"] = rows[7]["chosen"].rsplit(" ", 1)[0]
     return rows
@@ -104,18 +104,18 @@ def with_a_word_lost():
     ],
     ids=["ipo", "sppo_hard", "gemma4_text"],
 )
-def test_a_lost_word_is_noticed(tmp_path, name, options):
-    """Where rounding is largest, the comparison can fail as well."""
+def test_the_comparison_detects_a_missing_token(tmp_path, name, options):
+    """The comparison can fail even for the losses and families with the largest rounding errors."""
     options |= dict(max_steps=-1, num_train_epochs=1)
     stock, _ = train_both(tmp_path, kind(name), FUSED[name][1], **options)
     with fastdpo.patched():
         models = tiny_family(name), tiny_family(name, 1)
-        sabotaged = train(tmp_path / "sabotaged", *models, data=with_a_word_lost(), **options)
+        sabotaged = train(tmp_path / "sabotaged", *models, data=with_a_token_removed(), **options)
     assert_far_from_same(stock, sabotaged, stock.in_float64)
 
 
 @pytest.mark.parametrize("sabotage", [_late_positions, _no_prefix, _leak])
-def test_what_the_probe_notices_trains_stock(both, monkeypatch, caplog, sabotage):
+def test_a_model_that_fails_the_probe_trains_like_stock(both, monkeypatch, caplog, sabotage):
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
     assert_same_bits(stock, patched)
@@ -124,28 +124,28 @@ def test_what_the_probe_notices_trains_stock(both, monkeypatch, caplog, sabotage
 
 
 def with_alibi(model):
-    """An entry of the configuration that only unsupported models have. A Llama does not read it."""
+    """Sets a config field that marks unsupported models. A Llama model does not read it."""
     model.config.alibi = True
     return model
 
 
-def test_silently_off_is_noticed(both):
-    """With the fused path off, numbers agree, of course; the counters are what turns red."""
+def test_the_call_counters_detect_a_disabled_fused_path(both):
+    """Without the fused path all numbers agree; only the call counters show the difference."""
     stock, patched = both(max_steps=1, prepare=with_alibi)
     assert_same(stock, patched)
     with pytest.raises(AssertionError):
         assert_fused(patched, policy=1, reference=1)
 
 
-def spoilt_where_packed(model):
-    """Doubles the hidden states where the mask is a packed layout: 32-bit integers."""
+def with_doubled_packed_states(model):
+    """Doubles the hidden states of packed calls, whose mask is an int32 layout."""
 
-    def spoil(module, args, kwargs, output):
+    def double(module, args, kwargs, output):
         if kwargs["attention_mask"].dtype == torch.int32:
             output.last_hidden_state = 2 * output.last_hidden_state
         return output
 
-    model.model.register_forward_hook(spoil, with_kwargs=True)
+    model.model.register_forward_hook(double, with_kwargs=True)
     return model
 
 
@@ -154,7 +154,7 @@ def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
     with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="ALiBi"):
         train(tmp_path, tiny_family("falcon-alibi"), tiny_family("falcon-alibi", seed=1))
     with fastdpo.patched(), pytest.raises(fastdpo.NotFused, match="differ from its padded ones"):
-        train(tmp_path / "probed", spoilt_where_packed(tiny_model()), tiny_model(seed=1))
+        train(tmp_path / "probed", with_doubled_packed_states(tiny_model()), tiny_model(seed=1))
 
 
 def test_one_layout_serves_policy_and_reference(tmp_path):
@@ -166,15 +166,15 @@ def test_one_layout_serves_policy_and_reference(tmp_path):
         )
     with fastdpo.patched():
         train(tmp_path, *models.values(), max_steps=2)
-    (*_, a, b), (*_, c, d) = positions.values()  # those of probes came before
+    (*_, a, b), (*_, c, d) = positions.values()  # the earlier ones are from probes
     assert len(a) == len(b) == 1, "packed"
-    assert (a.data_ptr(), b.data_ptr()) == (c.data_ptr(), d.data_ptr()), "tensors of the same two layouts"
+    assert (a.data_ptr(), b.data_ptr()) == (c.data_ptr(), d.data_ptr()), "the same two layouts"
     assert a.data_ptr() != b.data_ptr()
 
 
 def test_a_model_is_probed_once(tmp_path):
     models = [tiny_model(seed=0), tiny_model(seed=1)]
-    calls = []  # and the batches that the optimizer has seen by then
+    calls = []  # (model, number of training steps started)
     steps = Counter()
 
     class Counting(DPOTrainer):
@@ -189,13 +189,13 @@ def test_a_model_is_probed_once(tmp_path):
     calls_by_step = Counter(calls)
     for model in models:
         first, *later = (calls_by_step[id(model.model), step] for step in (1, 2, 3))
-        assert first > 1, "a probe, and the batch"
+        assert first > 1, "one probe and one batch"
         assert later == [1, 1]
 
 
 @pytest.fixture
 def wrapped(tmp_path):
-    """A model that a patched trainer has been built around, and a padded batch for it."""
+    """A model that a patched trainer has used, and a padded batch for it."""
     model = tiny_model()
     with fastdpo.patched():
         train(tmp_path, model, tiny_model(seed=1), max_steps=1)
@@ -205,7 +205,7 @@ def wrapped(tmp_path):
         yield model.eval(), dict(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
 
 
-def test_a_mask_with_holes_goes_to_stock(wrapped, caplog):
+def test_a_mask_with_holes_falls_back_to_stock(wrapped, caplog):
     model, batch = wrapped
     batch["attention_mask"][1, 2] = 0
     out = model(**batch)
