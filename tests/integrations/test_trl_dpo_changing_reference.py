@@ -1,4 +1,4 @@
-"""A reference that changes while it is remembered: by callbacks, by hand, or because it was replaced."""
+"""References that change while `reference_memory` holds their log-probabilities."""
 
 import logging
 
@@ -20,7 +20,7 @@ from fastdpo import NotFused
 from fastdpo.models.fingerprint import fingerprint
 from fastdpo.models.structure import Structure
 
-EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, evaluate=0)  # of two steps
+EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, evaluate=0)  # two steps per epoch
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _unpatched():
 
 
 class Every4thStep(TrainerCallback):
-    """Calls a function with the trainer, twice in four epochs."""
+    """Calls a function with the trainer after every fourth step: twice in four epochs."""
 
     def __init__(self, change):
         self.change = change
@@ -41,7 +41,7 @@ class Every4thStep(TrainerCallback):
 
 
 def changing(change, base: type[DPOTrainer] = DPOTrainer) -> type[DPOTrainer]:
-    """A trainer whose reference a callback changes."""
+    """Creates a trainer class with a callback that changes the reference."""
 
     class Changing(base):
         def __init__(self, *args, **kwargs):
@@ -54,8 +54,8 @@ def changing(change, base: type[DPOTrainer] = DPOTrainer) -> type[DPOTrainer]:
 
 
 def follow_the_policy(trainer):
-    for theirs, ours in zip(trainer.ref_model.parameters(), trainer.model.parameters(), strict=True):
-        theirs.data.lerp_(ours.data, 0.5)  # as SyncRefModelCallback writes: versions stay as they are
+    for reference, policy in zip(trainer.ref_model.parameters(), trainer.model.parameters(), strict=True):
+        reference.data.lerp_(policy.data, 0.5)  # like SyncRefModelCallback: tensor versions stay unchanged
 
 
 def replace(trainer):
@@ -94,7 +94,7 @@ def negate_its_head(trainer):
 
 
 def merge_and_restart(trainer):
-    """ReLoRA (arXiv 2307.05695): what the adapter has learnt goes into the weights below it."""
+    """Merges the adapter into the base weights and resets it, like ReLoRA (arXiv 2307.05695)."""
     with torch.no_grad():
         for name, module in trainer.model.named_modules():
             if name.endswith("q_proj"):
@@ -107,7 +107,7 @@ def full(**options) -> dict:
 
 
 def adapter() -> dict:
-    torch.manual_seed(3)  # of the adapter's weights
+    torch.manual_seed(3)  # for the adapter's weights
     return dict(model=tiny_model(), reference=None, peft_config=LoraConfig(**LORA))
 
 
@@ -129,35 +129,36 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_remembered_is_dropped(tmp_path, caplog, name):
+def test_stored_values_are_dropped_when_the_reference_changes(tmp_path, caplog, name):
     stock = train(tmp_path / "stock", **CASES[name](), **EPOCHS)
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
         patched = train(tmp_path / "patched", **CASES[name](), **EPOCHS)
     assert_same(stock, patched)
-    said = [record.message for record in caplog.records if "reference_memory" in record.message]
-    assert said == ["trl.DPOTrainer: the reference has changed; reference_memory is cleared"]
-    of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
-    assert of_reference == {("reference", "fused"): 4, ("reference", "remembered"): 4}, "an epoch of each two is new"
+    messages = [record.message for record in caplog.records if "reference_memory" in record.message]
+    assert messages == ["trl.DPOTrainer: the reference has changed; reference_memory is cleared"]
+    reference_calls = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
+    # The values of every second epoch are computed anew.
+    assert reference_calls == {("reference", "fused"): 4, ("reference", "remembered"): 4}
 
 
-def test_a_bad_file_met_in_the_middle_ends_no_training(tmp_path, caplog):
+def test_a_corrupt_file_found_during_training_does_not_stop_it(tmp_path, caplog):
     memory = tmp_path / "memory"
 
-    def change_and_spoil(trainer):
+    def change_and_corrupt(trainer):
         follow_the_policy(trainer)
-        key = memory / "spoilt"
+        key = memory / "corrupt"
         key.mkdir(exist_ok=True)
         (key / "bad.safetensors").write_bytes(b"no tensors")
-        vars(trainer)["_fastdpo_state"].memory._make_key = lambda: "spoilt"
+        vars(trainer)["_fastdpo_state"].memory._make_key = lambda: "corrupt"
 
-    options = dict(trainer_class=changing(change_and_spoil), **EPOCHS)
+    options = dict(trainer_class=changing(change_and_corrupt), **EPOCHS)
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=memory):
         run = train(tmp_path / "run", **full(**options))
     assert run.steps == 8
     assert "reference_memory is kept in RAM, not on disk: " in caplog.text
 
 
-def test_the_callback_of_trl_added_by_hand(tmp_path):
+def test_trls_sync_callback_added_by_a_subclass(tmp_path):
     class Synced(DPOTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -177,8 +178,8 @@ def test_the_policy_becomes_the_reference_between_two_trainings(tmp_path, memory
     logs = []
     for name in ("stock", "patched"):
         if name == "patched":
-            kept = True if memory is True else tmp_path / memory
-            fastdpo.patch("trl.DPOTrainer", reference_memory=kept)
+            reference_memory = True if memory is True else tmp_path / memory
+            fastdpo.patch("trl.DPOTrainer", reference_memory=reference_memory)
         trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 8, max_steps=4)
         trainer.train()
         trainer.ref_model.load_state_dict(trainer.model.state_dict())
@@ -186,18 +187,16 @@ def test_the_policy_becomes_the_reference_between_two_trainings(tmp_path, memory
         logs.append([numbers(log) for log in trainer.state.log_history if "loss" in log])
     assert fastdpo.calls["trl.DPOTrainer", "reference", "remembered"] > 0
     for stock, patched in zip(*logs, strict=True):
-        (
-            patched.pop("rewards/accuracies"),
-            stock.pop("rewards/accuracies"),
-        )  # of margins that are 0, where they are equal
+        for log in (stock, patched):
+            log.pop("rewards/accuracies")  # rounding noise: margins are 0 where the models are equal
         assert patched == approximately(stock)
 
 
-def test_a_reference_with_layers_of_the_policy_is_not_remembered(tmp_path, caplog):
+def test_a_reference_that_shares_layers_with_the_policy_is_not_remembered(tmp_path, caplog):
     def models():
-        found = full()
-        found["reference"].model.layers[0] = found["model"].model.layers[0]
-        return found
+        options = full()
+        options["reference"].model.layers[0] = options["model"].model.layers[0]
+        return options
 
     stock = train(tmp_path / "stock", **models(), **EPOCHS)
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", reference_memory=True):
@@ -224,24 +223,24 @@ def test_a_reference_that_draws_random_numbers_is_not_remembered(tmp_path, caplo
         train(tmp_path / "2", **options())
 
 
-def one_bit(x: torch.Tensor) -> None:
+def flip_one_bit(x: torch.Tensor) -> None:
     x.view(torch.uint8).flatten()[-1] ^= 1
 
 
-def test_one_bit_changes_the_fingerprint():
+def test_one_flipped_bit_changes_the_fingerprint():
     model, structure = tiny_model(), Structure()
     before = fingerprint(model, structure)
     assert fingerprint(model, structure) == before
     for x in (model.lm_head.weight.data, model.model.norm.weight.data, model.model.rotary_emb.inv_freq):
-        one_bit(x)
+        flip_one_bit(x)
         assert fingerprint(model, structure) != before
-        one_bit(x)
+        flip_one_bit(x)
         assert fingerprint(model, structure) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
 @pytest.mark.parametrize("size", [0, 1, 3, 8, 13])
-def test_tensors_of_any_size_and_place(dtype, size):
+def test_the_fingerprint_covers_tensors_of_any_size_and_layout(dtype, size):
     module = torch.nn.Module()
     whole = torch.arange(20).to(dtype)
     for name, x in {
@@ -256,11 +255,11 @@ def test_tensors_of_any_size_and_place(dtype, size):
     if size:
         module.within = module.within.clone()
         assert fingerprint(model, structure)[1] == before[1]
-        one_bit(module.within)
+        flip_one_bit(module.within)
         assert fingerprint(model, structure)[1] != before[1]
 
 
-def test_adapters_that_are_off_are_not_part_of_it():
+def test_disabled_adapters_do_not_change_the_fingerprint():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     base, structure = model.get_base_model(), Structure()
     with model.disable_adapter():

@@ -1,4 +1,4 @@
-"""Two gloo processes with different data against one process with all of it: the same gradients."""
+"""Two gloo processes with different data compute the same gradients as one process with all data."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ def run(directory: Path, ranks: int, batch: int) -> list[dict]:
     return [torch.load(directory / f"rank{rank}of{ranks}.pt") for rank in range(ranks)]
 
 
-def test_gradients_are_those_of_one_process(tmp_path):
+def test_gradients_equal_those_of_one_process(tmp_path):
     first, second = run(tmp_path / "two", ranks=2, batch=2)
     (alone,) = run(tmp_path / "one", ranks=1, batch=4)
 
     assert (first["world"], first["wrapped"]) == (2, "DistributedDataParallel")
-    assert first["lengths"] != second["lengths"], "each rank has data of its own"
+    assert first["lengths"] != second["lengths"], "each rank must have different data"
     for rank in (first, second, alone):
         assert rank["calls"] == {
             ("trl.DPOTrainer", "policy", "fused"): 2,

@@ -1,4 +1,7 @@
-"""Model families in TRL's DPOTrainer: the same training, or stock's and the reason. Other calls stay as they were."""
+"""Model families in TRL's DPOTrainer: fused with equal results, or falling back with a reason.
+
+Calls outside of the trainer must be unchanged.
+"""
 
 import logging
 
@@ -26,9 +29,9 @@ def test_same_training(both, name):
 @pytest.mark.parametrize(
     ("tiny", "coefficient"),
     [
-        (dict(output_router_logits=True), None),  # asked for by the model too: its reference makes them as well
+        (dict(output_router_logits=True), None),  # set in the config: the reference model computes them too
         ({}, 0.5),
-        ({}, 0.0),  # tokens that nothing depends on are not stored
+        ({}, 0.0),  # no loss depends on the router logits: they are not stored
     ],
     ids=["config", "heavy", "off"],
 )
@@ -40,18 +43,18 @@ def test_router_loss(both, tiny, coefficient):
 
 
 @pytest.mark.parametrize("name", [name for name in STOCK if name not in FAILS_IN_STOCK])
-def test_left_to_stock(both, caplog, name):
+def test_unsupported_families_fall_back_to_stock(both, caplog, name):
     reason, tiny = STOCK[name]
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
         stock, patched = both(kind(name), tiny, max_steps=2)
     assert_same_bits(stock, patched)
     assert patched.calls == {("policy", "stock"): 2, ("reference", "stock"): 2}
-    said = [record.message for record in caplog.records if reason in record.message]
-    assert len(said) == 2, "once for the policy, once for the reference"
+    messages = [record.message for record in caplog.records if reason in record.message]
+    assert len(messages) == 2, "once for the policy, once for the reference"
 
 
 @pytest.mark.parametrize("name", FAILS_IN_STOCK)
-def test_what_fails_in_stock_fails_alike(tmp_path, caplog, name):
+def test_families_that_fail_in_stock_raise_the_same_error(tmp_path, caplog, name):
     with pytest.raises(FAILS_IN_STOCK[name]) as stock:
         train(tmp_path / "stock", tiny_family(name), tiny_family(name, 1), max_steps=1)
     with pytest.raises(FAILS_IN_STOCK[name]) as patched, fastdpo.patched():
@@ -63,7 +66,7 @@ def test_what_fails_in_stock_fails_alike(tmp_path, caplog, name):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FUSED)
 def test_other_calls_are_unchanged(name, implementation):
-    """Padded forward on either side and `generate()`: the same bits, switched and switched back."""
+    """Padded forward passes and `generate()` give the same bits with packed attention and after it."""
     if implementation == "sdpa" and name in ("gemma2", "gpt_oss"):
         pytest.skip("transformers has no sdpa for it")
     model = tiny_family(name, attn_implementation=implementation).eval()
@@ -73,8 +76,8 @@ def test_other_calls_are_unchanged(name, implementation):
     def outputs():
         with torch.no_grad():
             logits = [model(input_ids=ids, attention_mask=mask).logits for mask in (right, right.flip(1))]
-        asked = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-        return *logits, model.generate(input_ids=ids, attention_mask=right.flip(1), **asked)
+        generation = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return *logits, model.generate(input_ids=ids, attention_mask=right.flip(1), **generation)
 
     before = outputs()
     prior = attention.switch(model)
@@ -109,14 +112,14 @@ def _drop(name):
         ("mistral", "window", torch.float32),
         ("mistral", "window", torch.bfloat16),
         ("qwen2-window", "window", torch.float32),
-        ("gemma2", "softcap", torch.float32),  # in half precision it changes less than rounding may
+        ("gemma2", "softcap", torch.float32),  # in half precision its effect is below rounding
         ("gpt_oss", "sinks", torch.float32),
         ("gpt_oss", "sinks", torch.bfloat16),
         ("granite", "scale", torch.float32),
         ("granite", "scale", torch.bfloat16),
     ],
 )
-def test_probe_notices_an_attention_without(monkeypatch, name, feature, dtype):
+def test_probe_detects_an_attention_that_drops_a_feature(monkeypatch, name, feature, dtype):
     model = tiny_family(name).to(dtype)
     attention.switch(model)
     monkeypatch.setattr(attention, "packed_attention", _drop(feature))
@@ -124,8 +127,8 @@ def test_probe_notices_an_attention_without(monkeypatch, name, feature, dtype):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_probe_notices_what_is_small_but_more_than_rounding(monkeypatch, name):
-    """Gemma 2's softcap, which sdpa leaves out in some versions of transformers, changes 3.5e-4 of its states."""
+def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
+    """Gemma 2's softcap, which sdpa omits in some transformers versions, changes states by 3.5e-4."""
     model = tiny_family(name)
     attention.switch(model)
     stock = attention.packed_attention
@@ -135,7 +138,7 @@ def test_probe_notices_what_is_small_but_more_than_rounding(monkeypatch, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("change", ["no prefix", "leak", "positions"])
-def test_probe_notices_a_wrong_layout(monkeypatch, change, dtype):
+def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
     model = tiny_family("llama").to(dtype)
     attention.switch(model)
     stock = probe.run_packed
@@ -155,43 +158,44 @@ def test_probe_notices_a_wrong_layout(monkeypatch, change, dtype):
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
-def test_a_window_too_long_to_be_probed_must_be_passed_on():
+def test_a_window_too_long_for_the_probe_must_be_passed_to_attention():
     window = probe.LONGEST_PROBE + 1
     for name, reason in (("mistral", None), ("phimoe", f"the window of {window} tokens is not passed")):
         model = tiny_family(name, sliding_window=window, max_position_embeddings=2 * window)
         attention.switch(model)
-        wrong = probe.probe(model, CPU).unsupported_reason
-        assert wrong is None if reason is None else reason in wrong
+        unsupported_reason = probe.probe(model, CPU).unsupported_reason
+        assert unsupported_reason is None if reason is None else reason in unsupported_reason
 
 
-def test_probe_leaves_no_trace():
+def test_probe_does_not_change_the_model():
     model = tiny_family("gpt2").train()
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     attention.switch(model)
     state = torch.get_rng_state()
-    found = probe.probe(model, CPU)
-    assert found == probe.ProbeResult(None, is_random=True, attention_dropout=0.1)
+    result = probe.probe(model, CPU)
+    assert result == probe.ProbeResult(None, is_random=True, attention_dropout=0.1)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_attention_dropout_trains_stock(both, caplog):
+def test_attention_dropout_falls_back_to_stock(both, caplog):
     _, patched = both("gpt2", FUSED["gpt2"][1], disable_dropout=False, max_steps=1)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}  # TRL keeps it in training mode
+    # TRL keeps the reference in training mode.
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
     assert "attention dropout is active" in caplog.text
 
 
-def test_dropout_is_found_whatever_makes_it():
-    model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout: there is no module to find
+def test_functional_dropout_is_detected():
+    model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout, without a module
     attention.switch(model)
     assert probe.probe(model, CPU) == probe.ProbeResult(None, is_random=True)
 
 
 @pytest.fixture
-def headed():
-    """Gives a model TRL's fused head, patched; calls it fused and stock with one batch."""
+def fused_and_stock():
+    """Adds TRL's patched fused head to a model, then runs it fused and stock on one batch."""
 
     def call(model, batch):
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -208,10 +212,10 @@ def headed():
 @pytest.mark.parametrize("longest", [14, 16, 17, 22])
 @pytest.mark.parametrize("width", [16, 17, 24])
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
-def test_rotary_embeddings_follow_the_padded_width(headed, name, width, longest):
-    """Rows on both sides of the switch at 16 tokens, in batches on both sides of it."""
+def test_rotary_embeddings_follow_the_padded_width(fused_and_stock, name, width, longest):
+    """Rotary frequencies change above 16 tokens; rows and batch widths lie below and above that."""
     if longest > width:
-        pytest.skip("no such batch")
+        pytest.skip("rows cannot be longer than the batch is wide")
     generator = torch.Generator().manual_seed(longest)
     ids = torch.randint(3, 90, (4, width), generator=generator)
     ids[2:, :5] = ids[:2, :5]
@@ -219,7 +223,7 @@ def test_rotary_embeddings_follow_the_padded_width(headed, name, width, longest)
     mask = (torch.arange(width) < lengths[:, None]).long()
     labels = ids.masked_fill((mask == 0) | (torch.arange(width) < 4), -100)
     model = tiny_family(name).eval()
-    fused, stock, ran = headed(model, dict(input_ids=ids, attention_mask=mask, labels=labels))
+    fused, stock, ran = fused_and_stock(model, dict(input_ids=ids, attention_mask=mask, labels=labels))
     assert ran == {"fused"}
     assert_close(fused.log_probs, stock.log_probs, absolute=RELATIVE)
     assert_close(fused.entropy, stock.entropy, absolute=RELATIVE)

@@ -1,4 +1,4 @@
-"""Batches, collators and subclasses that are out of the ordinary: what TRL makes of them, or an error."""
+"""Unusual batches, collators and subclasses give the same results as TRL, or an error."""
 
 import math
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ POLICY_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
 
 @dataclass
 class Padded(DataCollatorForPreference):
-    """TRL's collator with more padding. Positions of real tokens are the same, seen from the first."""
+    """TRL's collator with more padding. Real tokens keep their positions relative to the first one."""
 
     left: int = 0
     right: int = 0
-    each_row: bool = False  # the padding of each row all on its left, as generation wants it
+    each_row: bool = False  # all padding of a row on its left, as for generation
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
@@ -39,7 +39,7 @@ class Padded(DataCollatorForPreference):
 
 @dataclass
 class Edited(DataCollatorForPreference):
-    """TRL's collator, and what `edit` does to its batches."""
+    """TRL's collator, with `edit` applied to its batches."""
 
     edit: Any = None
 
@@ -52,16 +52,16 @@ class Edited(DataCollatorForPreference):
 @pytest.mark.parametrize(
     "collator",
     [
-        Padded(pad_token_id=0, left=5),  # every row, the longest too
-        Padded(pad_token_id=0, each_row=True),  # ragged on the left, flush on the right
+        Padded(pad_token_id=0, left=5),  # even the longest row
+        Padded(pad_token_id=0, each_row=True),  # rows start at different columns and end at the same one
         Padded(pad_token_id=0, right=7),  # wider than the longest row
         Padded(pad_token_id=0, left=2, right=3),
-        Padded(pad_token_id=17, right=2),  # pads with a word: only the mask says what is real
+        Padded(pad_token_id=17, right=2),  # pads with an ordinary token: only the mask marks padding
     ],
     ids=["left", "flush_right", "right", "both_sides", "pads_with_a_word"],
 )
 def test_padding_of_a_custom_collator(tmp_path, collator):
-    """Against stock with its own collator: stock itself counts positions of padding on the left."""
+    """Stock runs with its own collator here: it counts left padding in the position ids."""
     stock = train(tmp_path / "stock", tiny_model(seed=0), tiny_model(seed=1))
     with fastdpo.patched():
         run = train(tmp_path / "patched", tiny_model(seed=0), tiny_model(seed=1), data_collator=collator)
@@ -74,23 +74,23 @@ def pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
 
 
 ROWS = {
-    "empty_answer": pair("w1 w2 ", "", "w5 w6"),  # its end token is all of it
+    "empty_answer": pair("w1 w2 ", "", "w5 w6"),  # only the end token
     "empty_answers": pair("w1 w2 ", "", ""),
     "one_token": pair("w1 w2 ", "w5", "w6"),
-    "equal_answers": pair("w1 w2 ", "w5 w6 w7", "w5 w6 w7"),  # a margin of 0, and one row stands in the other
+    "equal_answers": pair("w1 w2 ", "w5 w6 w7", "w5 w6 w7"),  # a margin of 0; each row is contained in the other
     "prefix": pair("w1 w2 ", "w5 w6 w7", "w5 w6"),
     "end_token_inside": pair("w1 w2 ", "w5 <eos> w6", "w5 <eos> <eos>"),
-    "pad_token_inside": pair("w1 <pad> w2 ", "w5 <pad> w6", "<pad> w6"),  # real all the same
+    "pad_token_inside": pair("w1 <pad> w2 ", "w5 <pad> w6", "<pad> w6"),  # real tokens, not padding
     "prompt_of_one_token": pair("w1 ", "w5 w6", "w7"),
-    "no_prompt": pair("", "w5 w6 w7", "w6 w7"),  # the first token of each answer has nothing that predicts it
-    "no_prompt_and_empty_answer": pair("", "", "w6 w7"),  # nothing of this row is scored
+    "no_prompt": pair("", "w5 w6 w7", "w6 w7"),  # no position predicts the first token of an answer
+    "no_prompt_and_empty_answer": pair("", "", "w6 w7"),  # no token of this row is scored
     "nothing": pair("", "", ""),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_degenerate_pairs(both, name):
-    """A batch of nothing else, then one among ordinary pairs."""
+    """Trains on a batch of only this pair, then on one with ordinary pairs."""
     data = [*[ROWS[name]] * 5, *pairs(3)]
     stock, patched = both(data=data, max_steps=2, train_sampling_strategy="sequential")
     assert_same(stock, patched)
@@ -106,7 +106,7 @@ def ignored_pair(batch):
 
 
 def gap_in_answer(batch):
-    """Words of a tool in the midst of an answer: not learnt, but read."""
+    """Tool output within an answer: in the context, but not scored."""
     batch["completion_mask"][:, ::3] = 0
 
 
@@ -115,7 +115,7 @@ def scored_prompt(batch):
 
 
 def label_after_the_end(batch):
-    """One label on padding; the position that scores it is real."""
+    """One label on a padding token, predicted by the last real position."""
     length = int(batch["attention_mask"][0].sum())
     if length < batch["input_ids"].shape[1]:
         batch["completion_mask"][0, length] = 1
@@ -153,7 +153,7 @@ def row_of_padding(batch):
         int32_ids,
     ],
 )
-def test_odd_batches_are_fused(both, edit):
+def test_unusual_batches_are_fused(both, edit):
     stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit))
     assert_same(stock, patched)
     assert_fused(patched, policy=3, reference=3)
@@ -168,7 +168,7 @@ def hole(batch):
 
 
 @pytest.mark.parametrize(("edit", "reason"), [(label_on_padding, "padding position"), (hole, "has holes")])
-def test_contradicting_masks_are_left_to_stock(both, caplog, edit, reason):
+def test_contradicting_masks_fall_back_to_stock(both, caplog, edit, reason):
     stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit), pad_to_multiple_of=32)
     assert_same(stock, patched)
     assert patched.calls == POLICY_STOCK
@@ -181,7 +181,7 @@ def causal_4d(batch):
     batch["attention_mask"] = (mask[:, None, None] & torch.ones(length, length).tril().bool()).expand(-1, 1, -1, -1)
 
 
-def test_masks_of_another_kind_are_left_to_stock(both, caplog):
+def test_4d_masks_fall_back_to_stock(both, caplog):
     stock, patched = both(data_collator=Edited(pad_token_id=0, edit=causal_4d))
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
@@ -190,10 +190,10 @@ def test_masks_of_another_kind_are_left_to_stock(both, caplog):
 
 @pytest.mark.parametrize(
     ("column", "error"),
-    [(0, IndexError), (-1, ValueError)],  # read by the embedding; only ever a label: then the head says so
+    [(0, IndexError), (-1, ValueError)],  # the embedding raises; as a label only, the head raises
     ids=["prompt", "end"],
 )
-def test_ids_outside_of_the_vocabulary_raise(tmp_path, column, error):
+def test_ids_outside_the_vocabulary_raise(tmp_path, column, error):
     def outside(batch):
         row = batch["input_ids"][0, : int(batch["attention_mask"][0].sum())]
         row[column] = len(WORDS)
@@ -205,7 +205,7 @@ def test_ids_outside_of_the_vocabulary_raise(tmp_path, column, error):
         train(tmp_path / "patched", tiny_model(), tiny_model(seed=1), **options)
 
 
-POISON = 90  # a word of one pair alone
+POISON = 90  # a token that only one pair contains
 POISONED = {
     "answer": pair("w1 w2 w3 ", f"w4 w{POISON - 3} w6 w7", "w4 w8"),
     "prompt": pair(f"w1 w{POISON - 3} w3 ", "w4 w5", "w4 w8 w9"),
@@ -213,7 +213,7 @@ POISONED = {
 
 
 def scored(model, rows: list[dict[str, str]]):
-    """The ids of these pairs, and their log-probabilities by a model that TRL's head, or ours, has been put on."""
+    """Returns the ids of the pairs and their log-probs under a model with TRL's or fastdpo's head."""
     words = tokenizer()
     examples = [{f"{name}_ids": words(text)["input_ids"] for name, text in row.items()} for row in rows]
     batch = DataCollatorForPreference(pad_token_id=0)(examples)
@@ -224,8 +224,8 @@ def scored(model, rows: list[dict[str, str]]):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", POISONED)
-def test_what_is_not_finite_stays_in_its_pair(where, value):
-    """In stock it stays in its row; of a pair whose prompt is shared, the other row may get it too."""
+def test_non_finite_values_stay_within_their_pair(where, value):
+    """In stock they stay within a row; with a shared prompt, both rows of the pair may get them."""
     rows = [pair("w1 w2 w3 ", "w4 w5", "w6"), POISONED[where], pair("w1 w2 ", "w3 w4 w5", "w3 w6")]
     stock_model, model = tiny_model(), tiny_model()
     dpo_trainer.add_fused_lm_head(stock_model)
@@ -257,12 +257,12 @@ def head_with_nan(model):
 @pytest.mark.parametrize(
     "broken",
     [
-        dict(prepare=head_with_nan),  # every log-probability is
-        dict(learning_rate=1e30),  # the first step is sound, and the last one
+        dict(prepare=head_with_nan),  # every log-probability is NaN
+        dict(learning_rate=1e30),  # only the first step is finite
     ],
     ids=["head", "diverged"],
 )
-def test_a_loss_that_is_not_finite_is_not_hidden(both, broken):
+def test_a_non_finite_loss_is_not_hidden(both, broken):
     stock, patched = both(**broken, max_steps=2, logging_nan_inf_filter=False)
     assert_fused(patched, policy=2, reference=2)
     a, b = stock.logs[1], patched.logs[1]
@@ -273,7 +273,7 @@ def test_a_loss_that_is_not_finite_is_not_hidden(both, broken):
 
 
 class WithTerm(DPOTrainer):
-    """Adds to the loss what needs nothing of the batch."""
+    """Adds a term to the loss that does not depend on the batch."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         loss = super()._compute_loss(model, inputs, return_outputs)
@@ -281,7 +281,7 @@ class WithTerm(DPOTrainer):
 
 
 class WithLogits(DPOTrainer):
-    """Calls the model once more, as anyone does who knows of no fused head."""
+    """Calls the model a second time, without the fused head."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         loss = super()._compute_loss(model, inputs, return_outputs)
@@ -290,7 +290,7 @@ class WithLogits(DPOTrainer):
 
 
 class OnlyLogits(DPOTrainer):
-    """A loss of its own, from logits alone."""
+    """Computes a custom loss from the logits."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         mask = inputs.pop("completion_mask")
@@ -300,7 +300,7 @@ class OnlyLogits(DPOTrainer):
 
 
 class InHalves(DPOTrainer):
-    """Calls the model for chosen and for rejected rows by themselves: no two rows of a call answer one prompt."""
+    """Calls the model separately for chosen and rejected rows: no rows of a call share a prompt."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         sums = []
@@ -319,7 +319,7 @@ class OwnCollator(DPOTrainer):
 
 SUBCLASSES = {
     WithTerm: dict(policy=3, reference=3),
-    WithLogits: dict(policy=3, reference=3),  # the further call is an ordinary one, and not counted
+    WithLogits: dict(policy=3, reference=3),  # the second call is an ordinary one and not counted
     OnlyLogits: dict(),
     InHalves: dict(policy=6),
     OwnCollator: dict(policy=3, reference=3),
@@ -333,7 +333,7 @@ def test_subclass(both, subclass):
     assert_fused(patched, **SUBCLASSES[subclass])
 
 
-def test_halves_of_an_odd_batch(both):
+def test_halves_of_a_batch_with_an_odd_number_of_pairs(both):
     stock, patched = both(trainer_class=InHalves, per_device_train_batch_size=3)
     assert_same(stock, patched)
     assert_fused(patched, policy=6)

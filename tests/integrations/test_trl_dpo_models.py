@@ -131,7 +131,7 @@ def test_a_head_that_peft_trains_is_left_to_stock(both, caplog):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_noise_on_embeddings_is_left_to_stock(both, caplog, adapter):
+def test_noise_on_embeddings_falls_back_to_stock(both, caplog, adapter):
     """NEFTune draws its noise for the padded batch, and scales it by the batch's width. A reference that is the policy
     without its adapter gets noise too."""
     peft_config = LoraConfig(**LORA) if adapter else None
