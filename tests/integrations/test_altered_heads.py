@@ -1,4 +1,4 @@
-"""LM heads and models whose logits a user has changed are scored with the change and kept intact."""
+"""LM heads and models whose logits a user has changed: scored as they are, and not modified."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_precomputing(caplog, alter):
 
 @pytest.mark.parametrize("alter", ALTERED)
 def test_dpo(tmp_path, alter):
-    """TRL's own fused head reads only the weight and ignores changes around it; so does fastdpo's."""
+    """TRL's fused head reads only the weight and ignores changes around it; so does fastdpo's."""
 
     def models() -> list:
         return [alter(tiny_model(seed=seed)) for seed in range(2)]
@@ -82,7 +82,7 @@ def test_restoring_a_head_leaves_no_trace():
 
 
 def test_sequences_split_across_ranks_fall_back(monkeypatch, caplog):
-    """Context parallelism looks up the attention implementation by name before the first forward."""
+    """Context parallelism looks up the attention by its name before the first forward pass."""
     rows, model = tokens(4), tiny_model()
     config = ParallelismConfig(cp_size=2)
     monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", config)

@@ -316,7 +316,7 @@ def test_a_model_with_flash_attention(tmp_path, flash_attention_2):
 
 
 def test_signature_and_unwrapping_survive(tmp_path):
-    """`generate` reads the signature; accelerate's unwrapping follows `__wrapped__` and would lose the wrapper."""
+    """`generate` reads the signature; a `__wrapped__` would make accelerate drop the wrapper."""
     fastdpo.patch()
     model = tiny_model()
     build(tmp_path, model, tiny_model(seed=1))

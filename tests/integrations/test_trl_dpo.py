@@ -1,4 +1,4 @@
-"""Checks that the comparison with stock can fail, and tests unusual calls of the patched forward."""
+"""Tests that the comparison with stock can fail, and unusual calls of the patched forward."""
 
 import copy
 from collections import Counter

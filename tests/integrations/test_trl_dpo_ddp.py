@@ -1,4 +1,4 @@
-"""Two gloo processes with different data compute the same gradients as one process with all data."""
+"""Two gloo processes with half of the data each compute the gradients of one with all data."""
 
 from pathlib import Path
 

@@ -66,7 +66,7 @@ def test_families_that_fail_in_stock_raise_the_same_error(tmp_path, caplog, name
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FUSED)
 def test_other_calls_are_unchanged(name, implementation):
-    """Padded forward passes and `generate()` give the same bits with packed attention and after it."""
+    """Padded forward passes and `generate()` give the same bits with and after packed attention."""
     if implementation == "sdpa" and name in ("gemma2", "gpt_oss"):
         pytest.skip("transformers has no sdpa for it")
     model = tiny_family(name, attn_implementation=implementation).eval()
@@ -128,7 +128,7 @@ def test_probe_detects_an_attention_that_drops_a_feature(monkeypatch, name, feat
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
-    """Gemma 2's softcap, which sdpa omits in some transformers versions, changes states by 3.5e-4."""
+    """Gemma 2's softcap, which sdpa omits in some versions, changes states by only 3.5e-4."""
     model = tiny_family(name)
     attention.switch(model)
     stock = attention.packed_attention

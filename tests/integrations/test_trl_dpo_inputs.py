@@ -20,7 +20,7 @@ POLICY_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
 
 @dataclass
 class Padded(DataCollatorForPreference):
-    """TRL's collator with more padding. Real tokens keep their positions relative to the first one."""
+    """TRL's collator with more padding. Real tokens keep their positions within the row."""
 
     left: int = 0
     right: int = 0
@@ -213,7 +213,7 @@ POISONED = {
 
 
 def scored(model, rows: list[dict[str, str]]):
-    """Returns the ids of the pairs and their log-probs under a model with TRL's or fastdpo's head."""
+    """The ids of the pairs, and their log-probs under a model with TRL's or fastdpo's head."""
     words = tokenizer()
     examples = [{f"{name}_ids": words(text)["input_ids"] for name, text in row.items()} for row in rows]
     batch = DataCollatorForPreference(pad_token_id=0)(examples)

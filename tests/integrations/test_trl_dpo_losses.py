@@ -1,7 +1,7 @@
-"""Every loss of TRL's DPOTrainer and every option that changes it: stock against patched, on the fused path.
+"""Every loss of TRL's DPOTrainer and every option that changes it, stock against the fused path.
 
-The loss is TRL's own on either side. What differs from loss to loss is what it reads: sums over an answer, sums over a
-part of it, lengths, per-token values, weights of tokens, and in which order it subtracts.
+Both runs use TRL's code for the loss. The losses differ in their inputs: sums over an answer or a
+part of it, lengths, per-token values or token weights, and the order of subtraction.
 """
 
 import inspect
@@ -15,15 +15,15 @@ LOSSES = {
     "sigmoid": dict(),  # one difference of sums
     "hinge": dict(),  # a kink: flat for some pairs
     "ipo": dict(),  # divides by the lengths of completion masks
-    "exo_pair": dict(label_smoothing=1e-3),  # TRL refuses it without
-    "nca_pair": dict(),  # each answer by itself
+    "exo_pair": dict(label_smoothing=1e-3),  # TRL requires label smoothing
+    "nca_pair": dict(),  # each answer on its own
     "robust": dict(label_smoothing=0.1),  # divides by 1 - 2 * smoothing
-    "bco_pair": dict(),  # each answer by itself
+    "bco_pair": dict(),  # each answer on its own
     "sppo_hard": dict(),  # squares of some 50 nats
     "aot": dict(label_smoothing=0.1),  # sorts the pairs of a batch, and smooths
-    "aot_unpaired": dict(),  # sorts chosen and rejected by themselves
+    "aot_unpaired": dict(),  # sorts chosen and rejected separately
     "apo_zero": dict(),  # saturates
-    "apo_down": dict(),  # saturates, in other directions
+    "apo_down": dict(),  # saturates in the other directions
     "discopop": dict(),  # exponentials at the default temperature
     "sft": dict(),  # per-token values of chosen answers alone
     "sigmoid_norm": dict(),  # divides by lengths
@@ -40,7 +40,7 @@ MODIFIERS = {
     "wpo": dict(use_weighting=True),  # reads log_sum_sq_probs
     "wpo_of_losses": dict(use_weighting=True, loss_type=["ipo", "sigmoid"], loss_weights=[0.5, 1.0]),
     "ld": dict(ld_alpha=0.5),  # splits each answer where the shorter one of its pair ends
-    "ld_masks": dict(ld_alpha=0.0),  # beyond the shared length nothing counts
+    "ld_masks": dict(ld_alpha=0.0),  # ignores tokens beyond the shared length
     "wpo_ld": dict(use_weighting=True, ld_alpha=0.5),
     "discopop_tau": dict(loss_type=["discopop"], discopop_tau=0.5),
     "beta": dict(beta=0.5),
@@ -61,6 +61,6 @@ def test_modified_loss(both, modifier):
     assert_fused(patched, policy=2, reference=2)
 
 
-def test_no_loss_is_left_out():
-    known = re.findall(r'loss_type == "(\w+)"', inspect.getsource(DPOTrainer._compute_loss))
-    assert sorted(known) == sorted(LOSSES)
+def test_every_loss_of_trl_is_listed():
+    losses_of_trl = re.findall(r'loss_type == "(\w+)"', inspect.getsource(DPOTrainer._compute_loss))
+    assert sorted(losses_of_trl) == sorted(LOSSES)

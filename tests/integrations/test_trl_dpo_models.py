@@ -1,4 +1,4 @@
-"""Models of TRL's DPOTrainer: their precision, their placement, and what PEFT or torch wraps around them."""
+"""Models of TRL's DPOTrainer: precision, placement, and wrappers of PEFT or torch."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_autocast(both):
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_adapter_on_a_base_of_low_precision(both, dtype):
-    """As quantised bases are trained: what is frozen has few bits, adapters and their gradients are float32."""
+    """A frozen base in low precision with float32 adapters, like QLoRA."""
     lora = LoraConfig(**LORA)
     stock, patched = both(prepare=lambda model: model.to(dtype), reference=False, peft_config=lora, max_steps=2)
     assert_same_but_for_rounding(stock, patched, dtype)
@@ -36,7 +36,7 @@ def test_adapter_on_a_base_of_low_precision(both, dtype):
 
 
 def test_evaluation_in_bfloat16(both):
-    """The trainer casts the policy, not the reference."""
+    """The trainer casts the policy, but not the reference."""
     stock, patched = both(evaluate=6, only_evaluate=True, bf16_full_eval=True)
     (a,), (b,) = stock.logs, patched.logs
     assert a.keys() == b.keys()
@@ -45,7 +45,7 @@ def test_evaluation_in_bfloat16(both):
 
 
 def test_dispatched_model(both):
-    """As `device_map` makes one: accelerate's hooks are in every module's forward, the head's too."""
+    """Like a model with `device_map`: accelerate wraps the forward of all modules and the head."""
 
     def dispatched(model):
         parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
@@ -57,7 +57,7 @@ def test_dispatched_model(both):
 
 
 def test_model_given_by_path(tmp_path):
-    """TRL loads policy and reference itself, the reference with the policy's attention implementation."""
+    """TRL loads both models, the reference with the attention implementation of the policy."""
     tiny_model().save_pretrained(tmp_path / "model")
     options = dict(model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"}, learning_rate=0.1)
     stock = train(tmp_path / "stock", str(tmp_path / "model"), None, **options)
@@ -69,8 +69,8 @@ def test_model_given_by_path(tmp_path):
     assert_fused(patched, policy=3, reference=3)
 
 
-def test_reference_of_a_model_that_was_patched_before(tmp_path):
-    """Such a model's attention implementation is ours, and TRL asks for it when it loads the reference."""
+def test_reference_loaded_for_a_model_patched_earlier(tmp_path):
+    """TRL reads the policy's attention implementation, here fastdpo's, to load the reference."""
     tiny_model().save_pretrained(tmp_path / "model")
     model = tiny_model().from_pretrained(tmp_path / "model", dtype="float32")
     with fastdpo.patched():
@@ -82,19 +82,21 @@ def test_reference_of_a_model_that_was_patched_before(tmp_path):
 
 
 def test_saved_activations_may_be_moved(both, monkeypatch):
-    """`activation_offloading` asks for an accelerator. What it does to autograd does not: all that is saved leaves its
-    place, what comes back is a copy."""
+    """Offloading with hooks that return copies of all saved tensors.
+
+    `activation_offloading` itself needs an accelerator; its use of autograd hooks does not.
+    """
     moved = []
 
-    def leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def offload(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         moved.append(tensor.numel())
         return tensor, tensor.detach().clone()
 
-    def come_back(saved: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def load_back(saved: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return saved[1].clone()
 
     monkeypatch.setattr(
-        dpo_trainer, "get_act_offloading_ctx_manager", lambda model: saved_tensors_hooks(leave, come_back)
+        dpo_trainer, "get_act_offloading_ctx_manager", lambda model: saved_tensors_hooks(offload, load_back)
     )
     stock, patched = both(activation_offloading=True)
     assert moved
@@ -111,18 +113,18 @@ def test_compiled_model(both):
 @pytest.mark.parametrize(
     ("tuning", "reason"),
     [
-        (PromptTuningConfig, "without input_ids"),  # embeds its prompt itself
-        (PrefixTuningConfig, "past_key_values"),  # keys and values come before those of the batch
+        (PromptTuningConfig, "without input_ids"),  # passes embeddings of its prompt
+        (PrefixTuningConfig, "past_key_values"),  # prepends keys and values to those of the batch
     ],
 )
-def test_prompt_learning_trains_stock_and_its_reference_fused(both, caplog, tuning, reason):
+def test_prompt_learning_falls_back_to_stock_and_its_reference_is_fused(both, caplog, tuning, reason):
     stock, patched = both(reference=False, peft_config=tuning(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
     assert reason in caplog.text
 
 
-def test_a_head_that_peft_trains_is_left_to_stock(both, caplog):
+def test_a_head_that_peft_trains_falls_back_to_stock(both, caplog):
     lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     stock, patched = both(reference=False, peft_config=lora, max_steps=1)
     assert_same(stock, patched)
@@ -132,8 +134,10 @@ def test_a_head_that_peft_trains_is_left_to_stock(both, caplog):
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_noise_on_embeddings_falls_back_to_stock(both, caplog, adapter):
-    """NEFTune draws its noise for the padded batch, and scales it by the batch's width. A reference that is the policy
-    without its adapter gets noise too."""
+    """NEFTune draws noise for the padded batch and scales it by the batch's width.
+
+    A reference that is the policy without its adapter gets noise too.
+    """
     peft_config = LoraConfig(**LORA) if adapter else None
     stock, patched = both(neftune_noise_alpha=5.0, reference=not adapter, peft_config=peft_config, evaluate=4)
     assert_same(stock, patched)
@@ -142,7 +146,7 @@ def test_noise_on_embeddings_falls_back_to_stock(both, caplog, adapter):
     assert "neftune" in caplog.text.lower()
 
 
-def test_attention_dropout_trains_stock(both, caplog):
+def test_attention_dropout_falls_back_to_stock(both, caplog):
     stock, patched = both(tiny=dict(attention_dropout=0.1), max_steps=1)
     assert_same_bits(stock, patched)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
@@ -150,7 +154,7 @@ def test_attention_dropout_trains_stock(both, caplog):
 
 
 def test_dropout_is_packed_but_not_shared(tmp_path):
-    """An adapter that has not been trained adds 0 times what dropout leaves: outputs don't show it before step 2."""
+    """Counts tokens: a new adapter's output is 0, so that dropout shows only from step 2 on."""
     lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.2)
     tokens = {}
     for disabled in (True, False):

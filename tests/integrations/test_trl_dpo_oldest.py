@@ -1,6 +1,6 @@
-"""The oldest supported TRL, patched, against the one that is installed, patched: the same training.
+"""Patched training with the oldest supported TRL against patched training with the installed TRL.
 
-There is nothing else to compare it with: stock, 1.15 needs a GPU.
+Unpatched TRL 1.15 needs a GPU, so that no other comparison is possible on a CPU.
 """
 
 from pathlib import Path

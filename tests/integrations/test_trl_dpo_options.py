@@ -1,6 +1,6 @@
-"""Options of TRL's DPOTrainer, its models and its data: stock against patched, and which path ran.
+"""Options of TRL's DPOTrainer, its models and its data: equal to stock, and on the expected path.
 
-Each option is alone here; test_trl_dpo_pairwise.py runs them together.
+Each option is set alone here; test_trl_dpo_pairwise.py combines them.
 """
 
 import random
@@ -17,7 +17,7 @@ FULL = dict(policy=3, reference=3)
 
 
 def trained_adapter(model):
-    """As a user loads one: TRL keeps a frozen copy of it, named "ref"."""
+    """Returns a model with an adapter, as a user loads it. TRL copies it as "ref"."""
     torch.manual_seed(5)
     return get_peft_model(model, LoraConfig(**LORA))
 
@@ -27,7 +27,7 @@ def checkpointed(reentrant: bool) -> dict:
 
 
 def long_pairs() -> list[dict[str, str]]:
-    """On either side of 12 tokens: truncation cuts answers short, prompts short, and prompts whole."""
+    """Pairs shorter and longer than 12 tokens: truncation cuts answers and (entire) prompts."""
     rng = random.Random(3)
 
     def words(n: int) -> str:
@@ -37,20 +37,20 @@ def long_pairs() -> list[dict[str, str]]:
     return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in sizes]
 
 
-# option: (what it changes, how often each kind of call runs)
+# option: (changed arguments, number of calls of each kind)
 OPTIONS = {
     # truncation
-    "keep_start": (dict(max_length=12, data=long_pairs()), FULL),  # answers lose their end; long prompts are dropped
-    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=long_pairs()), FULL),  # prompts go, some whole
+    "keep_start": (dict(max_length=12, data=long_pairs()), FULL),  # cuts answers; drops long prompts
+    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=long_pairs()), FULL),  # cuts entire prompts
     "untruncated": (dict(max_length=None, data=long_pairs()), FULL),
     # padding
     "pad_to_multiple_of": (dict(pad_to_multiple_of=16), FULL),  # every batch is padded beyond its longest row
     "pad_token_is_eos": (dict(pad_token="<eos>"), FULL),  # padding looks like the end of an answer
     # reference
-    # 16 pairs, and then those of the evaluation, are one batch of the pass each; none of the training's own
+    # The pass has one batch of 16 pairs and one for the evaluation; training runs no reference.
     "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=1 + 1)),
-    "precompute_ld": (dict(precompute_ref_log_probs=True, ld_alpha=0.5), dict(policy=3, reference=1)),  # stored split
-    "precompute_batch": (  # another batch, other partners: 16 pairs by 6
+    "precompute_ld": (dict(precompute_ref_log_probs=True, ld_alpha=0.5), dict(policy=3, reference=1)),
+    "precompute_batch": (  # 16 pairs in batches of 6, unlike in training
         dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
         dict(policy=3, eval=1, reference=3 + 1),
     ),
@@ -64,16 +64,16 @@ OPTIONS = {
     "evaluation_first": (dict(evaluate=4, eval_on_start=True), dict(policy=3, reference=3 + 2, eval=2)),
     # batches
     "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
-    "batch_of_one": (dict(per_device_train_batch_size=1), FULL),  # one pair: rows 0 and 1 are the group
+    "batch_of_one": (dict(per_device_train_batch_size=1), FULL),  # one pair: rows 0 and 1 share the prompt
     "last_batch_is_partial": (dict(per_device_train_batch_size=6, max_steps=3), FULL),  # 6, 6, 4 pairs
     "worker_processes": (dict(dataloader_num_workers=1, max_steps=2), dict(policy=2, reference=2)),  # shared memory
     # adapters
     "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, reference=3 + 1, eval=1)),
     "dora": (adapter(use_dora=True), FULL),
-    "adapter_on_everything": (adapter(target_modules="all-linear"), FULL),  # but for the head, which PEFT leaves out
+    "adapter_on_everything": (adapter(target_modules="all-linear"), FULL),  # except the head, which PEFT excludes
     "adapter_on_embeddings": (adapter(target_modules=["embed_tokens", "q_proj"]), FULL),
     "trained_embeddings": (adapter(modules_to_save=["embed_tokens"]), FULL),
-    "disabled_dropout": (adapter(lora_dropout=0.3), FULL),  # TRL's default: then prompts are shared all the same
+    "disabled_dropout": (adapter(lora_dropout=0.3), FULL),  # TRL's default; prompts are then shared
     "trained_adapter": (
         dict(prepare=trained_adapter, reference=False, evaluate=4),
         dict(policy=3, reference=3 + 1, eval=1),
@@ -83,7 +83,7 @@ OPTIONS = {
     "checkpointing_reentrant": (checkpointed(reentrant=True), FULL),
     "checkpointing_adapter": (dict(**checkpointed(reentrant=False), **adapter()), FULL),
     "checkpointing_reentrant_adapter": (dict(**checkpointed(reentrant=True), **adapter()), FULL),
-    # stated of the whole run, and read by neither side: TRL has a loss of its own
+    # TrainingArguments that DPOTrainer does not read: TRL computes its own loss
     "label_smoothing_factor": (dict(label_smoothing_factor=0.1), FULL),
     "average_tokens": (dict(average_tokens_across_devices=False), FULL),
     "unused_columns": (dict(remove_unused_columns=False), FULL),
@@ -102,7 +102,7 @@ def test_option(both, option):
 def test_precompute_without_a_reference_model(tmp_path):
     with fastdpo.patched():
         run = train(tmp_path, tiny_model(), None, precompute_ref_log_probs=True)
-    assert_fused(run, policy=3, reference=1)  # by the policy, whose calls these are not
+    assert_fused(run, policy=3, reference=1)  # computed with the policy, but counted as reference
     assert run.logs[0]["rewards/margins"] == 0.0
 
 
@@ -113,7 +113,7 @@ def test_streaming(both):
     assert_fused(patched, policy=3, reference=3)
 
 
-def test_compute_metrics_gets_logits_of_the_ordinary_forward(both):
+def test_compute_metrics_receives_logits_of_the_ordinary_forward(both):
     seen = []
 
     def compute_metrics(prediction) -> dict[str, float]:
@@ -127,8 +127,8 @@ def test_compute_metrics_gets_logits_of_the_ordinary_forward(both):
     assert seen[0].shape == seen[1].shape == (8, seen[0].shape[1], 97)
 
 
-def test_token_accuracy_of_a_model_that_has_learnt(both):
-    """Random answers are never predicted, and an accuracy of 0 would hide a wrong one."""
+def test_token_accuracy_above_zero(both):
+    """Random answers are never predicted; an accuracy of 0 would hide errors."""
     data = [dict(prompt=f"w{i} w2 ", chosen="w7 w7 w7", rejected=f"w{i} w8 w9 w8") for i in range(16)]
     stock, patched = both(data=data, loss_type=["sft"], learning_rate=0.2)
     assert_same(stock, patched)
@@ -146,7 +146,7 @@ def test_reference_follows_the_policy(both, tmp_path):
     assert moved == [False, False, True, True]
 
 
-def test_a_reference_that_has_caught_up_leaves_a_margin_of_zero(tmp_path):
+def test_a_reference_equal_to_the_policy_gives_a_margin_of_zero(tmp_path):
     synced = dict(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0, max_steps=2)
     with fastdpo.patched():
         run = train(tmp_path, tiny_model(seed=0), tiny_model(seed=1), **synced)

@@ -1,8 +1,8 @@
-"""Options of TRL's DPOTrainer in combination: every two values of two options meet in at least one run.
+"""Pairwise combinations of DPOTrainer options: each pair of values occurs in at least one run.
 
-What two options do to each other (truncation to precomputed values, weights to several losses, checkpointing to
-adapters) shows in pairs of them. `RUNS` covers all pairs with a handful of trainings; a greedy search makes it, and the
-same one each time.
+Most interactions involve two options, such as truncation and precomputed values, weighting and
+several losses, or checkpointing and adapters. `RUNS` covers all pairs with a handful of trainings.
+A deterministic greedy search finds them.
 """
 
 import random
@@ -21,8 +21,8 @@ AXES = {
     },
     "adapter": {
         "none": {},
-        "new": dict(reference=False, peft_config=LoraConfig(**LORA)),  # the reference has adapters off
-        "trained": dict(reference=False, prepare=lambda model: get_peft_model(model, LoraConfig(**LORA))),  # a copy
+        "new": dict(reference=False, peft_config=LoraConfig(**LORA)),  # the reference is the policy without adapters
+        "trained": dict(reference=False, prepare=lambda model: get_peft_model(model, LoraConfig(**LORA))),  # copied
     },
     "checkpointing": {
         "off": {},
@@ -32,30 +32,30 @@ AXES = {
     "truncation": {
         "off": dict(max_length=None),
         "start": dict(max_length=16),  # cuts answers
-        "end": dict(max_length=9, truncation_mode="keep_end"),  # cuts prompts, some of them whole
+        "end": dict(max_length=9, truncation_mode="keep_end"),  # cuts prompts, some entirely
     },
     "padding": {"off": {}, "multiple": dict(pad_to_multiple_of=16)},
     "accumulation": {"off": {}, "on": dict(gradient_accumulation_steps=2)},
     "precompute": {"off": {}, "on": dict(precompute_ref_log_probs=True)},
     "weighting": {"off": {}, "wpo": dict(use_weighting=True), "ld": dict(ld_alpha=0.5)},
     "sync": {"off": {}, "on": dict(sync_ref_model=True, ref_model_sync_steps=1)},
-    "evaluation": {"off": {}, "on": dict(evaluate=6)},  # its last batch is a partial one
+    "evaluation": {"off": {}, "on": dict(evaluate=6)},  # the last batch is partial
 }
 
-REFUSED = {  # by TRL: (option, value), (option, value)
+REJECTED_BY_TRL = {  # pairs of (option, value)
     frozenset({("sync", "on"), ("adapter", "new")}),  # there is no reference model
     frozenset({("sync", "on"), ("adapter", "trained")}),
-    frozenset({("sync", "on"), ("precompute", "on")}),  # what is precomputed would be of an old one
-    frozenset({("weighting", "wpo"), ("loss", "aot")}),  # weights are of pairs, and it sorts them apart
-    frozenset({("weighting", "wpo"), ("loss", "mixed")}),  # its sft term is one number, and is weighted in place
+    frozenset({("sync", "on"), ("precompute", "on")}),  # precomputed values would be outdated
+    frozenset({("weighting", "wpo"), ("loss", "aot")}),  # weights belong to pairs, which aot separates by sorting
+    frozenset({("weighting", "wpo"), ("loss", "mixed")}),  # its sft term is a scalar, which is weighted in place
 }
 
 
-def pairs_to_cover() -> set[frozenset]:
-    found = set()
+def required_pairs() -> set[frozenset]:
+    required = set()
     for (a, values_a), (b, values_b) in combinations(AXES.items(), 2):
-        found |= {frozenset({(a, x), (b, y)}) for x, y in product(values_a, values_b)}
-    return found - REFUSED
+        required |= {frozenset({(a, x), (b, y)}) for x, y in product(values_a, values_b)}
+    return required - REJECTED_BY_TRL
 
 
 def pairs_of(run: dict[str, str]) -> set[frozenset]:
@@ -63,22 +63,22 @@ def pairs_of(run: dict[str, str]) -> set[frozenset]:
 
 
 def completed(start: frozenset, axes: list[str], missing: set[frozenset]) -> dict[str, str]:
-    """The run that has these two values, and of each other option, in turn, the value with the most missing pairs."""
+    """Extends two values to a run, choosing per axis the value with the most missing pairs."""
     run = dict(start)
     for axis in axes:
         if axis not in run:
-            fitting = [v for v in AXES[axis] if not pairs_of({**run, axis: v}) & REFUSED]
+            fitting = [v for v in AXES[axis] if not pairs_of({**run, axis: v}) & REJECTED_BY_TRL]
             run[axis] = max(fitting, key=lambda v: len(pairs_of({**run, axis: v}) & missing))
     return {axis: run[axis] for axis in AXES}
 
 
 def covering_runs() -> list[dict[str, str]]:
-    """The best of some tries, again and again, until no pair is missing. The same ones each time."""
-    missing, runs, rng = pairs_to_cover(), [], random.Random(28)  # the fewest runs
+    """Adds the best of 50 random runs until no pair is missing. The result is deterministic."""
+    missing, runs, rng = required_pairs(), [], random.Random(28)  # the seed that gives the fewest runs
     while missing:
         starts = sorted(missing, key=sorted)
-        tries = [completed(rng.choice(starts), rng.sample(list(AXES), len(AXES)), missing) for _ in range(50)]
-        runs.append(max(tries, key=lambda run: len(pairs_of(run) & missing)))
+        candidates = [completed(rng.choice(starts), rng.sample(list(AXES), len(AXES)), missing) for _ in range(50)]
+        runs.append(max(candidates, key=lambda run: len(pairs_of(run) & missing)))
         missing -= pairs_of(runs[-1])
     return runs
 
@@ -86,15 +86,15 @@ def covering_runs() -> list[dict[str, str]]:
 RUNS = covering_runs()
 
 
-def test_every_pair_is_covered_and_few_runs_do_it():
+def test_few_runs_cover_every_pair():
     covered = set().union(*map(pairs_of, RUNS))
-    assert covered == pairs_to_cover()
+    assert covered == required_pairs()
     assert all(run.keys() == AXES.keys() for run in RUNS)
     assert len(RUNS) <= 16
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda pair: "-".join(f"{k}_{v}" for k, v in sorted(pair)))
-def test_what_is_left_out_is_refused_by_trl(both, refused):
+@pytest.mark.parametrize("refused", REJECTED_BY_TRL, ids=lambda pair: "-".join(f"{k}_{v}" for k, v in sorted(pair)))
+def test_trl_rejects_the_excluded_pairs(both, refused):
     options = {name: x for axis, value in refused for name, x in AXES[axis][value].items()}
     with pytest.raises((ValueError, NotImplementedError, RuntimeError)):
         both(**options, max_steps=1)
@@ -107,5 +107,5 @@ def test_combination(both, run):
     assert_same(stock, patched)
     policy = 4 if run["accumulation"] == "on" else 2
     evaluated = 2 if run["evaluation"] == "on" else 0
-    reference = 1 + (evaluated > 0) if run["precompute"] == "on" else policy + evaluated  # one batch of the pass each
+    reference = 1 + (evaluated > 0) if run["precompute"] == "on" else policy + evaluated  # one batch per pass
     assert_fused(patched, policy=policy, reference=reference, eval=evaluated)

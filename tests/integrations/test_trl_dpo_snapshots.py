@@ -1,7 +1,7 @@
-"""Twenty steps of three families against recorded numbers: neither stock nor patched training drifts unnoticed.
+"""Compares twenty steps of three families, stock and patched, with recorded numbers.
 
-`UPDATE_SNAPSHOTS=1 pytest tests/integrations/test_trl_dpo_snapshots.py` records stock training in float64, which
-depends on the processor only in digits that are not compared.
+`UPDATE_SNAPSHOTS=1 pytest tests/integrations/test_trl_dpo_snapshots.py` records stock training in
+float64, where processors differ only in digits that are not compared.
 """
 
 import json
@@ -18,7 +18,7 @@ import fastdpo
 SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
 STEPS = 20
 WATCHED = ("loss", "grad_norm", "rewards/margins")
-FAMILIES = ("llama", "gemma3_text", "gpt_oss")  # the plain one; windows and tied head; sinks and routed experts
+FAMILIES = ("llama", "gemma3_text", "gpt_oss")  # plain; sliding windows and tied head; sinks and experts
 
 
 def run(name, directory, cast=lambda model: model):
@@ -43,4 +43,4 @@ def test_twenty_steps(name, tmp_path):
     for trained in (stock, patched):
         for number, values in watched(trained).items():
             assert len(values) == STEPS
-            assert values == approximately(snapshot[number], units=4), number  # rounding of twenty steps
+            assert values == approximately(snapshot[number], units=4), number  # rounding over twenty steps
