@@ -1,4 +1,4 @@
-"""The reference memory of TRL's DPOTrainer: the same training with the reference run once for each pair."""
+"""`reference_memory` with TRL's DPOTrainer: equal training with one reference pass per pair."""
 
 import errno
 import logging
@@ -62,9 +62,9 @@ def test_the_same_training(tmp_path, name):
     patched = remembering(tmp_path / "patched", **MODELS[name](), **TWICE)
     assert_same(stock, patched)
     path = "stock" if name == "not packed" else "fused"
-    # 2 batches an epoch and 2 an evaluation: 3 epochs, and 4 evaluations, the last by hand
-    of_reference = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
-    assert of_reference == {("reference", path): 4, ("reference", "remembered"): 4 + 6}
+    # 2 batches per epoch and 2 per evaluation; 3 epochs and 4 evaluations, one of them explicit
+    reference_calls = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
+    assert reference_calls == {("reference", path): 4, ("reference", "remembered"): 4 + 6}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -76,14 +76,14 @@ def test_option(tmp_path, option):
     assert patched.calls["reference", "remembered"] > patched.calls["reference", "fused"]
 
 
-def test_only_pairs_that_are_new_are_run(tmp_path):
+def test_only_new_pairs_are_computed(tmp_path):
     reference, calls = tiny_model(seed=1), []
     reference.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     # Batches of 4 and of 2 pairs, then the first of the second epoch.
     patched = remembering(tmp_path, tiny_model(), reference, data=pairs(6), evaluate=0, max_steps=3)
-    assert calls == [8, 4]  # two rows a pair
+    assert calls == [8, 4]  # two rows per pair
     assert patched.calls["reference", "remembered"] == 1
 
 
@@ -108,7 +108,7 @@ def test_a_directory_outlives_the_process(tmp_path):
     assert second.calls["reference", "fused"] == 0
     assert second.calls["reference", "remembered"] == 6 + 2
 
-    others = {  # none of what was remembered is theirs
+    others = {  # runs that must not reuse the stored values
         "model": dict(MODELS["full"](), reference=tiny_model(seed=2)),
         "ld_alpha": dict(MODELS["full"](), ld_alpha=0.5),
         "precision": dict(MODELS["full"](), bf16=True),
@@ -123,7 +123,7 @@ def test_a_directory_outlives_the_process(tmp_path):
     assert_same_bits(adapter, again)
 
 
-def test_a_file_that_is_torn_is_named(tmp_path):
+def test_the_error_for_a_truncated_file_names_it(tmp_path):
     remembering(tmp_path / "1", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
     path, *_ = (tmp_path / "memory").rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
@@ -143,7 +143,7 @@ def on_a_full_disk(directory, monkeypatch):
 
 
 def full_after_the_start(directory, monkeypatch):
-    """The disk takes the file that is written to try it, and no other."""
+    """The disk accepts the file that tests it at the start, and no other file."""
     stock, written = os.fsync, []
 
     def fsync(descriptor):
@@ -156,18 +156,18 @@ def full_after_the_start(directory, monkeypatch):
 
 
 @pytest.mark.parametrize("break_it", [under_a_file, on_a_full_disk, full_after_the_start])
-def test_a_directory_that_takes_nothing_ends_no_training(tmp_path, caplog, monkeypatch, break_it):
+def test_an_unwritable_directory_does_not_stop_training(tmp_path, caplog, monkeypatch, break_it):
     stock = train(tmp_path / "stock", **MODELS["full"](), **EPOCHS)
     break_it(tmp_path / "memory", monkeypatch)
     patched = remembering(tmp_path / "patched", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
     assert_same(stock, patched)
     assert patched.calls["reference", "remembered"] == 4
-    said = [record.message for record in caplog.records if "reference_memory" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith("trl.DPOTrainer: reference_memory is kept in RAM, not on disk: ")
+    messages = [record.message for record in caplog.records if "reference_memory" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith("trl.DPOTrainer: reference_memory is kept in RAM, not on disk: ")
 
 
-def test_a_model_with_functions_of_unknown_origin_is_remembered_in_ram(tmp_path, caplog):
+def test_values_of_a_model_with_custom_hooks_stay_in_ram(tmp_path, caplog):
     reference = tiny_model(seed=1)
     reference.model.norm.register_forward_hook(lambda module, args, output: output * 1.1)
     run = remembering(tmp_path / "1", tiny_model(), reference, memory=tmp_path / "memory", **EPOCHS)
@@ -180,7 +180,7 @@ def adapter_on(model, **options) -> dict:
     return dict(model=model, reference=None, peft_config=LoraConfig(**{**LORA, **options}))
 
 
-OFF = {
+DISABLED_REASONS = {
     "the reference follows the policy": lambda: dict(
         sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=1, **MODELS["full"]()
     ),
@@ -190,17 +190,17 @@ OFF = {
 }
 
 
-@pytest.mark.parametrize("reason", OFF)
-def test_it_is_off_where_the_reference_is_not_the_same_again(tmp_path, caplog, monkeypatch, reason):
+@pytest.mark.parametrize("reason", DISABLED_REASONS)
+def test_memory_is_disabled_if_reference_values_can_change(tmp_path, caplog, monkeypatch, reason):
     with caplog.at_level(logging.WARNING, "fastdpo"):
-        run = remembering(tmp_path, data=pairs(4), max_steps=2, **OFF[reason]())
-    said = [record.message for record in caplog.records if "reference_memory" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith(f"trl.DPOTrainer: reference_memory is disabled, {reason}")
+        run = remembering(tmp_path, data=pairs(4), max_steps=2, **DISABLED_REASONS[reason]())
+    messages = [record.message for record in caplog.records if "reference_memory" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"trl.DPOTrainer: reference_memory is disabled, {reason}")
     assert not run.calls["reference", "remembered"]
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with pytest.raises(NotFused, match="reference_memory is disabled"):
-        remembering(tmp_path / "strict", data=pairs(4), max_steps=2, **OFF[reason]())
+        remembering(tmp_path / "strict", data=pairs(4), max_steps=2, **DISABLED_REASONS[reason]())
 
 
 def test_precomputed_values_need_no_memory(tmp_path):
@@ -208,7 +208,7 @@ def test_precomputed_values_need_no_memory(tmp_path):
     assert run.calls["reference", "remembered"] == 0
 
 
-def test_only_the_tokens_of_a_pair_count():
+def test_digests_depend_only_on_the_tokens_of_a_pair():
     batch = {
         "input_ids": torch.tensor([[5, 6, 7, 0], [5, 6, 8, 9]]),
         "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
@@ -232,9 +232,9 @@ def test_only_the_tokens_of_a_pair_count():
     assert digests_of_pairs(*swapped.values()) != digests_of_pairs(*batch.values())
 
 
-def test_ranks_tell_each_other(tmp_path):
-    """Shuffled, each rank meets pairs in the second epoch that another one has seen in the first."""
+def test_ranks_share_remembered_values(tmp_path):
+    """In the second epoch, shuffling gives a rank pairs that the other computed in the first."""
     for rank in run_two_ranks("memory", tmp_path):
         calls = {key[1:]: n for key, n in rank["calls"].items()}
-        assert calls["reference", "fused"] == 2  # 8 pairs, 2 ranks, 2 a batch: those of the first epoch
+        assert calls["reference", "fused"] == 2  # the first epoch: 8 pairs on 2 ranks, 2 per batch
         assert calls["reference", "remembered"] == 4

@@ -1,4 +1,4 @@
-"""`DPOConfig(padding_free=True)`: TRL warns and pads; patched, it is what happens and no word is lost about it."""
+"""`DPOConfig(padding_free=True)`: stock TRL warns and pads; patched, no padding and no warning."""
 
 import logging
 
@@ -21,7 +21,7 @@ def build(directory, model, trainer_class=DPOTrainer, **overrides):
 
 @pytest.fixture
 def trl_log(caplog):
-    """Messages of TRL's logger, which doesn't propagate to the root."""
+    """Messages of TRL's logger, which does not propagate to the root."""
     logger = logging.getLogger("trl")
     logger.addHandler(caplog.handler)
     yield caplog
@@ -45,14 +45,14 @@ def test_flags_and_warnings(tmp_path, trl_log):
     assert not trl_log.records
 
 
-def test_a_model_that_stays_padded_says_so(tmp_path, caplog):
+def test_a_model_that_stays_padded_logs_a_warning(tmp_path, caplog):
     with fastdpo.patched():
         trainer = build(tmp_path, tiny_model("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128))
     assert (trainer.args.padding_free, trainer.padding_free) == (True, False)
     assert "padding_free=True, but batches are padded for the reason logged above" in caplog.text
 
 
-def test_a_subclass_with_arguments_of_its_own(tmp_path):
+def test_a_subclass_with_additional_arguments(tmp_path):
     class Trainer(DPOTrainer):
         def __init__(self, *args, extra=1, **kwargs):
             super().__init__(*args, **kwargs)
@@ -68,7 +68,7 @@ def test_the_flag_survives_an_error(tmp_path):
     assert args.padding_free
 
 
-def test_unpatch_gives_the_constructor_back():
+def test_unpatch_restores_the_constructor():
     stock = DPOTrainer.__init__
     with fastdpo.patched():
         assert DPOTrainer.__init__ is not stock

@@ -1,6 +1,6 @@
-"""`precompute_ref_log_probs=True`, patched: TRL's numbers, kept under a key of all that they depend on.
+"""Patched `precompute_ref_log_probs=True`: TRL's values, cached under a key of all their inputs.
 
-That trainings on them are the same is in test_trl_dpo_options.py and test_trl_dpo_pairwise.py.
+test_trl_dpo_options.py and test_trl_dpo_pairwise.py compare trainings with precomputed values.
 """
 
 import logging
@@ -38,7 +38,7 @@ def data(tmp_path):
 
 
 def trainer_on(data, directory, *, kind=DPOTrainer, model=None, reference=True, peft_config=None, **options):
-    """A trainer, and how often it has called the reference for its values."""
+    """Returns a trainer and the number of reference calls during its creation."""
     before = Counter(fastdpo.calls)
     trainer = kind(
         model=tiny_model(seed=0) if model is None else model,
@@ -67,7 +67,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_numbers_are_stocks(option, data, tmp_path):
+def test_precomputed_values_equal_those_of_stock(option, data, tmp_path):
     stock, _ = trainer_on(data, tmp_path / "stock", **OPTIONS[option])
     with fastdpo.patched():
         patched, calls = trainer_on(data, tmp_path / "patched", **OPTIONS[option])
@@ -78,7 +78,7 @@ def test_numbers_are_stocks(option, data, tmp_path):
     assert calls == (6 if option == "batches" else 1)
 
 
-def test_a_second_trainer_and_a_training_never_run_the_reference(data, tmp_path):
+def test_a_second_trainer_and_training_do_not_run_the_reference(data, tmp_path):
     with fastdpo.patched():
         first, calls = trainer_on(data, tmp_path)
         assert calls == 1
@@ -92,9 +92,9 @@ def test_a_second_trainer_and_a_training_never_run_the_reference(data, tmp_path)
     assert stored.is_file()
 
 
-def test_values_of_other_options_are_not_taken(data, tmp_path):
-    """TRL's own key has no ld_alpha in it, and no truncation under keep_end."""
-    seen = []
+def test_values_of_other_options_are_not_reused(data, tmp_path):
+    """TRL's own cache key ignores ld_alpha, and truncation with keep_end."""
+    previous = []
     with fastdpo.patched():
         for options in (
             {},
@@ -107,14 +107,14 @@ def test_values_of_other_options_are_not_taken(data, tmp_path):
             dict(reference=tiny_model(seed=1, rms_norm_eps=1e-2)),
         ):
             trainer, calls = trainer_on(data, tmp_path, **options)
-            assert calls == 1, f"{options}: computed anew"
-            assert not any(torch.equal(values(trainer), other) for other in seen)
-            seen.append(values(trainer))
+            assert calls == 1, f"{options}: must be computed"
+            assert not any(torch.equal(values(trainer), other) for other in previous)
+            previous.append(values(trainer))
         assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
 
 
 def with_frequencies(model):
-    """Not in the state_dict, and not in the configuration."""
+    """Changes values that are neither in the state_dict nor in the config."""
     model.model.rotary_emb.inv_freq *= 2
     return model
 
@@ -130,7 +130,7 @@ def with_hook(model):
 
 
 @pytest.mark.parametrize("changed", [with_frequencies, with_scaling, with_hook])
-def test_values_of_a_model_with_the_same_weights_are_not_taken(changed, data, tmp_path, caplog):
+def test_values_of_a_different_model_with_equal_weights_are_not_reused(changed, data, tmp_path, caplog):
     stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=changed(tiny_model(seed=1)))
     with fastdpo.patched():
         plain, _ = trainer_on(data, tmp_path)
@@ -144,7 +144,7 @@ def test_values_of_a_model_with_the_same_weights_are_not_taken(changed, data, tm
     assert not torch.allclose(values(first), values(plain))
 
 
-def test_a_cache_that_cannot_be_written_ends_no_training(tmp_path, caplog, monkeypatch):
+def test_an_unwritable_cache_does_not_stop_training(tmp_path, caplog, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
     rows = Dataset.from_list(pairs(16))
@@ -157,19 +157,19 @@ def test_a_cache_that_cannot_be_written_ends_no_training(tmp_path, caplog, monke
     assert_close(values(patched), values(stock))
 
 
-def test_a_new_adapter_has_the_values_of_its_base(data, tmp_path):
-    found = []
+def test_a_new_adapter_reuses_the_values_of_its_base(data, tmp_path):
+    results = []
     with fastdpo.patched():
         for seed, expected in ((0, 1), (1, 0)):
             torch.manual_seed(seed)
             lora = LoraConfig(**{**LORA, "r": 2 + seed})
             trainer, calls = trainer_on(data, tmp_path, reference=None, peft_config=lora)
             assert calls == expected
-            found.append(values(trainer))
-    assert torch.equal(*found)
+            results.append(values(trainer))
+    assert torch.equal(*results)
 
 
-def test_what_was_computed_before_an_interruption_is_kept(data, tmp_path, monkeypatch):
+def test_values_computed_before_an_interruption_are_kept(data, tmp_path, monkeypatch):
     compute, calls = DPOTrainer.compute_ref_log_probs, []
 
     def interrupted(self, model, inputs):
@@ -189,7 +189,7 @@ def test_what_was_computed_before_an_interruption_is_kept(data, tmp_path, monkey
     assert_close(values(resumed), values(stock))
 
 
-def test_longest_first(data, tmp_path, monkeypatch):
+def test_batches_are_ordered_longest_first(data, tmp_path, monkeypatch):
     compute, widths = DPOTrainer.compute_ref_log_probs, []
 
     def watched(self, model, inputs):
@@ -203,7 +203,7 @@ def test_longest_first(data, tmp_path, monkeypatch):
     assert widths == sorted(widths, reverse=True)
 
 
-def test_data_in_memory(tmp_path, cache_of_datasets):
+def test_datasets_in_memory_are_cached(tmp_path, cache_of_datasets):
     rows = Dataset.from_list(pairs(16))
     stock, _ = trainer_on(rows, tmp_path)
     with fastdpo.patched():
@@ -219,7 +219,7 @@ def test_data_in_memory(tmp_path, cache_of_datasets):
     assert_close(values(first), values(stock))
 
 
-def test_columns_that_are_there_are_taken(data, tmp_path, caplog):
+def test_existing_columns_are_used(data, tmp_path, caplog):
     with fastdpo.patched():
         first, _ = trainer_on(data, tmp_path)
         columns = ref_logps.RefLogps(torch.arange(16.0), -torch.arange(16.0))
@@ -235,15 +235,15 @@ def test_columns_that_are_there_are_taken(data, tmp_path, caplog):
     assert values(first).max() < 0
 
 
-def test_evaluation_of_other_data(data, tmp_path):
+def test_evaluation_on_other_data(data, tmp_path):
     other = dataset(6, tmp_path / "other", seed=3)
     stock, _ = trainer_on(data, tmp_path)
     expected = stock.evaluate(other)
     with fastdpo.patched():
         patched, _ = trainer_on(data, tmp_path)
         before = Counter(fastdpo.calls)
-        found = patched.evaluate({"a": other})
-    assert found["eval_a_loss"] == approximately(expected["eval_loss"])
+        metrics = patched.evaluate({"a": other})
+    assert metrics["eval_a_loss"] == approximately(expected["eval_loss"])
     assert fastdpo.calls - before == {
         ("trl.DPOTrainer", "reference", "fused"): 1,
         ("trl.DPOTrainer", "eval", "fused"): 2,
@@ -272,11 +272,11 @@ SUBCLASSES = {
 
 
 @pytest.mark.parametrize("kind", SUBCLASSES)
-def test_what_may_give_other_numbers_is_left_to_trl(kind, data, tmp_path, caplog, monkeypatch):
+def test_subclasses_that_may_change_values_fall_back_to_trl(kind, data, tmp_path, caplog, monkeypatch):
     stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, kind=kind)
     with fastdpo.patched(), caplog.at_level(logging.WARNING, logger="fastdpo"):
         patched, calls = trainer_on(data, tmp_path, kind=kind)
-        assert calls == 4, "by TRL's batches; their forwards are fused all the same"
+        assert calls == 4, "TRL's batches, with fused forward passes"
         assert SUBCLASSES[kind] in caplog.text
         assert_close(values(patched), values(stock))
         assert not (tmp_path / "data" / "fastdpo-ref-logps").exists()
@@ -286,7 +286,7 @@ def test_what_may_give_other_numbers_is_left_to_trl(kind, data, tmp_path, caplog
 
 
 def test_a_model_that_cannot_be_packed(data, tmp_path):
-    """As many pairs in a batch as TRL would take."""
+    """Batches have the same number of pairs as in TRL."""
     stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=tiny_family("falcon-alibi"))
     with fastdpo.patched():
         patched, calls = trainer_on(data, tmp_path, reference=tiny_family("falcon-alibi"))
@@ -294,7 +294,7 @@ def test_a_model_that_cannot_be_packed(data, tmp_path):
     assert_close(values(patched), values(stock))
 
 
-def test_streaming_is_refused_as_before(tmp_path):
+def test_streaming_raises_the_same_error_as_stock(tmp_path):
     stream = Dataset.from_list(pairs(8)).to_iterable_dataset()
     with pytest.raises(ValueError, match="IterableDataset") as stock:
         trainer_on(stream, tmp_path)
@@ -303,7 +303,7 @@ def test_streaming_is_refused_as_before(tmp_path):
     assert str(stock.value) == str(patched.value)
 
 
-def test_a_trainer_that_was_built_before_keeps_its_own_pass(data, tmp_path):
+def test_a_trainer_created_before_patching_keeps_trls_pass(data, tmp_path):
     other = dataset(4, tmp_path / "other")
     trainer, _ = trainer_on(data, tmp_path)
     with fastdpo.patched():
@@ -311,14 +311,14 @@ def test_a_trainer_that_was_built_before_keeps_its_own_pass(data, tmp_path):
     assert not list(tmp_path.rglob("fastdpo-ref-logps"))
 
 
-def test_unpatching_gives_the_method_back():
+def test_unpatching_restores_the_method():
     stock = DPOTrainer._precompute_ref_logps
     with fastdpo.patched():
         assert DPOTrainer._precompute_ref_logps is not stock
     assert DPOTrainer._precompute_ref_logps is stock
 
 
-def test_another_signature_is_refused(monkeypatch):
+def test_a_changed_signature_is_rejected(monkeypatch):
     monkeypatch.setattr(DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name: dataset)
     rule = r"must have the parameters \['self', 'dataset', 'name', 'batch_size'\]"
     with pytest.raises(fastdpo.PatchError, match=rule):
@@ -331,10 +331,10 @@ def test_several_ranks_with_data_in_memory(ranks, tmp_path):
     alone, _ = trainer_on(dataset(10, tmp_path / "data"), tmp_path)
     reference, policy = (("trl.DPOTrainer", kind, "fused") for kind in ("reference", "policy"))
     for rank in range(ranks):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
-        assert found["world"] == ranks
-        # 5, 2 and 1 batches of two pairs, in equally many calls of each rank
-        assert found["precomputed"] == {reference: sum(-(-batches // ranks) for batches in (5, 2, 1))}
-        assert found["trained"][policy] == 2
-        assert reference not in found["trained"]
-        assert_close(torch.stack([found["chosen"], found["rejected"]]), values(alone))
+        result = torch.load(tmp_path / f"rank{rank}.pt")
+        assert result["world"] == ranks
+        # 5, 2 and 1 batches of two pairs; every rank makes the same number of calls
+        assert result["precomputed"] == {reference: sum(-(-batches // ranks) for batches in (5, 2, 1))}
+        assert result["trained"][policy] == 2
+        assert reference not in result["trained"]
+        assert_close(torch.stack([result["chosen"], result["rejected"]]), values(alone))

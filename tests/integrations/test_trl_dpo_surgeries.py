@@ -1,4 +1,4 @@
-"""A model is changed between two steps: the training goes on as stock training does, fused or with a logged reason."""
+"""Models changed between two steps: training equals stock, fused or with a logged reason."""
 
 import logging
 from collections import Counter
@@ -47,44 +47,44 @@ def operated(operate) -> type[DPOTrainer]:
 def test_surgery(tmp_path, caplog, surgery):
     def options() -> dict:
         torch.manual_seed(3)
-        given = (
+        arguments = (
             dict(peft_config=LoraConfig(**LORA), reference=None)
             if surgery.adapter
             else dict(reference=tiny_model(seed=1))
         )
-        return dict(model=tiny_model(), trainer_class=operated(surgery.operate), max_steps=STEPS, **given)
+        return dict(model=tiny_model(), trainer_class=operated(surgery.operate), max_steps=STEPS, **arguments)
 
     stock = train(tmp_path / "stock", **options())
     with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
         patched = train(tmp_path / "patched", **options())
     assert_same(stock, patched)
-    said = [record.message for record in caplog.records if record.name == "fastdpo"]
+    messages = [record.message for record in caplog.records if record.name == "fastdpo"]
     if surgery.reason is None:
-        assert said == []
+        assert messages == []
         assert patched.calls == Counter({("policy", "fused"): STEPS, ("reference", "fused"): STEPS})
     else:
-        (line,) = said[:1]
+        (line,) = messages[:1]
         assert line.startswith(f"trl.DPOTrainer (policy): not fused, {surgery.reason}")
         assert patched.calls["policy", "fused"] == BEFORE
         assert patched.calls["policy", "stock"] == STEPS - BEFORE
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_model_that_trainers_switch_is_examined_once(tmp_path, monkeypatch, adapter):
-    """With gradient checkpointing, TRL disables and enables it in each step, and adds a hook each time."""
-    examined, stock_probe = [], probe.probe
-    # Counted where it is called: with checkpointing, the calls of a model don't tell a probe from a batch.
-    monkeypatch.setattr(probe, "probe", lambda model, device: examined.append(model) or stock_probe(model, device))
-    given = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=tiny_model(seed=1))
+def test_a_model_whose_checkpointing_is_toggled_is_probed_once(tmp_path, monkeypatch, adapter):
+    """TRL disables and enables gradient checkpointing in each step, and adds a hook each time."""
+    probed, stock_probe = [], probe.probe
+    # With checkpointing, the calls of a model do not tell a probe from a batch: count probes.
+    monkeypatch.setattr(probe, "probe", lambda model, device: probed.append(model) or stock_probe(model, device))
+    arguments = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=tiny_model(seed=1))
     with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
         epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=4, eval_strategy="epoch")
-        run = train(tmp_path, tiny_model(), gradient_checkpointing=True, **epochs, **given)
-    assert len(examined) == (1 if adapter else 2)
-    assert run.calls["reference", "remembered"] == 2 * 2 + 3, "an epoch has two batches, an evaluation one"
+        run = train(tmp_path, tiny_model(), gradient_checkpointing=True, **epochs, **arguments)
+    assert len(probed) == (1 if adapter else 2)
+    assert run.calls["reference", "remembered"] == 2 * 2 + 3, "two batches per epoch, one per evaluation"
 
 
 class Observed(nn.Module):
-    """Scales by the largest activation that it has seen in training, as quantization-aware training does."""
+    """Divides by the largest activation of the training, as quantization-aware training does."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ class Observed(nn.Module):
         return x / self.largest
 
 
-def test_a_model_that_keeps_statistics_is_left_to_stock(both, caplog):
+def test_a_model_that_keeps_statistics_falls_back_to_stock(both, caplog):
     def observing(model):
         model.model.layers[0].mlp.act_fn = Observed()
         return model
