@@ -1,7 +1,7 @@
 """TRL's OnlineDPOTrainer, stock against patched: the same completions, loss, metrics and gradients.
 
-Stock sums four metrics over padding. `masked` is stock with zeros there, which every metric is compared with; all
-others are compared with stock as it is.
+Stock includes padding in four metrics. These are compared with `masked`, which is stock with zeros
+at padding positions; all other numbers are compared with stock itself.
 """
 
 import functools
@@ -69,7 +69,7 @@ OPTIONS = {
     "one token": (dict(max_new_tokens=1), FULL),
     "batch of one": (dict(per_device_train_batch_size=1), FULL),
     "missing_eos_penalty": (dict(missing_eos_penalty=5.0), FULL),
-    "beta": (dict(beta=[0.3, 0.1], max_steps=1), dict(policy=1, reference=1)),  # stock fails at its second step
+    "beta": (dict(beta=[0.3, 0.1], max_steps=1), dict(policy=1, reference=1)),  # stock fails in its second step
     # truncation
     "prompts cut": (dict(max_length=12, data=LONG), FULL),
     "prompts cut away": (dict(max_length=4, data=LONG, generation_kwargs={"min_new_tokens": 4}), FULL),
@@ -80,7 +80,7 @@ OPTIONS = {
     "copied reference": (dict(reference=False, learning_rate=0.1), FULL),
     "adapter": (dict(reference=False, peft_config=LoraConfig(**LORA)), FULL),
     "adapter beside a reference": (dict(peft_config=LoraConfig(**LORA)), FULL),
-    "loaded adapter": (dict(reference=False, prepare=trained_adapter, learning_rate=0.1), FULL),  # copied whole
+    "loaded adapter": (dict(reference=False, prepare=trained_adapter, learning_rate=0.1), FULL),  # TRL copies it
     # batches and memory
     "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
@@ -100,8 +100,8 @@ def test_option(three, option):
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_a_lost_token_is_noticed(tmp_path, three, loss_type):
-    """The comparison of trainings can fail."""
+def test_the_comparison_detects_a_missing_token(tmp_path, three, loss_type):
+    """A missing token makes the comparison of trainings fail."""
 
     class Losing(masked(OnlineDPOTrainer)):
         def _forward(self, model, *inputs):
@@ -115,7 +115,7 @@ def test_a_lost_token_is_noticed(tmp_path, three, loss_type):
     assert_far_from_same(stock, sabotaged, stock.in_float64)
 
 
-def test_the_four_metrics_differ_by_the_padding(three):
+def test_four_metrics_differ_from_stock_only_by_padding(three):
     stock, masked_stock, patched = three(max_steps=1)
     ended = patched.batches[0][3].sum(1) < 8
     assert 0 < ended.sum() < len(ended), "some completions end early, some do not"
@@ -127,8 +127,8 @@ def test_the_four_metrics_differ_by_the_padding(three):
     assert_same_online(stock, patched)
 
 
-def test_learned_positions_are_those_of_generation(tmp_path):
-    """Stock's count the padding on the left of a prompt."""
+def test_position_ids_equal_those_of_generation(tmp_path):
+    """Stock counts the left padding of a prompt in its position ids."""
 
     class Positioned(OnlineDPOTrainer):
         def _forward(self, model, *inputs):
@@ -147,7 +147,7 @@ def test_learned_positions_are_those_of_generation(tmp_path):
 
 
 def test_autocast(three):
-    """Accelerate's casts are around both models: of the reference, it makes them while the trainer is being built."""
+    """Accelerate wraps both models in casts, the reference while the trainer is created."""
     cast = []
 
     def watched(model):
@@ -157,7 +157,7 @@ def test_autocast(three):
     stock, _, patched = three(bf16=True, prepare=watched, max_steps=2)
     assert_fused(patched, policy=2, reference=2)
     assert cast[-2:] == [True, True]
-    eps = 2.0**-8  # see assert_same_but_for_rounding of DPOTrainer's models
+    eps = 2.0**-8  # see assert_same_but_for_rounding in test_trl_dpo_models.py
     assert abs(stock.logs[0]["loss"] - patched.logs[0]["loss"]) < 4 * eps
     a, b = stock.gradients[0], patched.gradients[0]
     assert all((a[name] - b[name]).norm() < 10 * eps * a[name].norm() for name in a)
@@ -167,7 +167,7 @@ def stock_path(role: str, reason: str) -> str:
     return f"trl.OnlineDPOTrainer ({role}): not fused, {reason}"
 
 
-def test_an_empty_prompt_goes_to_stock(three, caplog):
+def test_an_empty_prompt_falls_back_to_stock(three, caplog):
     runs = three(data=prompts(0, 5, 3, 0) * 2)
     assert runs[-1].calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
     for role in ("policy", "reference"):
@@ -175,7 +175,7 @@ def test_an_empty_prompt_goes_to_stock(three, caplog):
     assert_all_same(*runs)
 
 
-def test_attention_dropout_goes_to_stock_and_its_reference_is_fused(three, caplog):
+def test_attention_dropout_falls_back_to_stock_and_its_reference_is_fused(three, caplog):
     runs = three(tiny=dict(attention_dropout=0.1), disable_dropout=False)
     assert runs[-1].calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
     assert stock_path("policy", "attention dropout is active") in caplog.text
@@ -183,7 +183,7 @@ def test_attention_dropout_goes_to_stock_and_its_reference_is_fused(three, caplo
 
 
 class Loud(LlamaForCausalLM):
-    """Its logits are not what its head and its configuration say."""
+    """Scales its logits in a way that neither its head nor its config shows."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -191,7 +191,7 @@ class Loud(LlamaForCausalLM):
         return output
 
 
-def test_a_head_that_does_not_make_the_logits_goes_to_stock(three, caplog):
+def test_logits_that_differ_from_the_heads_output_fall_back_to_stock(three, caplog):
     def loud(model):
         model.__class__ = Loud
         return model
@@ -203,7 +203,7 @@ def test_a_head_that_does_not_make_the_logits_goes_to_stock(three, caplog):
     assert_all_same(*runs)
 
 
-def test_a_multimodal_model_goes_to_stock(three, caplog):
+def test_a_multimodal_model_falls_back_to_stock(three, caplog):
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     eye = CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
 
@@ -219,7 +219,7 @@ def test_a_multimodal_model_goes_to_stock(three, caplog):
     assert_all_same(*runs)
 
 
-def test_images_go_to_stock(tmp_path, caplog):
+def test_images_fall_back_to_stock(tmp_path, caplog):
     ids, mask = torch.randint(3, 90, (4, 9)), torch.ones(4, 9, dtype=torch.int64)
     mask[2:, 7:] = 0
     inputs = (ids[:, :5], mask[:, :5], ids[:, 5:], mask[:, 5:], {"pixel_values": torch.zeros(4, 3)})
@@ -262,7 +262,7 @@ def _no_prefix(monkeypatch):
 
 
 @pytest.mark.parametrize("sabotage", [_labels_a_token_late, _padding_is_scored, _prompts_a_token_short, _no_prefix])
-def test_sabotage_is_noticed(three, monkeypatch, sabotage):
+def test_the_comparison_detects_sabotage(three, monkeypatch, sabotage):
     monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
     sabotage(monkeypatch)
     _, masked_stock, patched = three(max_steps=1)
@@ -272,7 +272,7 @@ def test_sabotage_is_noticed(three, monkeypatch, sabotage):
 
 
 def largest_allocation(path: Path, function) -> int:
-    """Bytes of the largest that is made meanwhile, inside custom ops too."""
+    """Returns the bytes of the largest allocation during `function()`, including custom ops."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     profile.export_chrome_trace(str(path))
@@ -281,7 +281,7 @@ def largest_allocation(path: Path, function) -> int:
 
 
 def test_no_logits_are_stored(tmp_path, monkeypatch):
-    """16 completions to 16 tokens. What is larger than the head itself would be logits, or their gradient."""
+    """Only logits (16 completions of 16 tokens) or their gradient would be larger than the head."""
     vocabulary, hidden = 2000, 24
     monkeypatch.setattr(logit_rows, "MIN_TILE_ROWS", 8)
     monkeypatch.setattr(logit_rows, "TILE_BYTES", 0)
@@ -299,7 +299,7 @@ def test_no_logits_are_stored(tmp_path, monkeypatch):
     assert largest["patched"] <= hidden * row
 
 
-def test_unpatching_restores_the_class_and_living_models(tmp_path):
+def test_unpatching_restores_the_class_and_existing_models(tmp_path):
     stock = dict(vars(OnlineDPOTrainer))
     fastdpo.patch()
     models = [writer(0), writer(1)]
@@ -316,10 +316,10 @@ def test_unpatching_restores_the_class_and_living_models(tmp_path):
     assert fastdpo.calls == before
 
 
-def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):
-    gc.collect()  # those of other tests
+def test_trainers_created_before_stay_stock_and_are_listed(tmp_path):
+    gc.collect()  # trainers of other tests
     with fastdpo.patched():
-        earlier = build(tmp_path / "earlier", writer(0), writer(1), bf16=True)  # whose reference stays wrapped in casts
+        earlier = build(tmp_path / "earlier", writer(0), writer(1), bf16=True)  # its reference stays wrapped
         earlier.train()
     trainer = build(tmp_path, writer(0), writer(1))
     report = fastdpo.patch("trl.OnlineDPOTrainer")
@@ -332,7 +332,7 @@ def test_trainers_built_before_stay_stock_and_are_listed(tmp_path):
 
 @pytest.mark.parametrize(("reference", "bf16"), [(True, True), (False, True), (False, False)])
 def test_models_can_serve_a_second_trainer(tmp_path, reference, bf16):
-    """Without a reference, one is copied from a model that is wrapped already; accelerate's casts stay around them."""
+    """Without a reference, TRL copies the wrapped policy; accelerate's casts stay around both."""
     models = [writer(0), writer(1) if reference else None]
     fastdpo.patch()
     for name in ("first", "second"):
@@ -342,7 +342,7 @@ def test_models_can_serve_a_second_trainer(tmp_path, reference, bf16):
 
 
 def test_subclasses(tmp_path):
-    """One that adds to `_forward` is entered below it; one with a `_forward` of its own is left alone."""
+    """A `_forward` that calls stock's is fused inside; one without that call stays stock."""
 
     class Own(OnlineDPOTrainer):
         def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
@@ -362,7 +362,7 @@ def test_subclasses(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["_forward", "create_accelerator_and_postprocess"])
-def test_a_changed_seam_is_refused(monkeypatch, caplog, name):
+def test_a_changed_signature_is_rejected(monkeypatch, caplog, name):
     monkeypatch.setattr(OnlineDPOTrainer, name, lambda self, something_new: None)
     changed = dict(vars(OnlineDPOTrainer))
     with caplog.at_level(logging.INFO, logger="fastdpo"):
@@ -373,7 +373,7 @@ def test_a_changed_seam_is_refused(monkeypatch, caplog, name):
     assert dict(vars(OnlineDPOTrainer)) == changed
 
 
-def test_oldest(tmp_path):
+def test_the_oldest_supported_trl(tmp_path):
     run_with_oldest(WORKER, tmp_path)
     result = torch.load(tmp_path / "runs.pt")
     assert result["version"] == "1.15.0"
