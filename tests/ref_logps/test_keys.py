@@ -1,4 +1,4 @@
-"""The key changes with whatever the numbers depend on, and with nothing else."""
+"""The cache key changes with every input that affects the values, and with nothing else."""
 
 import copy
 import importlib
@@ -29,7 +29,7 @@ LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def key_of(tmp_path, model=None, rows=None, **options) -> str:
-    """The folder that values are stored in."""
+    """Returns the directory that a run creates for its values, or "known" if it exists."""
     before = set(tmp_path.iterdir())
     ref_logps.precompute(tiny_model() if model is None else model, rows or tokens(4), cache_dir=tmp_path, **options)
     new = {path.name for path in set(tmp_path.iterdir()) - before}
@@ -47,7 +47,7 @@ def edited(rows):
 
 
 def moved(rows):
-    """A token from the end of the prompt to the beginning of both answers: the same rows, other labels."""
+    """Moves the last prompt token to both answers: the rows are equal, the labels differ."""
     last = rows[3]["prompt_ids"].pop()
     rows[3]["chosen_ids"].insert(0, last)
     rows[3]["rejected_ids"].insert(0, last)
@@ -60,7 +60,7 @@ def one_weight(model):
 
 
 def two_swapped(model):
-    """The same bytes in other places."""
+    """Swaps two weights: the same bytes in different places."""
     first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
     first.up_proj, second.up_proj = second.up_proj, first.up_proj
     return model
@@ -80,7 +80,7 @@ def with_attribute(path, value):
 
 
 def with_frequencies(factor):
-    """Not in the state_dict."""
+    """Scales the rotary frequencies, which are not in the state_dict."""
     model = tiny_model()
     model.model.rotary_emb.inv_freq *= factor
     return model
@@ -124,13 +124,13 @@ OTHER = {
 }
 
 
-def test_every_ingredient_changes_the_key(tmp_path):
-    found = {"plain": key_of(tmp_path)}
-    found |= {name: key_of(tmp_path, **other()) for name, other in OTHER.items()}
+def test_every_relevant_input_changes_the_key(tmp_path):
+    keys_by_input = {"plain": key_of(tmp_path)}
+    keys_by_input |= {name: key_of(tmp_path, **other()) for name, other in OTHER.items()}
     with torch.autocast("cpu", torch.bfloat16):
-        found["autocast"] = key_of(tmp_path)
-    assert "known" not in found.values()
-    assert len(set(found.values())) == len(OTHER) + 2
+        keys_by_input["autocast"] = key_of(tmp_path)
+    assert "known" not in keys_by_input.values()
+    assert len(set(keys_by_input.values())) == len(OTHER) + 2
 
 
 def test_a_new_version_changes_the_key(tmp_path, monkeypatch):
@@ -145,14 +145,14 @@ def reloaded(directory):
 
 
 def configured(model):
-    """Settings of trainers that no number depends on."""
+    """Applies settings of trainers that do not affect the values."""
     model.config.use_cache, model.config.pad_token_id, model.config._name_or_path = False, 1, "elsewhere"
     model.config.output_router_logits = True
     return model.train().requires_grad_(False)
 
 
 def hooked(model):
-    """Functions that trainers install, none of which changes a number."""
+    """Installs the hooks of trainers, none of which affects the values."""
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     model.add_model_tags(["trl", "dpo"])
@@ -161,7 +161,7 @@ def hooked(model):
 
 
 def prepared(model):
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier trainer's precision is kept in it
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the precision of an earlier trainer
     return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
 
 
@@ -200,7 +200,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_nothing_else_does(tmp_path, name):
+def test_irrelevant_inputs_do_not_change_the_key(tmp_path, name):
     cache = tmp_path / "cache"
     cache.mkdir()
     assert key_of(cache) != "known"
@@ -220,7 +220,7 @@ def doubled(module, args, output):
 
 
 def doubled_after(method):
-    @wraps(method)  # it has the method's name
+    @wraps(method)  # takes the method's name
     def forward(self, *args, **kwargs):
         return 2 * method(self, *args, **kwargs)
 
@@ -277,7 +277,7 @@ def with_hook_on_an_adapter(model):
 
 
 class Wrapper(torch.nn.Module):
-    """Named like PEFT's."""
+    """A wrapper with PEFT's attribute name `base_layer`."""
 
     def __init__(self, base_layer, factor):
         super().__init__()
@@ -287,7 +287,7 @@ class Wrapper(torch.nn.Module):
         return self.factor * self.base_layer(x)
 
 
-def test_a_wrapper_of_other_origin_counts():
+def test_a_wrapper_that_is_not_from_peft_changes_the_key():
     def wrapped(factor):
         model = tiny_model()
         model.model.layers[0].mlp.up_proj = Wrapper(model.model.layers[0].mlp.up_proj, factor)
@@ -300,7 +300,7 @@ def test_a_wrapper_of_other_origin_counts():
     assert keys.model_digest(compiled) == keys.model_digest(tiny_model())
 
 
-def test_a_hook_around_the_model():
+def test_a_model_with_a_hook_on_the_peft_wrapper_is_not_cached():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     assert keys.uncacheable_reason(model) is None
     model.register_forward_hook(doubled)
@@ -315,15 +315,15 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("changed", UNKNOWN)
-def test_a_model_with_functions_of_other_origin_is_not_cached(changed, tmp_path, caplog, monkeypatch):
-    """Nothing tells such a function from another one: it could read any variable."""
+def test_a_model_with_custom_functions_is_not_cached(changed, tmp_path, caplog, monkeypatch):
+    """A key cannot identify such a function, because it could read any variable."""
     plain = ref_logps.precompute(tiny_model(), tokens(4), cache_dir=tmp_path)
     expected = ref_logps.precompute(changed(tiny_model()), tokens(4))
     assert not torch.equal(expected.chosen, plain.chosen)
     before = set(tmp_path.rglob("*"))
     with caplog.at_level("WARNING", logger="fastdpo"):
-        found = ref_logps.precompute(changed(tiny_model()), tokens(4), cache_dir=tmp_path)
-    assert torch.equal(found.chosen, expected.chosen)
+        computed = ref_logps.precompute(changed(tiny_model()), tokens(4), cache_dir=tmp_path)
+    assert torch.equal(computed.chosen, expected.chosen)
     assert set(tmp_path.rglob("*")) == before
     (warning,) = (record.message for record in caplog.records if "not cached" in record.message)
     assert "test_keys.py" in warning or "Doubled" in warning
@@ -332,7 +332,7 @@ def test_a_model_with_functions_of_other_origin_is_not_cached(changed, tmp_path,
         ref_logps.precompute(changed(tiny_model()), tokens(4), cache_dir=tmp_path)
 
 
-def test_a_forward_that_a_class_was_given(tmp_path, monkeypatch):
+def test_a_replaced_forward_of_a_class(tmp_path, monkeypatch):
     plain = keys.model_digest(tiny_model())
     monkeypatch.setattr(LlamaMLP, "forward", doubled_after(LlamaMLP.forward))
     assert "model.layers.0.mlp runs doubled_after" in (keys.uncacheable_reason(tiny_model()) or "")
@@ -341,7 +341,7 @@ def test_a_forward_that_a_class_was_given(tmp_path, monkeypatch):
     assert keys.model_digest(tiny_model()) != plain
 
 
-def test_a_hook_of_all_modules():
+def test_a_global_hook_on_all_modules():
     handle = torch.nn.modules.module.register_module_forward_hook(doubled)
     try:
         assert "every module runs doubled" in (keys.uncacheable_reason(tiny_model()) or "")
@@ -350,9 +350,9 @@ def test_a_hook_of_all_modules():
     assert keys.uncacheable_reason(tiny_model()) is None
 
 
-def test_a_class_of_a_script_is_known_by_its_file(tmp_path, monkeypatch):
+def test_a_class_is_identified_by_the_contents_of_its_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    file, found = tmp_path / "own_norm.py", set()
+    file, digests_seen = tmp_path / "own_norm.py", set()
     for factor in (1, 2, 1):
         file.write_text(
             "import torch\n\nclass Norm(torch.nn.Identity):\n"
@@ -361,8 +361,8 @@ def test_a_class_of_a_script_is_known_by_its_file(tmp_path, monkeypatch):
         sys.modules.pop("own_norm", None)
         importlib.invalidate_caches()
         model = with_attribute("model.norm", importlib.import_module("own_norm").Norm())
-        found.add(keys.model_digest(model))
-    assert len(found) == 2
+        digests_seen.add(keys.model_digest(model))
+    assert len(digests_seen) == 2
 
     space: dict = {"__name__": "notebook"}
     exec(file.read_text(), space)
@@ -371,16 +371,16 @@ def test_a_class_of_a_script_is_known_by_its_file(tmp_path, monkeypatch):
     )
 
 
-def test_an_adapter_that_is_merged_and_off():
-    """Its forward takes the adapter out of the weights: it is not the model that has them."""
+def test_a_merged_and_disabled_adapter_changes_the_key():
+    """Its forward subtracts the adapter again, unlike that of a model with merged weights."""
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     model.merge_adapter()
     with scoring.with_adapter(model, None):
-        found = keys.model_digest(model.get_base_model())
-    assert found != keys.model_digest(model.merge_and_unload())
+        digest = keys.model_digest(model.get_base_model())
+    assert digest != keys.model_digest(model.merge_and_unload())
 
 
-def test_of_adapters_only_the_active_one_counts():
+def test_only_the_active_adapter_changes_the_key():
     def digest(adapter, **options) -> str:
         model = adapters(**options)
         with scoring.with_adapter(model, adapter):
@@ -388,28 +388,28 @@ def test_of_adapters_only_the_active_one_counts():
 
     plain = keys.model_digest(tiny_model())
     assert digest(None) == digest(None, seed=5, alpha=3, ref_seed=7, ref_alpha=1) == plain
-    of_ref = digest("ref")
-    assert of_ref == digest("ref", seed=5, alpha=3)
-    assert len({plain, of_ref, digest("ref", ref_seed=2), digest("ref", ref_alpha=1), digest("default")}) == 5
+    ref_digest = digest("ref")
+    assert ref_digest == digest("ref", seed=5, alpha=3)
+    assert len({plain, ref_digest, digest("ref", ref_seed=2), digest("ref", ref_alpha=1), digest("default")}) == 5
 
 
-def test_an_adapter_may_be_named_like_anything():
+def test_an_adapter_may_have_the_name_of_a_parameter():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA), adapter_name="weight")
     with scoring.with_adapter(model, None):
-        found = keys.model_digest(model.get_base_model())
+        digest = keys.model_digest(model.get_base_model())
         model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.data += 1
-        assert found != keys.model_digest(model.get_base_model())
-    assert found == keys.model_digest(tiny_model())
+        assert digest != keys.model_digest(model.get_base_model())
+    assert digest == keys.model_digest(tiny_model())
 
 
-def test_values_that_cannot_be_read_are_named(tmp_path):
+def test_the_error_names_a_weight_that_cannot_be_read(tmp_path):
     model = tiny_model()
     model.model.layers[0].mlp.up_proj.to("meta")
     with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp\.up_proj\.weight cannot be read"):
         ref_logps.precompute(model, tokens(2), cache_dir=tmp_path)
 
 
-def test_the_digest_of_a_tensor_tells_dtypes_and_shapes_apart():
+def test_tensor_digests_depend_on_dtype_and_shape():
     tensors = [
         torch.zeros(2, 3),
         torch.zeros(3, 2),
@@ -424,11 +424,11 @@ def test_the_digest_of_a_tensor_tells_dtypes_and_shapes_apart():
     assert digests.tensor_digest("x", torch.tensor(1.0)) != digests.tensor_digest("x", torch.tensor([1.0]))
 
 
-def test_the_digest_of_tokens_tells_columns_and_rows_apart():
+def test_token_digests_depend_on_columns_and_rows():
     def digest(*rows) -> str:
         return Pairs([dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)) for row in rows]).digest
 
-    found = [
+    digests_of_tokens = [
         digest(([1], [2], [3])),
         digest(([1, 2], [], [3])),
         digest(([1], [2, 3], [])),
@@ -436,4 +436,4 @@ def test_the_digest_of_tokens_tells_columns_and_rows_apart():
         digest(([1], [2], []), ([], [], [3])),
         digest(),
     ]
-    assert len(set(found)) == len(found)
+    assert len(set(digests_of_tokens)) == len(digests_of_tokens)

@@ -1,4 +1,4 @@
-"""Several processes share the work, whether or not they see one another's files."""
+"""Several ranks share the work, with or without a shared file system."""
 
 import os
 import signal
@@ -34,10 +34,10 @@ def test_ranks_share_the_work(tmp_path, world, disks):
         return counted(tiny_model(), rows, cache_dir=caches[disks](rank), tokens_per_batch=1)
 
     expected = exact(tiny_model(), rows)
-    found = ranks(world, tmp_path / "first", work)
-    for logps, calls in found:
-        assert calls == -(-25 // world), "each rank makes equally many calls"
-        assert torch.equal(logps.chosen, found[0][0].chosen)
+    results = ranks(world, tmp_path / "first", work)
+    for logps, calls in results:
+        assert calls == -(-25 // world), "every rank makes the same number of calls"
+        assert torch.equal(logps.chosen, results[0][0].chosen)
         assert_close(logps, expected)
     for logps, calls in ranks(world, tmp_path / "second", work):
         assert calls == (-(-25 // world) if disks == "none" else 0)
@@ -54,8 +54,8 @@ def test_ranks_without_data(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_engines_whose_forwards_wait_for_one_another(tmp_path, engine):
-    """An odd number of batches: a rank that made one call less would leave the other waiting."""
+def test_engines_whose_forward_passes_are_collective(tmp_path, engine):
+    """With an odd number of batches, a rank that made fewer calls would block the other."""
     rows = tokens(8)
 
     def work(_: int):
@@ -75,7 +75,7 @@ def test_engines_whose_forwards_wait_for_one_another(tmp_path, engine):
         assert_close(logps, exact(tiny_model(), rows))
 
 
-def test_a_job_that_was_killed_is_continued_by_one_of_another_size(tmp_path):
+def test_a_killed_job_is_resumed_by_a_job_of_another_size(tmp_path):
     rows, cache = tokens(200), tmp_path / "cache"
     killed = tmp_path / "killed"
     killed.mkdir()
@@ -90,15 +90,15 @@ def test_a_job_that_was_killed_is_continued_by_one_of_another_size(tmp_path):
     missing = int((Shards(directory, directory.name, 200).read()[:, 0] == MISSING).sum())
     assert missing < 200
 
-    found = ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1))
+    results = ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1))
     assert len(list(cache.rglob("*.safetensors"))) == 1
-    for logps, calls in found:
+    for logps, calls in results:
         assert calls == -(-missing // 3)
         assert_close(logps, exact(tiny_model(), rows))
 
 
-def test_an_error_of_one_is_an_error_of_all(tmp_path):
-    """A file that only one of them sees must not leave the others waiting."""
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
+    """A corrupt file that only one rank reads must not block the others."""
     rows = tokens(4)
 
     def work(rank: int):
@@ -106,26 +106,26 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
 
     ranks(2, tmp_path / "first", work)
     (path,) = (tmp_path / "cache0").rglob("*.safetensors")
-    path.write_bytes(b"torn")
+    path.write_bytes(b"corrupt")
     for message in ranks(2, tmp_path / "second", work):
         assert f"{path} must be a whole safetensors file" in message
 
 
-@pytest.mark.parametrize("what", ["model", "dataset", "tokens_per_batch", "cache_dir"])
-def test_ranks_must_be_given_the_same(tmp_path, what):
+@pytest.mark.parametrize("argument", ["model", "dataset", "tokens_per_batch", "cache_dir"])
+def test_arguments_must_be_the_same_on_every_rank(tmp_path, argument):
     def work(rank: int):
-        model = tiny_model(seed=rank if what == "model" else 0)
-        rows = tokens(4, seed=rank if what == "dataset" else 0)
-        cache = None if what == "cache_dir" and rank == 0 else tmp_path / "cache"
-        budget = 100 + rank if what == "tokens_per_batch" else 100
+        model = tiny_model(seed=rank if argument == "model" else 0)
+        rows = tokens(4, seed=rank if argument == "dataset" else 0)
+        cache = None if argument == "cache_dir" and rank == 0 else tmp_path / "cache"
+        budget = 100 + rank if argument == "tokens_per_batch" else 100
         return ref_logps.precompute(model, rows, cache_dir=cache, tokens_per_batch=budget)
 
     for message in ranks(2, tmp_path / "ranks", work):
         assert "must be the same on every rank" in message
 
 
-def test_a_second_job_waits_longer_than_a_collective_may_last(tmp_path):
-    """It gets the values of the first, and calls the model for none of them."""
+def test_a_second_job_waits_longer_than_the_collective_timeout(tmp_path):
+    """The second job reads the values of the first and never calls the model."""
     rows, cache, limit = tokens(60), tmp_path / "cache", 3.0
 
     def work(_: int):
@@ -147,26 +147,26 @@ def test_a_second_job_waits_longer_than_a_collective_may_last(tmp_path):
     for process in jobs["first"]:
         process.join(120)
         assert process.exitcode == 0
-    (first, calls), (second, none) = (
+    (first, calls), (second, second_calls) = (
         torch.load(tmp_path / name / "rank1.pt", weights_only=False) for name in ("first", "second")
     )
     assert torch.equal(first.chosen, second.chosen)
     assert torch.equal(first.rejected, second.rejected)
     assert calls > 5
-    assert none == 0
+    assert second_calls == 0
 
 
-def test_sharding_keeps_the_key_and_its_precision_changes_it(tmp_path):
+def test_the_key_depends_on_the_precision_of_fsdp_but_not_on_sharding(tmp_path):
     def work(_: int):
-        found = []
+        digests = []
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
             model = tiny_model()
             mesh = init_device_mesh("cpu", (2,))
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
             fully_shard(model, mesh=mesh, mp_policy=policy)
-            found.append(keys.model_digest(model))
-        return found
+            digests.append(keys.model_digest(model))
+        return digests
 
     for same, other in ranks(2, tmp_path, work):
         assert same == keys.model_digest(tiny_model())

@@ -1,4 +1,4 @@
-"""Killed at any moment, it goes on where it was."""
+"""A run that was killed at any time resumes with the stored values."""
 
 import os
 import random
@@ -37,27 +37,27 @@ def test_killed_twenty_times(tmp_path):
         time.sleep(rng.uniform(0, 0.03))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        assert process.exitcode == -signal.SIGKILL, "it was done before it could be killed"
+        assert process.exitcode == -signal.SIGKILL, "it finished before it was killed"
         progress.append(stored_rows(cache, 600))
     assert all(a < b for a, b in pairwise(progress)), progress
     assert progress[-1] < 600
 
     before = fastdpo.calls.copy()
     logps = ref_logps.precompute(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1)
-    assert (fastdpo.calls - before).total() == 600 - progress[-1], "a call for each row that was missing, no other"
+    assert (fastdpo.calls - before).total() == 600 - progress[-1], "one call for each missing row"
     assert_close(logps, ref_logps.precompute(tiny_model(), rows))
     (directory,) = cache.iterdir()
-    assert len(list(directory.iterdir())) == 2, "one file and the lock: no leftovers"
+    assert len(list(directory.iterdir())) == 2, "only one file and the lock"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-def test_what_was_computed_before_an_error_is_stored(tmp_path, monkeypatch, error):
+def test_values_computed_before_an_error_are_stored(tmp_path, monkeypatch, error):
     rows = tokens(30)
     taken = []
     read = passes.Pairs.rows
 
     def rows_of(pairs, indices):
-        taken.extend(indices if len(indices) == 1 else [])  # not the reading of lengths
+        taken.extend(indices if len(indices) == 1 else [])  # except when lengths are read
         if len(taken) == 12:
             raise error
         return read(pairs, indices)
@@ -72,8 +72,8 @@ def test_what_was_computed_before_an_error_is_stored(tmp_path, monkeypatch, erro
     assert_close(logps, exact(tiny_model(), rows))
 
 
-def test_shards_are_written_from_time_to_time(tmp_path, monkeypatch):
-    clock = iter(range(0, 10_000, 10))  # seconds, at each look
+def test_shards_are_written_regularly(tmp_path, monkeypatch):
+    clock = iter(range(0, 10_000, 10))  # seconds, at each call
     written = []
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     write = Shards.write
@@ -82,12 +82,12 @@ def test_shards_are_written_from_time_to_time(tmp_path, monkeypatch):
     )
     ref_logps.precompute(tiny_model(), tokens(20), cache_dir=tmp_path, tokens_per_batch=1)
     assert sum(written[:-1]) == 20
-    assert written[-1] == 20, "and merged in the end"
+    assert written[-1] == 20, "and merged at the end"
     assert 4 <= len(written) - 1 <= 10
 
 
 def stop_at(function: str, call: int) -> None:
-    """Kills this process when it deletes or renames the file that is the n-th since."""
+    """Kills this process at the n-th call of `Path.replace` or `Path.unlink` from now on."""
     stock, calls = getattr(Path, function), []
 
     def killed(path, *args, **kwargs):
@@ -100,8 +100,8 @@ def stop_at(function: str, call: int) -> None:
 
 
 @pytest.mark.parametrize(("function", "call"), [("replace", 1), ("unlink", 1), ("unlink", 2), ("unlink", 4)])
-def test_killed_while_it_merges(tmp_path, function, call):
-    """Nothing is left to compute then, but there is something to clean up."""
+def test_killed_during_the_merge(tmp_path, function, call):
+    """All values are stored then, but leftover files must be removed."""
     rows, merge = tokens(20), Shards.merge
 
     def killed(shards, values):
@@ -116,7 +116,7 @@ def test_killed_while_it_merges(tmp_path, function, call):
     process.join()
     assert process.exitcode == -signal.SIGKILL
     (directory,) = tmp_path.iterdir()
-    assert len(list(directory.iterdir())) > 2, "the lock, one file, and what is left"
+    assert len(list(directory.iterdir())) > 2, "the lock, one file and leftovers"
     before = fastdpo.calls.copy()
     logps = ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path)
     assert fastdpo.calls == before
@@ -125,7 +125,7 @@ def test_killed_while_it_merges(tmp_path, function, call):
 
 
 def terminated(tmp_path, prepare=lambda: None) -> tuple[int | None, int]:
-    """The exit code of a run that SIGTERM has reached in the middle, and how many of 200 rows it has stored."""
+    """Returns the exit code of a run stopped by SIGTERM, and how many of 200 rows it stored."""
     ready, rows = tmp_path / "ready", tokens(200)
 
     def work():
@@ -133,7 +133,7 @@ def terminated(tmp_path, prepare=lambda: None) -> tuple[int | None, int]:
         read, taken = passes.Pairs.rows, []
 
         def rows_of(pairs, indices):
-            taken.extend(indices if len(indices) == 1 else [])  # not the reading of lengths
+            taken.extend(indices if len(indices) == 1 else [])  # except when lengths are read
             if len(taken) == 12:
                 ready.touch()
             if len(taken) >= 12:
@@ -146,29 +146,29 @@ def terminated(tmp_path, prepare=lambda: None) -> tuple[int | None, int]:
     process = start(work)
     while not ready.exists() and process.is_alive():
         time.sleep(0.01)
-    for _ in range(2):  # a launcher repeats the scheduler's
+    for _ in range(2):  # a launcher repeats the scheduler's signal
         os.kill(process.pid, signal.SIGTERM)
     process.join()
     return process.exitcode, stored_rows(tmp_path / "cache", 200)
 
 
-def test_sigterm_ends_it_after_storing(tmp_path):
+def test_sigterm_stores_values_before_the_process_ends(tmp_path):
     code, stored = terminated(tmp_path)
     assert code == -signal.SIGTERM
     assert 11 <= stored < 100
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_handler_of_sigterm_that_is_there_stays(tmp_path):
+def test_an_existing_sigterm_handler_is_kept(tmp_path):
     code, stored = terminated(tmp_path, lambda: signal.signal(signal.SIGTERM, lambda *_: os._exit(7)))
     assert (code, stored) == (7, 0)
 
 
-def test_the_handler_of_sigterm_is_given_back(tmp_path):
+def test_the_sigterm_handler_is_restored(tmp_path):
     ref_logps.precompute(tiny_model(), tokens(3), cache_dir=tmp_path)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    found = []
-    thread = threading.Thread(target=lambda: found.append(ref_logps.precompute(tiny_model(), tokens(3))))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(ref_logps.precompute(tiny_model(), tokens(3))))
     thread.start()
     thread.join()
-    assert found, "only the main thread can set handlers"
+    assert results, "only the main thread can set handlers"

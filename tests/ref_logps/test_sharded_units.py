@@ -1,4 +1,4 @@
-"""A model whose attention modules and head are FSDP2 units of their own, on one rank."""
+"""A model whose attention modules and head are separate FSDP2 units, on one rank."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def mesh(tmp_path):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_and_head_in_units_of_their_own(mesh, implementation):
-    """FSDP2 gives a unit a class of its own, written in another file than the model's eager attention."""
+def test_attention_and_head_as_separate_units(mesh, implementation):
+    """FSDP2 changes the class of a unit; the new one is not in the file of the eager attention."""
     rows = tokens(8)
     model = tiny_model(attn_implementation=implementation)
     for layer in model.model.layers:
@@ -29,7 +29,7 @@ def test_attention_and_head_in_units_of_their_own(mesh, implementation):
     for unit in (model.lm_head, model):
         fully_shard(unit, mesh=mesh)
     before = fastdpo.calls["fastdpo.ref_logps", "reference", "fused"]
-    found = ref_logps.precompute(model, rows)
+    logps = ref_logps.precompute(model, rows)
     assert fastdpo.calls["fastdpo.ref_logps", "reference", "fused"] > before
     with torch.no_grad():
-        assert_close(found, exact(tiny_model(attn_implementation=implementation), rows))
+        assert_close(logps, exact(tiny_model(attn_implementation=implementation), rows))

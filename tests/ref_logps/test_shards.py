@@ -1,4 +1,4 @@
-"""Files: whole or not there, and nothing of a wrong one is used."""
+"""Cache files are written atomically, and no value of an invalid file is used."""
 
 import errno
 import logging
@@ -23,7 +23,7 @@ ROWS = tokens(6)
 
 
 def loaded(path) -> dict[str, torch.Tensor]:
-    """Copies: what safetensors returns is the mapped file, and the tests write to that."""
+    """Returns copies: safetensors maps the file into memory, and the tests write to it."""
     return {name: x.clone() for name, x in load_file(path).items()}
 
 
@@ -39,7 +39,7 @@ def precompute(path):
     return ref_logps.precompute(tiny_model(), ROWS, cache_dir=path.parent.parent)
 
 
-def test_what_is_stored_is_what_is_documented(stored):
+def test_the_file_format_is_as_documented(stored):
     tensors = loaded(stored)
     assert {name: x.dtype for name, x in tensors.items()} == {
         "rows": torch.int64,
@@ -53,7 +53,7 @@ def test_what_is_stored_is_what_is_documented(stored):
 
 
 def altered(path, digest=True, **changes):
-    """A file with other tensors, and, unless it is torn, metadata that fits them."""
+    """Writes a file with changed tensors, and with matching metadata unless `digest=False`."""
     tensors = {**loaded(path), **changes}
     tensors = {name: x for name, x in tensors.items() if x is not None}
     metadata = {"key": path.parent.name}
@@ -65,7 +65,7 @@ def altered(path, digest=True, **changes):
     save_file(tensors, path, metadata)
 
 
-HOSTILE = {
+INVALID = {
     "half": ("be a whole safetensors file", lambda path: path.write_bytes(path.read_bytes()[:-20])),
     "empty": ("be a whole safetensors file", lambda path: path.write_bytes(b"")),
     "zeros": ("be a whole safetensors file", lambda path: path.write_bytes(bytes(path.stat().st_size))),
@@ -102,7 +102,7 @@ def not_a_file(path, make):
     make(path)
 
 
-HOSTILE |= {
+INVALID |= {
     "named pipe": ("be a regular file", lambda path: not_a_file(path, os.mkfifo)),
     "directory": ("be a regular file", lambda path: not_a_file(path, Path.mkdir)),
     "broken link": ("be readable", lambda path: not_a_file(path, lambda path: path.symlink_to("nothing"))),
@@ -110,9 +110,9 @@ HOSTILE |= {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_wrong_file_is_named_and_not_used(stored, name):
-    message, spoil = HOSTILE[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_the_error_for_an_invalid_file_names_it(stored, name):
+    message, spoil = INVALID[name]
     good = stored.read_bytes()
     spoil(stored)
     with pytest.raises(ValueError) as error:
@@ -138,8 +138,8 @@ def test_nothing_is_unpickled(stored, tmp_path):
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_what_was_torn_while_it_was_written_is_cleaned_up(stored):
-    """A process that was killed leaves a temporary file; it is of no interest, and goes."""
+def test_temporary_files_of_killed_processes_are_removed(stored):
+    """A killed process may leave a truncated temporary file, which is never read."""
     leftover = stored.parent / f".{'a' * 32}.tmp"
     stored.rename(leftover)
     leftover.write_bytes(leftover.read_bytes()[:30])
@@ -148,7 +148,7 @@ def test_what_was_torn_while_it_was_written_is_cleaned_up(stored):
 
 
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), OSError(errno.EIO, "broken disk")])
-def test_a_file_that_cannot_be_read_is_named_and_stays(tmp_path, monkeypatch, error):
+def test_the_error_for_an_unreadable_file_names_it_and_keeps_it(tmp_path, monkeypatch, error):
     values = -torch.arange(1.0, 13.0).view(6, 2)
     key = key_in(tmp_path)
     shards = Shards(tmp_path / key, key, 6)
@@ -164,18 +164,18 @@ def test_a_file_that_cannot_be_read_is_named_and_stays(tmp_path, monkeypatch, er
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", read_bytes)
-        with pytest.raises(ValueError, match="must be readable") as found:
+        with pytest.raises(ValueError, match="must be readable") as raised:
             ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
         with pytest.raises(ValueError, match="must be readable"), shards.lock():
             shards.merge(values)
-    assert str(unreadable) in str(found.value)
+    assert str(unreadable) in str(raised.value)
     assert len(list(shards.directory.glob("*.safetensors"))) == 2
     logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
     assert torch.equal(torch.stack(logps, 1), values)
 
 
 def key_in(cache) -> str:
-    """Values of `ROWS`."""
+    """Returns the cache key of `ROWS`, and empties its directory."""
     ref_logps.precompute(tiny_model(), ROWS, cache_dir=cache)
     (directory,) = cache.iterdir()
     for path in directory.iterdir():
@@ -183,8 +183,8 @@ def key_in(cache) -> str:
     return directory.name
 
 
-def test_a_file_that_is_being_written_stays(stored):
-    """By a rank on another disk, or of a job whose first rank has died."""
+def test_a_file_that_is_being_written_is_kept(stored):
+    """A process without the lock may be writing it, such as a rank of a job whose rank 0 died."""
     with shards_module._temporary(stored.parent, b"half") as live:
         precompute(stored)
         remove_leftovers(stored.parent)
@@ -194,7 +194,7 @@ def test_a_file_that_is_being_written_stays(stored):
     assert sorted(path.name for path in stored.parent.iterdir()) == sorted([".lock", stored.name])
 
 
-def test_a_finished_cache_is_cleaned_up_if_nobody_else_is_at_it(stored):
+def test_a_finished_cache_is_cleaned_up_unless_it_is_locked(stored):
     shards = Shards(stored.parent, stored.parent.name, 6)
     values = shards.read()
     shards.write(torch.tensor([4, 2]), values[[4, 2]])
@@ -220,7 +220,7 @@ def test_many_files_become_one(tmp_path):
     assert torch.equal(shards.read(), values)
 
 
-def test_of_two_files_with_the_same_row_the_first_by_name_counts(tmp_path):
+def test_the_first_file_by_name_wins_if_two_have_the_same_row(tmp_path):
     shards = Shards(tmp_path / "key", "key", 2)
     with shards.lock():
         for value in (-1.0, -2.0):
@@ -229,7 +229,7 @@ def test_of_two_files_with_the_same_row_the_first_by_name_counts(tmp_path):
     assert torch.equal(shards.read()[:, 0], loaded(first)["chosen"])
 
 
-def test_a_finished_cache_needs_no_lock_and_no_writing(stored):
+def test_a_finished_cache_is_read_without_lock_or_write_access(stored):
     with FileLock(stored.parent / ".lock"):
         before = time.monotonic()
         precompute(stored)
@@ -241,7 +241,7 @@ def test_a_finished_cache_needs_no_lock_and_no_writing(stored):
         stored.parent.chmod(0o700)
 
 
-def test_two_processes_wait_for_each_other(tmp_path, caplog):
+def test_one_process_computes_while_others_wait(tmp_path, caplog):
     rows = tokens(60)
     results = tmp_path / "results"
     results.mkdir()
@@ -255,16 +255,16 @@ def test_two_processes_wait_for_each_other(tmp_path, caplog):
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    found = [torch.load(results / f"{number}.pt") for number in range(3)]
-    calls = sorted(n for _, n in found)
+    values = [torch.load(results / f"{number}.pt") for number in range(3)]
+    calls = sorted(n for _, n in values)
     assert calls[:2] == [0, 0], "one computes, the others wait"
     assert calls[2] > 10
-    for logps, _ in found:
-        assert torch.equal(logps[0], found[0][0][0])
+    for logps, _ in values:
+        assert torch.equal(logps[0], values[0][0][0])
         assert_close(ref_logps.RefLogps(*logps), exact(tiny_model(), rows))
 
 
-def test_waiting_is_said(tmp_path, caplog):
+def test_waiting_is_logged(tmp_path, caplog):
     shards = Shards(tmp_path / "key", "key", 1)
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""A cache is optional: a disk that takes nothing ends no run."""
+"""The cache is optional: a run continues if the disk cannot be written."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ ROWS = tokens(12)
 
 
 def full_disk(monkeypatch, after: int = 0) -> None:
-    """So many files are written, and no more."""
+    """Makes writes fail with ENOSPC after `after` files."""
     sync, left = os.fsync, [after]
 
     def fsync(file) -> None:
@@ -35,15 +35,15 @@ def warnings_of(caplog) -> list[str]:
 
 @pytest.fixture
 def below_a_file(tmp_path):
-    """A directory that nobody can make, not even root."""
+    """A directory that nobody can create, not even root."""
     (tmp_path / "file").touch()
     return tmp_path / "file" / "cache"
 
 
-def test_a_directory_that_cannot_be_made(below_a_file, caplog, monkeypatch):
+def test_a_directory_that_cannot_be_created(below_a_file, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=below_a_file)
-    assert_close(found, exact(tiny_model(), ROWS))
+        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=below_a_file)
+    assert_close(logps, exact(tiny_model(), ROWS))
     (warning,) = warnings_of(caplog)
     assert str(below_a_file) in warning
     assert os.strerror(errno.ENOTDIR) in warning
@@ -55,8 +55,8 @@ def test_a_directory_that_cannot_be_made(below_a_file, caplog, monkeypatch):
 def test_a_disk_that_is_full_at_the_start(tmp_path, caplog, monkeypatch):
     full_disk(monkeypatch)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
-    assert_close(found, exact(tiny_model(), ROWS))
+        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert_close(logps, exact(tiny_model(), ROWS))
     (warning,) = warnings_of(caplog)
     assert str(tmp_path) in warning
     assert os.strerror(errno.ENOSPC) in warning
@@ -64,8 +64,8 @@ def test_a_disk_that_is_full_at_the_start(tmp_path, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_disk_that_is_full_in_the_middle(tmp_path, caplog, monkeypatch, strict):
-    """The next run uses what was written before."""
+def test_a_disk_that_becomes_full_during_the_run(tmp_path, caplog, monkeypatch, strict):
+    """The next run uses the values that were written before the disk was full."""
     monkeypatch.setattr(passes, "SECONDS_BETWEEN_SHARDS", 0.0)
     monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="fastdpo"):
@@ -74,8 +74,8 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, caplog, monkeypatch, strict
             with pytest.raises(fastdpo.NotFused, match=os.strerror(errno.ENOSPC)):
                 ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path, tokens_per_batch=1)
         else:
-            found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path, tokens_per_batch=1)
-            assert_close(found, exact(tiny_model(), ROWS))
+            logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path, tokens_per_batch=1)
+            assert_close(logps, exact(tiny_model(), ROWS))
             (warning,) = warnings_of(caplog)
             assert os.strerror(errno.ENOSPC) in warning
     assert len(list(tmp_path.rglob("*.safetensors"))) == 4
@@ -85,25 +85,25 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, caplog, monkeypatch, strict
     assert (fastdpo.calls - before).total() == 12 - 4
 
 
-def test_a_finished_cache_on_a_disk_that_takes_nothing_is_read(tmp_path, caplog, monkeypatch):
+def test_a_finished_cache_on_a_full_disk_is_read(tmp_path, caplog, monkeypatch):
     stored = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
     full_disk(monkeypatch)
     before = fastdpo.calls.copy()
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
-    assert torch.equal(found.chosen, stored.chosen)
+        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert torch.equal(logps.chosen, stored.chosen)
     assert not warnings_of(caplog)
     assert fastdpo.calls == before
 
 
-def test_a_lock_that_does_not_work_here(tmp_path, caplog, monkeypatch):
+def test_a_file_system_without_locks(tmp_path, caplog, monkeypatch):
     def acquire(self, **_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(shards.FileLock, "acquire", acquire)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        found = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
-    assert_close(found, exact(tiny_model(), ROWS))
+        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
+    assert_close(logps, exact(tiny_model(), ROWS))
     (warning,) = warnings_of(caplog)
     assert os.strerror(errno.ENOLCK) in warning
 
@@ -111,7 +111,7 @@ def test_a_lock_that_does_not_work_here(tmp_path, caplog, monkeypatch):
 @pytest.mark.parametrize("when", ["at the start", "in the middle", "at the merge"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
-    """The other goes on, and neither waits for the other."""
+    """The other rank continues, and neither blocks."""
     rank_of_error = 0 if when == "at the merge" else 1
     after = {"at the start": 0, "in the middle": 2, "at the merge": 1 + 6}[when]
     monkeypatch.setenv("FASTDPO_STRICT", str(int(strict)))
@@ -125,18 +125,18 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
         except fastdpo.NotFused as error:
             return str(error)
 
-    for found in ranks(2, tmp_path / "ranks", work):
+    for result in ranks(2, tmp_path / "ranks", work):
         if strict:
-            assert os.strerror(errno.ENOSPC) in found
+            assert os.strerror(errno.ENOSPC) in result
         else:
-            assert_close(found, exact(tiny_model(), ROWS))
+            assert_close(result, exact(tiny_model(), ROWS))
     stored = len(list(tmp_path.rglob("*.safetensors")))
     assert stored == {"at the start": 0, "in the middle": 1, "at the merge": 12}[when]
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_directory_says_why_it_is_not_usable(tmp_path, below_a_file, monkeypatch):
-    """Also for other memories than that of `precompute`."""
+def test_unusable_reason_of_a_directory(tmp_path, below_a_file, monkeypatch):
+    """`reference_memory` uses the same check as `precompute`."""
     assert shards.unusable_reason(tmp_path / "new" / "directory") is None
     assert list((tmp_path / "new" / "directory").iterdir()) == []
     assert "Not a directory" in (shards.unusable_reason(below_a_file) or "")

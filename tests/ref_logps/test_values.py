@@ -1,4 +1,4 @@
-"""The numbers: by definition in float64, and TRL's own. And what is left of a model afterwards: all of it."""
+"""Values equal the float64 definition and TRL's, and the model is unchanged afterwards."""
 
 import logging
 from collections import Counter
@@ -20,8 +20,8 @@ from fastdpo.ref_logps.pairs import Pairs, batches
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 OPTIONS = {
     "all": {},
-    "keep_start": dict(max_length=12),  # answers lose their end, some rows all of an answer
-    "keep_end": dict(max_length=12, truncation_mode="keep_end"),  # prompts lose their begin, and rows their common one
+    "keep_start": dict(max_length=12),  # cuts answers, some entirely
+    "keep_end": dict(max_length=12, truncation_mode="keep_end"),  # cuts prompts, and with them the shared prefix
     "ld": dict(ld_alpha=0.5),
     "ld_keep_end": dict(max_length=9, truncation_mode="keep_end", ld_alpha=0.3),
 }
@@ -35,34 +35,34 @@ def reference_calls():
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("in_arrow", [False, True], ids=["list", "arrow"])
-def test_by_definition(option, in_arrow, reference_calls):
+def test_values_equal_the_definition(option, in_arrow, reference_calls):
     rows = tokens(24)
-    found = ref_logps.precompute(
+    logps = ref_logps.precompute(
         tiny_model(), Dataset.from_list(rows) if in_arrow else rows, tokens_per_batch=100, **OPTIONS[option]
     )
-    assert_close(found, exact(tiny_model(), rows, **OPTIONS[option]))
+    assert_close(logps, exact(tiny_model(), rows, **OPTIONS[option]))
     assert reference_calls() > 2
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma2", "granite", "gpt2", "phi", "mixtral", "mistral"])
-def test_of_other_families(family, reference_calls):
-    """One matrix at both ends, softcaps, scaled logits, learned positions, a bias, experts, a window."""
+def test_values_of_other_families(family, reference_calls):
+    """Tied weights, softcaps, scaled logits, learned positions, biases, experts and windows."""
     rows = tokens(12)
     assert_close(ref_logps.precompute(tiny_family(family), rows), exact(tiny_family(family), rows))
     assert reference_calls() == 1
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon_mamba"])
-def test_a_model_that_cannot_be_packed_is_run_by_its_own_forward(family, reference_calls, caplog):
+def test_an_unsupported_model_runs_its_own_forward(family, reference_calls, caplog):
     rows = tokens(8)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        found = ref_logps.precompute(tiny_family(family), rows)
-    assert_close(found, exact(tiny_family(family), rows))
+        logps = ref_logps.precompute(tiny_family(family), rows)
+    assert_close(logps, exact(tiny_family(family), rows))
     assert reference_calls("stock") == 8
     assert "fastdpo.ref_logps (reference): not fused" in caplog.text
 
 
-def test_that_is_an_error_in_strict_mode(monkeypatch):
+def test_an_unsupported_model_raises_in_strict_mode(monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     model = tiny_family("bloom")
     with pytest.raises(fastdpo.NotFused):
@@ -71,7 +71,7 @@ def test_that_is_an_error_in_strict_mode(monkeypatch):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_as_trl_does_it(option, tmp_path):
+def test_values_equal_trls(option, tmp_path):
     options = dict(max_length=1024, **OPTIONS[option]) if option in ("all", "ld") else OPTIONS[option]
     trainer = DPOTrainer(
         model=tiny_model(seed=0),
@@ -81,12 +81,12 @@ def test_as_trl_does_it(option, tmp_path):
         processing_class=tokenizer(),
     )
     columns = trainer.train_dataset
-    theirs = ref_logps.RefLogps(*(torch.tensor(columns[f"ref_{name}_logps"][:]) for name in ("chosen", "rejected")))
-    assert_close(ref_logps.precompute(tiny_model(seed=1), columns, **options), theirs)
+    trl_logps = ref_logps.RefLogps(*(torch.tensor(columns[f"ref_{name}_logps"][:]) for name in ("chosen", "rejected")))
+    assert_close(ref_logps.precompute(tiny_model(seed=1), columns, **options), trl_logps)
 
 
 @pytest.mark.parametrize("adapter", [None, "ref"])
-def test_of_an_adapter(adapter):
+def test_values_of_an_adapter(adapter):
     rows = tokens(12)
 
     def peft_model():
@@ -98,46 +98,46 @@ def test_of_an_adapter(adapter):
 
     model = peft_model()
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    found = ref_logps.precompute(model, rows, adapter=adapter)
+    logps = ref_logps.precompute(model, rows, adapter=adapter)
     assert model.active_adapter == "default"
     assert [name for name, p in model.named_parameters() if p.requires_grad] == trainable
     merged = peft_model().merge_and_unload(adapter_names=["ref"]) if adapter else tiny_model()
-    assert_close(found, exact(merged, rows))
+    assert_close(logps, exact(merged, rows))
 
 
-def test_under_autocast():
+def test_values_under_autocast():
     rows = tokens(12)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ref_logps.precompute(tiny_model(), rows)
+        logps = ref_logps.precompute(tiny_model(), rows)
     expected = exact(tiny_model(), rows)
-    assert_close(found, expected, relative=0.05)
-    assert not torch.allclose(found.chosen, expected.chosen, rtol=1e-5)
+    assert_close(logps, expected, relative=0.05)
+    assert not torch.allclose(logps.chosen, expected.chosen, rtol=1e-5)
 
 
-def test_dropout_is_off_and_the_model_is_as_before(tmp_path):
+def test_dropout_is_disabled_and_the_model_restored(tmp_path):
     rows = tokens(6)
     model = tiny_family("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     before = {name: id(x) for name, x in vars(model).items()}
     attention = model.config._attn_implementation
-    found = ref_logps.precompute(model, rows, cache_dir=tmp_path)
+    logps = ref_logps.precompute(model, rows, cache_dir=tmp_path)
     assert modes == [module.training for module in model.modules()]
     assert before == {name: id(x) for name, x in vars(model).items()}
     assert attention == model.config._attn_implementation
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert_close(found, exact(tiny_family("gpt2"), rows))
+    assert_close(logps, exact(tiny_family("gpt2"), rows))
 
 
-def test_a_row_without_a_scored_token_is_zero_and_costs_nothing(reference_calls):
-    nothing = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4], "rejected_ids": []}] * 2
-    found = ref_logps.precompute(tiny_model(), nothing, max_length=3)
-    assert found.chosen.tolist() == found.rejected.tolist() == [0, 0]
+def test_rows_without_scored_tokens_are_zero_and_not_computed(reference_calls):
+    rows = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4], "rejected_ids": []}] * 2
+    logps = ref_logps.precompute(tiny_model(), rows, max_length=3)
+    assert logps.chosen.tolist() == logps.rejected.tolist() == [0, 0]
     assert reference_calls() == 0
     assert ref_logps.precompute(tiny_model(), []).chosen.shape == (0,)
 
 
-def test_such_a_row_is_stored_too(tmp_path, reference_calls):
+def test_rows_without_scored_tokens_are_stored(tmp_path, reference_calls):
     rows = [*tokens(3), {"prompt_ids": [1, 2, 3], "chosen_ids": [], "rejected_ids": []}]
     first = ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path)
     assert first.chosen[3] == first.rejected[3] == 0
@@ -147,19 +147,19 @@ def test_such_a_row_is_stored_too(tmp_path, reference_calls):
 
 
 @pytest.mark.parametrize("option", ["all", "keep_start", "keep_end"])
-def test_batches_are_trls(option):
+def test_batches_equal_trls(option):
     rows = tokens(7)
     options = OPTIONS[option]
-    theirs = DataCollatorForPreference(pad_token_id=0, **options)(rows)
-    ours = Pairs(rows, **options).collate(rows)
-    labels = theirs["input_ids"].masked_fill(theirs["completion_mask"] == 0, -100)
-    for name, expected in {**theirs, "labels": labels}.items():
+    trl_batch = DataCollatorForPreference(pad_token_id=0, **options)(rows)
+    batch = Pairs(rows, **options).collate(rows)
+    labels = trl_batch["input_ids"].masked_fill(trl_batch["completion_mask"] == 0, -100)
+    for name, expected in {**trl_batch, "labels": labels}.items():
         if name != "completion_mask":
-            assert torch.equal(ours[name], expected), name
+            assert torch.equal(batch[name], expected), name
 
 
-def test_longest_first_and_within_the_budget():
-    """Packed tokens are counted: those of a prompt once."""
+def test_batches_are_longest_first_and_within_the_budget():
+    """The budget counts packed tokens, a shared prompt once."""
     rows = tokens(200, longest=60)
     pairs = Pairs(rows)
     sizes = pairs.sizes()
@@ -176,7 +176,7 @@ def test_longest_first_and_within_the_budget():
     assert [len(batch) for batch in batches(torch.arange(5).numpy(), sizes, 10**6, 2)] == [2, 2, 1]
 
 
-def test_the_budget_bounds_what_the_model_is_given(monkeypatch):
+def test_the_budget_bounds_the_tokens_per_forward(monkeypatch):
     model, seen = tiny_model(), []
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -184,20 +184,20 @@ def test_the_budget_bounds_what_the_model_is_given(monkeypatch):
     for budget in (80, 160):
         seen.clear()
         ref_logps.precompute(model, tokens(60), tokens_per_batch=budget)
-        assert budget / 2 < max(seen[-8:]) <= budget  # the probe was first
+        assert budget / 2 < max(seen[-8:]) <= budget  # the first calls are the probe's
 
 
-def test_columns(tmp_path):
+def test_with_ref_logps_adds_columns(tmp_path):
     rows = tokens(5)
     logps = ref_logps.precompute(tiny_model(), rows)
     plain = ref_logps.with_ref_logps(rows, logps)
     filtered = Dataset.from_list([*rows[:2], rows[0], *rows[2:]]).select([0, 1, 3, 4, 5])
     arrow = ref_logps.with_ref_logps(filtered, logps)
     assert arrow.features["ref_chosen_logps"].dtype == arrow.features["ref_rejected_logps"].dtype == "float32"
-    for found in (plain, list(arrow)):
-        assert [row["prompt_ids"] for row in found] == [row["prompt_ids"] for row in rows]
-        assert [row["ref_chosen_logps"] for row in found] == logps.chosen.tolist()
-        assert [row["ref_rejected_logps"] for row in found] == logps.rejected.tolist()
+    for extended in (plain, list(arrow)):
+        assert [row["prompt_ids"] for row in extended] == [row["prompt_ids"] for row in rows]
+        assert [row["ref_chosen_logps"] for row in extended] == logps.chosen.tolist()
+        assert [row["ref_rejected_logps"] for row in extended] == logps.rejected.tolist()
     collated = DataCollatorForPreference(pad_token_id=0)(plain)
     assert torch.equal(collated["ref_chosen_logps"], logps.chosen)
     assert "ref_chosen_logps" not in rows[0]
@@ -214,7 +214,7 @@ def with_id(column, token):
     return rows
 
 
-MISUSES = {
+INVALID_ARGUMENTS = {
     "max_length must be a positive integer or None; got nan": dict(max_length=float("nan")),
     "max_length must be a positive integer or None; got 8.0": dict(max_length=8.0),
     "max_length must be a positive integer or None; got True": dict(max_length=True),
@@ -251,20 +251,20 @@ MISUSES = {
 }
 
 
-@pytest.mark.parametrize("message", MISUSES)
-def test_misuse_is_named(message):
-    arguments = dict(model=tiny_model(), dataset=tokens(2)) | MISUSES[message]
+@pytest.mark.parametrize("message", INVALID_ARGUMENTS)
+def test_invalid_arguments_raise(message):
+    arguments = dict(model=tiny_model(), dataset=tokens(2)) | INVALID_ARGUMENTS[message]
     with pytest.raises((ValueError, TypeError), match=message):
         ref_logps.precompute(arguments.pop("model"), arguments.pop("dataset"), **arguments)
 
 
-def test_an_unknown_adapter_is_named():
+def test_an_unknown_adapter_raises():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     with pytest.raises(ValueError, match=r"adapter must be one of \['default'\].*; got 'ref'"):
         ref_logps.precompute(model, tokens(2), adapter="ref")
 
 
-def test_a_value_that_is_not_finite_is_an_error_and_not_stored(tmp_path):
+def test_a_non_finite_value_raises_and_is_not_stored(tmp_path):
     model = tiny_model()
     model.model.embed_tokens.weight.data[50] = torch.nan
     rows = [{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [i, 5]} for i in (4, 50, 6)]
@@ -273,7 +273,7 @@ def test_a_value_that_is_not_finite_is_an_error_and_not_stored(tmp_path):
     assert not any(b"nan" in path.read_bytes() for path in tmp_path.rglob("*.safetensors"))
 
 
-def test_the_model_of_a_patched_trainer_is_refused(tmp_path):
+def test_the_model_of_a_patched_trainer_is_rejected(tmp_path):
     with fastdpo.patched():
         model = tiny_model()
         DPOTrainer(
