@@ -1,4 +1,4 @@
-"""The tests of TRL before its rewrite are run by `make test-legacy`, which installs it; elsewhere they are left out."""
+"""Tests for TRL < 0.29, which `make test-legacy` installs. Other versions do not collect them."""
 
 import functools
 from importlib.metadata import version

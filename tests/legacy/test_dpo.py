@@ -1,6 +1,6 @@
-"""TRL's DPOTrainer before its rewrite: every option that changes what it computes, stock against patched.
+"""DPOTrainer of TRL < 0.29: every option that changes its computations, stock against patched.
 
-Its logs round losses to four digits; gradients are compared to seven.
+Its logs round losses to four digits; gradients are compared to seven digits.
 """
 
 import random
@@ -25,7 +25,7 @@ CHECKPOINTED = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={
 
 
 def long_pairs() -> list[dict[str, str]]:
-    """On either side of 12 tokens: truncation cuts answers short, and prompts short."""
+    """Pairs shorter and longer than 12 tokens: truncation cuts answers and prompts."""
     rng = random.Random(3)
 
     def words(n: int) -> str:
@@ -35,7 +35,7 @@ def long_pairs() -> list[dict[str, str]]:
     return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in sizes]
 
 
-# option: (what it changes, how often each kind of call runs)
+# option: (changed arguments, number of calls of each kind)
 OPTIONS = {
     "two_losses": (dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]), FULL),
     "exo_pair": (dict(loss_type="exo_pair", label_smoothing=1e-3), FULL),
@@ -90,8 +90,8 @@ def test_loss(both, loss):
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_a_lost_word_is_noticed(both, tmp_path, loss):
-    """The comparison of trainings can fail."""
+def test_the_comparison_detects_a_missing_token(both, tmp_path, loss):
+    """A missing token makes the comparison of trainings fail."""
     options = dict(loss_type=loss, max_steps=-1, num_train_epochs=1)
     stock, _ = both(**options)
     data = pairs(16)
@@ -125,14 +125,14 @@ def test_router_loss(both):
 
 
 def test_bf16(both, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it, and leaves it set
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it and does not reset it
     stock, patched = both(bf16=True)
     assert_fused(patched, policy=3, reference=3)
     assert_same_in_low_precision(stock, patched, torch.bfloat16, stock.in_float64)
 
 
 def test_padding_free_equals_padded(both, tmp_path, caplog):
-    """Stock's own flattening divides ipo's sums by the lengths of all rows together, and needs FlashAttention."""
+    """Compares with padded stock: its padding_free needs FlashAttention and is wrong for ipo."""
     padded, _ = both(loss_type="ipo", rpo_alpha=0.5, use_weighting=True)
     with fastdpo.patched("trl.DPOTrainer"):
         options = dict(padding_free=True, loss_type="ipo", rpo_alpha=0.5, use_weighting=True)
@@ -142,7 +142,7 @@ def test_padding_free_equals_padded(both, tmp_path, caplog):
     assert "Padding-free training is enabled" not in caplog.text
 
 
-def test_a_prompt_that_is_cut_away_whole_goes_to_stock(both, caplog):
+def test_a_prompt_that_is_truncated_entirely_falls_back_to_stock(both, caplog):
     data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * n) for n in (3, 25, 7, 9)]
     stock, patched = both(max_length=12, truncation_mode="keep_end", data=data, max_steps=1)
     assert_same(stock, patched)
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_cut_away_whole_goes_to_stock(both, caplog):
     assert "truncation has left nothing of a prompt" in caplog.text
 
 
-def test_models_that_cant_be_packed_go_to_stock(both, caplog):
+def test_unsupported_models_fall_back_to_stock(both, caplog):
     sizes = dict(without=("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
     stock, patched = both("bloom", tiny=sizes, evaluate=4)
     assert_same(stock, patched)
@@ -158,7 +158,7 @@ def test_models_that_cant_be_packed_go_to_stock(both, caplog):
     assert "not fused" in caplog.text
 
 
-def test_an_encoder_decoder_goes_to_stock(tmp_path, caplog):
+def test_an_encoder_decoder_falls_back_to_stock(tmp_path, caplog):
     config = transformers.T5Config(
         vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0
     )
@@ -177,12 +177,12 @@ def test_an_encoder_decoder_goes_to_stock(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_sizes", "token_type_ids"])
-def test_other_inputs_go_to_stock(tmp_path, caplog, monkeypatch, name):
-    given = []
+def test_additional_inputs_fall_back_to_stock(tmp_path, caplog, monkeypatch, name):
+    batches = []
     stock = DPOTrainer.concatenated_forward
 
     def watched(self, model, batch, is_ref_model=False):
-        given.append(batch)
+        batches.append(batch)
         return stock(self, model, batch, is_ref_model)
 
     monkeypatch.setattr(DPOTrainer, "concatenated_forward", watched)
@@ -190,16 +190,16 @@ def test_other_inputs_go_to_stock(tmp_path, caplog, monkeypatch, name):
         trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
         batch = trainer.data_collator(list(trainer.train_dataset))
         batch[name] = torch.zeros_like(batch["prompt_input_ids"])
-        trainer.concatenated_forward(trainer.model, batch)  # a Llama does without
-    assert given == [batch]
+        trainer.concatenated_forward(trainer.model, batch)  # a Llama model does not need it
+    assert batches == [batch]
     assert f"batches also hold {name}" in caplog.text
 
 
 @pytest.mark.parametrize("flag", ["use_liger_loss", "use_liger_kernel"])
-def test_liger_stays_stock(tmp_path, caplog, flag):
+def test_liger_options_fall_back_to_stock(tmp_path, caplog, flag):
     class WithLiger(DPOTrainer):
         def create_accelerator_and_postprocess(self):
-            setattr(self.args, flag, True)  # only here: without Liger, TRL refuses it before and after
+            setattr(self.args, flag, True)  # only here: TRL rejects the flag elsewhere if Liger is not installed
             super().create_accelerator_and_postprocess()
             setattr(self.args, flag, False)
 
@@ -210,27 +210,28 @@ def test_liger_stays_stock(tmp_path, caplog, flag):
 
 
 class OwnLoss(DPOTrainer):
-    """As LLaMA-Factory's: another loss, from the log-probabilities of the trainer's own forward."""
+    """Computes another loss from the log-probs of the trainer's forward, like LLaMA-Factory."""
 
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        found = self.concatenated_forward(model, batch)
+        policy = self.concatenated_forward(model, batch)
         with torch.no_grad():
             reference = self.concatenated_forward(self.ref_model, batch, is_ref_model=True)
         margin = sum(
-            sign * (found[name] - reference[name]) for sign, name in ((1, "chosen_logps"), (-1, "rejected_logps"))
+            sign * (policy[name] - reference[name]) for sign, name in ((1, "chosen_logps"), (-1, "rejected_logps"))
         )
         return torch.nn.functional.softplus(-margin).mean(), {"margin": 0.1 * margin.mean().item()}
 
 
 class OwnForward(DPOTrainer):
-    """As ms-swift's: another forward, from logits."""
+    """Adds values from logits in an overridden forward, like ms-swift."""
 
     def concatenated_forward(self, model, batch, is_ref_model=False):
-        found = super().concatenated_forward(model, batch, is_ref_model)
+        outputs = super().concatenated_forward(model, batch, is_ref_model)
         ids = batch["chosen_input_ids"]
         logits = model(ids, attention_mask=batch["chosen_attention_mask"]).logits
         logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        return found | {"chosen_logps": found["chosen_logps"] + (logps * batch["chosen_attention_mask"][:, 1:]).sum(1)}
+        sums = (logps * batch["chosen_attention_mask"][:, 1:]).sum(1)
+        return outputs | {"chosen_logps": outputs["chosen_logps"] + sums}
 
 
 @pytest.mark.parametrize("trainer_class", [OwnLoss, OwnForward])
@@ -250,29 +251,29 @@ REMEMBERED = {
 
 
 @pytest.mark.parametrize("option", REMEMBERED)
-def test_a_remembered_reference(tmp_path, option):
+def test_training_with_a_remembered_reference(tmp_path, option):
     epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8, eval_strategy="epoch")
     options = {**epochs, **REMEMBERED[option]}
-    of_reference = options.pop("reference", True)
+    has_reference = options.pop("reference", True)
     runs = []
     for name in ("stock", "patched"):
-        models = tiny_model(), tiny_model(seed=1) if of_reference else None
+        models = tiny_model(), tiny_model(seed=1) if has_reference else None
         with fastdpo.patched("trl.DPOTrainer", reference_memory=True) if name == "patched" else nullcontext():
             runs.append(train(tmp_path / name, *models, **options))
     assert_same(*runs)
-    batches = 2 + (3 if "evaluation" in option else 2)  # an epoch's, and an evaluation's
+    batches = 2 + (3 if "evaluation" in option else 2)  # of an epoch and of an evaluation
     calls = runs[1].calls
     assert calls["reference", "fused"] == batches
     assert calls["reference", "remembered"] == calls["policy", "fused"] + calls["eval", "fused"] - batches
 
 
 class Rewritten(DPOTrainer):
-    """Its reference follows the policy by writes that leave the versions of tensors as they are."""
+    """Moves its reference towards the policy with writes that do not change tensor versions."""
 
     def training_step(self, *args, **kwargs):
         if self.state.global_step == 4:  # two epochs are over
-            for theirs, ours in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
-                theirs.data.lerp_(ours.data, 0.5)
+            for reference, policy in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
+                reference.data.lerp_(policy.data, 0.5)
         return super().training_step(*args, **kwargs)
 
 
@@ -288,44 +289,46 @@ def test_a_reference_that_changes_is_not_remembered(tmp_path, caplog):
     assert (calls["reference", "fused"], calls["reference", "remembered"]) == (4, 4)
 
 
-class Asking(DPOTrainer):
-    """Decides by what stock has just computed."""
+class DecidesByMetrics(DPOTrainer):
+    """Makes decisions from the latest metrics."""
 
     def get_batch_loss_metrics(self, *args, **kwargs):
         loss, metrics = super().get_batch_loss_metrics(*args, **kwargs)
-        vars(self).setdefault("answers", []).append(
+        vars(self).setdefault("decisions", []).append(
             {name: (round(value, 3), value > 0.5, type(value)) for name, value in metrics.items()}
         )
         return loss, metrics
 
 
-def test_a_subclass_decides_as_in_stock(tmp_path):
-    answers = []
+def test_a_subclass_that_reads_metrics_decides_like_stock(tmp_path):
+    decisions = []
     for name in ("stock", "patched"):
         with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
-            trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, trainer_class=Asking, max_steps=3)
+            options = dict(trainer_class=DecidesByMetrics, max_steps=3)
+            trainer = build(tmp_path / name, tiny_model(), tiny_model(seed=1), 16, **options)
             trainer.train()
             stored = trainer.get_batch_loss_metrics(trainer.model, next(iter(trainer.get_train_dataloader())))[1]
             assert {type(value) for value in stored.values()} == {float}
-        answers.append(trainer.answers)
-    assert answers[0] == answers[1]
-    assert {answer["rewards/accuracies"][1] for answer in answers[0]} == {True, False}
+        decisions.append(trainer.decisions)
+    assert decisions[0] == decisions[1]
+    assert {decision["rewards/accuracies"][1] for decision in decisions[0]} == {True, False}
 
 
 def test_two_ranks(tmp_path):
-    """The logs of stock, where accelerate leaves no rank out, at one collective a log in place of eight a step."""
+    """The logs equal stock's of all ranks, with one collective per log instead of eight a step."""
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
     assert patched[0]["logs"] == patched[1]["logs"]
     for a, b in zip(uncut[0]["logs"], patched[0]["logs"], strict=True):
         assert {k: x for k, x in b.items() if k != "eval_loss"} == approximately(
             {k: x for k, x in a.items() if k != "eval_loss"}
         )
-    # six steps with their logs, two, for which Trainer itself has two collectives; and an evaluation of two steps
+    # Training: six steps and two logs; Trainer itself runs two collectives per log. Evaluation: two
+    # steps; Trainer itself runs one collective per step.
     assert [sum(run[0]["counts"][:6]) for run in (stock, patched)] == [6 * 8 + 2 * 2, 2 * (2 + 1)]
     assert [run[0]["counts"][-1] for run in (stock, patched)] == [2 * (8 + 1), 2 * 1 + 1]
 
 
-def test_unpatching_ends_it(tmp_path):
+def test_unpatching_restores_the_model_and_the_trainer(tmp_path):
     model = tiny_model()
     with fastdpo.patched("trl.DPOTrainer"):
         train(tmp_path / "first", model, tiny_model(seed=1), data=pairs(4), max_steps=1)
@@ -342,13 +345,13 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
     for name in ("stock", "patched"):
         model, reference = tiny_model(), tiny_model(seed=1)
         with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
-            build(tmp_path / f"{name} first", reference, model)  # in the other roles
-            runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # asks for other statistics
+            build(tmp_path / f"{name} first", reference, model)  # with swapped roles
+            runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # needs other statistics
     assert_same(*runs)
     assert_fused(runs[1], policy=3, reference=3)
 
 
-def test_strict(tmp_path, monkeypatch):
+def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
     with (
@@ -359,7 +362,7 @@ def test_strict(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("alter", ALTERED)
-def test_a_head_or_forward_of_the_users_own(both, caplog, alter):
+def test_a_custom_head_or_forward_falls_back_to_stock(both, caplog, alter):
     stock, patched = both(prepare=alter)
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}

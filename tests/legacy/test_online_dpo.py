@@ -1,4 +1,4 @@
-"""TRL's OnlineDPOTrainer before DPOTrainer's rewrite, stock against patched."""
+"""OnlineDPOTrainer of TRL < 0.29, stock against patched."""
 
 import pytest
 from peft import LoraConfig

@@ -1,4 +1,4 @@
-"""The packed attention as an attention implementation of transformers."""
+"""Packed attention, registered as an attention implementation of transformers."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ LAYOUT = ops.pack_pairs(IDS, MASK, IDS.masked_fill((IDS < 3), -100))
 
 
 def run(model: torch.nn.Module) -> torch.Tensor:
-    """By hand: `packed_inputs` would refuse a model that is not switched."""
+    """Builds the inputs directly: `packed_inputs` rejects a model with its original attention."""
     inputs = dict(input_ids=LAYOUT.pack(IDS), position_ids=LAYOUT.position_ids[None], attention_mask=LAYOUT.mask)
     with torch.no_grad():
         return model.base_model(**inputs, use_cache=False).last_hidden_state
@@ -28,7 +28,7 @@ def run(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_was_not_switched_refuses_a_layout(name, implementation):
+def test_a_model_without_packed_attention_rejects_a_layout(name, implementation):
     model = MODELS[name]().eval()
     model.set_attn_implementation(implementation)
     for _ in range(2):
@@ -42,8 +42,8 @@ def test_a_model_that_was_not_switched_refuses_a_layout(name, implementation):
         attention.restore(model, prior)
 
 
-def test_features_that_sdpa_leaves_out_are_left_out():
-    """transformers 5.17 runs Gemma 2 by sdpa, without its softcap: packed, it must train the same numbers."""
+def test_features_that_sdpa_ignores_are_ignored():
+    """transformers 5.17 runs Gemma 2 with sdpa without its softcap; packed attention must too."""
     model = MODELS["llama"]().eval()
     model.set_attn_implementation("sdpa")
     attention.switch(model)
