@@ -221,9 +221,8 @@ class DecidesByMetrics(DPOTrainer):
     def _compute_loss(self, model, inputs, return_outputs):
         loss = super()._compute_loss(model, inputs, return_outputs)
         latest = {name: values[-1] for name, values in self._metrics["train"].items()}
-        self.decisions.append(
-            (latest["rewards/accuracies"] > 0.6, latest["logps/chosen"] < 0, self._total_train_tokens)
-        )
+        is_accurate = latest["rewards/accuracies"] > 0.6
+        self.decisions.append((is_accurate, latest["logps/chosen"] < 0, self._total_train_tokens))
         self.decisions.append(json.dumps({name: round(abs(-x) * 2, 3) for name, x in latest.items()}))
         return loss
 
