@@ -1,9 +1,10 @@
-"""Settings of all tests: one thread, and the same random numbers each time.
+"""Settings of all tests: one thread, and the same random seed for each test.
 
-`--quick` leaves out combinations: each test runs with every value of each of its parameters at least once.
+`--quick` leaves out combinations of parameters: each test still runs at least once with every value
+of each of its parameters.
 
-With `--device cuda` tensors are made on a GPU; with `--device interpreter`, and TRITON_INTERPRET=1, the kernels run on
-tensors of the CPU. Both are for the tests of ops.
+The tests of ops also run with `--device cuda`, which creates tensors on a GPU, and with `--device
+interpreter` and TRITON_INTERPRET=1, which runs the kernels on CPU tensors.
 """
 
 import gc
@@ -26,9 +27,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what the interpreter cannot run, and combinations where `--quick` is given.
+    """Deselects bfloat16 cases in the interpreter, and combinations of parameters with `--quick`.
 
-    The interpreter's arithmetic in bfloat16 is not that of any device.
+    The interpreter's bfloat16 arithmetic differs from that of every device.
     """
     if config.getoption("device") == "interpreter":
         items[:] = [item for item in items if torch.bfloat16 not in _parameters(item).values()]
@@ -47,7 +48,10 @@ def _parameters(item) -> dict:
 
 @pytest.fixture(autouse=True, scope="module")
 def _imports_are_permanent():
-    """Excludes what is imported from garbage collection, which every training asks for: most of its time went there."""
+    """Excludes imported objects from garbage collection.
+
+    Every training collects garbage, and traversing these objects took most of its time.
+    """
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""When two trainings on several ranks are the same training."""
+"""Assertions that two trainings on several ranks are the same training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from comparison import EPS, Difference, assert_same_gradients, assert_same_logs,
 
 
 def assert_same(stock: dict, patched: dict) -> None:
-    """Every logged number, every gradient that an engine shows, and every weight at the end agree."""
+    """Asserts that logged numbers, gradients that the engine exposes, and final weights agree."""
     assert stock["steps"] == patched["steps"]
     assert len(stock["gradients"]) == len(patched["gradients"]) == stock["steps"]
     assert_same_logs(stock["logs"], patched["logs"])
@@ -18,16 +18,23 @@ def assert_same(stock: dict, patched: dict) -> None:
 
 def assert_same_weights(stock: dict, patched: dict) -> None:
     worst = difference_of_weights(stock, patched)
-    assert worst.size <= 1, worst.what
+    assert worst.size <= 1, worst.description
 
 
 def difference_of_weights(stock: dict, patched: dict) -> Difference:
-    """A step of SGD is a hundredth of the gradient, and is rounded to the weight."""
+    """The largest difference between the final weights, with the float32 epsilon as tolerance.
+
+    An SGD step is a hundredth of the gradient, and its sum with the weight is rounded.
+    """
     return largest(differences_of_gradients([stock["weights"]], [patched["weights"]], relative=EPS))
 
 
 def assert_calls(run: dict, batches: int, evaluated: int = 0, unpacked: int = 0, path: str = "stock") -> None:
-    """That policy and reference were fused in each of so many batches, but for those that can't be packed."""
+    """Asserts the number of calls on each path.
+
+    Policy and reference are fused in all of `batches` but for `unpacked` of them, which take
+    `path`.
+    """
     assert run["calls"] == Counter(
         {
             ("policy", "fused"): batches - unpacked,

@@ -1,4 +1,7 @@
-"""Changes that users make to a head or a model's forward. Each changes the logits, and must not be lost."""
+"""Changes that users make to a head or to a model's forward. Each changes the logits.
+
+A patched training must keep their effect.
+"""
 
 from __future__ import annotations
 
@@ -41,4 +44,6 @@ ALTERED = {
     hook_before: "the head has hooks: hook_before.<locals>.<lambda>",
     forward_of_the_model: "its forward was replaced by forward_of_the_model.<locals>.louder",
 }
-"""To the reason for which a model so altered is not fused, where its own forward makes the logits that are scored."""
+"""Maps each change to the reason why the changed model is not fused in a trainer that scores the
+logits of the model's own forward.
+"""

@@ -1,11 +1,12 @@
-"""Tiny models of the trainings that tests compare, and the rule that says when two trainings are the same.
+"""Tolerances and assertions that compare two trainings, and the sizes of their tiny models.
 
-Patched and stock training do the same arithmetic in another order. Most differ by less than `RELATIVE` and `ABSOLUTE`,
-which is what rounding leaves of a well-conditioned float32 training. How much it leaves of another one depends on the
-processor, its libraries and the training. It is measured there: the stock training is repeated in float64, and patched
-and stock may differ by `FACTOR` times what stock differs from that. Over four families and four seeds, a patched
-training is as far from float64 as stock is (median of the ratio: 1.0), 1.7 times as far at most in the first step, and
-3.5 times in a later one, which multiplies what rounding has left of the weights.
+Patched and stock training do the same arithmetic in a different order. Their float32 results
+usually differ by less than `RELATIVE` and `ABSOLUTE`, the rounding error of a well-conditioned
+training. The rounding error of an ill-conditioned training depends on the processor, its libraries
+and the training itself, so it is measured: the stock training is repeated in float64, and patched
+may differ from stock by `FACTOR` times the difference between stock and float64. Over four families
+and four seeds, patched is as far from float64 as stock is (median ratio 1.0). The largest ratio is
+1.7 in the first step and 3.5 in later steps, which amplify the rounding errors of earlier weights.
 """
 
 from __future__ import annotations
@@ -19,17 +20,29 @@ import torch
 
 EPS = torch.finfo(torch.float32).eps
 RELATIVE = 64 * EPS
-"""Relative tolerance of logged numbers and of gradients: sums of some hundred products, added in another order."""
+"""Relative tolerance of a logged number or of a gradient's norm.
+
+These are sums of about a hundred products, added in a different order.
+"""
 ABSOLUTE = 16 * EPS
-"""Absolute tolerance of logged numbers: a reward is a tenth of the difference of two sums of some 30 nats."""
+"""Absolute tolerance of a logged number.
+
+A reward is a tenth of the difference between two sums of about 30 nats.
+"""
 CANCELLED = 1e-7
-"""Absolute tolerance of a gradient, for those that are zero in exact arithmetic, such as that of a bias of keys."""
+"""Absolute tolerance of a gradient's norm.
+
+Some gradients, such as that of a key bias, are zero in exact arithmetic.
+"""
 FACTOR = 8
-"""Stock and patched differ by at most this many times what stock differs from float64."""
+"""Largest allowed ratio of the patched-stock difference to the stock-float64 difference."""
 LARGEST_SCALE = 1000
-"""Largest factor between measured and assumed rounding. At a hundredth of a gradient, a wrong mask could be missed."""
+"""Largest factor by which a measured rounding error may widen the tolerances.
+
+With a larger one (a hundredth of a gradient), a wrong mask could go unnoticed.
+"""
 DIGITS_OF_LOSSES = 4
-"""After the point, in the logs of transformers 4 and of TRL's OnlineDPOTrainer."""
+"""Number of decimals to which transformers 4 and TRL's OnlineDPOTrainer round logged losses."""
 
 SIZES = dict(
     hidden_size=32,
@@ -46,7 +59,11 @@ SIZES = dict(
 
 
 def sharpen(model: torch.nn.Module) -> None:
-    """Draws weights anew: the usual 0.02 makes every attention uniform, and a wrong mask nearly right."""
+    """Draws larger random weights.
+
+    With the usual standard deviation of 0.02 attention is nearly uniform, and a wrong mask is hard
+    to notice.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
@@ -56,42 +73,48 @@ def sharpen(model: torch.nn.Module) -> None:
 
 
 class Training(Protocol):
-    """Logs and gradients of each step."""
+    """Any record of a training that has the logs and gradients of each step."""
 
     logs: Sequence[dict[str, float]]
     gradients: Sequence[dict[str, torch.Tensor]]
 
 
 class Difference(NamedTuple):
-    """Difference of one number or tensor of two trainings. Its size is 1 where it is just allowed."""
+    """The difference between two trainings in one number or tensor.
+
+    Attributes:
+        size: the difference divided by its tolerance.
+        description: what differs, and by how much.
+    """
 
     size: float
-    what: str
+    description: str
 
 
 def assert_same_training(stock: Training, patched: Training, in_float64: Callable[[], Training] | None = None) -> None:
-    """Every number of every log and every parameter's gradient of every step agree, but for rounding.
+    """Asserts that all logged numbers and all gradients of all steps agree up to rounding.
 
-    `in_float64` repeats the stock training in float64. It is called only where the two differ by more than `RELATIVE`
-    and `ABSOLUTE`. Without it, those are the bounds.
+    `in_float64` repeats the stock training in float64. It is called only if the two trainings
+    differ by more than `RELATIVE` and `ABSOLUTE`. Without it, those are the tolerances.
     """
-    found = differences(stock, patched)
-    if not all(each.size <= 1 for each in found) and in_float64 is not None:
+    pair = differences(stock, patched)
+    if not all(each.size <= 1 for each in pair) and in_float64 is not None:
         scales = scales_from(differences(stock, in_float64()))
     else:
-        scales = [1.0] * len(found)
-    for each, scale in zip(found, scales, strict=True):
-        assert each.size <= scale, f"{each.what}: {each.size / scale:.3g} times what rounding may leave"
+        scales = [1.0] * len(pair)
+    for each, scale in zip(pair, scales, strict=True):
+        assert each.size <= scale, f"{each.description}: {each.size / scale:.3g} times the tolerance"
 
 
 def assert_same_in_low_precision(
     stock: Training, patched: Training, dtype: torch.dtype, in_float64: Callable[[], Training]
 ) -> None:
-    """Losses and gradients agree as far as two orders of summation in bfloat16 or float16 allow.
+    """Asserts that losses and gradients agree up to rounding in bfloat16 or float16.
 
-    Some 5 roundings lie between a weight and its gradient in two layers, in each of the two trainings: 10 units of
-    rounding of the gradient's norm. A loss depends on margins, sums of some 10 log-probabilities of some 4 nats, times
-    beta: 4 units. Where the two differ by more, patched may be twice as far from float64 as stock is.
+    In a model of two layers, about 5 roundings separate a weight from its gradient in each
+    training: the tolerance is 10 units of rounding of the gradient's norm. A loss depends on beta
+    times margins, which are sums of about 10 log-probabilities of about 4 nats: its tolerance is 4
+    units. If the trainings differ by more, patched may be twice as far from float64 as stock is.
     """
     unit = torch.finfo(dtype).eps / 2
 
@@ -105,33 +128,37 @@ def assert_same_in_low_precision(
 
     if not all(distance <= 1 for distance in distances(stock, patched)):
         exact = in_float64()
-        for of_patched, of_stock in zip(distances(exact, patched), distances(exact, stock), strict=True):
-            assert of_patched <= max(1, 2 * of_stock)
+        pairs = zip(distances(exact, patched), distances(exact, stock), strict=True)
+        for patched_distance, stock_distance in pairs:
+            assert patched_distance <= max(1, 2 * stock_distance)
 
 
 def assert_far_from_same(stock: Training, sabotaged: Training, in_float64: Callable[[], Training]) -> None:
-    """Some difference is ten times what may be. For tests of what the comparison notices."""
-    found = differences(stock, sabotaged)
+    """Asserts that some difference is at least ten times its tolerance.
+
+    Tests use it to show that the comparison notices an error.
+    """
+    pair = differences(stock, sabotaged)
     scales = scales_from(differences(stock, in_float64()))
-    furthest = max(each.size / scale for each, scale in zip(found, scales, strict=True))
-    assert furthest >= 10, f"{furthest:.3g} times what rounding may leave"
+    furthest = max(each.size / scale for each, scale in zip(pair, scales, strict=True))
+    assert furthest >= 10, f"{furthest:.3g} times the tolerance"
 
 
 def scales_from(rounding: Sequence[Difference]) -> list[float]:
-    """How many times `RELATIVE` and `ABSOLUTE` two trainings may differ, from stock's differences to float64."""
+    """Factors by which to widen the tolerances, from the differences between stock and float64."""
     for each in rounding:
-        assert FACTOR * each.size <= LARGEST_SCALE, f"ill-conditioned, or not the same training: {each}"
+        assert FACTOR * each.size <= LARGEST_SCALE, f"ill-conditioned, or a different training: {each}"
     return [max(1.0, FACTOR * each.size) for each in rounding]
 
 
 def differences(stock: Training, other: Training) -> tuple[Difference, Difference]:
-    """The largest difference of the logs, and that of the gradients."""
+    """The largest difference between the logs, and the largest difference between the gradients."""
     logs = differences_of_logs(stock.logs, other.logs)
     return largest(logs), largest(differences_of_gradients(stock.gradients, other.gradients))
 
 
 def largest(differences: Iterator[Difference]) -> Difference:
-    """A difference that is not a number is the largest."""
+    """The largest of the differences. NaN counts as the largest."""
 
     def size(each: Difference) -> float:
         return math.inf if math.isnan(each.size) else each.size
@@ -142,56 +169,59 @@ def largest(differences: Iterator[Difference]) -> Difference:
 def differences_of_logs(
     stock: Sequence[dict], other: Sequence[dict], relative: float = RELATIVE, absolute: float = ABSOLUTE
 ) -> Iterator[Difference]:
-    """Differences of every logged number. Losses that a trainer has rounded may lie on two sides of a half."""
+    """The difference in every logged number.
+
+    Losses that a trainer has rounded may also differ by one unit of the last decimal.
+    """
     assert len(stock) == len(other) > 0
     for step, (a, b) in enumerate(zip(stock, other, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} logs other metrics"
+        assert a.keys() == b.keys(), f"step {step} logs different metrics"
         for name in a:
             rounded = "loss" in name and all(x == round(x, DIGITS_OF_LOSSES) for x in (a[name], b[name]))
             error = abs(a[name] - b[name]) - rounded * 1.01 * 10**-DIGITS_OF_LOSSES
-            what = f"step {step}: {name} is {a[name]} and {b[name]}"
-            yield Difference(error / (relative * abs(a[name]) + absolute), what)
+            description = f"step {step}: {name} is {a[name]} and {b[name]}"
+            yield Difference(error / (relative * abs(a[name]) + absolute), description)
 
 
 def differences_of_gradients(
     stock: Sequence[dict], other: Sequence[dict], relative: float = RELATIVE
 ) -> Iterator[Difference]:
-    """Differences of every parameter's gradient in every step."""
+    """The difference in the gradient of every parameter in every step."""
     for step, (a, b) in enumerate(zip(stock, other, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
+        assert a.keys() == b.keys(), f"step {step} has gradients of different parameters"
         for name in a:
             error, norm = (a[name].double() - b[name].double()).norm().item(), a[name].norm().item()
-            what = f"step {step}: gradient of {name} differs by {error} of {norm}"
-            yield Difference(error / (relative * norm + CANCELLED), what)
+            description = f"step {step}: gradient of {name}, of norm {norm}, differs by {error}"
+            yield Difference(error / (relative * norm + CANCELLED), description)
 
 
 def approximately(expected: Any, units: float = 1) -> Any:
-    """Equal to a logged number, or to all numbers of a container, but for rounding."""
+    """`pytest.approx` with the tolerances of logged numbers, for a number or a container."""
     return pytest.approx(expected, rel=units * RELATIVE, abs=units * ABSOLUTE)
 
 
 def assert_close(
-    found: torch.Tensor, expected: torch.Tensor, relative: float = RELATIVE, absolute: float = 8 * EPS
+    result: torch.Tensor, expected: torch.Tensor, relative: float = RELATIVE, absolute: float = 8 * EPS
 ) -> None:
-    """Log-probabilities, or sums of some, agree but for rounding."""
-    torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+    """Asserts that log-probabilities, or sums of them, agree up to rounding."""
+    torch.testing.assert_close(result, expected, rtol=relative, atol=absolute)
 
 
 def assert_same_gradients(stock: Sequence[dict], other: Sequence[dict]) -> None:
-    """Every parameter's gradient of every step agrees, but for rounding."""
+    """Asserts that the gradients of all parameters in all steps agree up to rounding."""
     assert len(stock) == len(other) > 0
     worst = largest(differences_of_gradients(stock, other))
-    assert worst.size <= 1, worst.what
+    assert worst.size <= 1, worst.description
 
 
 def assert_same_logs(stock: Sequence[dict], other: Sequence[dict]) -> None:
-    """Every logged number agrees, but for rounding."""
+    """Asserts that all logged numbers agree up to rounding."""
     worst = largest(differences_of_logs(stock, other))
-    assert worst.size <= 1, worst.what
+    assert worst.size <= 1, worst.description
 
 
 def double(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in float64."""
+    """Converts a model to float64."""
     if getattr(model, "_can_set_experts_implementation", bool)():
-        model.set_experts_implementation("eager")  # the grouped one has no float64
+        model.set_experts_implementation("eager")  # the grouped implementation has no float64
     return model.double()

@@ -1,4 +1,4 @@
-"""One rank of a patched training."""
+"""One rank of a patched training under DDP."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ import fastdpo
 
 
 def train_rank(directory: Path, batch: int) -> None:
-    """Writes gradients and counters to a file of the directory."""
+    """Trains two steps, and writes gradients, losses and counters to a file in the directory."""
     rank = int(os.environ["RANK"])
     gradients, lengths = [], []
     fastdpo.patch("trl.DPOTrainer")

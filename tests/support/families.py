@@ -1,4 +1,4 @@
-"""Tiny random models of many families, each with what makes it special switched on."""
+"""Tiny random models of many families, each with its special features enabled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WINDOW = 6  # shorter than most of the rows
 SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
-LATENT = {  # keys of 12 and values of 8
+LATENT = {  # keys of size 12 and values of size 8
     **dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, head_dim=4),
     **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1),
     **dict(n_group=1, topk_group=1, num_key_value_heads=4),
@@ -27,10 +27,10 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 FUSED: dict[str, tuple[str, dict]] = {
     "llama": ("untied head", {}),
-    "llama-tied": ("the embedding is the head: its gradient has two parts", dict(tie_word_embeddings=True)),
-    "llama-eager": ("the prior attention is the model file's own", dict(attn_implementation="eager")),
+    "llama-tied": ("the head is tied to the embedding, whose gradient has two parts", dict(tie_word_embeddings=True)),
+    "llama-eager": ("attention is implemented in the model's file", dict(attn_implementation="eager")),
     "llama-dynamic": (
-        "rotary frequencies follow the longest batch",
+        "rotary frequencies depend on the longest batch",
         dict(rope_parameters=DYNAMIC, max_position_embeddings=16),
     ),
     "qwen2": ("biases in q, k, v", {}),
@@ -54,7 +54,7 @@ FUSED: dict[str, tuple[str, dict]] = {
         "inputs of each layer, alternate updates",
         dict(**SLIDING, **EACH_LAYER, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0, 0.0]),
     ),
-    "gemma4_text": ("inputs of each layer, other heads in full attention", dict(**SLIDING, **EACH_LAYER)),
+    "gemma4_text": ("inputs of each layer, different heads in full attention", dict(**SLIDING, **EACH_LAYER)),
     "phi": ("a head with a bias, partial rotary embeddings", {}),
     "phi3": ("a window, q, k and v in one matrix", dict(sliding_window=WINDOW)),
     "phi3-longrope": ("batches on both sides of the switch to long rotary factors", dict(rope_parameters=LONGROPE)),
@@ -69,7 +69,7 @@ FUSED: dict[str, tuple[str, dict]] = {
     "gpt_oss": ("attention sinks, alternating windows, experts", dict(**LOCAL_EXPERTS, **SLIDING)),
     "qwen3_moe": ("experts and their router's loss", EXPERTS),
     "mixtral": ("experts and their router's loss", LOCAL_EXPERTS),
-    "deepseek_v3": ("latent attention: keys and values of other sizes; experts in groups", LATENT),
+    "deepseek_v3": ("latent attention: keys and values of different sizes; experts in groups", LATENT),
     "diffllama": ("attention called twice a layer", {}),
     "gpt2": ("learned positions, layers that drop keyword arguments", GPT),
     "opt": ("learned positions counted from the mask", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)),
@@ -77,7 +77,7 @@ FUSED: dict[str, tuple[str, dict]] = {
     "stablelm": ("layers that drop keyword arguments", {}),
     "nemotron": ("layers that drop keyword arguments, norms around 1", {}),
 }
-"""Name to what is special about it and its configuration; the name up to "-" is the model type."""
+"""Maps a name to special features and a configuration. The name up to "-" is the model type."""
 
 STOCK: dict[str, tuple[str, dict]] = {
     "bloom": ("does not let its attention implementation be set", dict(n_layer=2, n_head=4)),
@@ -108,14 +108,14 @@ STOCK: dict[str, tuple[str, dict]] = {
     "doge": ("cannot be run on packed tokens", dict(output_router_logits=False)),
     "gptj": ("does not let its attention implementation be set", dict(**GPT, rotary_dim=4)),
 }
-"""Name to a part of the reason that is logged, and its configuration."""
+"""Maps the name of an unsupported family to a part of the logged reason and its configuration."""
 
 FAILS_IN_STOCK = {"phimoe": AttributeError, "llama4_text": AttributeError, "doge": IndexError}
-"""Families on which TRL's own fused head fails, with or without fastdpo."""
+"""Maps the families on which TRL's own fused head fails, with or without fastdpo, to its error."""
 
 
 def kind(name: str) -> str:
-    """The model type of a family."""
+    """Returns the model type of a family."""
     return name.split("-")[0]
 
 

@@ -1,4 +1,4 @@
-"""A replacement of the package flash-attn in models of transformers."""
+"""A stand-in for the package flash-attn in transformers' models."""
 
 import pytest
 import torch
@@ -8,10 +8,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets models be set to flash attention, in whose place is torch's, over the 2-D mask that it gets."""
+    """Registers scaled dot-product attention as "flash_attention_2".
+
+    It takes the 2-D mask that transformers passes to flash attention.
+    """
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        assert module.config._attn_implementation == "flash_attention_2"  # by which transformers finds the package
+        # transformers looks up the functions of flash-attn by this name.
+        assert module.config._attn_implementation == "flash_attention_2"
         n_q, n_k = query.shape[2], key.shape[2]
         visible = torch.ones(n_q, n_k, dtype=torch.bool).tril(n_k - n_q)[None, None]
         if attention_mask is not None:

@@ -1,4 +1,4 @@
-"""Inputs of a head, and a call of a head with its gradients."""
+"""Random inputs of an LM head, and calls of a head that return its results and gradients."""
 
 import torch
 
@@ -7,7 +7,10 @@ OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
 
 def head_inputs(n, v, d, dtype=torch.float32):
-    """Hidden states with every third prediction confident, weight, bias, and targets with one ignored."""
+    """Random hidden states, weight, bias and targets of n tokens.
+
+    Every third prediction is confident, and one target is ignored.
+    """
     hidden, weight, bias, targets = torch.randn(n, d), torch.randn(v, d), torch.randn(v), torch.randint(v, (n,))
     hidden[1::3] += weight[targets[1::3]]
     targets[n // 2 + 1 :: n] = -100
@@ -21,7 +24,7 @@ def doubled(inputs):
 def results_and_gradients(
     op, inputs, upstream=None, needs=LEAVES, differentiate=("logps",), outputs=OUTPUTS, **options
 ):
-    """The results of op, and the gradients of the inputs in `needs`, by name."""
+    """Returns the results of `op` and a dict with the gradients of the inputs named in `needs`."""
     leaves = {name: None if inputs[name] is None else inputs[name].detach().clone() for name in LEAVES}
     needs = [name for name in needs if leaves[name] is not None]
     for name in needs:
@@ -35,7 +38,7 @@ def results_and_gradients(
 
 
 class Dropped(torch.autograd.Function):
-    """The sum of its inputs, whose backward passes no gradient to them."""
+    """Sums its inputs. Its backward returns no gradient for them."""
 
     @staticmethod
     def forward(ctx, *values):

@@ -1,4 +1,4 @@
-"""Runs of tests in Triton's interpreter, each in a separate process."""
+"""Runs of pytest under Triton's interpreter, each in a separate process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ RUNS = {  # files or folders, expression that selects tests, environment variabl
 
 
 def start(names: Iterable[str], quick: bool) -> dict[str, Future[subprocess.CompletedProcess]]:
-    """Runs one after another, next to the calling process. Each name has a future of how pytest ended."""
+    """Starts the named runs one after another in the background.
+
+    Returns a future for each name, whose result is the completed pytest process.
+    """
     pool = ThreadPoolExecutor(max_workers=1)
     return {name: pool.submit(_run, name, quick) for name in names}
 
 
 def _run(name: str, quick: bool) -> subprocess.CompletedProcess:
-    files, which, variables = RUNS[name]
-    options = ["-q", "-p", "no:cacheprovider", "-W", IGNORED, "-k", which]
+    files, expression, variables = RUNS[name]
+    options = ["-q", "-p", "no:cacheprovider", "-W", IGNORED, "-k", expression]
     options += [] if name == "kernels" else ["--device", "interpreter"]
     options += ["--quick"] if quick else []
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]

@@ -1,4 +1,4 @@
-"""One rank of metrics that are shown before they are reduced."""
+"""One rank whose deferred metrics are shown before they are reduced over ranks."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from fastdpo.integrations.deferred_metrics import Gathered, Ledger
 
 
 def show_and_settle(directory: Path) -> None:
-    """Writes the values of two steps, the first of which is shown in between, to a file of the directory."""
+    """Records two steps, shows the first one before the second, and writes the values to a file."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     ledger, values = Ledger(), []

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer, of either line, as the tests of properties want it."""
+"""TRL's DPOTrainer, of either supported line, behind the interface that tests/properties uses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ import fastdpo
 
 BETA = 0.1
 PREFIX = ""
-"""Prefix of the names of gradients, before the causal LM's own."""
+"""Prefix of the gradients' names, in front of the causal LM's parameter names."""
 RANKS_APART = {"logits/chosen", "logits/rejected"} if Version(version("trl")) < Version("0.29") else set()
-"""Metrics that TRL averaged over ranks, before its rewrite, as if all ranks had as many tokens."""
+"""Metrics that the trainer averages over ranks as if each rank had the same number of tokens.
+
+TRL did so before version 0.29.
+"""
 
 
 class ReferenceIsGone(DPOTrainer):
+    """Overwrites the reference model's weights with NaN before each step."""
+
     def training_step(self, *args, **kwargs):
         for parameter in self.ref_model.parameters():
             parameter.data.fill_(torch.nan)
@@ -29,33 +34,33 @@ class ReferenceIsGone(DPOTrainer):
 
 
 def models(directory: Path) -> tuple[PreTrainedModel, ...]:
-    """Policy and reference, in float32, as trainings start with them."""
+    """The initial policy and reference of the trainings, in float32."""
     return tiny_model(seed=0), tiny_model(seed=1)
 
 
 def train(directory: Path, **options) -> Run:
-    """Patched, 16 pairs of which 12 are used."""
+    """A patched training on 12 of 16 pairs."""
     with fastdpo.patched():
         return train_trl(directory, *models(directory), **options)
 
 
 def train_with_known_reference(directory: Path) -> Run:
-    """With log-probabilities that were computed before the training, and no reference to run in it."""
+    """A patched training with precomputed reference log-probabilities and an unusable reference."""
     return train(directory, precompute_ref_log_probs=True, trainer_class=ReferenceIsGone)
 
 
 def rows() -> dict[tuple[int, ...], int]:
-    """The ids of every row of the training data, and where its answer begins."""
-    words, found = tokenizer(), {}
+    """Maps the ids of every row of the training data to the index of its answer's first token."""
+    encode, starts = tokenizer(), {}
     for row in pairs(16):
-        prompt = words(row["prompt"])["input_ids"]
+        prompt = encode(row["prompt"])["input_ids"]
         for answer in (row["chosen"], row["rejected"]):
-            found[*prompt, *words(answer)["input_ids"], words.eos_token_id] = len(prompt)
-    return found
+            starts[*prompt, *encode(answer)["input_ids"], encode.eos_token_id] = len(prompt)
+    return starts
 
 
 def two_ranks_and_one(directory: Path) -> tuple[list[dict], list[dict]]:
-    """The logs of two ranks, and of one process that has the pairs of both in each batch."""
+    """Logs of a training on two ranks, and of one process with the pairs of both in each batch."""
     two = run_two_ranks("patched", directory)[0]["logs"]
     one = train(directory / "one", data=pairs(8), max_steps=-1, num_train_epochs=3, logging_steps=2)
     return [log for log in two if "eval_loss" not in log], one.logs

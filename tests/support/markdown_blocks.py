@@ -14,8 +14,8 @@ class CodeBlock(NamedTuple):
     """One fenced block.
 
     Attributes:
-        place: the page and the line of the fence, such as "docs/ops.md:20".
-        language: the word after the fence.
+        place: the page and the line number of the opening fence, such as "docs/ops.md:20".
+        language: the language named after the opening fence.
         code: the lines between the fences.
     """
 

@@ -1,4 +1,4 @@
-"""One rank that computes means over a batch."""
+"""One rank that computes `PreferenceMeans` over its part of a batch."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ PAIRS, LENGTH = 7, 9
 
 
 def update(means: PreferenceMeans, pairs: slice) -> None:
-    """Adds some pairs of a batch that is the same on all ranks."""
+    """Adds the pairs of a slice. All ranks generate the same batch."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.cat([torch.arange(PAIRS)[pairs], PAIRS + torch.arange(PAIRS)[pairs]])
     logps, entropy, logits = torch.randn(3, 2 * PAIRS, LENGTH, generator=generator)
@@ -30,7 +30,7 @@ def update(means: PreferenceMeans, pairs: slice) -> None:
 
 
 def reduce_rank(directory: Path) -> None:
-    """Writes the means and the number of collectives to a file of the directory."""
+    """Writes the means and the number of collectives to a file in the directory."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     collectives = []

@@ -1,4 +1,4 @@
-"""One rank of a patched training on precomputed values of data in memory."""
+"""One rank of a patched training with precomputed reference log-probs and a dataset in memory."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ import fastdpo
 
 
 def train_rank(directory: Path) -> None:
-    """Writes the values and fastdpo's counters to a file of the directory."""
+    """Writes the log-probabilities and fastdpo's counters to a file in the directory."""
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
     rank = int(os.environ["RANK"])
     fastdpo.patch("trl.DPOTrainer")

@@ -1,4 +1,4 @@
-"""Runs one function on several ranks. The processes are forked from a server that has imported TRL once."""
+"""Runs a function on several ranks, in processes forked from a server that has imported TRL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
-PROCESSES.set_forkserver_preload(PRELOADED)  # one server of a session serves the workers of benchmarks too
+PROCESSES.set_forkserver_preload(PRELOADED)  # the workers of benchmarks share this server
 
 
 def run_ranks(world: int, work: Callable, *args, seconds: float = 300) -> None:
-    """Calls `work(*args)` in `world` processes that are set up as `torchrun` does it.
+    """Calls `work(*args)` in `world` processes with the environment variables of `torchrun`.
 
-    `work` must be importable. When a rank fails, or `seconds` have passed, all ranks are killed.
+    `work` must be importable. All ranks are killed when one fails or after `seconds`.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -44,9 +44,9 @@ def run_ranks(world: int, work: Callable, *args, seconds: float = 300) -> None:
 
 
 def _rank(rank: int, world: int, port: int, work: Callable, args: tuple) -> None:
-    where = dict(MASTER_ADDR="localhost", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank)
+    addresses = dict(MASTER_ADDR="localhost", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank)
     sizes = dict(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update({name: str(value) for name, value in {**where, **sizes}.items()})
+    os.environ.update({name: str(value) for name, value in {**addresses, **sizes}.items()})
     torch.set_num_threads(1)
     try:
         work(*args)

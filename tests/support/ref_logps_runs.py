@@ -1,4 +1,4 @@
-"""Tokenized pairs, what a model must give them, and processes to compute it in."""
+"""Tokenized pairs, their exact reference log-probabilities, and processes that compute them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from fastdpo.ref_logps import RefLogps, passes
 
 
 def tokens(n: int, seed: int = 0, longest: int = 14) -> list[dict[str, list[int]]]:
-    """Ragged rows as TRL tokenizes them; among them answers that begin alike, and prompts of no token."""
+    """Ragged rows in the format of TRL's tokenization.
+
+    Some answers share a prefix, and some prompts are empty.
+    """
     rng = random.Random(seed)
 
     def ids(low: int) -> list[int]:
         return [rng.randrange(3, 97) for _ in range(rng.randint(low, longest))]
 
     rows = [{"prompt_ids": ids(0), "chosen_ids": ids(1), "rejected_ids": ids(1)} for _ in range(n)]
-    rows[0] = {"prompt_ids": [], "chosen_ids": [7], "rejected_ids": [8, 9]}  # a first token is scored by nothing
+    rows[0] = {"prompt_ids": [], "chosen_ids": [7], "rejected_ids": [8, 9]}  # no token predicts the first
     rows[1]["rejected_ids"] = [*rows[1]["chosen_ids"], 5]
     return rows
 
@@ -42,10 +45,8 @@ def exact(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
 ) -> RefLogps:
-    """By definition: one row at a time, in float64."""
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped one has no float64
-    model = model.double().eval()
+    """Reference log-probabilities of one row at a time, without padding, in float64."""
+    model = comparison.double(model).eval()
     sums = []
     for row in rows:
         logps = []
@@ -61,25 +62,27 @@ def exact(
                 logps.append([])
                 continue
             with torch.no_grad():
-                of_vocabulary = log_softmax(model(input_ids=torch.tensor([ids])).logits[0].double(), -1)
-            logps.append([of_vocabulary[i - 1, ids[i]].item() for i in range(first, len(ids))])
+                all_logps = log_softmax(model(input_ids=torch.tensor([ids])).logits[0].double(), -1)
+            logps.append([all_logps[i - 1, ids[i]].item() for i in range(first, len(ids))])
         shorter = min(map(len, logps))
         tail = 1.0 if ld_alpha is None else ld_alpha
         sums.append([sum(x[:shorter]) + tail * sum(x[shorter:]) for x in logps])
     return RefLogps(*torch.tensor(sums).T)
 
 
-def assert_close(found: RefLogps, expected: RefLogps, relative: float = RELATIVE) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_close(result: RefLogps, expected: RefLogps, relative: float = RELATIVE) -> None:
+    """Asserts that log-probabilities are float32 and equal the expected ones up to rounding."""
+    for a, b in zip(result, expected, strict=True):
         assert a.dtype == torch.float32
         comparison.assert_close(a, b.float(), relative)
 
 
 def start(target: Callable, *args) -> multiprocessing.Process:
-    """A fork: it has everything imported."""
+    """Calls `target(*args)` in a forked process, which need not import anything again."""
 
     def run() -> None:
-        tqdm.set_lock(threading.RLock())  # its own is shared between forks: one that is killed might hold it
+        # Forks share tqdm's default lock, and a killed process might hold it.
+        tqdm.set_lock(threading.RLock())
         target(*args)
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -88,9 +91,10 @@ def start(target: Callable, *args) -> multiprocessing.Process:
 
 
 def rank_of(rank: int, world: int, directory: Path, work: Callable[[int], object], seconds: float = 600) -> None:
-    """Runs `work` as one rank. Writes its result, or the message of its ValueError, to the directory.
+    """Runs `work(rank)` as one rank of a gloo group.
 
-    No collective may last longer than `seconds`.
+    Saves its result, or the message of its ValueError, in the directory. A collective that lasts
+    longer than `seconds` fails.
     """
     store, limit = f"file://{directory}/store", timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
@@ -104,7 +108,7 @@ def rank_of(rank: int, world: int, directory: Path, work: Callable[[int], object
 
 
 def ranks(world: int, directory: Path, work: Callable[[int], object]) -> list:
-    """Results of `work(rank)` in each of `world` gloo processes."""
+    """Runs `work(rank)` in `world` gloo processes and returns their results."""
     directory.mkdir(parents=True, exist_ok=True)
     processes = [start(rank_of, rank, world, directory, work) for rank in range(world)]
     for process in processes:
@@ -115,7 +119,10 @@ def ranks(world: int, directory: Path, work: Callable[[int], object]) -> list:
 
 
 def slowly(model, rows: Sequence[dict], cache: Path, seconds: float) -> RefLogps:
-    """In many small batches that take a while, each stored at once: there is time to be killed."""
+    """Precomputes in many slow, small batches and stores each at once.
+
+    A test can kill it midway.
+    """
     score_rows = passes.Pairs.rows
 
     def rows_of(pairs, indices):

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def each_value_once(cases: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Indices of some cases that have, together, every value of every parameter.
+    """Indices of a subset of the cases that contains every value of every parameter.
 
-    Each choice has the most values that no earlier one has: of a grid, about as many cases are left as its longest
-    axis has values.
+    Greedy: each choice adds the most values that are still missing. A grid is reduced to about as
+    many cases as its longest axis has values.
     """
     values = [{_key(name, value) for name, value in case.items()} for case in cases]
     missing: set[Hashable] = set().union(*values)

@@ -1,4 +1,4 @@
-"""Rows of logits with infinities and NaN, and the comparison of their results with eager."""
+"""Rows of logits with infinities and NaN, and a comparison of their results with eager PyTorch."""
 
 import torch
 
@@ -25,21 +25,25 @@ SPECIAL_ROWS = {  # the target's logit, one other logit, all other logits; None 
 
 
 def special_row(name, dtype=torch.float32, columns=V):
-    """Logits [4, V] and targets: a random row, the special row, the same row ignored, a random row."""
-    of_target, of_other, of_others = SPECIAL_ROWS[name]
+    """Logits [4, V] and targets [4].
+
+    The rows are a random one, the special one, the special one with an ignored target, and another
+    random one.
+    """
+    target_logit, other_logit, remaining_logits = SPECIAL_ROWS[name]
     logits = 3 * torch.randn(4, columns)
     special = logits[1]
-    if of_others is not None:
-        special[torch.arange(columns) != TARGET] = of_others
-    for at, value in ((TARGET, of_target), (OTHER, of_other)):
+    if remaining_logits is not None:
+        special[torch.arange(columns) != TARGET] = remaining_logits
+    for column, value in ((TARGET, target_logit), (OTHER, other_logit)):
         if value is not None:
-            special[at] = value
+            special[column] = value
     logits[2] = special
     return logits.to(dtype), torch.tensor([3, TARGET, -100, columns - 1])
 
 
 def assert_special_row(logits, targets, **options):
-    """Compares results and the gradient of the log-probability with eager, including NaN."""
+    """Asserts that results and the gradient of `logps` agree with eager, including NaN."""
 
     def call(op, logits):
         leaf = logits.detach().clone().requires_grad_()
@@ -47,15 +51,15 @@ def assert_special_row(logits, targets, **options):
         results.logps.sum().backward()
         return results, leaf.grad
 
-    mine, gradient = call(token_logps, logits)
+    result, gradient = call(token_logps, logits)
     exact, exact_gradient = call(reference.token_logps, logits.double())
     eps = 4 * torch.finfo(logits.dtype).eps
     wide = dict(atol=1e-4, rtol=1e-5, equal_nan=True)  # float32 sums
-    assert torch.allclose(mine.logps.double(), exact.logps.double(), **wide)
-    assert torch.allclose(mine.mean_logits.double(), exact.mean_logits.double(), **wide)
-    assert torch.allclose(mine.log_sum_sq_probs.double(), exact.log_sum_sq_probs.double(), **wide)
-    assert torch.allclose(mine.entropy.double(), exact.entropy.double(), **wide)
+    assert torch.allclose(result.logps.double(), exact.logps.double(), **wide)
+    assert torch.allclose(result.mean_logits.double(), exact.mean_logits.double(), **wide)
+    assert torch.allclose(result.log_sum_sq_probs.double(), exact.log_sum_sq_probs.double(), **wide)
+    assert torch.allclose(result.entropy.double(), exact.entropy.double(), **wide)
     scored = targets != -100
     assert torch.allclose(gradient[scored].double(), exact_gradient[scored], atol=eps, rtol=eps, equal_nan=True)
     assert not gradient[~scored].any()
-    assert not any(value[~scored].any() for value in mine if value is not None)
+    assert not any(value[~scored].any() for value in result if value is not None)

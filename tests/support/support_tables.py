@@ -1,4 +1,7 @@
-"""Generates docs/support.md from what the tests run: `python tests/support/support_tables.py`."""
+"""Generates docs/support.md from the cases of the tests.
+
+Usage: `python tests/support/support_tables.py`, or `make docs`.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,8 @@ without fastdpo.
 """
 
 
-def why_not(name: str) -> str | None:
+def unsupported_reason(name: str) -> str | None:
+    """The reason why a family is not packed, or None if it is packed."""
     model = tiny_family(name)
     reason = support.unsupported_reason(model)
     if reason is None:
@@ -78,14 +82,16 @@ def why_not(name: str) -> str | None:
 def family_rows() -> list[list[str]]:
     rows = []
     for name in (*FUSED, *STOCK):
-        reason = why_not(name)
+        reason = unsupported_reason(name)
         special = FUSED[name][0] if name in FUSED else ""
-        reason = re.sub(r" by [\d.]+ of their size .*", "", reason or "")  # the number is not the same everywhere
+        # The measured difference depends on the machine.
+        reason = re.sub(r" by [\d.]+ of their size .*", "", reason or "")
         rows.append([name, special, *["no" if reason else "yes"] * 3, reason])
     return rows
 
 
 def tests_of(name: str) -> ModuleType:
+    """The imported module tests/integrations/test_trl_dpo_NAME.py."""
     spec = importlib.util.spec_from_file_location(name, TESTS / f"test_trl_dpo_{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -101,14 +107,15 @@ def option_rows() -> list[list[str]]:
 
 
 def surgery_rows() -> list[list[str]]:
-    reasons = [html.escape(surgery.reason or "", quote=False) for surgery in SURGERIES]  # a name may hold <lambda>
-    return [
-        [surgery.what, "no" if reason else "yes", reason] for surgery, reason in zip(SURGERIES, reasons, strict=True)
-    ]
+    rows = []
+    for surgery in SURGERIES:
+        reason = html.escape(surgery.reason or "", quote=False)  # a name may contain <lambda>
+        rows.append([surgery.description, "no" if reason else "yes", reason])
+    return rows
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table whose columns are not aligned, so that a changed cell changes one line."""
+    """A Markdown table. Columns are not aligned, so that changing a cell changes one line only."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (headers, ["---"] * len(headers), *rows))
 
 
@@ -118,11 +125,11 @@ def listed(items: Iterable[str], conjunction: str) -> str:
 
 
 def page() -> str:
-    of_families = ["family", "special features", "packed", "shared", "fused", "reason"]
+    family_headers = ["family", "special features", "packed", "shared", "fused", "reason"]
     return TEXT.format(
         transformers=PINS["transformers"],
         trl=PINS["trl"],
-        families=table(of_families, family_rows()),
+        families=table(family_headers, family_rows()),
         failing=listed(FAILS_IN_STOCK, "and"),
         surgeries=table(["change", "fused", "reason"], surgery_rows()),
         changes=listed(tests_of("changing_reference").CASES, "or"),

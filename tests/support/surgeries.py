@@ -17,7 +17,7 @@ from trl_runs import LORA, WORDS
 
 
 def resize(model: PreTrainedModel) -> None:
-    torch.manual_seed(7)  # of the new rows
+    torch.manual_seed(7)  # for the new rows
     model.resize_token_embeddings(len(WORDS) + 5)
 
 
@@ -117,7 +117,7 @@ def layer_in_the_same_place(model: PreTrainedModel) -> None:
 
 def attention_dropout(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 1e-9  # of which nothing is dropped
+        layer.self_attn.attention_dropout = 1e-9  # so small that nothing is dropped
 
 
 def eager(model: PreTrainedModel) -> None:
@@ -129,7 +129,7 @@ def eager_and_back(model: PreTrainedModel) -> None:
     model.set_attn_implementation("sdpa")
 
 
-def attention_of_the_users_own(model: PreTrainedModel) -> None:
+def custom_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register("users_own", ALL_ATTENTION_FUNCTIONS["sdpa"])
     AttentionMaskInterface.register("users_own", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation("users_own")
@@ -151,7 +151,7 @@ def second_adapter(model) -> None:
 
 def merged_adapter(model) -> None:
     model.merge_adapter()
-    model.get_base_model().model.norm.requires_grad_(True)  # else nothing would be trained
+    model.get_base_model().model.norm.requires_grad_(True)  # otherwise nothing would be trained
 
 
 def larger_adapter(model) -> None:
@@ -162,17 +162,17 @@ def larger_adapter(model) -> None:
 
 @dataclass(frozen=True)
 class Surgery:
-    """Something that users do to a policy between two steps.
+    """A change that users make to a policy between two steps.
 
     Attributes:
-        operate: does it.
-        what: in words.
-        reason: why the policy is not fused from then on; None if it is.
-        adapter: the policy has one.
+        operate: applies the change to the policy.
+        description: the change in words, for docs/support.md.
+        reason: why the policy is not fused from then on; None if it stays fused.
+        adapter: whether the policy has an adapter.
     """
 
     operate: Callable[[PreTrainedModel], None]
-    what: str
+    description: str
     reason: str | None = None
     adapter: bool = False
 
@@ -225,7 +225,7 @@ SURGERIES = [
     Surgery(eager, '`set_attn_implementation("eager")`'),
     Surgery(eager_and_back, '`set_attn_implementation("eager")`, then back'),
     Surgery(
-        attention_of_the_users_own,
+        custom_attention,
         "custom attention implementation",
         "attention implementation 'users_own' is not supported",
     ),

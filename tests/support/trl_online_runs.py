@@ -1,4 +1,8 @@
-"""Tiny online trainings in TRL: a model writes two completions to each prompt, and learns from the better one."""
+"""Tiny online DPO trainings in TRL, recorded step by step.
+
+The policy generates two completions for each prompt and learns to prefer the one with the higher
+reward.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,21 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 try:
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-except ModuleNotFoundError:  # TRL before they moved
+except ModuleNotFoundError:  # older TRL
     from trl import OnlineDPOConfig, OnlineDPOTrainer
 from trl_runs import OPTIONS, WORDS, Gradients, Run, assert_same, numbers, on_disk, pairs, tiny_model, tokenizer
 
 import fastdpo
 
 SUMS_OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
-"""Metrics that stock sums over the padding of completions too."""
+"""Metrics that stock TRL sums over the padding of completions as well."""
 
 
 def writer(seed: int = 0, kind: str = "llama", **config) -> PreTrainedModel:
-    """A tiny model that may end a completion by any of 20 tokens: some end early, some not at all."""
+    """A tiny model with 20 end-of-sequence tokens.
+
+    Some of its completions end early, and some reach the maximum length.
+    """
     model = tiny_model(kind, seed, **config)
     model.generation_config.eos_token_id = list(range(1, 21))
     return model
@@ -46,13 +53,17 @@ def reward_model() -> PreTrainedModel:
 
 @dataclass
 class OnlineRun(Run):
-    """Record of an online training, with ids and masks of prompts and of completions of each step."""
+    """The record of an online training.
+
+    Attributes:
+        batches: ids and mask of the prompts and of the completions that each step scored.
+    """
 
     batches: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 
 
 def masked(trainer_class: type[OnlineDPOTrainer]) -> type[OnlineDPOTrainer]:
-    """The same trainer, with zeros where completions are padded: its sums are sums over tokens."""
+    """A subclass that zeroes log-probs on the padding of completions, so that sums exclude it."""
 
     class Masked(trainer_class):
         def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
@@ -77,7 +88,11 @@ def build(
     peft_config: PeftConfig | None = None,
     **overrides,
 ) -> OnlineDPOTrainer:
-    """`rewards` may make reward models, which a trainer changes. `overrides` are fields of `OnlineDPOConfig`."""
+    """Creates an online trainer.
+
+    `rewards` is a reward function, or a factory of reward models, which a trainer modifies.
+    `overrides` are fields of `OnlineDPOConfig`.
+    """
     functions = [rewards] if rewards is reward else rewards()
     functions = functions if isinstance(functions, list) else [functions]
     return trainer_class(
@@ -99,13 +114,16 @@ def train_online(
     trainer_class: type[OnlineDPOTrainer] = OnlineDPOTrainer,
     **options,
 ) -> OnlineRun:
-    """A short online training, with whatever is patched at the moment. `options` are those of `build`."""
+    """Runs a short online training with the patches that are active.
+
+    `options` are arguments of `build`.
+    """
     run, losses = OnlineRun([]), []
 
     class Recorded(trainer_class):
         def training_step(self, *args, **kwargs):
             losses.append(super().training_step(*args, **kwargs))
-            return losses[-1].clone()  # the trainer adds to it
+            return losses[-1].clone()  # the trainer modifies it in place
 
         def _generate(self, *args):
             generated = super()._generate(*args)
@@ -119,15 +137,15 @@ def train_online(
     run.steps = trainer.state.global_step
     run.logs = [numbers(log) for log in trainer.state.log_history]
     for i, loss in enumerate(torch.stack(losses).view(run.steps, -1).sum(1).tolist()):
-        run.logs[i]["loss"] = loss  # what TRL logs is rounded to four digits
+        run.logs[i]["loss"] = loss  # TRL rounds the logged loss to four digits
     run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
     return run
 
 
 def assert_same_online(stock: OnlineRun, patched: OnlineRun, except_for: set[str] = frozenset()) -> None:
-    """Both wrote the same completions, and trained alike on them; but for some metrics."""
+    """Asserts equal completions, and equal training on them except for the named metrics."""
     for step, (a, b) in enumerate(zip(stock.batches, patched.batches, strict=True)):
-        assert all(map(torch.equal, a, b)), f"step {step} has other completions"
+        assert all(map(torch.equal, a, b)), f"step {step} has different completions"
     assert_same(without(except_for, stock), without(except_for, patched))
 
 
@@ -140,7 +158,10 @@ def without(metrics: set[str], run: OnlineRun) -> OnlineRun:
 def train_three(
     directory: Path, kind: str = "llama", tiny=None, reference: bool = True, prepare=lambda model: model, **options
 ) -> list[OnlineRun]:
-    """Trains stock, `masked` stock, and patched, from the same start. `prepare` is done with each model before."""
+    """Trains stock, `masked` stock and patched from the same initial weights.
+
+    `prepare` is applied to each model before a trainer is created with it.
+    """
 
     def once(name: str, trainer_class=OnlineDPOTrainer, cast=lambda model: model) -> OnlineRun:
         models = [cast(prepare(writer(seed, kind, **(tiny or {})))) for seed in range(1 + reference)]
@@ -155,6 +176,7 @@ def train_three(
 
 
 def assert_all_same(stock: OnlineRun, masked_stock: OnlineRun, patched: OnlineRun) -> None:
+    """Asserts that patched equals masked stock, and stock up to `SUMS_OVER_PADDING`."""
     assert not stock.calls
     assert_same_online(masked_stock, patched)
     assert_same_online(stock, patched, except_for=SUMS_OVER_PADDING)

@@ -1,4 +1,7 @@
-"""Online trainings, stock and patched, with whatever TRL comes first: `python trl_online_worker.py DIRECTORY`."""
+"""Stock and patched online trainings with the TRL that comes first on the path.
+
+Usage: `python trl_online_worker.py DIRECTORY`. The runs are saved in the directory.
+"""
 
 import sys
 from pathlib import Path

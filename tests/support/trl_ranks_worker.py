@@ -16,10 +16,10 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 
 
 def train_rank(directory: Path, kind: str) -> None:
-    """Writes the logs, fastdpo's counters and the number of collectives in each step to a file of the directory.
+    """Writes the logs, fastdpo's counters and the number of collectives in each step to a file.
 
-    `kind` is "stock", "patched", "memory" (patched, with a reference memory), or "uncut": stock with an accelerate that
-    leaves out no rank at the end of an epoch.
+    `kind` is "stock", "patched", "memory" (patched with `reference_memory`) or "uncut": stock with
+    an accelerate that gathers the values of all ranks at the end of an epoch.
     """
     rank = int(os.environ["RANK"])
     counts: list[int] = [0]
@@ -34,7 +34,8 @@ def train_rank(directory: Path, kind: str) -> None:
 
     class Steps(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            counts.append(0)  # what comes until the next one is called is of logging and of the next step
+            # Collectives until the next call belong to logging and to the next step.
+            counts.append(0)
 
     if kind == "uncut":
         Accelerator.gather_for_metrics = Accelerator.gather

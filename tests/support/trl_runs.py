@@ -1,4 +1,4 @@
-"""Tiny DPO trainings in TRL, recorded step by step, and what makes two of them the same training."""
+"""Tiny DPO trainings in TRL, recorded step by step, and assertions that two of them are equal."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word. Its special tokens are no prefixes of words."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    """A tokenizer with one token per word. No special token is a prefix of a word."""
+    word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=word_level, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Ragged preference pairs: among them answers that begin alike, and answers that are one word long."""
+    """Ragged preference pairs. Some answers share a prefix, and some are one word long."""
     rng = random.Random(seed)
 
     def text(low: int, high: int) -> str:
         return " ".join(f"w{rng.randrange(94)}" for _ in range(rng.randint(low, high)))
 
     rows = [{"prompt": text(1, 14) + " ", "chosen": text(1, 11), "rejected": text(1, 11)} for _ in range(n)]
-    rows[0]["rejected"] = rows[0]["chosen"] + " w1 w2"  # one a prefix of the other, but for the end token
-    rows[1]["chosen"], rows[1]["rejected"] = "w3 w4 w5", "w3 w4 w6 w7"  # a common beginning
+    rows[0]["rejected"] = rows[0]["chosen"] + " w1 w2"  # a prefix, except for the end token
+    rows[1]["chosen"], rows[1]["rejected"] = "w3 w4 w5", "w3 w4 w6 w7"  # a common prefix
     return rows
 
 
 def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
-    """A data set on disk that only this run uses: precomputed values are cached next to it."""
+    """Saves rows to a directory and loads them from there.
+
+    Precomputed values are cached next to a dataset on disk, so each run needs its own copy.
+    """
     Dataset.from_list(rows).save_to_disk(directory)
     return load_from_disk(directory)
 
@@ -69,14 +72,14 @@ def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = ()
 
 @dataclass
 class Run:
-    """Record of a training.
+    """The record of a training.
 
     Attributes:
-        logs: every number logged in each step, and those of evaluations.
-        gradients: of every parameter, before each optimizer step.
-        calls: fastdpo's counters: (kind, path) to calls.
-        steps: of the optimizer.
-        in_float64: trains again in float64, from the same start and on the same data.
+        logs: the numbers logged in each step and in evaluations.
+        gradients: the gradient of every parameter before each optimizer step.
+        calls: fastdpo's counters: a map from (kind, path) to the number of calls.
+        steps: the number of optimizer steps.
+        in_float64: repeats the training in float64 with the same initial weights and data.
     """
 
     logs: list[dict[str, float]]
@@ -87,6 +90,8 @@ class Run:
 
 
 class Gradients(TrainerCallback):
+    """Appends the gradients before each optimizer step to a list."""
+
     def __init__(self, gradients: list[dict[str, torch.Tensor]]):
         self.gradients = gradients
 
@@ -102,7 +107,7 @@ OPTIONS = dict(
     disable_tqdm=True,
     save_strategy="no",
     logging_steps=1,
-    optim="sgd",  # Adam's normalised steps would blow rounding up
+    optim="sgd",  # Adam's normalized steps would amplify rounding errors
     learning_rate=0.01,
     lr_scheduler_type="constant",
     max_grad_norm=1e9,
@@ -110,14 +115,14 @@ OPTIONS = dict(
     max_steps=3,
     gradient_checkpointing=False,
 )
-"""Options of every trainer of TRL."""
+"""Training arguments for all of TRL's trainers."""
 
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
 
 
 def adapter(**options) -> dict:
-    """Options of a training with LoRA."""
+    """Arguments of `train` for a LoRA training, with `options` of `LoraConfig`."""
     return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
 
 
@@ -133,7 +138,7 @@ def build(
     trainer_class: type[DPOTrainer] = DPOTrainer,
     **overrides,
 ) -> DPOTrainer:
-    """A trainer on n of `pairs`. `overrides` are fields of `DPOConfig`."""
+    """Creates a trainer on n of `pairs`. `overrides` are fields of `DPOConfig`."""
     return trainer_class(
         model=model,
         ref_model=reference,
@@ -157,9 +162,10 @@ def train(
     compute_metrics: Callable | None = None,
     **overrides,
 ) -> Run:
-    """A short DPO training on `data` (default: `pairs`), with whatever is patched at the moment.
+    """Runs a short DPO training on `data` (default: `pairs`) with the patches that are active.
 
-    `evaluate` pairs are evaluated after it, or instead of it. `overrides` are fields of `DPOConfig`.
+    `evaluate` is a number of pairs that are evaluated after the training, or instead of it if
+    `only_evaluate`. `overrides` are fields of `DPOConfig`.
     """
     run = Run([])
     if not isinstance(data, Dataset | IterableDataset):
@@ -190,9 +196,9 @@ def train(
 def train_both(
     directory: Path, kind: str = "llama", tiny=None, reference: bool = True, prepare=lambda model: model, **options
 ) -> list[Run]:
-    """Trains stock, then patched, from the same start.
+    """Trains stock, then patched, from the same initial weights.
 
-    `prepare` is what is done with each model before a trainer gets it.
+    `prepare` is applied to each model before a trainer is created with it.
     """
 
     def once(name: str, cast: Callable = lambda model: model) -> Run:
@@ -206,7 +212,10 @@ def train_both(
 
 
 def run_with_oldest(worker: Path, directory: Path) -> None:
-    """Runs a script in a process that has the oldest TRL that is supported; skips the test where there is none."""
+    """Runs a script in a process with the oldest supported TRL.
+
+    Skips the test if the environment variable OLDEST_TRL is not set.
+    """
     oldest = os.environ.get("OLDEST_TRL")
     if oldest is None:
         pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
@@ -221,38 +230,44 @@ def run_with_oldest(worker: Path, directory: Path) -> None:
 
 
 def run_two_ranks(kind: str, directory: Path) -> list[dict]:
-    """Results of `trl_ranks_worker.train_rank`, one of each rank."""
-    import trl_ranks_worker  # which imports this module
+    """Runs `trl_ranks_worker.train_rank` on two ranks and returns the result of each."""
+    import trl_ranks_worker  # not at the top: it imports this module
 
     run_ranks(2, trl_ranks_worker.train_rank, directory / kind, kind)
     return [torch.load(directory / kind / f"rank{rank}of2.pt") for rank in range(2)]
 
 
 def numbers(log: dict) -> dict[str, float]:
-    """Those of a log that a training makes."""
+    """The numbers of a log that depend on the training alone, such as losses; not run times."""
     named = ((k, v) for k, v in log.items() if isinstance(v, float))
     return {k: v for k, v in named if not any(word in k for word in NOT_NUMBERS_OF_TRAINING)}
 
 
 def assert_same(stock: Run, patched: Run) -> None:
-    """Every number of every log and every parameter's gradient of every step agree, but for rounding."""
+    """Asserts that all logged numbers and all gradients of all steps agree up to rounding."""
     assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
     assert_same_training(stock, patched, stock.in_float64)
 
 
 def assert_same_bits(stock: Run, patched: Run) -> None:
-    """Losses and gradients to the last bit. TRL's metrics are the same but for how their means are rounded."""
+    """Asserts that losses and gradients are bitwise equal.
+
+    TRL's other metrics may differ by the rounding of their means.
+    """
     assert largest(differences_of_logs(stock.logs, patched.logs, relative=8 * EPS, absolute=EPS)).size <= 1
     assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
     for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
         for name in a.keys() & {"loss", "eval_loss", "train_loss", "grad_norm"}:
             assert a[name] == b[name], f"step {step}: {name} {a[name]} {b[name]}"
     for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} has gradients of other parameters"
+        assert a.keys() == b.keys(), f"step {step} has gradients of different parameters"
         for name in a:
             assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
 
 
 def assert_fused(run: Run, **expected: int) -> None:
-    """Exactly these calls ran, all of them fused: the test that a path is not silently off."""
+    """Asserts that exactly these calls ran, all of them fused.
+
+    It shows that the fused path was not silently disabled.
+    """
     assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})

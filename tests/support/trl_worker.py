@@ -1,4 +1,7 @@
-"""A patched training with whatever TRL comes first: `python trl_worker.py DIRECTORY`. Leaves what it did there."""
+"""A patched training with the TRL that comes first on the path.
+
+Usage: `python trl_worker.py DIRECTORY`. The run is saved in the directory.
+"""
 
 import sys
 from pathlib import Path
