@@ -1,4 +1,7 @@
-"""The tests of OpenRLHF are run by `make test-openrlhf`, which installs it; elsewhere they are left out."""
+"""Tests of OpenRLHF. They run in `make test-openrlhf`, which installs it.
+
+Without OpenRLHF they are not collected.
+"""
 
 import sys
 from importlib.util import find_spec

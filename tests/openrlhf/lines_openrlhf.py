@@ -1,4 +1,7 @@
-"""OpenRLHF's DPOTrainer as the tests of properties want it. `lines_trl.py` says what each name is."""
+"""OpenRLHF's DPOTrainer behind the interface that tests/properties uses.
+
+See `lines_trl.py` for a description of each name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import fastdpo
 
 BETA = 0.1
 PREFIX = "model."
-RANKS_APART = {"loss_mean", "acc_mean"}  # each rank's own
+RANKS_APART = {"loss_mean", "acc_mean"}  # not averaged over ranks
 
 
 def _paths(directory: Path) -> list[Path]:
@@ -33,21 +36,25 @@ def train(directory: Path, memory: Any = False, **options) -> Run:
 
 
 def train_with_known_reference(directory: Path) -> Run:
-    """A hook that refuses to run the reference would turn the memory off: the counters of calls tell instead."""
+    """A patched training with stored reference log-probabilities.
+
+    It checks the counters of calls: a hook that raises when the reference runs would disable
+    `reference_memory`.
+    """
     memory = directory / "memory"
     train(directory, memory)
-    known = train(directory, memory)
-    assert {path for kind, path in known.calls if kind == "reference"} == {"remembered"}, "the reference ran"
-    return known
+    run = train(directory, memory)
+    assert {path for kind, path in run.calls if kind == "reference"} == {"remembered"}, "the reference ran"
+    return run
 
 
 def rows() -> dict[tuple[int, ...], int]:
-    words, found = tokenizer(), {}
+    encode, starts = tokenizer(), {}
     for row in openrlhf_runs.rows(12):
         for answer in (row["chosen"], row["rejected"]):
-            ids = words(row["prompt"] + answer + " <eos>")["input_ids"]
-            found[tuple(ids)] = len(words(row["prompt"])["input_ids"])
-    return found
+            ids = encode(row["prompt"] + answer + " <eos>")["input_ids"]
+            starts[tuple(ids)] = len(encode(row["prompt"])["input_ids"])
+    return starts
 
 
 def two_ranks_and_one(directory: Path) -> tuple[list[dict], list[dict]]:

@@ -1,7 +1,7 @@
 """Tiny trainings in OpenRLHF with its real trainer, actor and dataset, recorded step by step.
 
-`DeepspeedStrategy` needs CUDA. `Strategy` does what the trainer asks of it, with a torch optimizer or DeepSpeed's
-engine on a CPU.
+`DeepspeedStrategy` needs CUDA. `Strategy` replaces it on a CPU, with a torch optimizer or
+DeepSpeed's engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATE = 0.01
 
 
 def rows(n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Prompts end in a space, answers begin with letters."""
+    """Ragged preference pairs. Prompts end in a space, and answers begin with a letter."""
     rng = random.Random(seed)
 
     def text(low: int, high: int) -> str:
@@ -44,20 +44,23 @@ def rows(n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A BPE of bytes, which merges a space with the word behind it: a prompt's last token is not in its rows."""
+    """A byte-level BPE tokenizer, which merges a space with the word that follows it.
+
+    The last token of a tokenized prompt is therefore not in the tokenized rows.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    words = [" ".join(row.values()) for row in rows(200, seed=9)]
-    alphabet = sorted({letter for text in words for letter in text.replace(" ", "Ġ")})
+    texts = [" ".join(row.values()) for row in rows(200, seed=9)]
+    alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
     special = ["<pad>", "<eos>"]
     bpe.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+        texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
 
 
 def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> Path:
-    """A tiny model on disk, as actors are made of."""
+    """Saves a tiny model and returns its path, from which actors load it."""
     torch.manual_seed(seed)
     sizes = {name: size for name, size in {**SIZES, "vocab_size": VOCABULARY}.items() if name not in without}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
@@ -68,10 +71,10 @@ def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tup
 
 
 class Strategy:
-    """The part of a strategy that DPOTrainer uses.
+    """The methods and fields of a strategy that DPOTrainer uses.
 
     Attributes:
-        gradients: of every parameter, before each optimizer step. Without DeepSpeed.
+        gradients: the gradient of every parameter before each optimizer step; empty with DeepSpeed.
     """
 
     ring_attn_group = None
@@ -114,7 +117,7 @@ class Strategy:
 
 
 class Recorded(DPOTrainer):
-    """Keeps what it logs."""
+    """A trainer that records its logs."""
 
     def save_logs_and_checkpoints(self, args, global_step, step_bar, logs_dict=None, client_states=None):
         vars(self).setdefault("logs", []).append(logs_dict)
@@ -130,10 +133,10 @@ class Recorded(DPOTrainer):
 
 
 class Run:
-    """Logs of each step and of evaluations, gradients of each step, fastdpo's counters.
+    """Logs of each step and of evaluations, gradients of each step, and fastdpo's counters.
 
     Attributes:
-        in_float64: trains again in float64, from the same start and on the same data.
+        in_float64: repeats the training in float64 with the same initial weights and data.
     """
 
     in_float64: Callable[[], Run] | None = None
@@ -146,7 +149,7 @@ class Run:
 def actor(
     path: Path, packing_samples: bool, attention: str = "sdpa", cast: Callable = torch.nn.Module.float, **options: Any
 ) -> Actor:
-    """In float32, to compare with; OpenRLHF loads 16 bits."""
+    """Loads an actor in float32, so that runs can be compared; OpenRLHF's default is bfloat16."""
     return cast(Actor(str(path), attn_implementation=attention, packing_samples=packing_samples, **options))
 
 
@@ -168,9 +171,10 @@ def train(
     cast: Callable = torch.nn.Module.float,
     **options: Any,
 ) -> Run:
-    """A short training on `data` (default: 12 of `rows`), with whatever is patched at the moment.
+    """Runs a short training on `data` (default: 12 of `rows`) with the patches that are active.
 
-    `evaluate` rows are evaluated after each epoch. `cast` sets the precision of actors. `options` are those of `Actor`.
+    `evaluate` is a number of rows that are evaluated after each epoch. `cast` sets the precision of
+    the actors. `options` are arguments of `Actor`.
     """
     before = Counter(fastdpo.calls)
     packing = strategy.args.ds.packing_samples
@@ -193,7 +197,10 @@ def train(
 
 
 def run_two_ranks(directory: Path, stage: int) -> list[dict]:
-    """Results of `zero_worker.py`, one of each rank, which trains on `rows(12, seed=rank)`."""
+    """Runs `zero_worker.py` on two ranks and returns the result of each.
+
+    Rank r trains on `rows(12, seed=r)`.
+    """
     for seed in range(2):
         checkpoint(directory, seed=seed)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -213,6 +220,6 @@ def run_two_ranks(directory: Path, stage: int) -> list[dict]:
 
 
 def assert_same(stock: Run, patched: Run) -> None:
-    """Every number of every log and every parameter's gradient of every step agree, but for rounding."""
+    """Asserts that all logged numbers and all gradients of all steps agree up to rounding."""
     assert len(stock.gradients) == len(patched.gradients) > 0
     assert_same_training(stock, patched, stock.in_float64)

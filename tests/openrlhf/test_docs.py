@@ -1,4 +1,4 @@
-"""The launcher of "docs/openrlhf.md" runs as printed."""
+"""The launcher in "docs/openrlhf.md" runs as printed."""
 
 import sys
 

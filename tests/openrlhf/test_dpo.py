@@ -1,4 +1,4 @@
-"""OpenRLHF's DPOTrainer: real trainer, actor and dataset, stock against patched."""
+"""OpenRLHF's DPOTrainer with its real actor and dataset: patched equals stock."""
 
 import logging
 import os
@@ -24,7 +24,10 @@ ADAPTER = dict(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
 
 @pytest.fixture
 def both(tmp_path):
-    """Trains stock, then patched, from the same start. `loss` are fields of the arguments' model."""
+    """A function that trains stock, then patched, from the same initial weights.
+
+    `loss` are fields of the arguments' namespace `model`.
+    """
 
     def run(kind="llama", packing=False, tiny=None, loss=None, **options):
         paths = [checkpoint(tmp_path, kind, seed, **(tiny or {})) for seed in range(2)]
@@ -65,7 +68,7 @@ def test_option(both, option, packing):
 
 @pytest.mark.parametrize("loss", [dict(), dict(ipo_enable=True)], ids=["sigmoid", "ipo"])
 def test_a_lost_letter_is_noticed(both, tmp_path, loss):
-    """The comparison of trainings can fail."""
+    """The comparison of trainings fails when one letter of the data differs."""
     stock, _ = both(loss=loss)
     data = rows(12)
     data[5]["chosen"] = data[5]["chosen"][:-1]
@@ -78,7 +81,10 @@ def test_a_lost_letter_is_noticed(both, tmp_path, loss):
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
 def test_actors_with_flash_attention(tmp_path, packing, monkeypatch):
-    """As OpenRLHF makes them by default; on a CPU something else stands in for the package, and sdpa for stock."""
+    """Actors use flash attention by default in OpenRLHF.
+
+    On a CPU, a stand-in replaces the package, and stock uses sdpa.
+    """
     stand_in(monkeypatch)
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
     stock = train(*paths, Strategy(packing))
@@ -95,19 +101,19 @@ def test_evaluation(both):
     assert any("eval_loss" in log for log in stock.logs)
 
 
-def test_the_data_has_prompts_that_are_not_how_their_rows_begin():
-    words, differ = tokenizer(), 0
+def test_some_tokenized_prompts_are_no_prefix_of_their_rows():
+    encode, differ = tokenizer(), 0
     for row in rows(40):
-        n = len(words(row["prompt"], add_special_tokens=False)["input_ids"])
+        n = len(encode(row["prompt"], add_special_tokens=False)["input_ids"])
         ids = [
-            words(row["prompt"] + row[name], add_special_tokens=False)["input_ids"] for name in ("chosen", "rejected")
+            encode(row["prompt"] + row[name], add_special_tokens=False)["input_ids"] for name in ("chosen", "rejected")
         ]
         differ += ids[0][:n] != ids[1][:n]
     assert differ > 10
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_labels_are_those_of_a_loop_over_tokens(seed):
+def test_labels_equal_those_of_a_loop_over_tokens(seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -127,13 +133,13 @@ def test_labels_are_those_of_a_loop_over_tokens(seed):
     assert torch.equal(openrlhf_dpo.answer_labels(ids, mask, prompts), expected)
 
 
-def test_a_mask_of_another_size_is_refused():
+def test_a_wrong_number_of_prompt_lengths_raises():
     ids = torch.ones(4, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="one entry for each of 2 pairs; got 4"):
         openrlhf_dpo.answer_labels(ids, ids, [3, 3, 3, 3])
 
 
-def test_what_cant_be_packed_goes_to_stock(both, caplog):
+def test_an_unsupported_model_falls_back_to_stock(both, caplog):
     sizes = dict(without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
     stock, patched = both("bloom", tiny=sizes, attention="eager")
     assert_same(stock, patched)
@@ -145,7 +151,7 @@ def test_what_cant_be_packed_goes_to_stock(both, caplog):
     ("attribute", "value", "reason"),
     [("ring_attn_group", "a group", "ring attention"), ("ds_tensor_parallel_size", 2, "tensor parallelism")],
 )
-def test_what_is_spread_over_ranks_goes_to_stock(tmp_path, monkeypatch, caplog, attribute, value, reason):
+def test_models_sharded_over_ranks_fall_back_to_stock(tmp_path, monkeypatch, caplog, attribute, value, reason):
     monkeypatch.setattr(Strategy, attribute, value, raising=False)
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
     with fastdpo.patched("openrlhf"):
@@ -155,7 +161,7 @@ def test_what_is_spread_over_ranks_goes_to_stock(tmp_path, monkeypatch, caplog, 
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
-def test_a_remembered_reference(tmp_path, packing):
+def test_reference_memory(tmp_path, packing):
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
     options = dict(epochs=3, evaluate=6)
     stock = train(*paths, Strategy(packing, nll_loss_coef=0.5), **options)
@@ -163,13 +169,14 @@ def test_a_remembered_reference(tmp_path, packing):
         with fastdpo.patched("openrlhf", reference_memory=memory):
             patched = train(*paths, Strategy(packing, nll_loss_coef=0.5), **options)
         assert_same(stock, patched)
-        first = 3 + 2 if n < 2 else 0  # batches of an epoch and of an evaluation; the last finds them in the directory
-        assert patched.calls["reference", "fused"] == first
-        assert patched.calls["reference", "remembered"] == 3 * (3 + 2) - first
+        # The batches of an epoch and of an evaluation; the last run loads them from the directory.
+        computed = 3 + 2 if n < 2 else 0
+        assert patched.calls["reference", "fused"] == computed
+        assert patched.calls["reference", "remembered"] == 3 * (3 + 2) - computed
 
 
-class Rewritten(Recorded):
-    """Its reference changes after the second epoch."""
+class ChangesReference(Recorded):
+    """Changes the reference's weights after the second epoch."""
 
     def evaluate(self, eval_dataloader, steps=0):
         super().evaluate(eval_dataloader, steps)
@@ -179,9 +186,9 @@ class Rewritten(Recorded):
                 weight.data.mul_(1.01)
 
 
-def test_a_reference_that_changes_is_not_remembered(tmp_path, caplog):
+def test_a_changed_reference_clears_the_memory(tmp_path, caplog):
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
-    options = dict(epochs=4, evaluate=6, trainer_class=Rewritten)
+    options = dict(epochs=4, evaluate=6, trainer_class=ChangesReference)
     stock = train(*paths, Strategy(), **options)
     with fastdpo.patched("openrlhf", reference_memory=True):
         patched = train(*paths, Strategy(), **options)
@@ -190,7 +197,7 @@ def test_a_reference_that_changes_is_not_remembered(tmp_path, caplog):
     assert patched.calls["reference", "fused"] == patched.calls["reference", "remembered"] == 2 * (3 + 2)
 
 
-def test_zero_3_remembers_nothing(tmp_path, monkeypatch, caplog):
+def test_zero_3_disables_reference_memory(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Strategy, "stage", 3, raising=False)
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
     with fastdpo.patched("openrlhf", reference_memory=True):
@@ -199,8 +206,8 @@ def test_zero_3_remembers_nothing(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("reference_memory is disabled, ranks run the reference together (ZeRO-3)") == 1
 
 
-class OwnLogps(Recorded):
-    """A subclass that makes something else of the trainer's forward."""
+class DoublesLogps(Recorded):
+    """A subclass that changes the results of the trainer's forward pass."""
 
     def concatenated_forward(self, model, *batch):
         chosen, rejected, aux_loss, nll_loss = super().concatenated_forward(model, *batch)
@@ -208,12 +215,12 @@ class OwnLogps(Recorded):
 
 
 def test_subclass(both):
-    stock, patched = both(trainer_class=OwnLogps)
+    stock, patched = both(trainer_class=DoublesLogps)
     assert_same(stock, patched)
     assert patched.calls == FUSED
 
 
-def test_report_and_undoing(tmp_path, caplog):
+def test_report_and_unpatching(tmp_path, caplog):
     stock = dpo_trainer.DPOTrainer.concatenated_forward
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
     with caplog.at_level(logging.INFO, logger="fastdpo"), fastdpo.patched() as report:
@@ -223,7 +230,7 @@ def test_report_and_undoing(tmp_path, caplog):
     assert not train(*paths, Strategy()).calls
 
 
-def test_the_program_of_the_docs_runs():
+def test_the_program_in_the_docs_runs():
     page = (Path(__file__).parents[2] / "docs" / "openrlhf.md").read_text()
     (program,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "run_module" in code)
     done = subprocess.run(
@@ -237,7 +244,7 @@ def test_the_program_of_the_docs_runs():
     assert "--ds.attn_implementation" in done.stdout
 
 
-def test_another_version_is_refused(monkeypatch):
+def test_an_unsupported_version_raises(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda package: "0.8.0" if package == "openrlhf" else "0")
     with pytest.raises(fastdpo.PatchError, match="install 'openrlhf"):
         fastdpo.patch("openrlhf.DPOTrainer")

@@ -1,4 +1,7 @@
-"""Two ranks under DeepSpeed's ZeRO on a CPU, stock against patched: logs, weights, collectives."""
+"""Two ranks under DeepSpeed's ZeRO on a CPU: patched equals stock in logs and weights.
+
+Patched needs one collective per step.
+"""
 
 import pytest
 import torch
@@ -17,5 +20,5 @@ def test_two_ranks(tmp_path, stage):
         assert_same_gradients([stock["weights"]], [patched["weights"]])
         for name in stock["weights"]:
             assert torch.equal(patched["weights"][name], ranks[0]["patched"]["weights"][name])
-        numbers = len(stock["logs"][0]) - 2  # two means are taken after
+        numbers = len(stock["logs"][0]) - 2  # the trainer adds two means after the reduction
         assert rank["collectives"] == {"stock": 3 * numbers, "patched": 3}

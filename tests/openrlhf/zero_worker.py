@@ -1,6 +1,7 @@
-"""One rank of a training under DeepSpeed's ZeRO: python zero_worker.py STAGE OUT, under torchrun.
+"""One rank of a training under DeepSpeed's ZeRO. Usage, under torchrun: `zero_worker.py STAGE OUT`.
 
-Stock, then patched, from the same start; writes both logs, the weights at the end, and the counters.
+Trains stock, then patched, from the same initial weights. Writes the logs, the final weights and
+the counters of both.
 """
 
 import functools
@@ -35,7 +36,7 @@ def engine(model: torch.nn.Module, stage: int, trained: bool):
 
 
 class ZeroStrategy(Strategy):
-    """Its logs are reduced as `DeepspeedStrategy` does it."""
+    """A strategy that reduces logs in the same way as `DeepspeedStrategy`."""
 
     world_size = 2
 
@@ -47,7 +48,7 @@ class ZeroStrategy(Strategy):
 
 
 def counted(reduce, counts: Counter, name: str, *args, **kwargs):
-    """`reduce`, and one more if it was OpenRLHF's strategy that called."""
+    """Calls `reduce`, and counts the call if OpenRLHF's strategy is the caller."""
     counts[name] += sys._getframe(1).f_code.co_filename == inspect.getsourcefile(DeepspeedStrategy)
     return reduce(*args, **kwargs)
 
@@ -60,7 +61,7 @@ def main() -> None:
     rank = dist.get_rank()
     collectives = Counter()
     stock_reduce = dist.all_reduce
-    found = {}
+    results = {}
     for name in ("stock", "patched"):
         if name == "patched":
             fastdpo.patch("openrlhf")
@@ -79,15 +80,16 @@ def main() -> None:
         dist.all_reduce = stock_reduce
         module = models[0].model.module
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            dist.barrier()  # gloo runs it after what DeepSpeed gathers, which has come back too early under load
+            # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
+            dist.barrier()
             weights = {n: p.detach().clone() for n, p in module.named_parameters()}
         calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
-        found[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
-    found["collectives"] = dict(collectives)
-    torch.save(found, out / f"rank{rank}.pt")
+        results[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
+    results["collectives"] = dict(collectives)
+    torch.save(results, out / f"rank{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo aborts now and then when it is torn down
+    os._exit(0)  # gloo may abort while it shuts down
 
 
 main()

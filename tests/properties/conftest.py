@@ -1,6 +1,7 @@
-"""Properties that every supported trainer line must have: the same tests for each of them.
+"""Properties that hold for every supported trainer line, tested by the same tests.
 
-Which line that is, is what is installed: `make test`, `make test-legacy`, `make test-openrlhf`.
+The line under test is the installed one: `make test`, `make test-legacy` and `make test-openrlhf`
+install one each.
 """
 
 import sys
@@ -13,12 +14,12 @@ OPENRLHF = find_spec("openrlhf") is not None
 if OPENRLHF:
     folder = Path(__file__).parents[1] / "openrlhf"
     sys.path[:0] = [str(folder), str(folder / "stand_ins")]
-    collect_ignore = ["test_online_dpo.py"]  # it has no such trainer
+    collect_ignore = ["test_online_dpo.py"]  # OpenRLHF has no online DPO trainer
 
 
 @pytest.fixture
 def line():
-    """The trainer line that is installed, as a module: see `lines_trl.py` and `lines_openrlhf.py`."""
+    """The module of the installed trainer line: `lines_trl` or `lines_openrlhf`."""
     if OPENRLHF:
         import lines_openrlhf as module
     else:

@@ -1,23 +1,23 @@
-"""Chosen and rejected answers are masked alike: every real token of either is scored, and no token of a prompt."""
+"""Every real token of chosen and rejected answers is scored, and no prompt token is."""
 
 import pytest
 
 from fastdpo import packing
 
 
-def test_every_answer_is_scored_whole_and_no_prompt_is(line, tmp_path, monkeypatch):
+def test_all_answer_tokens_and_no_prompt_tokens_are_scored(line, tmp_path, monkeypatch):
     batches, stock = [], packing.pack
 
     def pack(ids, mask, labels, **options):
         batches.append((ids, mask, labels))
         return stock(ids, mask, labels, **options)
 
-    monkeypatch.setattr(packing, "pack", pack)  # the one place that batches of every trainer line pass
+    monkeypatch.setattr(packing, "pack", pack)  # every trainer line packs its batches here
     line.train(tmp_path)
     expected, seen = line.rows(), set()
     for ids, mask, labels in batches:
         if len(ids) % 2:
-            continue  # a probe's
+            continue  # a batch of the probe
         for row in range(len(ids)):
             real = tuple(ids[row][mask[row] != 0].tolist())
             start = expected[real]
@@ -30,6 +30,6 @@ def test_every_answer_is_scored_whole_and_no_prompt_is(line, tmp_path, monkeypat
     assert {chosen for _, chosen in seen} == {True, False}
 
 
-def test_a_row_that_is_not_expected_is_noticed(line):
+def test_an_unexpected_row_raises(line):
     with pytest.raises(KeyError):
         line.rows()[(1, 2, 3)]

@@ -1,9 +1,9 @@
-"""Metrics are those of all ranks together: two ranks log what one process logs that has their pairs in one batch."""
+"""Two ranks log the same metrics as one process with the pairs of both ranks in one batch."""
 
 from comparison import approximately
 
 
-def test_two_ranks_log_what_one_process_logs(line, tmp_path):
+def test_two_ranks_log_the_same_as_one_process(line, tmp_path):
     two, one = line.two_ranks_and_one(tmp_path)
     assert len(two) == len(one) > 2
     compared = set()

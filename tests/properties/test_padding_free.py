@@ -1,4 +1,4 @@
-"""A packed batch is what its rows are one by one, without any padding: the loss and every gradient, against float64."""
+"""Loss and gradients of a packed batch equal those of its rows run one by one in float64."""
 
 import torch
 import torch.nn.functional as F
@@ -8,19 +8,19 @@ from fastdpo import packing
 
 
 def log_prob(model: torch.nn.Module, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """The log-probability of a row's answer."""
+    """Summed log-probability of the answer of one unpadded row, which begins at `start`."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
     return logits.log_softmax(-1).gather(1, ids[start:, None]).sum()
 
 
-def test_a_step_is_that_of_rows_by_themselves(line, tmp_path, monkeypatch):
+def test_a_step_equals_that_of_single_rows(line, tmp_path, monkeypatch):
     batches, stock = [], packing.pack
 
     def pack(ids, mask, labels, **options):
         batches.append((ids, mask))
         return stock(ids, mask, labels, **options)
 
-    monkeypatch.setattr(packing, "pack", pack)  # the one place that batches of every trainer line pass
+    monkeypatch.setattr(packing, "pack", pack)  # every trainer line packs its batches here
     run = line.train(tmp_path)
     ids, mask = next(batch for batch in batches if len(batch[0]) % 2 == 0)
 
@@ -34,6 +34,6 @@ def test_a_step_is_that_of_rows_by_themselves(line, tmp_path, monkeypatch):
     chosen, rejected = margins.chunk(2)
     loss = -F.logsigmoid(line.BETA * (chosen - rejected)).mean()
     loss.backward()
-    assert abs(run.logs[0]["loss"] - loss.item()) <= 1e-4  # some trainers log four digits
+    assert abs(run.logs[0]["loss"] - loss.item()) <= 1e-4  # some trainers log four decimals
     exact = {name: policy.get_parameter(name.removeprefix(line.PREFIX)).grad for name in run.gradients[0]}
     assert_same_gradients([exact], run.gradients[:1])

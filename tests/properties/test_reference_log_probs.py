@@ -1,4 +1,4 @@
-"""Known reference log-probabilities are kept and used: the reference is not run again."""
+"""Known reference log-probabilities are used instead of running the reference."""
 
 from comparison import assert_same_gradients
 

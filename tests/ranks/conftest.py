@@ -1,7 +1,8 @@
-"""Trainings on several ranks, run by `make test-ranks`, which installs DeepSpeed; elsewhere they are left out.
+"""Trainings on several ranks. They run in `make test-ranks`, which installs DeepSpeed.
 
-A test takes a parameter `case`, a name of `rank_cases.CASES`, and the fixture `ranks`. The cases of all the tests that
-were collected are trained in one launch of `RANKS` processes (an environment variable; 2 unless it is set).
+Without DeepSpeed these tests are not collected. Each test has a parameter `case`, a name of
+`rank_cases.CASES`, and uses the fixture `ranks`. The cases of all collected tests are trained in
+one launch of `RANKS` processes (an environment variable; default: 2).
 """
 
 import os
@@ -23,7 +24,7 @@ def number_of_ranks() -> int:
 
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory, number_of_ranks):
-    """Results of each case, or how its launch ended."""
+    """Maps each case to the results of its ranks, or to the launch that did not finish it."""
     from rank_launch import run_cases
 
     specs = (getattr(item, "callspec", None) for item in request.session.items)
@@ -33,8 +34,8 @@ def trained(request, tmp_path_factory, number_of_ranks):
 
 @pytest.fixture
 def ranks(case, trained) -> list[dict]:
-    """Results of a case by kind, one dictionary of each rank."""
-    done = trained[case]
-    if not isinstance(done, list):
-        pytest.fail(f"case {case!r} was not finished; {done}", pytrace=False)
-    return done
+    """The results of each rank in a case, as a dict by kind."""
+    results = trained[case]
+    if not isinstance(results, list):
+        pytest.fail(f"case {case!r} was not finished; {results}", pytrace=False)
+    return results

@@ -1,6 +1,7 @@
 """The trainings on several ranks: engines, models and batches.
 
-All train on one epoch of `PAIRS` pairs, and evaluate some, which 2 and 3 ranks share evenly.
+Unless a case says otherwise, it trains one epoch on `PAIRS` pairs and evaluates 12. Both divide
+evenly among 2 and among 3 ranks.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ OPTIONS = dict(
 
 @dataclass(frozen=True)
 class Case:
-    """A training, run once for each kind from the same start.
+    """A training that is run once for each kind, from the same initial weights.
 
     Attributes:
         options: arguments of `trl_runs.train`.
         model: arguments of `trl_runs.tiny_model`, for policy and reference.
-        lora: train an adapter; the reference is the model without it.
-        tensor_parallel: ranks share each layer of both models, and see the same batches.
-        kinds: "stock", "patched", or "sabotaged", which is patched and loses a label on the last rank.
-        change: applied to the second batch of each rank that `changed_on` is true for.
-        prepare: applied to policy and reference of each rank that `changed_on` is true for.
-        changed_on: called with the rank and the number of ranks.
-        data: makes the training data, from a directory that all ranks share and the kind.
-        trainer_class: the trainer.
+        lora: whether to train an adapter; the reference is the model without it.
+        tensor_parallel: whether the ranks shard each layer of both models and get equal batches.
+        kinds: any of "stock", "patched" and "sabotaged". Sabotaged is patched, with one label
+            removed on the last rank.
+        change: applied to the second batch of each rank selected by `changed_on`.
+        prepare: applied to policy and reference on each rank selected by `changed_on`.
+        changed_on: a predicate of the rank and the number of ranks.
+        data: creates the training data, from a directory that all ranks share and the kind.
+        trainer_class: the class of the trainer.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class Collator(DataCollatorForPreference):
-    """TRL's, with one batch changed: the second."""
+    """TRL's collator with a change applied to the second batch."""
 
     change: Callable[[dict[str, Tensor]], None]
     batches: int = 0
@@ -77,7 +79,7 @@ class Collator(DataCollatorForPreference):
 
 
 def collator(case: Case, kind: str) -> Collator | None:
-    """The collator of this rank, or None for TRL's own."""
+    """Creates the collator of this rank, or returns None to use TRL's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     change = case.change if case.changed_on(rank, ranks) else None
     if kind == "sabotaged" and rank == ranks - 1:
@@ -86,7 +88,10 @@ def collator(case: Case, kind: str) -> Collator | None:
 
 
 def shared(directory: Path, kind: str) -> Dataset:
-    """One copy on disk for all ranks: TRL's precomputing fails on several ranks where each has a copy of its own."""
+    """Loads a dataset on disk that all ranks share.
+
+    TRL's precomputing fails if each of several ranks has a separate copy.
+    """
     if dist.get_rank() == 0:
         dataset(PAIRS, directory / "train")
     dist.barrier()
@@ -94,6 +99,7 @@ def shared(directory: Path, kind: str) -> Dataset:
 
 
 def patched_in_memory(directory: Path, kind: str) -> Dataset:
+    """A dataset on disk for stock, and in memory for patched."""
     return shared(directory, kind) if kind == "stock" else Dataset.from_list(pairs(PAIRS))
 
 
@@ -107,7 +113,7 @@ def lose_a_label(batch: dict[str, Tensor]) -> None:
 
 
 def lose_all_labels(batch: dict[str, Tensor]) -> None:
-    """As truncation does to prompts that fill `max_length`."""
+    """Removes all labels, as truncation does when prompts fill `max_length`."""
     batch["completion_mask"][:] = 0
 
 
@@ -116,7 +122,7 @@ def make_a_hole(batch: dict[str, Tensor]) -> None:
 
 
 def spoil_packed(model: PreTrainedModel) -> None:
-    """Gives a model other hidden states where its mask is a packed layout: 32-bit integers."""
+    """Makes a model return wrong hidden states for packed batches, whose masks are int32."""
 
     def spoil(module, args, kwargs, output):
         if kwargs["attention_mask"].dtype == torch.int32:
@@ -127,7 +133,7 @@ def spoil_packed(model: PreTrainedModel) -> None:
 
 
 def disqualify(model: PreTrainedModel) -> None:
-    """Sets an entry of the configuration that only models without a packed path have. A Llama doesn't read it."""
+    """Sets a configuration entry that disables the packed path and that Llama does not read."""
     model.config.alibi = True
 
 
@@ -139,9 +145,11 @@ def fsdp2(**config: Any) -> dict[str, Any]:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """Without the thresholds below which ZeRO-3 keeps parameters whole: all of a tiny model's would be.
+    """Training arguments for DeepSpeed's ZeRO.
 
-    Clipped as the trainer says, which is not at all; DeepSpeed's default is a norm of 1, and hides how large a step is.
+    The thresholds below which ZeRO-3 keeps parameters whole are 0: the defaults would leave a tiny
+    model unsharded. Gradient clipping follows the trainer, which does not clip: DeepSpeed's default
+    clips to a norm of 1, which would hide wrong gradient norms.
     """
     thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     return dict(
@@ -159,18 +167,25 @@ def zero(stage: int) -> dict[str, Any]:
 REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 
 SIX_HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=6)
-"""Which 2 and 3 ranks share evenly."""
+"""A number of heads that divides evenly among 2 and among 3 ranks."""
 
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
 UNEVEN = pairs(13, seed=14)
-"""So many that one is left for the last batches of 2 or 3 ranks, which are filled with the first ones of the epoch."""
+"""A number of pairs that leaves one pair for the last batches of 2 or 3 ranks.
+
+The last batches are filled with the first pairs of the epoch.
+"""
 
 SEQUENTIAL = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=1, num_train_epochs=2, evaluate=0)
 
 
 def in_one_process(ranks: int) -> Case:
-    """`UNEVEN` on so many ranks, as one process sees it: their batches joined, the last ones filled in the same way."""
+    """The training of `UNEVEN` on `ranks` ranks, reproduced in one process.
+
+    Its batches are the concatenated batches of the ranks, with the last ones filled in the same
+    way.
+    """
     filled = UNEVEN + UNEVEN[: 2 * ranks - 1]
     return Case(dict(SEQUENTIAL, per_device_train_batch_size=2 * ranks), data=lambda directory, kind: filled)
 

@@ -1,6 +1,7 @@
 """Starts the processes of one process group, and ends all of them within a time limit.
 
-`run_cases` has them train one case after another: starting a process takes longer than most cases.
+With `run_cases` the processes train one case after another, since starting a process takes longer
+than most cases.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ HERE = Path(__file__).parent
 SECONDS_TO_START = 120
 SECONDS_A_CASE = 90
 SECONDS_A_COLLECTIVE = 30
-"""A rank that waits longer for the others fails, and its traceback shows where."""
+"""Timeout of a collective. A rank that waits longer fails with a traceback."""
 
 GRACE = 10.0
-"""Seconds that the other ranks have, once one has failed, to fail by themselves with a traceback."""
+"""Seconds that the other ranks have to fail with a traceback after one rank has failed."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """How the processes of a launch ended.
+    """The outcome of a launch.
 
     Attributes:
         codes: exit status of each rank; negative for a signal.
-        outputs: what each rank wrote to stdout and stderr.
-        timed_out: the launch ran past its limit.
+        outputs: stdout and stderr of each rank.
+        timed_out: whether the launch was stopped at its time limit.
     """
 
     codes: tuple[int, ...]
@@ -42,16 +43,17 @@ class Launched:
     timed_out: bool
 
     def __str__(self) -> str:
-        """For the message of a failed test."""
+        """Formats the outcome for the message of a failed test."""
         head = f"exit status of the ranks: {self.codes}{', stopped at the time limit' if self.timed_out else ''}"
         tails = (f"last output of rank {rank}:\n{text[-8000:]}" for rank, text in enumerate(self.outputs))
         return "\n".join((head, *tails))
 
 
 def run_cases(names: Sequence[str], ranks: int, directory: Path) -> dict[str, list[dict] | Launched]:
-    """Results of each rank in each case; of a case that some rank did not finish, how the launch ended.
+    """Trains the named cases and returns the results of each rank by case.
 
-    The cases after such a one are run in new processes.
+    A case that some rank did not finish maps to the outcome of its launch instead, and the cases
+    after it are run in new processes.
     """
     done: dict[str, list[dict] | Launched] = {}
     left = list(names)
@@ -76,8 +78,9 @@ def result(directory: Path, name: str, rank: int) -> Path:
 def launch(script: Path, arguments: Sequence[str], ranks: int, seconds: float, directory: Path) -> Launched:
     """Runs `python script *arguments` once for each rank.
 
-    No process outlives this call: all are killed, with their children, when `seconds` have passed, or `GRACE` seconds
-    after one of them has failed. Ranks meet through the file named by the environment variable RENDEZVOUS.
+    No process outlives this call: all are killed with their children after `seconds`, or `GRACE`
+    seconds after one of them has failed. The environment variable RENDEZVOUS names the file that
+    initializes the process group.
     """
     directory.mkdir(parents=True)
     paths = [str(HERE), str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -101,7 +104,7 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, seconds: float, d
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a process group of its own, which can be killed whole
+                    start_new_session=True,  # a separate process group, to kill the children as well
                 )
             processes.append(process)
         timed_out = _wait(processes, seconds)
@@ -114,7 +117,10 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, seconds: float, d
 
 
 def _wait(processes: list[subprocess.Popen], seconds: float) -> bool:
-    """Until all have ended, or one has failed and the others had their time. True if the limit came first."""
+    """Waits until all processes have ended, or until `GRACE` seconds after one has failed.
+
+    Returns True if the time limit came first.
+    """
     end = time.monotonic() + seconds
     failed = False
     while any(process.poll() is None for process in processes):

@@ -1,4 +1,4 @@
-"""Trainers and callbacks that do at one moment, or on one rank, what they don't do otherwise."""
+"""Trainers and callbacks that act on one rank only, or after one step only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fastdpo
 
 
 class MainLogs(TrainerCallback):
-    """The main process logs a number of its own after every other step."""
+    """Logs an additional number on the main process after every other step."""
 
     def __init__(self, trainer: DPOTrainer):
         self.trainer = trainer
@@ -25,7 +25,7 @@ class MainLogs(TrainerCallback):
 
 
 class MainReads(TrainerCallback):
-    """The main process reads metrics after each step, as a progress bar or an alarm does."""
+    """Reads metrics on the main process after each step, as a progress bar or an alert does."""
 
     def __init__(self, trainer: DPOTrainer):
         self.trainer = trainer
@@ -33,13 +33,16 @@ class MainReads(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             for name, values in self.trainer._metrics["train"].items():
-                read = float(values[-1])
-                if not -1e3 < read < 1e4:
-                    raise AssertionError(f"{name} must be a number; got {read}")
+                value = float(values[-1])
+                if not -1e3 < value < 1e4:
+                    raise AssertionError(f"{name} must be between -1e3 and 1e4; got {value}")
 
 
 class Unpatches(TrainerCallback):
-    """Every rank unpatches after the first step, which must communicate nothing: ranks may be anywhere then."""
+    """Unpatches on every rank after the first step.
+
+    `unpatch` must not communicate, since the other ranks may be at a different point.
+    """
 
     def __init__(self, trainer: DPOTrainer):
         self.trainer = trainer
@@ -57,7 +60,7 @@ def _refused(*args, **kwargs):
 
 
 class LastRaises(DPOTrainer):
-    """The last rank fails in its second step, while the others reduce their gradients."""
+    """Raises on the last rank in its second step, while the other ranks reduce gradients."""
 
     steps = 0
 
@@ -70,6 +73,8 @@ class LastRaises(DPOTrainer):
 
 
 def with_callback(kind: type[TrainerCallback]) -> type[DPOTrainer]:
+    """A trainer class that adds a callback, created with the trainer."""
+
     class Trainer(DPOTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""One rank: `rank_worker.py DIRECTORY CASE...` trains each of `rank_cases.CASES` and leaves there what it did."""
+"""One rank of a launch. Usage: `python rank_worker.py DIRECTORY CASE...`.
+
+Trains the named cases of `rank_cases.CASES` and saves the results in the directory.
+"""
 
 import copy
 import faulthandler
@@ -41,8 +44,9 @@ def main(directory: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     AcceleratorState.__init__ = with_fsdp_on_a_cpu(AcceleratorState.__init__)
     Accelerator.multi_device = with_tensor_parallelism_on_a_cpu(Accelerator.multi_device)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's collectives serve, uncompiled
-    gc.freeze()  # collecting what imports have made takes longer than a short training
+    # Use the collectives of gloo, which need no compilation.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    gc.freeze()  # traversing imported objects takes longer than a short training
     for name in names:
         print(f"case {name!r}", flush=True)
         faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
@@ -50,11 +54,11 @@ def main(directory: Path, names: list[str]) -> None:
         torch.save(done, result(directory, name, RANK))
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
-    os._exit(0)  # gloo aborts now and then when it is torn down
+    os._exit(0)  # gloo may abort while it shuts down
 
 
 def with_fsdp_on_a_cpu(init):
-    """accelerate sets FSDP up on accelerators only."""
+    """Wraps `AcceleratorState.__init__` to enable FSDP on a CPU, where accelerate ignores it."""
 
     def __init__(self, *args, **kwargs):
         init(self, *args, **kwargs)
@@ -66,7 +70,10 @@ def with_fsdp_on_a_cpu(init):
 
 
 def with_tensor_parallelism_on_a_cpu(multi_device: property) -> property:
-    """accelerate refuses it there."""
+    """Wraps `Accelerator.multi_device` to allow tensor parallelism on a CPU.
+
+    accelerate rejects it there.
+    """
 
     def has_several(self) -> bool:
         parallelism = self.parallelism_config
@@ -76,7 +83,7 @@ def with_tensor_parallelism_on_a_cpu(multi_device: property) -> property:
 
 
 def forget_engines() -> None:
-    """Resets the process: settings that a training leaves would choose the engine of the next one."""
+    """Resets global state and environment variables that would set the next training's engine."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     unset_hf_deepspeed_config()
@@ -86,7 +93,7 @@ def forget_engines() -> None:
 
 
 def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
-    """One training: logs, gradients of each step, weights at the end, fastdpo's counters."""
+    """Runs one training. Returns logs, gradients of each step, final weights and counters."""
     forget_engines()
     model = build(directory, case, seed=0)
     reference = None if case.lora else build(directory, case, seed=1)
@@ -110,7 +117,8 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     named = dict(model.named_parameters())
     sharded = sum(is_sharded(x) for x in named.values()) / len(named)
     with deepspeed.zero.GatheredParameters(list(named.values())):
-        dist.barrier()  # gloo runs it after what DeepSpeed gathers, which has come back too early under load
+        # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
+        dist.barrier()
         weights = {name: whole(x) for name, x in named.items()}
     return {**vars(done), "weights": weights, "sharded": sharded}
 
@@ -131,7 +139,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(x: torch.Tensor) -> bool:
-    """Whether this rank has a part of a parameter only, under FSDP2 or ZeRO-3."""
+    """Whether this rank has only a shard of a parameter, under FSDP2 or ZeRO-3."""
     local = x.to_local() if isinstance(x, DTensor) else x
     return local.numel() < getattr(x, "ds_numel", x.numel())
 

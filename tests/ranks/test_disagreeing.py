@@ -1,4 +1,4 @@
-"""Batches and models that one rank can pack and another can't, where ranks run a model together."""
+"""Batches and models that one rank can pack and another cannot, under sharded engines."""
 
 import pytest
 from rank_comparison import assert_same
@@ -16,7 +16,7 @@ def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
 MODELS = ["fails the probe on the last rank", "not qualified on the last rank"]
 
 
-@pytest.mark.parametrize("case", [f"{engine} {what}" for engine in ("fsdp2", "zero3") for what in MODELS])
+@pytest.mark.parametrize("case", [f"{engine} {model}" for engine in ("fsdp2", "zero3") for model in MODELS])
 def test_a_model_that_one_rank_cannot_pack(case, ranks):
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer on several ranks under DDP, FSDP2 and DeepSpeed's ZeRO: patched, it does what it does stock."""
+"""TRL's DPOTrainer on several ranks under DDP, FSDP2 and DeepSpeed's ZeRO: patched equals stock."""
 
 import pytest
 import torch
@@ -18,21 +18,21 @@ CASES = [
 
 
 def assert_trained(case: str, ranks: list[dict], number_of_ranks: int) -> None:
-    """Every rank did the same as stock, had a part of the data, and has the weights of the others."""
+    """Asserts that every rank equals stock, has its part of the data, and ends with equal weights."""
     for rank in ranks:
         stock, patched = rank["stock"], rank["patched"]
         assert_same(stock, patched)
         assert stock["steps"] == 24 // (4 * number_of_ranks)
         assert not stock["calls"]
         for run in (stock, patched):
-            # FSDP2 leaves the last norm and the head whole after a forward.
+            # FSDP2 leaves the last norm and the head unsharded after a forward pass.
             assert run["sharded"] > 0.8 if case.startswith(SHARDED) else run["sharded"] == 0
         for name, weight in patched["weights"].items():
             assert torch.equal(weight, ranks[0]["patched"]["weights"][name]), f"{name} differs between the ranks"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_training(case, ranks, number_of_ranks):
+def test_training_equals_stock(case, ranks, number_of_ranks):
     assert_trained(case, ranks, number_of_ranks)
     for rank in ranks:
         assert_calls(rank["patched"], batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
@@ -58,9 +58,9 @@ def test_precomputed_reference(case, ranks, number_of_ranks):
 def test_a_batch_that_no_rank_can_pack(case, ranks, number_of_ranks):
     assert_trained(case, ranks, number_of_ranks)
     path = "stock" if case.startswith("ddp") else "padded"
-    of = dict(batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
+    batches, evaluated = 12 // number_of_ranks, 6 // number_of_ranks
     for rank in ranks:
-        assert_calls(rank["patched"], **of, unpacked=1, path=path)
+        assert_calls(rank["patched"], batches, evaluated, unpacked=1, path=path)
 
 
 @pytest.mark.parametrize("case", ["ddp holes on the last rank"])
@@ -72,10 +72,10 @@ def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
 def test_a_label_lost_on_one_rank_is_noticed(case, ranks):
     for rank in ranks:
         stock, sabotaged = rank["stock"], rank["sabotaged"]
-        found = [
+        worst = [
             largest(differences_of_logs(stock["logs"], sabotaged["logs"])),
             difference_of_weights(stock, sabotaged),
         ]
-        if not case.startswith("zero"):  # DeepSpeed keeps gradients to itself
-            found.append(largest(differences_of_gradients(stock["gradients"], sabotaged["gradients"])))
-        assert all(each.size >= 10 for each in found), found
+        if not case.startswith("zero"):  # DeepSpeed does not expose gradients
+            worst.append(largest(differences_of_gradients(stock["gradients"], sabotaged["gradients"])))
+        assert all(each.size >= 10 for each in worst), worst

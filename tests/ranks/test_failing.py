@@ -1,4 +1,4 @@
-"""A rank that fails inside `with fastdpo.patched():` says why, and the job ends."""
+"""A rank that fails inside `with fastdpo.patched():` reports its exception and ends the job."""
 
 import pytest
 
@@ -10,6 +10,6 @@ def test_a_rank_that_raises(case, trained):
     assert all(code != 0 for code in launched.codes)
     *_, last = launched.outputs
     assert "RuntimeError: the last rank fails in its second step" in last
-    assert launched.codes[-1] == 1, "it ends with its exception"
+    assert launched.codes[-1] == 1, "the failing rank exits with its exception"
     for output in launched.outputs:
         assert "Timed out waiting" not in output, "no rank waits for one that has failed"

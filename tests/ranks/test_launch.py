@@ -1,4 +1,4 @@
-"""A launch ends within its limit whatever its ranks do, and shows what they wrote."""
+"""A launch ends within its time limit even if ranks hang or fail, and shows their output."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 def ends(process: int) -> bool:
-    """Within seconds. Of one that has ended and that nobody has waited for, an empty command line is left."""
+    """Whether a process ends within 5 seconds. A zombie, whose command line is empty, has ended."""
     command = Path(f"/proc/{process}/cmdline")
     for _ in range(50):
         if not command.exists() or not command.read_bytes():
@@ -53,7 +53,7 @@ def test_ranks_that_hang_are_killed_with_their_children(launch):
         assert ends(int(output.split()[-1]))
 
 
-def test_the_others_end_with_a_rank_that_fails(launch, monkeypatch):
+def test_a_failing_rank_ends_the_others(launch, monkeypatch):
     monkeypatch.setattr(rank_launch, "GRACE", 1.0)
     launched = launch(FAILS, seconds=60)
     assert not launched.timed_out

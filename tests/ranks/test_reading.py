@@ -1,4 +1,4 @@
-"""One rank may read or log metrics by itself between the regular logs: the other ranks do not wait for it."""
+"""One rank can read metrics or log by itself between regular logs, without the other ranks."""
 
 import math
 
@@ -6,14 +6,14 @@ import pytest
 from rank_comparison import assert_same
 
 
-def without_own_logs(run: dict) -> dict:
+def without_additional_logs(run: dict) -> dict:
     return {**run, "logs": [log for log in run["logs"] if "x" not in log]}
 
 
 @pytest.mark.parametrize("case", ["ddp main logs"])
 def test_the_main_process_logs(case, ranks):
     for rank in ranks:
-        assert_same(without_own_logs(rank["stock"]), without_own_logs(rank["patched"]))
+        assert_same(without_additional_logs(rank["stock"]), without_additional_logs(rank["patched"]))
     stock, patched = ([log for log in ranks[0][kind]["logs"] if "x" in log] for kind in ("stock", "patched"))
     assert [log.keys() for log in stock] == [log.keys() for log in patched] != []
     assert all(math.isfinite(x) for log in patched for x in log.values())

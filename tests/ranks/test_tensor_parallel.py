@@ -1,4 +1,7 @@
-"""Tensor parallelism, where each rank has a part of every layer and of the head: not packed, and trained as stock."""
+"""Tensor parallelism is not packed, since each rank has a part of every layer and of the head.
+
+It falls back to TRL.
+"""
 
 from collections import Counter
 
@@ -7,7 +10,7 @@ from rank_comparison import assert_same
 
 
 @pytest.mark.parametrize("case", ["tensor parallel"])
-def test_it_is_left_to_stock(case, ranks):
+def test_it_falls_back_to_stock(case, ranks):
     for rank in ranks:
         stock, patched = rank["stock"], rank["patched"]
         assert stock["sharded"] > 0.5

@@ -1,4 +1,7 @@
-"""The logs of epochs that don't divide evenly among the ranks: stock leaves ranks out, patched counts all of them."""
+"""Logs of epochs that do not divide evenly among the ranks.
+
+At the end of such an epoch stock leaves out the values of some ranks. Patched includes all ranks.
+"""
 
 import pytest
 from comparison import approximately, assert_same_gradients, assert_same_logs
@@ -6,12 +9,16 @@ from rank_comparison import assert_same_weights
 from rank_launch import run_cases
 
 CUT = {"entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "num_tokens"}
-"""Made of one value a rank. At the end of an epoch accelerate's `gather_for_metrics` takes these for rows, and keeps as
-many of them as there are rows left."""
+"""Metrics with one value per rank.
+
+At the end of an epoch accelerate's `gather_for_metrics` treats these values as rows, and keeps only
+as many of them as there are rows left.
+"""
 
 
 @pytest.fixture(scope="module")
 def alone(number_of_ranks, tmp_path_factory):
+    """The results of one process on the concatenated batches of all ranks."""
     name = f"uneven end of {number_of_ranks} ranks in one process"
     return run_cases([name], 1, tmp_path_factory.mktemp("alone"))[name][0]
 
@@ -31,7 +38,7 @@ def test_the_end_of_an_epoch(case, ranks, alone, number_of_ranks):
         ]
         first, second, (total,) = different[:epoch], different[epoch : 2 * epoch], different[2 * epoch :]
         assert first == [*[set()] * (epoch - 1), CUT]
-        assert second == [*[{"num_tokens"}] * (epoch - 1), CUT]  # once left out of the sum, tokens stay out
+        assert second == [*[{"num_tokens"}] * (epoch - 1), CUT]  # num_tokens is a running sum
         assert total == set()
 
 

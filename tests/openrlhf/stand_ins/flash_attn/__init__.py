@@ -1,1 +1,1 @@
-"""The index arithmetic of flash-attn that OpenRLHF needs in order to be imported. It has no attention."""
+"""The index functions of flash-attn that OpenRLHF needs to be imported. It has no attention."""
