@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs as printed, its commands exist, and it is up to date."""
+"""The documentation's code runs as printed, its commands and links exist, and it is up to date."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ from markdown_blocks import PAGES, ROOT, blocks, blocks_of
 import fastdpo
 
 RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
-"""Pages whose Python needs a package that is not installed here, and the file that runs it."""
+"""Maps pages whose Python needs a package that is not installed here to the test that runs it."""
 
 PYTHON = [block for block in blocks("python") if block.page not in RUN_ELSEWHERE]
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -36,7 +36,7 @@ def test_every_block_has_a_language_that_is_tested():
 
 @pytest.mark.parametrize("block", PYTHON, ids=[block.place for block in PYTHON])
 def test_python_runs_as_printed(block, tmp_path, monkeypatch, capsys):
-    """Every block runs from an empty namespace and prints what its comments say."""
+    """Every block runs in an empty namespace and prints the values in its comments."""
     monkeypatch.chdir(tmp_path)
     exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.splitlines()
@@ -58,8 +58,8 @@ def test_make_targets_in_sentences_exist():
             assert target in TARGETS, f"{page.name}: make {target}"
 
 
-def test_the_map_of_the_tree_is_true():
-    """Every path that CONTRIBUTING names at the beginning of a line of its map exists."""
+def test_the_paths_in_the_map_of_the_tree_exist():
+    """Every path at the beginning of a line of CONTRIBUTING's map of the tree exists."""
     (map_of_the_tree,) = [
         b.code for b in blocks("text") if b.page == "CONTRIBUTING.md" and b.code.startswith("kernels/")
     ]
@@ -91,10 +91,10 @@ def check_command(command: str) -> None:
         case ["pip", "install", package]:
             assert re.fullmatch(r"[\w-]+==[\d.]+", package), command
         case _:
-            pytest.fail(f"no test knows the command: {command}")
+            pytest.fail(f"this test does not know the command: {command}")
 
 
-def test_links_lead_somewhere():
+def test_the_targets_of_links_exist():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if link.startswith(("http:", "https:")):
@@ -112,11 +112,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_page_of_what_is_supported_is_up_to_date():
+def test_the_support_page_is_up_to_date():
     assert support_tables.PAGE.read_text() == support_tables.page(), "run `make docs`"
 
 
-def test_the_picture_of_a_layout_is_up_to_date():
+def test_the_picture_of_the_layout_is_up_to_date():
     spec = importlib.util.spec_from_file_location("draw_layout", ROOT / "docs" / "draw_layout.py")
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)

@@ -39,18 +39,18 @@ def model_and_pairs(tmp_path_factory):
     return directory / "model", directory / "pairs.jsonl"
 
 
-def test_all_of_them_are_run():
+def test_every_example_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RUNS) == set(CALLS)
 
 
 def run(name: str, model: Path, data: Path, directory: Path) -> set[tuple[str, ...]]:
-    """Runs an example. Returns the trainers, models and paths of the calls that it reports."""
+    """Runs an example. Returns the trainer, model and path of each kind of call that it reports."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--model", str(model), "--dataset", str(data), *RUNS[name]]
     environment = {**os.environ, "FASTDPO_STRICT": "1", "HF_HOME": str(directory / "hf"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = re.findall(r"^(\S+): \d+ (\w+) calls of the (\w+) model$", done.stdout, re.M)
-    return {(trainer, model, path) for trainer, path, model in found}
+    calls = re.findall(r"^(\S+): \d+ (\w+) calls of the (\w+) model$", done.stdout, re.M)
+    return {(trainer, model, path) for trainer, path, model in calls}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,4 +1,4 @@
-"""Means: equal to those of one process, with one collective per log."""
+"""Means over ranks equal those of one process, and take one collective per log."""
 
 import json
 import math
@@ -25,14 +25,14 @@ def test_ranks_agree_with_one_process(ranks, tmp_path):
 
 
 def test_means_equal_plain_averages():
-    """Compared with plain averages over tokens and pairs, in two uneven steps."""
+    """Means of two uneven steps equal plain averages over tokens and pairs."""
     means = PreferenceMeans()
     update(means, slice(0, 2))
     update(means, slice(2, PAIRS))
     whole = PreferenceMeans()
     update(whole, slice(0, PAIRS))
-    found = means.compute()
-    assert found == pytest.approx(whole.compute(), rel=1e-6)
+    result = means.compute()
+    assert result == pytest.approx(whole.compute(), rel=1e-6)
     assert all(math.isnan(value) for value in means.compute().values()), "compute() resets the means"
 
     logps = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -9.0]])
@@ -47,9 +47,9 @@ def test_means_equal_plain_averages():
     chosen, rejected = torch.tensor([-3.0]), torch.tensor([-3.0])
     loss = preference_loss(chosen, rejected, torch.tensor([-4.0]), torch.tensor([-2.0]))
     means.update_pairs(loss, chosen, rejected)
-    found = means.compute()
-    assert found.pop("loss") == pytest.approx(-math.log(1 / (1 + math.exp(-0.2))), rel=1e-6)
-    assert found == pytest.approx(
+    result = means.compute()
+    assert result.pop("loss") == pytest.approx(-math.log(1 / (1 + math.exp(-0.2))), rel=1e-6)
+    assert result == pytest.approx(
         {
             "rewards/chosen": 0.1,
             "rewards/rejected": -0.1,
@@ -75,7 +75,7 @@ def test_many_small_values_are_summed_accurately():
 
 
 def test_updates_do_not_synchronize():
-    """An update with meta tensors: reading a value of one raises."""
+    """Updates work with meta tensors, whose values cannot be read."""
     means = PreferenceMeans("meta")
     sums, mask = torch.empty(3, device="meta"), torch.empty(6, 5, device="meta")
     loss = preference_loss(sums, sums, sums, sums)
@@ -91,8 +91,8 @@ def test_no_gradient_is_kept():
     assert not means._sums_and_counts.requires_grad
 
 
-def test_a_weight_of_another_shape_raises():
-    """It would be broadcast against the values."""
+def test_a_weight_of_a_different_shape_raises():
+    """A weight is not broadcast against the values."""
     values = torch.tensor([1.0, 2.0, 3.0])
     for shape in ((1,), (3, 1), (2,), ()):
         with pytest.raises(ValueError, match=r"^Means: weight of x must have shape \[3\], that of its values; got \["):
@@ -101,7 +101,7 @@ def test_a_weight_of_another_shape_raises():
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 5), (5,), (4, 6), (2, 5)], ids=str)
 @pytest.mark.parametrize("field", ["entropy", "mean_logits", "is_top1", "log_sum_sq_probs"])
-def test_a_mask_of_another_shape_raises(field, shape):
+def test_a_mask_of_a_different_shape_raises(field, shape):
     tokens = TokenLogps(torch.zeros(4, 5), **{field: torch.ones(4, 5)})
     with pytest.raises(ValueError, match=r"^PreferenceMeans: mask must have shape \[4, 5\], that of tokens; got \["):
         PreferenceMeans().update_tokens(tokens, torch.ones(shape))
@@ -113,7 +113,7 @@ def test_an_odd_number_of_rows_raises():
         PreferenceMeans().update_tokens(tokens, torch.ones(3, 5))
 
 
-def test_fields_of_another_shape_raise():
+def test_fields_of_a_different_shape_raise():
     tokens = TokenLogps(torch.zeros(4, 5), entropy=torch.ones(4, 1))
     with pytest.raises(ValueError, match=r"^PreferenceMeans: tokens must have fields \[4, 5\]; got entropy \[4, 1\]"):
         PreferenceMeans().update_tokens(tokens, torch.ones(4, 5))

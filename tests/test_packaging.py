@@ -1,4 +1,7 @@
-"""The contents of the wheel and the direction of imports. The folder `kernels/` must not be a top-level package."""
+"""The contents of the wheel, and the direction of imports between packages.
+
+The folder `kernels/` must not be importable as a top-level package.
+"""
 
 import ast
 import shutil
@@ -12,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-ARROWS = {  # a package, and the parts of the project that it may import
+ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
     "packing": set(),
     "distributed": set(),
@@ -26,7 +29,7 @@ ARROWS = {  # a package, and the parts of the project that it may import
 
 
 def _modules() -> dict[str, Path]:
-    """Dotted names of all modules of the package, and their files."""
+    """Maps the dotted names of all modules of the package to their files."""
     files = [*(ROOT / "fastdpo").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
     names = {}
     for file in files:
@@ -37,7 +40,10 @@ def _modules() -> dict[str, Path]:
 
 
 def _imports(name: str, file: Path, modules: dict[str, Path]) -> set[str]:
-    """The project's modules that a file imports. `from package import module` imports the module."""
+    """The project's modules that a file imports.
+
+    `from package import module` counts as an import of the module.
+    """
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     imported: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -59,7 +65,7 @@ IMPORTS = {name: _imports(name, file, MODULES) for name, file in MODULES.items()
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> set[str]:
     out = tmp_path_factory.mktemp("dist")
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # an earlier build's files would go in as well
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # otherwise files of an earlier build are included
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,8 +82,8 @@ def test_wheel_holds_the_package_the_kernels_and_nothing_else(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel)
 
 
-def test_the_root_offers_no_package_named_kernels():
-    """Hugging Face's `kernels`, which transformers imports, must win for whoever starts Python here."""
+def test_the_root_has_no_package_named_kernels():
+    """Python started in the root must import Hugging Face's `kernels`, which transformers needs."""
     assert (ROOT / "fastdpo" / "kernels").is_symlink()
     assert not (ROOT / "kernels" / "__init__.py").exists()
     code = "import importlib.util as u; s = u.find_spec('kernels'); print(s is None or s.loader is None)"
@@ -93,8 +99,8 @@ def test_imports_follow_the_arrows(part):
             assert reached <= ARROWS[part] | {part}, f"{module} imports {reached - ARROWS[part]}"
 
 
-def test_no_circle_of_files():
-    """Imports inside of functions, and those for types alone, count as well."""
+def test_imports_have_no_cycle():
+    """Imports inside functions and imports for type annotations count as well."""
     assert [name for name, imported in IMPORTS.items() if "fastdpo" in imported] == ["fastdpo.startup.sitecustomize"]
     try:
         TopologicalSorter(IMPORTS).prepare()
@@ -102,7 +108,7 @@ def test_no_circle_of_files():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_a_circle_is_found():
+def test_an_import_cycle_is_detected():
     with pytest.raises(CycleError):
         TopologicalSorter(
             {**IMPORTS, "fastdpo.packing": {"fastdpo.ops.packed_attention", "fastdpo.models.forward"}}

@@ -1,4 +1,4 @@
-"""pack: compared with a loop over tokens, on random batches and on known edge cases."""
+"""`pack` equals a loop over tokens, on random batches and on known edge cases."""
 
 import random
 from collections import defaultdict
@@ -14,9 +14,9 @@ from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
 
 
 def padded(rows, left=(), length=None):
-    """input_ids, attention_mask and labels [R, L] of rows (ids, labels).
+    """The input_ids, attention_mask and labels [R, L] of rows (ids, labels).
 
-    `left` lists the rows that are padded left.
+    `left` lists the rows that are padded on the left.
     """
     length = max(len(ids) for ids, _ in rows) if length is None else length
     batch = torch.zeros(3, len(rows), length, dtype=torch.long)
@@ -36,9 +36,9 @@ def scored_answer(prompt, answer):
 
 
 def random_batch(rng, shifted):
-    """Rows of up to three groups with shared prompts, padded on either side.
+    """Random rows of up to three groups with shared prompts, padded on either side.
 
-    There are only three different ids.
+    They have only three different ids, so that rows often agree by chance.
     """
     rows, groups = [], []
     for group in range(rng.randint(1, 3)):
@@ -49,8 +49,8 @@ def random_batch(rng, shifted):
             ]
             everything = range(len(ids))
             scored = rng.choice([everything[len(prompt) :], everything, (), rng.sample(everything, len(ids) // 2)])
-            guessed = rng.random() < 0.2  # labels differ from the ids
-            labels = [(rng.randrange(5) if guessed else y) if i in scored else None for i, y in enumerate(ids)]
+            random_labels = rng.random() < 0.2  # labels that differ from the ids
+            labels = [(rng.randrange(5) if random_labels else y) if i in scored else None for i, y in enumerate(ids)]
             if labels and not shifted:
                 labels[0] = None  # no position scores the first label
             rows.append((ids, labels))
@@ -65,7 +65,7 @@ def random_batch(rng, shifted):
 
 
 def visible_ids(layout, t, ids):
-    """The ids that packed token t can see, in order, up to its own."""
+    """The ids that packed token t attends to, in order, including its own."""
     stored = ids.reshape(-1)[layout.token_index].tolist()
     for prefix, prefix_length, own, own_length in layout.rows.tolist():
         if own <= t < own + own_length:
@@ -80,7 +80,7 @@ def shared_length(rows):
 
 
 def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False):
-    """Compares every field of a layout with a loop over the padded batch."""
+    """Asserts that every field of a layout equals the result of a loop over the padded batch."""
     ids, mask, labels = batch
     n_rows, length = ids.shape
     real = [[int(i) for i, m in zip(*row, strict=True) if m] for row in zip(ids, mask, strict=True)]
@@ -90,7 +90,7 @@ def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False
     scored = [(r, c) for r, c in product(range(n_rows), range(width)) if targets[r, c] != IGNORE_INDEX]
     assert layout.output_shape == (n_rows, width)
 
-    # Each output comes from a position that sees exactly the tokens of its row up to there.
+    # Each output comes from a position that attends to exactly the tokens of its row up to there.
     assert layout.output_index.tolist() == [r * width + c for r, c in scored]
     for (r, c), source in zip(scored, layout.output_source.tolist(), strict=True):
         t = int(layout.score_index[source])
@@ -178,7 +178,10 @@ BATCHES = {  # rows of one group, and the number of stored tokens
         4 + 2 + 1 + 1,
     ),
     "one row": ([scored_answer(PROMPT, [1, 2, 3])], 4 + 2),
-    "answers that begin alike": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 4, 4])], 6 + 0 + 1),
+    "answers with a common prefix": (
+        [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 4, 4])],
+        6 + 0 + 1,
+    ),
     "identical answers": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 3])], 6),
     "an answer that begins the other": ([scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2, 3, 4])], 5 + 2),
     "the other begins the answer": ([scored_answer(PROMPT, [1, 2, 3, 4]), scored_answer(PROMPT, [1, 2])], 5 + 2),
@@ -187,7 +190,7 @@ BATCHES = {  # rows of one group, and the number of stored tokens
     "no prompt": ([([1, 2, 3], [None, 2, 3]), ([2, 2, 3], [None, 2, 3])], 2 + 2),
     "prompts that differ": ([scored_answer([5, 6, 7, 8], [1, 2]), scored_answer([5, 9, 7, 8], [1, 2])], 1 + 4 + 4),
     "a prompt that is no prefix": ([scored_answer([5, 6, 7], [8, 1]), scored_answer([5, 6], [9, 1])], 2 + 2 + 1),
-    "labels that differ on what is shared": (
+    "different labels on shared tokens": (
         [(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])],
         3,
     ),
@@ -258,15 +261,16 @@ def test_large_ids_survive_merging():
     ]
 
 
-@pytest.mark.parametrize(
-    "mask_dtype", [torch.bool, torch.int32, torch.float32], ids=str
-)  # dtypes that collators return
+# The dtypes of masks that collators return.
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int32, torch.float32], ids=str)
 def test_other_dtypes(mask_dtype):
     ids, mask, labels = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])])
     layout, expected = pack_pairs(ids.int(), mask.to(mask_dtype), labels.int()), pack_pairs(ids, mask, labels)
     for name, value in vars(expected).items():
-        mine = getattr(layout, name)
-        assert mine == value if isinstance(value, tuple) else (torch.equal(mine, value) and mine.dtype == value.dtype)
+        field = getattr(layout, name)
+        assert (
+            field == value if isinstance(value, tuple) else (torch.equal(field, value) and field.dtype == value.dtype)
+        )
 
 
 def test_pack_and_unpack():
@@ -286,12 +290,8 @@ def test_unpack_is_differentiable():
     assert torch.autograd.gradcheck(layout.unpack, scored)
     layout.unpack(scored).sum().backward()
     readers = torch.bincount(layout.output_source, minlength=len(scored))
-    assert sorted(readers.tolist()) == [
-        1,
-        1,
-        1,
-        2,
-    ]  # the position that both rows score with the same label is read twice
+    # The position that both rows score with the same label is read twice.
+    assert sorted(readers.tolist()) == [1, 1, 1, 2]
     assert torch.equal(scored.grad, readers.double())
 
 
@@ -316,7 +316,7 @@ def test_sequences_of_one_token():
 
 def test_a_label_after_the_last_token_is_scored_by_it():
     ids, mask, labels = padded([scored_answer(PROMPT, [1, 2])], length=8)
-    labels[0, 6] = 3  # an end-of-sequence token that only the labels contain
+    labels[0, 6] = 3  # an end-of-sequence token that is only in the labels
     layout = pack(ids, mask, labels)
     assert len(layout.token_index) == 6
     assert layout.targets.tolist() == [1, 2, 3]
@@ -356,12 +356,12 @@ def test_empty_batches_raise_not_packable(shape):
 
 IDS = torch.ones(2, 4, dtype=torch.long)
 MISUSES = {  # op, arguments, and pattern of the message
-    "mask of another shape": (
+    "a mask of a different shape": (
         pack,
         dict(attention_mask=IDS[:, :3]),
         r"pack: attention_mask must have the shape of input_ids \[2, 4\]; got \[2, 3\]",
     ),
-    "labels of another shape": (
+    "labels of a different shape": (
         pack,
         dict(labels=IDS[:1]),
         r"pack: labels must have the shape of input_ids \[2, 4\]; got \[1, 4\]",
@@ -414,7 +414,7 @@ WRONG_TYPES = {  # arguments, and pattern of the message
     "boolean labels": (dict(labels=IDS.bool()), "labels must be int32 or int64; got torch.bool"),
     "float groups": (dict(groups=torch.zeros(2)), "groups must be int32 or int64; got torch.float32"),
     "a fractional reach": (dict(reach=6.5), "reach must be an int or None; got 6.5"),
-    "a truth for a reach": (dict(reach=True), "reach must be an int or None; got True"),
+    "a boolean reach": (dict(reach=True), "reach must be an int or None; got True"),
 }
 
 
@@ -426,7 +426,7 @@ def test_wrong_types_raise(misuse):
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (2, 8), (1, 7), (14,), (1, 14), (7, 2), (2, 7, 1)], ids=str)
-def test_packing_values_of_another_shape_raises(shape):
+def test_packing_values_of_a_wrong_shape_raises(shape):
     layout = pack_pairs(*padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])]))
     with pytest.raises(ValueError, match=r"^Layout.pack: padded must be \[2, 7\]; got \[") as caught:
         layout.pack(torch.zeros(shape))
@@ -434,7 +434,7 @@ def test_packing_values_of_another_shape_raises(shape):
 
 
 @pytest.mark.parametrize("shape", [(4,), (6,), (5, 1), (1, 5), ()], ids=str)
-def test_unpacking_values_of_another_shape_raises(shape):
+def test_unpacking_values_of_a_wrong_shape_raises(shape):
     layout = pack_pairs(*padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])]))
     with pytest.raises(ValueError, match=r"^Layout.unpack: scored must be \[5\]; got \["):
         layout.unpack(torch.zeros(shape))
@@ -445,12 +445,12 @@ def test_layout_methods_compile_fullgraph():
     batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])])
     layout = pack_pairs(*batch)
 
-    def there_and_back(ids, values):
+    def pack_and_unpack(ids, values):
         return layout.pack(ids), layout.unpack(values)
 
     arguments = batch[0], torch.randn(len(layout.targets))
-    found = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(found, there_and_back(*arguments), strict=True))
+    compiled = torch.compile(pack_and_unpack, fullgraph=True, backend="aot_eager")(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, pack_and_unpack(*arguments), strict=True))
 
 
 def test_layouts_do_not_depend_on_the_default_device():
@@ -465,14 +465,14 @@ def test_layouts_do_not_depend_on_the_default_device():
         pack_pairs(*(x[:2] for x in batch))
         pack(*(x[:, :1] for x in batch))  # the output is empty
     for name, value in vars(expected).items():
-        mine = getattr(layout, name)
-        assert mine == value if isinstance(value, tuple) else torch.equal(mine, value)
+        field = getattr(layout, name)
+        assert field == value if isinstance(value, tuple) else torch.equal(field, value)
 
 
 class OnDevice(torch.Tensor):
     """A tensor that records the functions applied to it.
 
-    On a device, reading its values would synchronize.
+    It stands for a tensor on a GPU, where reading values synchronizes.
     """
 
     functions: list[str]

@@ -1,4 +1,4 @@
-"""README's script and its custom training loop do what README says."""
+"""README's script and its custom training loop run, and their results match README's text."""
 
 import copy
 import json
@@ -29,9 +29,10 @@ def after_the_diff(diff: str) -> str:
 
 
 def test_the_script_runs_after_the_diff(tmp_path):
-    """The script runs as printed, with three replacements: checkpoint and dataset are local, since
-    nothing is downloaded in tests, and a machine without an accelerator needs `use_cpu=True`. A last
-    line prints the counters.
+    """Runs the script as printed, with three replacements and a last line that prints the counters.
+
+    Checkpoint and dataset are local, since tests download nothing, and `use_cpu=True` is set for
+    machines without an accelerator.
     """
     tiny_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -61,7 +62,7 @@ def test_the_script_runs_after_the_diff(tmp_path):
 
 @pytest.fixture
 def loop() -> dict:
-    """The names that README's custom training loop leaves, with weights large enough to show errors."""
+    """The namespace after README's custom training loop, with larger weights to amplify errors."""
     names = {"__name__": "__main__"}
     exec(compile(the_block("python").code, "README.md", "exec"), names)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in names["policy"].parameters())
@@ -73,7 +74,7 @@ def loop() -> dict:
 
 
 def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels [6, 11] of three pairs with prompts of four tokens, padded with 0 on the right."""
+    """Ids and labels [6, 11] of three pairs with prompts of four tokens, right-padded with 0."""
     ids = torch.randint(1, 64, (6, 11))
     ids[3:, :4] = ids[:3, :4]
     ids[1, 7:], ids[3, 9:] = 0, 0
@@ -90,8 +91,8 @@ def padded_logps(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor
 
 
 @torch.no_grad()
-def test_the_custom_loop_scores_what_a_padded_batch_does(loop):
-    stock = copy.deepcopy(loop["policy"])  # a copy has the attention that the model had before
+def test_scores_of_the_custom_loop_equal_those_of_a_padded_batch(loop):
+    stock = copy.deepcopy(loop["policy"])  # a copy has the model's original attention
     assert stock.config._attn_implementation == "sdpa"
     for ids, labels in ((loop["input_ids"], loop["labels"]), ragged_batch()):
         loop["input_ids"] = ids
@@ -101,8 +102,8 @@ def test_the_custom_loop_scores_what_a_padded_batch_does(loop):
         torch.testing.assert_close(scored, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_speedup_is_the_measured_one():
-    """The range in README's status line is that of the committed runs."""
+def test_the_speedup_matches_the_committed_results():
+    """The range in README's status line covers the cases of the committed results."""
     low, high = map(float, re.search(r"was (\d\.\d) to (\d\.\d)[\s>]+times as", README.read_text()).groups())
     result = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())
     speedups = [

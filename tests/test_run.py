@@ -1,4 +1,4 @@
-"""`fastdpo run`: programs that are run unchanged train fused, and keep their arguments, exit code and output."""
+"""`fastdpo run` runs unchanged programs fused, and keeps their arguments, exit code and output."""
 
 import json
 import os
@@ -48,14 +48,14 @@ def script(tmp_path):
 CALLS = "fastdpo: trl.DPOTrainer calls: policy fused 2, reference fused 2"
 
 
-def test_a_script_trains_fused_and_stays_itself(script, tmp_path):
+def test_a_script_trains_fused_with_its_arguments_and_exit_code(script, tmp_path):
     done = run(script, tmp_path / "out", "--own", "x")
     assert done.returncode == 3, done.stderr
     assert "arguments: ['--own', 'x']" in done.stdout
     assert done.stderr.count(f"{ON} (") == done.stderr.count(CALLS) == 1
 
 
-def test_a_module_and_a_plain_patch_agree(script, tmp_path):
+def test_a_module_trains_fused_without_shared_prompts(script, tmp_path):
     done = run("--no-share-prompts", "-m", "train", tmp_path / "out", path=(tmp_path,))
     assert done.returncode == 3, done.stderr
     assert CALLS in done.stderr
@@ -90,7 +90,7 @@ def test_the_command_trl_dpo(tmp_path):
     assert "fastdpo: trl.DPOTrainer calls: policy fused 2" in done.stderr
 
 
-def test_a_program_without_a_trainer_is_told_so(tmp_path):
+def test_a_program_without_a_trainer_logs_that_fastdpo_is_off(tmp_path):
     (tmp_path / "plain.py").write_text("print('done')")
     done = run(tmp_path / "plain.py")
     assert (done.returncode, done.stdout) == (0, "done\n")
@@ -98,7 +98,7 @@ def test_a_program_without_a_trainer_is_told_so(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_only_what_is_named_is_patched(tmp_path):
+def test_only_named_targets_are_patched(tmp_path):
     (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer")
     done = run("--only", "openrlhf", tmp_path / "import_trl.py")
     assert ON not in done.stderr
@@ -119,7 +119,7 @@ def test_another_sitecustomize_still_runs(tmp_path):
         (("--only", "trl.PPOTrainer", "x.py"), "fastdpo run: targets must be among trl.DPOTrainer"),
     ],
 )
-def test_misuse_is_named(command, message):
+def test_misuse_is_an_error_of_one_line(command, message):
     done = run(*command)
     assert done.returncode == 1
     assert done.stderr.startswith(message)

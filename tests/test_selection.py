@@ -1,4 +1,4 @@
-"""`--quick` leaves out combinations of parameters, and never a test or a value of a parameter."""
+"""`--quick` leaves out combinations of parameters, but no test and no value of a parameter."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_rows_of_several_values():
     assert each_value_once(rows) == [0, 2]
 
 
-def test_equal_values_of_other_types_and_unhashable_values_are_distinct():
+def test_equal_values_of_different_types_and_unhashable_values_are_distinct():
     assert each_value_once([dict(x=1), dict(x=True), dict(x=1.0), dict(x=[]), dict(x=[])]) == [0, 1, 2, 3, 4]
 
 
@@ -35,7 +35,7 @@ def collected(*options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_every_test_of_a_folder_is_left():
+def test_every_test_of_a_folder_is_kept():
     everything, quick = collected(), collected("--quick")
     assert set(quick) < set(everything)
     assert {case.split("[")[0] for case in quick} == {case.split("[")[0] for case in everything}

@@ -1,4 +1,4 @@
-"""fastdpo.tune and the head table: which entry is written, and which kernels it selects."""
+"""Entries that fastdpo.tune writes to the head table, and the kernels that they select."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ENTRY = Entry("cpu", "bfloat16", 896, tune.CANDIDATES[0])
 
 
 def timer(times):
-    """A timer that looks up milliseconds by blocks. Unknown blocks raise, as if they did not fit."""
+    """A timer that looks up milliseconds by block sizes. An unknown size raises an error."""
 
     def time(run):
         entries = head_table._from_file(os.environ[head_table.VARIABLE])
@@ -32,9 +32,9 @@ def timer(times):
         ({None: 10.0}, None),  # no candidate fits the device
     ],
 )
-def test_the_fastest_candidate_is_written_if_it_is_faster_than_rows(times, blocks):
-    found = tune.tune(lambda: None, timer(times), ENTRY)
-    assert found == (None if blocks is None else ENTRY._replace(blocks=blocks))
+def test_the_fastest_candidate_is_chosen_if_it_is_faster_than_rows(times, blocks):
+    entry = tune.tune(lambda: None, timer(times), ENTRY)
+    assert entry == (None if blocks is None else ENTRY._replace(blocks=blocks))
     assert head_table.VARIABLE not in os.environ
 
 

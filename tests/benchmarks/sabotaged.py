@@ -1,4 +1,4 @@
-"""Faulty sides, for which a benchmark must not report a time. The tests build them in workers."""
+"""Faulty sides, for which a benchmark must not report a time. The tests create them in workers."""
 
 import os
 
@@ -51,7 +51,7 @@ class Dies(HeadStep):
 
 
 class Raises(HeadStep):
-    """Cannot be built."""
+    """Raises in its constructor."""
 
     def __init__(self, workload: HeadWorkload) -> None:
         raise torch.OutOfMemoryError("too large")

@@ -1,4 +1,4 @@
-"""docs/accuracy.md is up to date, and the summed log-probs of fastdpo are the most accurate."""
+"""docs/accuracy.md is up to date, and fastdpo's summed log-probs are the most accurate."""
 
 import json
 
@@ -10,7 +10,7 @@ def test_the_page_is_up_to_date():
     assert accuracy.PAGE.read_text() == accuracy.page(result)
 
 
-def test_fastdpo_has_the_smallest_error_of_sums():
+def test_fastdpo_has_the_smallest_error_in_summed_log_probs():
     for regime in json.loads(accuracy.RESULT.read_text())["regimes"].values():
         errors = {name: e["summed log-probs"] for name, e in regime["errors"].items() if "unavailable" not in e}
         assert errors.pop("fastdpo") <= min(errors.values())

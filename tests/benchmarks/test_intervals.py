@@ -1,4 +1,4 @@
-"""Medians, ratios and exponents against known values."""
+"""Medians, ratios and exponents, and their confidence intervals, equal known values."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def test_a_median_is_the_mean_over_batches_of_each_batchs_median():
     assert intervals.median([[1, 2, 30], [5, 6, 7]]).value == (2 + 6) / 2
 
 
-def test_equal_samples_have_an_interval_of_no_width():
+def test_equal_samples_have_an_interval_of_zero_width():
     assert intervals.median([[3.0] * 5]) == (3.0, 3.0, 3.0)
     assert intervals.ratio([[6.0] * 5, [2.0] * 4], [[1.0] * 5, [3.0] * 4]) == (2.0, 2.0, 2.0)
 

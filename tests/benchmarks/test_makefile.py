@@ -1,4 +1,4 @@
-"""A failing step of `make bench-gpu` does not hide the following steps. Wrong ops are not timed."""
+"""`make bench-gpu` runs the remaining steps after one fails, but does not time incorrect ops."""
 
 import shutil
 import subprocess

@@ -16,9 +16,9 @@ SIDES = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", WORK, {"peer": peer}
 
 @pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
 def test_a_head_with_statistics_is_checked(side):
-    stepper = micro.build_checked(SUITES["head"], side)
+    step = micro.build_checked(SUITES["head"], side)
     quantities = ("log-probs", "entropy", "mean logit", "top-1 accuracy", "gradient of hidden states")
-    assert tuple(stepper.check()) == (*quantities, "gradient of the weight")
+    assert tuple(step.check()) == (*quantities, "gradient of the weight")
 
 
 def test_a_faulty_side_is_not_timed(monkeypatch, request):
@@ -54,7 +54,7 @@ def test_saved_times_are_added_to_the_table_of_their_suite(tmp_path):
     assert "5 ms" in tables.packing_table(results)
 
 
-def test_committed_times_are_of_current_cases():
+def test_committed_times_match_the_current_cases():
     saved = micro.read(report.RESULTS / report.MICRO_FILE)
     for suite, build in micro.CASES.items():
         sides = {case.name: {side.name for side in case.sides} for case in build()}

@@ -1,4 +1,4 @@
-"""The generated text of README.md, docs/benchmarks.md and docs/gpu.md, and the plots."""
+"""The generated parts of README.md, docs/benchmarks.md and docs/gpu.md, and the plots."""
 
 import json
 
@@ -19,9 +19,9 @@ def mean(value: float) -> dict:
 
 @pytest.fixture
 def result() -> dict:
-    """A run of the suite `head` with one case."""
+    """The result of a run of the suite `head` with one case."""
     side = {"status": "measured", "reason": None, "compared": True, "options": {}, "facts": {}, "samples": []}
-    of_case = {
+    summary = {
         "seconds": {"TRL": estimate(2.0), "fastdpo": estimate(0.5)},
         "peak_bytes": {"TRL": 8 << 20, "fastdpo": 2 << 20},
         "times_fastdpo": {"TRL": estimate(4.0)},
@@ -45,7 +45,7 @@ def result() -> dict:
                 "facts": {},
             }
         ],
-        "summary": {"cases": {"a case": of_case}, "groups": {"trainable": {"TRL": mean(4.0)}}},
+        "summary": {"cases": {"a case": summary}, "groups": {"trainable": {"TRL": mean(4.0)}}},
     }
 
 
@@ -57,7 +57,7 @@ def test_pages_are_up_to_date():
     assert report.page(results) == report.PAGE.read_text(), stale
 
 
-def test_every_result_has_its_plot():
+def test_every_result_has_a_plot():
     for name in report.results():
         assert (report.PLOTS / f"{name}.svg").exists(), "run `python -m benchmarks.report`"
 
@@ -77,7 +77,7 @@ def samples(*seconds: float) -> dict:
     return {"options": {}, "samples": [{"batch": 0, "seconds": x, "peak_bytes": 0} for x in seconds]}
 
 
-def test_the_overview_is_of_geometric_means(result):
+def test_the_overview_shows_geometric_means(result):
     sides = {"TRL as shipped": samples(8.0, 8.0), "fastdpo": samples(2.0, 2.0), "floor": samples(1.6, 1.6)}
     sides["fastdpo, cached reference"] = samples(1.0, 1.0)
     twice = {**sides, "TRL as shipped": samples(32.0, 32.0)}
@@ -93,7 +93,7 @@ def test_the_overview_is_of_geometric_means(result):
 
 @pytest.fixture
 def step_result(result) -> dict:
-    """Six LoRA cases of the suite of steps. In one of them TRL as shipped failed."""
+    """Six LoRA cases of the suite `step`. In one of them, TRL as shipped failed."""
     names = ("HH", "TL;DR", "UltraFeedback", "HelpSteer", "MetaMath", "Capybara")
     cases = []
     for name in names:
@@ -103,7 +103,7 @@ def step_result(result) -> dict:
             "fastdpo": samples(2.0, 2.0) | {"status": "measured"},
         }
         cases.append({"name": f"LoRA/{name}", "group": "LoRA", "facts": {}, "sides": sides})
-    # The slowest case of the other side: a mean without it would be another number.
+    # The slowest case of the other side, so that a mean without it would be a different number.
     cases[-1]["sides"]["TRL, labelled positions only"] = samples(16.0, 16.0) | {"status": "measured"}
     cases[-1]["sides"]["TRL as shipped"] = {"status": "failed", "reason": "out of memory"}
     summary = summarize(SUITES["step"], cases)
@@ -125,7 +125,7 @@ def cells(text: str, row: str) -> list[str]:
     ],
     ids=["step", "sides", "overview", "README"],
 )
-def test_a_mean_names_the_cases_that_it_lacks(table, row, mean, step_result):
+def test_a_mean_names_its_missing_cases(table, row, mean, step_result):
     means = cells(table(step_result), row)
     (shipped,) = (cell for cell in means if cell.startswith("4.0"))
     assert shipped == f"{mean}, 5 of 6 (Capybara missing)"
@@ -134,14 +134,14 @@ def test_a_mean_names_the_cases_that_it_lacks(table, row, mean, step_result):
 
 
 def test_a_mean_over_an_unnamed_subset_is_an_error(step_result):
-    """Older results did not name the missing cases."""
+    """A mean without a list of missing cases, as in older results, is rejected."""
     for mean in step_result["summary"]["groups"]["LoRA"].values():
         del mean["missing"]
     with pytest.raises(KeyError, match="missing"):
         tables.table(step_result)
 
 
-def test_a_plot_says_which_bars_are_missing(step_result, tmp_path):
+def test_a_plot_names_the_missing_bars(step_result, tmp_path):
     plots.plot(step_result, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
     assert text.count(">TRL as shipped: failed<") == 1

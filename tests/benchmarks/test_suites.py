@@ -1,4 +1,4 @@
-"""Every suite runs on tiny sizes with correct sides. An incorrect side gets no time."""
+"""Every suite runs on tiny sizes and finds its sides correct. An incorrect side gets no time."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def test_a_suite(suite, cases, tmp_path, capsys):
 
 @pytest.mark.parametrize("case", range(2))
 def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
-    """The cases of a GPU on tiny sizes. Their sides run one by one, as on a GPU."""
+    """Runs the GPU cases on tiny sizes. Their sides run one by one, as on a GPU."""
     monkeypatch.setitem(
         SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.build_gpu_cases(q)[case]])
     )
@@ -131,12 +131,12 @@ def test_no_ratio_to_a_faulty_fastdpo(monkeypatch, tmp_path, capsys):
     plots.plot(result, tmp_path / "plot.svg")
 
 
-def test_a_pattern_without_a_case_is_an_error():
+def test_a_pattern_that_matches_no_case_is_an_error():
     with pytest.raises(SystemExit, match=r"--cases must match a case of head: .*; got 'nothing'"):
         run.main(["--suite", "head", "--quick", "--cases", "nothing"])
 
 
-def test_a_run_resumes_another(monkeypatch, tmp_path):
+def test_a_run_resumes_an_earlier_run(monkeypatch, tmp_path):
     def build_cases(quick: bool):
         work = HeadWorkload(n=16, v=50, d=8, trainable=True)
         side = Side(SUBJECT, "benchmarks.sides.heads:HeadStep", work, {"peer": SUBJECT})

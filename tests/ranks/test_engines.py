@@ -18,7 +18,7 @@ CASES = [
 
 
 def assert_trained(case: str, ranks: list[dict], number_of_ranks: int) -> None:
-    """Asserts that every rank equals stock, has its part of the data, and ends with equal weights."""
+    """Asserts that all ranks equal stock, share the data, and end with equal weights."""
     for rank in ranks:
         stock, patched = rank["stock"], rank["patched"]
         assert_same(stock, patched)
