@@ -163,7 +163,7 @@ class Peek(TrainerCallback):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The reads of sums from the device so far."""
+    """Records the reads of sums from the device."""
     seen, read = [], deferred_metrics._read_into
 
     def counting(field, steps, reduce):

@@ -1,4 +1,4 @@
-"""Tests that the comparison with stock can fail, and unusual calls of the patched forward."""
+"""The comparison with stock must be able to fail; unusual calls of the patched forward."""
 
 import copy
 from collections import Counter

@@ -214,8 +214,8 @@ POISONED = {
 
 def scored(model, rows: list[dict[str, str]]):
     """The ids of the pairs, and their log-probs under a model with TRL's or fastdpo's head."""
-    words = tokenizer()
-    examples = [{f"{name}_ids": words(text)["input_ids"] for name, text in row.items()} for row in rows]
+    tokenize = tokenizer()
+    examples = [{f"{name}_ids": tokenize(text)["input_ids"] for name, text in row.items()} for row in rows]
     batch = DataCollatorForPreference(pad_token_id=0)(examples)
     labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
     with torch.no_grad():
@@ -225,7 +225,7 @@ def scored(model, rows: list[dict[str, str]]):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", POISONED)
 def test_non_finite_values_stay_within_their_pair(where, value):
-    """In stock they stay within a row; with a shared prompt, both rows of the pair may get them."""
+    """Stock keeps them within a row; with a shared prompt, both rows of the pair may get them."""
     rows = [pair("w1 w2 w3 ", "w4 w5", "w6"), POISONED[where], pair("w1 w2 ", "w3 w4 w5", "w3 w6")]
     stock_model, model = tiny_model(), tiny_model()
     dpo_trainer.add_fused_lm_head(stock_model)

@@ -233,7 +233,7 @@ def test_digests_depend_only_on_the_tokens_of_a_pair():
 
 
 def test_ranks_share_remembered_values(tmp_path):
-    """In the second epoch, shuffling gives a rank pairs that the other computed in the first."""
+    """Shuffling gives a rank pairs in the second epoch that the other computed in the first."""
     for rank in run_two_ranks("memory", tmp_path):
         calls = {key[1:]: n for key, n in rank["calls"].items()}
         assert calls["reference", "fused"] == 2  # the first epoch: 8 pairs on 2 ranks, 2 per batch

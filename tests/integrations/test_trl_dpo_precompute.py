@@ -27,7 +27,7 @@ LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 @pytest.fixture(autouse=True)
 def cache_of_datasets(tmp_path, monkeypatch):
-    """The directory where data in memory is cached."""
+    """Redirects the cache of datasets in memory to a temporary directory and returns that."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     return tmp_path / "datasets"
 

@@ -55,7 +55,7 @@ def test_ranks_without_data(tmp_path):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_engines_whose_forward_passes_are_collective(tmp_path, engine):
-    """With an odd number of batches, a rank that made fewer calls would block the other."""
+    """A rank that made fewer calls would block the other, so the number of batches is odd."""
     rows = tokens(8)
 
     def work(_: int):
