@@ -1,7 +1,7 @@
 """Copies the keys and values of each row to contiguous memory, behind those of the row's prefix.
 
     key [T, H_kv, D]        float16, bfloat16 or float32, last stride 1
-    value [T, H_kv, D_v]    the same
+    value [T, H_v, D_v]     the same
     index [M]               int32, the token that each place of the result holds
     readers [M]             int32, the places that hold each token, sorted by token, then by place
     first_reader [T + 1]    int32, where the places of each token start in readers
@@ -36,7 +36,7 @@ def _copy(out_ptr, x_ptr, place, token, stride_t, stride_h, HEADS: tl.constexpr,
 @triton.jit
 def _gather_keys_fwd_kernel(
     key_out_ptr,  # [M, H_kv, D]
-    value_out_ptr,  # [M, H_kv, D_v]
+    value_out_ptr,  # [M, H_v, D_v]
     key_ptr,
     value_ptr,
     index_ptr,
@@ -44,7 +44,8 @@ def _gather_keys_fwd_kernel(
     key_stride_h,
     value_stride_t,
     value_stride_h,
-    HEADS: tl.constexpr,
+    H_KV: tl.constexpr,
+    H_V: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,8 +53,8 @@ def _gather_keys_fwd_kernel(
     """One program per place."""
     place = tl.program_id(0).to(tl.int64)
     token = tl.load(index_ptr + place).to(tl.int64)
-    _copy(key_out_ptr, key_ptr, place, token, key_stride_t, key_stride_h, HEADS, D, BLOCK)
-    _copy(value_out_ptr, value_ptr, place, token, value_stride_t, value_stride_h, HEADS, D_V, BLOCK)
+    _copy(key_out_ptr, key_ptr, place, token, key_stride_t, key_stride_h, H_KV, D, BLOCK)
+    _copy(value_out_ptr, value_ptr, place, token, value_stride_t, value_stride_h, H_V, D_V, BLOCK)
 
 
 @triton.jit
@@ -71,9 +72,9 @@ def _sum_places(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl
 @triton.jit
 def _gather_keys_bwd_kernel(
     key_grad_ptr,  # [T, H_kv, D]
-    value_grad_ptr,  # [T, H_kv, D_v]
+    value_grad_ptr,  # [T, H_v, D_v]
     placed_key_ptr,  # [M, H_kv, D] gradient
-    placed_value_ptr,  # [M, H_kv, D_v] gradient
+    placed_value_ptr,  # [M, H_v, D_v] gradient
     readers_ptr,
     first_reader_ptr,
     KEY_WIDTH: tl.constexpr,
@@ -88,8 +89,8 @@ def _gather_keys_bwd_kernel(
 
 
 def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathered keys [M, H_kv, D] and values [M, H_kv, D_v], contiguous."""
-    (_, heads, d), d_v = key.shape, value.shape[2]
+    """Gathered keys [M, H_kv, D] and values [M, H_v, D_v], contiguous."""
+    (_, h_kv, d), (_, h_v, d_v) = key.shape, value.shape
     shapes = ((len(index), *x.shape[1:]) for x in (key, value))
     placed_key, placed_value = (torch.empty(shape, dtype=key.dtype, device=key.device) for shape in shapes)
     with torch.cuda.device_of(key):
@@ -101,10 +102,11 @@ def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, 
             index,
             *key.stride()[:2],
             *value.stride()[:2],
-            HEADS=heads,
+            H_KV=h_kv,
+            H_V=h_v,
             D=d,
             D_V=d_v,
-            BLOCK=_block(heads * max(d, d_v)),
+            BLOCK=_block(max(h_kv * d, h_v * d_v)),
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
@@ -113,11 +115,11 @@ def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, 
 
 def gather_keys_bwd(
     placed_key: Tensor,  # [M, H_kv, D] gradient, contiguous
-    placed_value: Tensor,  # [M, H_kv, D_v] gradient, contiguous
+    placed_value: Tensor,  # [M, H_v, D_v] gradient, contiguous
     readers: Tensor,
     first_reader: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of key [T, H_kv, D] and value [T, H_kv, D_v]."""
+    """Gradients of key [T, H_kv, D] and value [T, H_v, D_v]."""
     tokens = len(first_reader) - 1
     shapes = ((tokens, *x.shape[1:]) for x in (placed_key, placed_value))
     key_grad, value_grad = (torch.empty(shape, dtype=placed_key.dtype, device=placed_key.device) for shape in shapes)

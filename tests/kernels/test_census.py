@@ -248,7 +248,7 @@ SMALL = {  # kernels that mainly move memory, and their arguments
         {
             **dict.fromkeys(("key_out_ptr", "value_out_ptr", "key_ptr", "value_ptr"), "*bf16"),
             **dict.fromkeys((f"{x}_stride_{y}" for x in ("key", "value") for y in "th"), "i32"),
-            **dict(index_ptr="*i32", HEADS=8, D=128, D_V=128, BLOCK=1024),
+            **dict(index_ptr="*i32", H_KV=8, H_V=8, D=128, D_V=128, BLOCK=1024),
         },
         gather_keys.NUM_WARPS,
     ),

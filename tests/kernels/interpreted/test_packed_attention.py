@@ -299,10 +299,12 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
     assert all(error(x, expected) < 2e-6 for x, expected in zip(mine, exact, strict=True))
 
 
+@pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_gather_keys_and_its_gradient(dtype):
+def test_gather_keys_and_its_gradient(dtype, value_heads):
     layout = attention_layouts.varlen_layout("op", ROWS, int(ROWS[-1, 2:].sum()), torch.device("cpu"))
-    key, value = torch.randn(2, 47, 24).transpose(0, 1).to(dtype), torch.randn(47, 2, 1500).to(dtype)  # several blocks
+    key = torch.randn(2, 47, 24).transpose(0, 1).to(dtype)
+    value = torch.randn(47, value_heads, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
     assert all(torch.equal(x, of[layout.places.index]) for x, of in zip(placed, (key, value), strict=True))
     grads = [torch.randn_like(x) for x in placed]
