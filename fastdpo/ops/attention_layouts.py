@@ -8,13 +8,13 @@ Dimensions: T packed tokens, S rows of the layout, M gathered keys.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .layout_cache import LayoutCache
 
 if TYPE_CHECKING:
     from ..kernels.packed_attention import LayoutBlocks
@@ -77,12 +77,12 @@ def layout_blocks(
     op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
 ) -> LayoutBlocks:
     """The rows in blocks of queries and of keys, for fastdpo's kernels."""
-    return _layout_blocks(op, _bytes_of(rows), tokens, query_block, key_block, device)
+    return _blocks.get(op, device, _bytes_of(rows), tokens, query_block, key_block)
 
 
 def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
     """The rows as sequences of variable length, for libraries of flash attention."""
-    return _varlen_layout(op, _bytes_of(rows), tokens, device)
+    return _varlen_layouts.get(op, device, _bytes_of(rows), tokens)
 
 
 def _bytes_of(rows: Tensor) -> bytes:
@@ -99,9 +99,8 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-@lru_cache(CACHED_LAYOUTS)
-def _layout_blocks(
-    op: str, content: bytes, tokens: int, query_block: int, key_block: int, device: torch.device
+def _compute_blocks(
+    op: str, device: torch.device, content: bytes, tokens: int, query_block: int, key_block: int
 ) -> LayoutBlocks:
     from ..kernels.packed_attention import LayoutBlocks
 
@@ -135,8 +134,7 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
 
 
-@lru_cache(CACHED_LAYOUTS)
-def _varlen_layout(op: str, content: bytes, tokens: int, device: torch.device) -> VarlenLayout:
+def _compute_varlen_layout(op: str, device: torch.device, content: bytes, tokens: int) -> VarlenLayout:
     with torch.device("cpu"):  # independent of torch.set_default_device
         rows = _rows_from(content)
         checked_rows(op, rows, tokens)
@@ -154,3 +152,7 @@ def _varlen_layout(op: str, content: bytes, tokens: int, device: torch.device) -
             tensors = (index, index.argsort(stable=True), first_reader)
             places = KeyPlaces(*(_to_device(x, device) for x in tensors))
         return VarlenLayout(_to_device(cu_queries, device), _to_device(cu_keys, device), max_queries, max_keys, places)
+
+
+_blocks = LayoutCache(_compute_blocks, CACHED_LAYOUTS)
+_varlen_layouts = LayoutCache(_compute_varlen_layout, CACHED_LAYOUTS)

@@ -5,6 +5,7 @@ import torch
 from heads import head_inputs
 
 from fastdpo.ops import linear_logps, packed_attention, token_logps
+from fastdpo.ops.attention_layouts import CACHED_LAYOUTS
 from fastdpo.ops.logit_rows import kernel_tile_rows
 from fastdpo.testing import error
 
@@ -96,6 +97,21 @@ def test_a_cuda_graph_captures_forward_and_backward(name):
             x.copy_(torch.randn_like(x))
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True))
+
+
+def test_a_cuda_graph_keeps_its_layout():
+    call, tensors = CALLS["attention"]()
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    q, k, v = tensors
+    for prefix_length in range(1, 2 * CACHED_LAYOUTS):
+        rows = ROWS.clone()
+        rows[1, 1] = prefix_length
+        packed_attention(q, k, v, rows)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 @pytest.mark.parametrize("trainable", [False, True])
