@@ -2,7 +2,7 @@
 
 Keys are read in place.
 
-    q [T, H, D], k [T, H_kv, D]    float16, bfloat16 or float32, last stride 1
+    q [T, H, D], k [T, H_kv, D]    float16 or bfloat16, in the interpreter also float32; last stride 1
     v [T, H_kv, D_v]               the same
     rows [S, 4]                    int32, (prefix start, prefix length, own start, own length);
                                    the own tokens tile [0, T)

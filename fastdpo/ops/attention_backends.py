@@ -6,9 +6,10 @@
 | `flash-attn-3` | Hopper | float16, bfloat16 | up to 256 | yes | yes | yes |
 | `flash-attn-2` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | yes | yes |
 | `torch` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | no | yes |
-| `triton`, fastdpo's own | all that Triton supports | float16, bfloat16, float32 | up to 256 | yes | yes | yes |
+| `triton`, fastdpo's own | all that Triton supports | float16, bfloat16 | up to 256 | yes | yes | yes |
 
-The first backend that is installed and supports the call is used. Each of the four libraries must
+The first backend that is installed and supports the call is used. If there is none, as in float32,
+`attention_pieces` computes the call on the GPU, and one log line per reason says why. Each of the four libraries must
 first pass a probe: on a small case it must align queries with the end of their keys, and no
 sequence may read from another. A library that fails is disabled with one log line. The environment
 variable FASTDPO_ATTENTION selects a backend by name.
@@ -59,10 +60,17 @@ def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
     else:
         name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
     if name is None:
+        _log_unsupported(BACKENDS[TRITON].unsupported_reason(query, value, options))
         return None
     if options.window is not None and options.window >= int((rows[:, 1] + rows[:, 3]).max()):
         options = options._replace(window=None)  # as long as the longest row: it hides nothing
     return BACKENDS[name].prepare(query, value, rows, options)
+
+
+@lru_cache
+def _log_unsupported(reason: str | None) -> None:
+    """Logs, once per reason, why the backend that supports the most calls does not support one."""
+    logger.warning("%s: plain matrix products are used instead of a backend: %s: %s", OP, TRITON, reason)
 
 
 def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:

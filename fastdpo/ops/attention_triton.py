@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .attention_calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
@@ -10,12 +11,20 @@ from .devices import compute_capability
 
 
 class TritonBackend:
-    """fastdpo's kernels (`kernels/packed_attention.py`): every dtype but float64, every option."""
+    """fastdpo's kernels (`kernels/packed_attention.py`): every option, and 16-bit dtypes.
+
+    In float32 on a GPU, the kernels would run without tensor cores, spill 1 to 2 KB of registers per
+    thread, and exceed the shared memory of several devices. Triton's interpreter, which runs on a
+    CPU, has no such limits.
+    """
 
     needs_probe = False
 
     def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
-        return kernels_unsupported_reason(query, value)
+        reason = kernels_unsupported_reason(query, value)
+        if reason is None and query.device.type == "cuda" and query.dtype == torch.float32:
+            return f"it needs float16 or bfloat16; got {query.dtype}"
+        return reason
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
         return TritonCall(query, value, rows, options)

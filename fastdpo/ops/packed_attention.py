@@ -157,9 +157,9 @@ def packed_attention(
 
     On GPUs it runs a library of flash attention or fastdpo's kernels (see
     `fastdpo.ops.attention_backends`). On a CPU it runs torch's flash attention, one piece of a row
-    at a time. On other devices, and with a softcap on a CPU, it runs plain matrix products in
-    blocks of queries whose scores take at most 64 MiB (16 MiB on a CPU) or belong to one query; a
-    few such buffers exist at a time.
+    at a time. On other devices, on GPUs in float32 and float64, and with a softcap on a CPU, it
+    runs plain matrix products in blocks of queries whose scores take at most 64 MiB (16 MiB on a
+    CPU) or belong to one query; a few such buffers exist at a time.
 
     Memory in addition to the result: log-sum-exps `[H, T]`. With a window, time and memory are
         linear in the length of
