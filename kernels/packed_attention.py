@@ -546,7 +546,8 @@ def packed_attention_bwd(
     common = (*_strides(query, key, value), t, window, *_base_2(scale, softcap), scale)
     with torch.cuda.device_of(query):
         grid = (triton.cdiv(t, BLOCK_T), h)
-        _delta_kernel[grid](delta, out, grad, t, H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
+        sizes = dict(H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
+        _delta_kernel[grid](delta, out, grad, t, **sizes, enable_fp_fusion=True)
         operands = (grad, lse, delta, query, key, value, blocks.rows)
         _packed_attention_dq_kernel[(len(blocks.queries), h)](
             dq, *operands, blocks.queries, *common, **shape, **_launch_options(configs.query_gradient)

@@ -1,4 +1,6 @@
-"""The host side of attention on GPUs, without a GPU: the choice of a backend."""
+"""The host side of attention on GPUs, without a GPU: the choice of a backend, and launches."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastdpo.ops import attention_backends
 from fastdpo.ops.attention_calls import AttentionOptions
+from fastdpo.ops.attention_layouts import layout_blocks, varlen_layout
 
+CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 ROWS = torch.tensor([[0, 0, 0, 9], [0, 5, 9, 4]], dtype=torch.int32, device="cpu")
 OPTIONS = AttentionOptions(1.0, None, None)
@@ -43,3 +47,39 @@ def test_a_selected_triton_refuses_float32(monkeypatch):
     monkeypatch.setenv(attention_backends.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match=r"got triton: it needs float16 or bfloat16; got torch\.float32"):
         attention_backends.prepare_call(*gpu_inputs(torch.float32), ROWS, OPTIONS)
+
+
+def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
+    """Its default differs between versions of Triton."""
+    pytest.importorskip("triton")
+    from fastdpo.kernels import gather_keys, packed_attention
+
+    launches = {}
+
+    class Recorder:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: launches.update({self.name: options})
+
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    names = {
+        module: [name for name in vars(module) if name.endswith("_kernel")]
+        for module in (gather_keys, packed_attention)
+    }
+    for module, kernels in names.items():
+        for name in kernels:
+            monkeypatch.setattr(module, name, Recorder(name))
+    blocks = layout_blocks("op", ROWS, 13, 64, 64, CPU)
+    varlen = varlen_layout("op", ROWS, 13, CPU)
+    configs = packed_attention.kernel_configs(16, 16, False)
+    query, key = torch.empty(13, 4, 16, device="meta"), torch.empty(13, 2, 16, device="meta")
+    out, lse = packed_attention.packed_attention_fwd(
+        query, key, key, blocks.rows, blocks.queries, configs.forward, None, *OPTIONS
+    )
+    packed_attention.packed_attention_bwd(out, query, key, key, out, lse, blocks, configs, *OPTIONS)
+    placed = gather_keys.gather_keys_fwd(key, key, varlen.places.index)
+    gather_keys.gather_keys_bwd(*placed, varlen.places.readers, varlen.places.first_reader)
+    assert launches.keys() == {name for kernels in names.values() for name in kernels}
+    assert all(options.get("enable_fp_fusion") is True for options in launches.values())
