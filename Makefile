@@ -88,12 +88,13 @@ triton_for = $$($(1)/bin/python -c "import torch; print(end='' if torch.version.
 
 $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(VENV))
-	$(BIN)/pip install --quiet -c constraints/pins.txt $(call triton_for,$(VENV)) setuptools -e ".[trl,bench,dev]"
+	$(BIN)/pip install --quiet -c constraints/pins.txt $(call triton_for,$(VENV)) "$(TORCH)" setuptools \
+		-e ".[trl,bench,dev]"
 	touch $@
 
 $(LEGACY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(LEGACY))
-	$(LEGACY)/bin/pip install --quiet -c constraints/legacy.txt $(call triton_for,$(LEGACY)) setuptools -e ".[trl-legacy]" \
+	$(LEGACY)/bin/pip install --quiet -c constraints/legacy.txt $(call triton_for,$(LEGACY)) "$(TORCH)" setuptools -e ".[trl-legacy]" \
 		"pytest>=9" "pytest-benchmark>=5"
 	$(LEGACY)/bin/pip install --quiet --no-deps --target $(LEGACY)/trl-0.24.0 trl==0.24.0
 	touch $@
@@ -101,7 +102,7 @@ $(LEGACY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 # OpenRLHF without its dependencies: among them is flash-attn, which needs a GPU's compiler.
 $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(OPENRLHF))
-	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt $(call triton_for,$(OPENRLHF)) setuptools wheel -e . \
+	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt $(call triton_for,$(OPENRLHF)) "$(TORCH)" setuptools wheel -e . \
 		accelerate datasets einops peft psutil pylatexenc sympy torchdata tqdm transformers "pytest>=9" "pytest-benchmark>=5"
 	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt --no-build-isolation deepspeed
 	$(OPENRLHF)/bin/pip install --quiet --no-deps openrlhf==0.11.2
@@ -109,7 +110,7 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 
 $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(DEEPSPEED))
-	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) setuptools wheel -e ".[trl]" \
+	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) "$(TORCH)" setuptools wheel -e ".[trl]" \
 		"pytest>=9" "pytest-benchmark>=5"
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed
 	touch $@
