@@ -67,9 +67,9 @@ def random_batch(rng, shifted):
 def visible_ids(layout, t, ids):
     """The ids that packed token t attends to, in order, including its own."""
     stored = ids.reshape(-1)[layout.token_index].tolist()
-    for prefix, prefix_length, own, own_length in layout.rows.tolist():
-        if own <= t < own + own_length:
-            return stored[prefix : prefix + prefix_length] + stored[own : t + 1]
+    for prefix, prefix_length, start, length in layout.rows.tolist():
+        if start <= t < start + length:
+            return stored[prefix : prefix + prefix_length] + stored[start : t + 1]
     raise AssertionError(f"token {t} belongs to no row")
 
 
@@ -105,11 +105,11 @@ def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False
     for t, position in enumerate(layout.position_ids.tolist()):
         assert position == len(visible_ids(layout, t, ids)) - 1
     end = 0
-    for prefix, prefix_length, own, own_length in layout.rows.tolist():
-        assert own == end
+    for prefix, prefix_length, start, own_length in layout.rows.tolist():
+        assert start == end
         assert own_length > 0
-        assert prefix + prefix_length <= own
-        end = own + own_length
+        assert prefix + prefix_length <= start
+        end = start + own_length
     assert end == len(layout.token_index)
     assert mask.reshape(-1)[layout.token_index].all()
 
@@ -183,13 +183,19 @@ BATCHES = {  # rows of one group, and the number of stored tokens
         6 + 0 + 1,
     ),
     "identical answers": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [1, 2, 3])], 6),
-    "an answer that begins the other": ([scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2, 3, 4])], 5 + 2),
-    "the other begins the answer": ([scored_answer(PROMPT, [1, 2, 3, 4]), scored_answer(PROMPT, [1, 2])], 5 + 2),
+    "a first answer that is a prefix of the second": (
+        [scored_answer(PROMPT, [1, 2]), scored_answer(PROMPT, [1, 2, 3, 4])],
+        5 + 2,
+    ),
+    "a second answer that is a prefix of the first": (
+        [scored_answer(PROMPT, [1, 2, 3, 4]), scored_answer(PROMPT, [1, 2])],
+        5 + 2,
+    ),
     "an empty answer": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [])], 6),
     "an empty first answer": ([scored_answer(PROMPT, []), scored_answer(PROMPT, [1, 2, 3])], 6),
     "no prompt": ([([1, 2, 3], [None, 2, 3]), ([2, 2, 3], [None, 2, 3])], 2 + 2),
     "prompts that differ": ([scored_answer([5, 6, 7, 8], [1, 2]), scored_answer([5, 9, 7, 8], [1, 2])], 1 + 4 + 4),
-    "a prompt that is no prefix": ([scored_answer([5, 6, 7], [8, 1]), scored_answer([5, 6], [9, 1])], 2 + 2 + 1),
+    "prompts of different lengths": ([scored_answer([5, 6, 7], [8, 1]), scored_answer([5, 6], [9, 1])], 2 + 2 + 1),
     "different labels on shared tokens": (
         [(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])],
         3,

@@ -212,7 +212,7 @@ CASES = {
     "fsdp2 lora": Case(fsdp2(), lora=True),
     "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),
     "fsdp2 reentrant checkpointing": Case(dict(fsdp2(), **REENTRANT)),
-    "fsdp2 own checkpointing": Case(fsdp2(activation_checkpointing=True)),
+    "fsdp2 activation checkpointing": Case(fsdp2(activation_checkpointing=True)),
     "fsdp2 holes": Case(fsdp2(), change=make_a_hole),
     "fsdp2 holes on the last rank": Case(fsdp2(), change=make_a_hole, changed_on=on_last),
     "fsdp2 fails the probe on the last rank": Case(fsdp2(), prepare=spoil_packed, changed_on=on_last),

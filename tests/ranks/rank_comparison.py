@@ -32,8 +32,7 @@ def difference_of_weights(stock: dict, patched: dict) -> Difference:
 def assert_calls(run: dict, batches: int, evaluated: int = 0, unpacked: int = 0, path: str = "stock") -> None:
     """Asserts the number of calls on each path.
 
-    Policy and reference are fused in all of `batches` but for `unpacked` of them, which take
-    `path`.
+    Policy and reference are fused in all `batches` except `unpacked` of them, which take `path`.
     """
     assert run["calls"] == Counter(
         {

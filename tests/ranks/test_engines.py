@@ -12,7 +12,7 @@ CASES = [
     *ENGINES,
     *("ddp lora", "ddp no labels on the last rank"),
     *("fsdp2 tied", "fsdp2 lora", "fsdp2 no labels on the last rank"),
-    *("fsdp2 checkpointing", "fsdp2 reentrant checkpointing", "fsdp2 own checkpointing"),
+    *("fsdp2 checkpointing", "fsdp2 reentrant checkpointing", "fsdp2 activation checkpointing"),
     *("zero3 tied", "zero3 lora", "zero3 no labels on the last rank"),
 ]
 

@@ -18,7 +18,7 @@ SPECIAL_ROWS = {  # the target's logit, one other logit, all other logits; None 
     "an infinite target among the impossible": (INF, -INF, -INF),
     "an impossible target": (-INF, None, None),
     "an impossible other": (None, -INF, None),
-    "an impossible target beside infinity": (-INF, INF, None),
+    "an impossible target and infinity": (-INF, INF, None),
     "nothing possible": (-INF, -INF, -INF),
     "nothing possible but the target": (None, -INF, -INF),
 }

@@ -43,7 +43,7 @@ Every logged number and every gradient must equal TRL's. Padded forward passes a
 give the same bits as before, with eager and with sdpa attention.
 
 - *packed*: padding is not computed
-- *shared*: what the completions of a prompt have in common is computed once
+- *shared*: a prefix that the completions of a prompt share is computed once
 - *fused*: logits are never stored whole
 
 {families}
@@ -52,7 +52,7 @@ TRL's own fused head fails on {failing} with the same error, with or without fas
 
 ## Changes to a model between two steps
 
-Training continues as in TRL: fused, or on TRL's own path for the reason that is logged.
+Training continues with TRL's results: on the fused path, or on TRL's path with a logged reason.
 
 {surgeries}
 
