@@ -27,11 +27,9 @@ class Layout:
     """How the rows of a padded batch [R, L] are stored in a packed buffer of T tokens.
 
     The longest common prefix of token ids of a group's rows is stored once, followed by the
-    remaining tokens of each
-    row: `[P | C | R]` for a pair. The positions of C and of R both continue those of P. Only tokens
-        that a scored
-    position depends on are stored. A position that several rows share with the same target is
-    scored once.
+    remaining tokens of each row: `[P | C | R]` for a pair. The positions of C and of R both
+    continue those of P. Only tokens that a scored position depends on are stored. A position that
+    several rows share with the same target is scored once.
 
     Attributes:
         token_index: int64 [T], the index of each packed token in the flattened padded batch.

@@ -1,8 +1,7 @@
 """The interface between `packed_attention` and the backends that compute a whole layout at once.
 
-Dimensions: T packed tokens, H query heads, H_kv key heads, D head size of queries and keys, D_v
-    head size of values,
-S rows of the layout.
+Dimensions: T packed tokens, H query heads, H_kv key heads, D head size of queries and keys, D_v head
+size of values, S rows of the layout.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ that of the first key. The queries [0, n) of a row are divided into
     [0, unwindowed)    queries whose window hides nothing: they see their row, causally, and all of the prefix
     [unwindowed, n)    blocks of queries, each with the range of the row and of the prefix that it sees
 
-Dimensions: T packed tokens, H query heads, H_kv key heads, G = H / H_kv, n_q queries and n_k keys
-    of a piece, D and D_v
-head sizes, S rows of the layout.
+Dimensions: T packed tokens, H query heads, H_kv key heads, G = H / H_kv, n_q queries and n_k keys of
+a piece, D and D_v head sizes, S rows of the layout.
 """
 
 from __future__ import annotations

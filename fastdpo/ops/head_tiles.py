@@ -331,9 +331,9 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Splits row factors [N] into factors [N] that `dtype` can represent and a common factor.
 
-    Upstream gradients may be too small for float16: there, rows are multiplied by their share of
-        the largest factor and
-    the sum over all rows by that factor. For other dtypes the common factor is None.
+    Upstream gradients may be too small for float16. There, rows are multiplied by their share of
+    the largest factor, and the sum over all rows by that factor. For other dtypes the common factor
+    is None.
     """
     if dtype != torch.float16:
         return scale, None

@@ -12,9 +12,8 @@ A sink s is a further piece with out 0 and lse s. In the backward, every piece r
 piece's contribution to the gradient of the whole softmax. The gradient of a sink is `-sum_t exp(s -
 lse_t) (grad_t . out_t)`.
 
-Dimensions: T packed tokens, H query heads, H_kv key heads, D head size of queries and keys, D_v
-    head size of values,
-S rows of the layout.
+Dimensions: T packed tokens, H query heads, H_kv key heads, D head size of queries and keys, D_v head
+size of values, S rows of the layout.
 """
 
 from __future__ import annotations
@@ -162,8 +161,7 @@ def packed_attention(
     CPU) or belong to one query; a few such buffers exist at a time.
 
     Memory in addition to the result: log-sum-exps `[H, T]`. With a window, time and memory are
-        linear in the length of
-    a row.
+    linear in the length of a row.
 
     Args:
         query: [T, H, D] floating point. Under autocast, query, key and value are cast as in
