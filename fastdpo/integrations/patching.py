@@ -18,6 +18,7 @@ from ..models import fallback, forward
 from ..models.fallback import logger
 from ..ops.linear_logps import MEMORY_BUDGET
 from .protocol import PatchOptions, TrainerLine
+from .versions import unsupported_version_reason
 
 
 class Line(NamedTuple):
@@ -217,13 +218,13 @@ def _examine(name: str) -> tuple[Seam, TrainerLine | None]:
     lines = [line for line in LINES if line.trainer == name]
     line = next((x for x in lines if SpecifierSet(x.versions).contains(Version(version), prereleases=True)), None)
     if line is None:
-        install = " or ".join(f"'{package}{line.versions}'" for line in lines)
-        return Seam(name, version, f"this version is not supported: install {install}"), None
+        reason = unsupported_version_reason(package, version, [line.versions for line in lines])
+        return Seam(name, version, reason), None
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     try:
         reason = module.unsupported_reason()
-    except ImportError as error:
-        reason = f"{package} cannot be imported: {error}"
+    except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
+        reason = " ".join(f"{package} cannot be imported: {error}".split())  # in one line
     if reason is not None:
         return Seam(name, version, reason), None
     existing = tuple(sorted(type(trainer).__name__ for trainer in module.existing_trainers()))

@@ -1,0 +1,55 @@
+"""Which version of a trainer's package to install, and which installed packages forbid it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+
+def unsupported_version_reason(package: str, version: str, supported: list[str]) -> str:
+    """Returns why an installed version is not supported, with the versions to install instead.
+
+    If an installed distribution requires the version that is there and cannot run with the newest
+    supported versions, the reason names it and advises nothing.
+
+    Args:
+        package: such as "trl".
+        version: the installed one, which is not supported.
+        supported: specifiers of supported versions, newest first.
+    """
+    requirements = _requirements_on(package, version)
+    for distribution, specifier in requirements:
+        if not _overlap(specifier, supported[0]):
+            return f"this version is not supported, and {distribution} requires {package}{specifier}"
+    possible = [x for x in supported if all(_overlap(specifier, x) for _, specifier in requirements)]
+    install = " or ".join(f"'{package}{x}'" for x in possible)
+    return f"this version is not supported: install {install}"
+
+
+def _requirements_on(package: str, version: str) -> list[tuple[str, SpecifierSet]]:
+    """Installed distributions that require a package and accept its version, with what they require."""
+    found = []
+    for distribution in importlib.metadata.distributions():
+        for text in distribution.requires or ():
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                continue
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            met = requirement.specifier.contains(version, prereleases=True)
+            if applies and met and canonicalize_name(requirement.name) == package:
+                found.append((distribution.name, requirement.specifier))
+    return found
+
+
+def _overlap(specifier: SpecifierSet, other: str) -> bool:
+    """Whether two specifiers have a version in common.
+
+    Of each minor version, its first patch release and a late one are compared.
+    """
+    both = specifier & SpecifierSet(other)
+    versions = (f"{major}.{minor}.{patch}" for major in range(3) for minor in range(100) for patch in (0, 999))
+    return any(map(both.contains, versions))

@@ -1,0 +1,58 @@
+"""The report on packages that are installed in another version, or whose import fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastdpo
+
+
+def distribution(directory: Path, name: str, version: str, *requirements: str) -> None:
+    """Metadata of an installed distribution."""
+    folder = directory / f"{name}-{version}.dist-info"
+    folder.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_a_package_whose_import_fails_is_off_with_the_reason(tmp_path):
+    """As TRL 0.24 fails with transformers 5: with a RuntimeError of several lines."""
+    distribution(tmp_path, "trl", "0.24.0")
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "__init__.py").write_text("raise RuntimeError('Failed to import:\\n  no mergekit')\n")
+    run = subprocess.run(
+        [sys.executable, "-c", "import fastdpo; print(fastdpo.patch()); fastdpo.patch('trl')"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+    )
+    off = "(0.24.0): off, trl cannot be imported: Failed to import: no mergekit"
+    assert run.stdout == f"fastdpo: trl.DPOTrainer {off} | trl.OnlineDPOTrainer {off}\n", run.stderr
+    assert "PatchError: patch: fastdpo: trl.DPOTrainer" in run.stderr
+
+
+BOTH = "this version is not supported: install 'trl>=1.15,<1.17' or 'trl>=0.24,<0.29'"
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement", "reason"),
+    [
+        ("1.9.0", "trl==1.9.0", "this version is not supported, and other requires trl==1.9.0"),
+        ("0.29.1", "trl<1.0,>=0.15", "this version is not supported, and other requires trl<1.0,>=0.15"),
+        ("1.9.0", "trl>=1.0", "this version is not supported: install 'trl>=1.15,<1.17'"),
+        ("1.9.0", "trl>=0.20", BOTH),
+        ("1.9.0", "trl", BOTH),
+        ("1.9.0", 'trl==1.9.0; extra == "rl"', BOTH),
+        ("1.9.0", "trl==1.8.0", BOTH),  # not met as it is
+        ("1.9.0", "not a requirement", BOTH),
+    ],
+)
+def test_advice_respects_what_is_installed(tmp_path, monkeypatch, version, requirement, reason):
+    distribution(tmp_path, "trl", version)
+    distribution(tmp_path, "other", "0.1", requirement)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {(seam.version, seam.reason) for seam in fastdpo.patch().seams[:2]} == {(version, reason)}
