@@ -10,7 +10,8 @@ from ..ops.linear_logps import MEMORY_BUDGET
 
 STATE = "_fastdpo_state"
 """The attribute of a trainer that holds the state of its trainer line.
-Trainers created before `patch()` have none.
+Trainers created before `patch()` have none. For trainers whose class bypasses the patched
+functions, it is None.
 """
 
 

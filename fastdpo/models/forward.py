@@ -117,6 +117,7 @@ class _FusedForward:
         probe_results: by the hash of the structure that the model had when it was probed.
         probe_result: of the model as it is; None before its first call.
         logged: reasons that have been logged.
+        was_called: whether an integration has called the model, or has left a call to its trainer.
     """
 
     request: Request
@@ -133,6 +134,7 @@ class _FusedForward:
     probe_results: dict[int, ProbeResult] = field(default_factory=dict)
     probe_result: ProbeResult | None = None
     logged: set[str] = field(default_factory=set)
+    was_called: bool = False
 
     def unsupported_reason(self) -> str | None:
         """Why all calls fall back, as far as is known."""
@@ -216,6 +218,12 @@ def is_installed(model: nn.Module, integration: str) -> bool:
     return _model_of(model, integration) is not None
 
 
+def was_called(model: nn.Module, integration: str) -> bool:
+    """Whether a model's fused forward of an integration has been called, or passed over with a reason."""
+    base = _model_of(model, integration)
+    return base is not None and vars(base)[ATTRIBUTE].was_called
+
+
 def is_fused(model: nn.Module) -> bool:
     """Whether calls of a model, or of one inside of it, may take the fused path."""
     states = map(_state_of, model.modules())
@@ -232,6 +240,7 @@ def record_fallback(model: nn.Module, integration: str, reason: str) -> None:
     """Counts and logs a call that an integration leaves to its trainer before the model sees it."""
     base = cast("PreTrainedModel", _model_of(model, integration))
     fused = vars(base)[ATTRIBUTE]
+    fused.was_called = True
     calls[integration, _kind_of_call(base, fused), "stock"] += 1
     _log_once(fused, fused.unsupported_reason() or reason)
 
@@ -258,6 +267,7 @@ def _call(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dic
 
 def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _RunnableBatch | None:
     """Decides how a call runs, and counts it. Returns None, with a logged reason, if it falls back."""
+    fused.was_called = True
     batch, path = None, "stock"
     reason = fused.disabled_reason
     if reason is not None and fused.probe_result is None:  # other ranks may not have this reason

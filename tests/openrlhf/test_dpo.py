@@ -220,6 +220,42 @@ def test_subclass(both):
     assert patched.calls == FUSED
 
 
+class OwnForward(Recorded):
+    """Its code names the function that it overrides, which no training calls."""
+
+    falls_through = False
+
+    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
+        if self.falls_through:
+            return super().concatenated_forward(model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
+        return forward_of_its_own(model, chosen_ids, reject_ids)
+
+
+class OwnForwardAlone(Recorded):
+    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
+        return forward_of_its_own(model, chosen_ids, reject_ids)
+
+
+def forward_of_its_own(model, *halves):
+    logps = [model.model(ids).logits.log_softmax(-1).mean((1, 2)) for ids in halves]
+    return *logps, [], -logps[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "reason"),
+    [
+        (OwnForwardAlone, "OwnForwardAlone.concatenated_forward does not call DPOTrainer.concatenated_forward"),
+        (OwnForward, "no call of the policy has reached fastdpo before the first log"),
+    ],
+)
+def test_a_trainer_without_a_fused_call_says_so(both, caplog, trainer_class, reason):
+    stock, patched = both(trainer_class=trainer_class)
+    assert_same(stock, patched)
+    assert not patched.calls
+    message = f"openrlhf.DPOTrainer ({trainer_class.__name__}): not fused, {reason}"
+    assert caplog.text.count(message) == caplog.text.count("not fused") == 1
+
+
 def test_report_and_unpatching(tmp_path, caplog):
     stock = dpo_trainer.DPOTrainer.concatenated_forward
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]

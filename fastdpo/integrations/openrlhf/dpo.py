@@ -26,6 +26,7 @@ from ...models import forward
 from ...models.forward import Request, ScoredBatch
 from ...models.router import router_loss
 from ...packing import IGNORE_INDEX
+from ..bypass import left_unpatched, report_if_unused
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory, digests_of_pairs, key_of
@@ -43,6 +44,7 @@ _PARAMETERS = {
     "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
     "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens"],
 }
+_PATH = ("concatenated_forward",)
 _REDUCE_PARAMETERS = ["self", "data", "op"]
 
 _replacements = Replacements()
@@ -54,6 +56,7 @@ class _OpenRLHFState:
     """The state of a trainer that was created after `patch()`."""
 
     memory: Memory
+    has_logged: bool = False  # or is about to, for the first time
     batch: LastResult[_PairRows] = field(default_factory=LastResult)
 
 
@@ -104,14 +107,17 @@ def enable(options: PatchOptions) -> None:
     stock_init = DPOTrainer.__init__
     stock_forward = DPOTrainer.concatenated_forward
     stock_fit = DPOTrainer.fit
+    stock_log = DPOTrainer.save_logs_and_checkpoints
     stock_evaluate = DPOTrainer.evaluate
     stock_reduce = DeepspeedStrategy.all_reduce
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
-        vars(self)[STATE] = _OpenRLHFState(Memory(options.reference_memory, NAME))
         _trainers.add(self)
+        if left_unpatched(self, NAME, DPOTrainer, _PATH):
+            return
+        vars(self)[STATE] = _OpenRLHFState(Memory(options.reference_memory, NAME))
         for role, actor in (("policy", self.model), ("reference", self.ref_model)):
             _install(actor, role, options)
 
@@ -128,6 +134,14 @@ def enable(options: PatchOptions) -> None:
             return stock_fit(self, *args, **kwargs)
         finally:
             self.train_dataloader = loader
+
+    @functools.wraps(stock_log)
+    def save_logs_and_checkpoints(self, *args, **kwargs):
+        state: _OpenRLHFState | None = vars(self).get(STATE)
+        if state is not None and not state.has_logged:
+            state.has_logged = True
+            report_if_unused(self, NAME, _base(self.model))
+        return stock_log(self, *args, **kwargs)
 
     @functools.wraps(stock_evaluate)
     def evaluate(self, *args, **kwargs):
@@ -164,6 +178,7 @@ def enable(options: PatchOptions) -> None:
     _replacements.put(DPOTrainer, "__init__", __init__)
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
     _replacements.put(DPOTrainer, "fit", fit)
+    _replacements.put(DPOTrainer, "save_logs_and_checkpoints", save_logs_and_checkpoints)
     _replacements.put(DPOTrainer, "evaluate", evaluate)
     _replacements.put(DeepspeedStrategy, "all_reduce", all_reduce)
 

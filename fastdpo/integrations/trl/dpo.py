@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import inspect
 import weakref
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...models import forward
 from ...models.fallback import counting_calls_as, logger
 from ...models.forward import Request, ScoredBatch
 from ...models.router import router_loss
+from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import (
     Ledger,
     codes_of,
@@ -37,6 +39,7 @@ _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
 _PRECOMPUTE_PARAMETERS = ["self", "dataset", "name", "batch_size"]
 _LOSS_PARAMETERS = ["self", "model", "inputs", "return_outputs"]
 _FLOS_PARAMETERS = ["self"]
+_CREATE_PARAMETERS = ["self"]
 _EVALUATION_PARAMETERS = [
     *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
 ]
@@ -51,11 +54,14 @@ _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_mul
 _COMPUTES_METRICS = (
     *("_compute_loss", "compute_loss", "training_step", "prediction_step", "store_flos", "evaluation_loop", "_metrics"),
 )
+_PATH = ("compute_loss", "_compute_loss", "fused_lm_head")
 _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
 
 _replacements = Replacements()
 _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
+_leaves_models: ContextVar[bool] = ContextVar("fastdpo_leaves_models", default=False)
+"""Whether the trainer that is being created bypasses the patched functions."""
 
 
 class _DPOState(NamedTuple):
@@ -76,6 +82,7 @@ def unsupported_reason() -> str | None:
         (getattr(dpo_trainer.DPOTrainer, "_compute_loss", None), _LOSS_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "store_flos", None), _FLOS_PARAMETERS),
         (getattr(dpo_trainer.DPOTrainer, "evaluation_loop", None), _EVALUATION_PARAMETERS),
+        (getattr(dpo_trainer.DPOTrainer, "create_accelerator_and_postprocess", None), _CREATE_PARAMETERS),
         (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
     ):
         parameters = None if function is None else list(inspect.signature(function).parameters)
@@ -98,6 +105,7 @@ def enable(options: PatchOptions) -> None:
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
     stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
+    stock_create = dpo_trainer.DPOTrainer.create_accelerator_and_postprocess
     stock_loss = dpo_trainer.DPOTrainer._compute_loss
     codes = codes_of(stock_loss)
 
@@ -105,6 +113,8 @@ def enable(options: PatchOptions) -> None:
     def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
         forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
         stock_add(model, temperature, cast_lm_head_to_fp32, outputs)
+        if _leaves_models.get():
+            return
         request = Request(
             DPO,
             role="policy" if len(outputs) > 1 else "reference",  # only the policy's statistics feed metrics
@@ -144,23 +154,38 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[STATE] = _DPOState(Ledger(), ReferenceMemory(options.reference_memory))
         _trainers.add(self)
+        if left_unpatched(self, DPO, dpo_trainer.DPOTrainer, _PATH):
+            token = _leaves_models.set(True)
+            try:
+                stock_init(self, *args, **kwargs)
+            finally:
+                _leaves_models.reset(token)
+            return
+        vars(self)[STATE] = _DPOState(Ledger(), ReferenceMemory(options.reference_memory))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         if config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
-            return
-        config.padding_free = False  # otherwise TRL would warn that it pads
-        try:
-            stock_init(self, *args, **kwargs)
-        finally:
-            config.padding_free = True
-        self.padding_free = forward.is_fused(self.model)
-        if not self.padding_free:
-            logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
+        else:
+            config.padding_free = False  # otherwise TRL would warn that it pads
+            try:
+                stock_init(self, *args, **kwargs)
+            finally:
+                config.padding_free = True
+            self.padding_free = forward.is_fused(self.model)
+            if not self.padding_free:
+                logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
+        self.add_callback(first_log_callback(self, DPO))
+
+    @functools.wraps(stock_create)
+    def create_accelerator_and_postprocess(self):
+        _trainers.add(self)
+        report_skipped_init(self, DPO, dpo_trainer.DPOTrainer, _PATH)
+        stock_create(self)
 
     _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
+    _replacements.put(dpo_trainer.DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
     settle_where_trl_communicates(_replacements, dpo_trainer.DPOTrainer, _ledger)
     _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_metrics(_METRICS, _ledger, codes))

@@ -26,6 +26,7 @@ from ...models.fallback import counting_calls_as, logger
 from ...models.forward import Request, ScoredBatch
 from ...models.router import router_loss
 from ...packing import IGNORE_INDEX
+from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import (
     Ledger,
     codes_of,
@@ -65,6 +66,7 @@ _COMPUTES_METRICS = (
     *("store_flos", "evaluation_loop", "_stored_metrics"),
 )
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
+_PATH = ("get_batch_loss_metrics", "concatenated_forward")
 _METRICS = "_stored_metrics"
 
 _replacements = Replacements()
@@ -111,8 +113,11 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[STATE] = _LegacyDPOState(Memory(options.reference_memory, DPO))
         _trainers.add(self)
+        if left_unpatched(self, DPO, DPOTrainer, _PATH):
+            stock_init(self, *args, **kwargs)
+            return
+        vars(self)[STATE] = _LegacyDPOState(Memory(options.reference_memory, DPO))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         flattens = config is not None and config.padding_free
         with _padded(config) if flattens else nullcontext():  # TRL warns unless attention is FlashAttention
@@ -121,18 +126,22 @@ def enable(options: PatchOptions) -> None:
         self.padding_free = flattens
         if flattens and not forward.is_fused(self.model):
             logger.warning("%s: padding_free=True falls back to TRL for the reason logged above", DPO)
+        if not _liger_option(self):  # whose reason is logged
+            self.add_callback(first_log_callback(self, DPO))
 
     @functools.wraps(stock_create)
     def create_accelerator_and_postprocess(self):
         """The last step before the reference is prepared: accelerate then
         wraps our forward, not the reverse.
         """
+        _trainers.add(self)
+        report_skipped_init(self, DPO, DPOTrainer, _PATH)
         stock_create(self)
         _install(self, options)
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, batch, is_ref_model=False):
-        if STATE not in vars(self) or not forward.is_installed(model, DPO):  # created before patch()
+        if vars(self).get(STATE) is None or not forward.is_installed(model, DPO):  # created before patch()
             return stock_forward(self, model, batch, is_ref_model)
         with counting_calls_as("reference") if is_ref_model else nullcontext():
             inputs = _cached_inputs(self, batch)
@@ -230,10 +239,10 @@ def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
     state: _LegacyDPOState | None = vars(trainer).get(STATE)
     if state is None:
         return
-    liger = [name for name in ("use_liger_loss", "use_liger_kernel") if getattr(trainer.args, name, False)]
+    liger = _liger_option(trainer)
     for role, model in new_models(trainer, state.models):
-        if liger:
-            fallback.report(f"{DPO} ({role}): not fused, {liger[0]} is set")
+        if liger is not None:
+            fallback.report(f"{DPO} ({role}): not fused, {liger} is set")
             continue
         statistics = ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
         request = Request(
@@ -244,6 +253,12 @@ def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
             memory_budget=options.memory_budget,
         )
         forward.install(model, request, functools.partial(_make_output, model.config), prior_scores=False)
+
+
+def _liger_option(trainer: DPOTrainer) -> str | None:
+    """The option of a trainer by which Liger replaces the head or the loss."""
+    options = ("use_liger_loss", "use_liger_kernel")
+    return next((name for name in options if getattr(trainer.args, name, False)), None)
 
 
 def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:

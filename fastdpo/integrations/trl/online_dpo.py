@@ -28,6 +28,7 @@ from torch import Tensor
 from ...models import forward
 from ...models.forward import Request, ScoredBatch
 from ...packing import IGNORE_INDEX
+from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_metrics, stored
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements, existing_instances
@@ -45,6 +46,7 @@ _STEP_PARAMETERS = ["self", "model", "inputs", "num_items_in_batch"]
 _LOG_PARAMETERS = [
     *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate")
 ]
+_PATH = ("training_step", "_forward")
 
 _replacements = Replacements()
 _trainers: weakref.WeakSet[OnlineDPOTrainer] = weakref.WeakSet()
@@ -95,15 +97,21 @@ def enable(options: PatchOptions) -> None:
         """The last step before models are prepared: accelerate then
         wraps our forwards, not the reverse.
         """
+        _trainers.add(self)
+        report_skipped_init(self, ONLINE_DPO, trainer, _PATH)
         stock_create(self)
         _install(self, options)
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        vars(self)[STATE] = _OnlineDPOState()
         _trainers.add(self)
+        if left_unpatched(self, ONLINE_DPO, trainer, _PATH):
+            stock_init(self, *args, **kwargs)
+            return
+        vars(self)[STATE] = _OnlineDPOState()
         stock_init(self, *args, **kwargs)
         _install(self, options)
+        self.add_callback(first_log_callback(self, ONLINE_DPO))
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):

@@ -1,0 +1,157 @@
+"""Trainers whose class bypasses the functions that are patched, so that nothing would be fused.
+
+There are two checks. When a trainer is built, its class is examined: if an override cannot reach
+the fused call, the trainer is left unpatched (`left_unpatched`). A class whose code may reach the
+call is trusted until the trainer's first log: if the policy has not been called by then, the
+trainer says so (`report_if_unused`). Neither check communicates or reads a tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from ..models import fallback, forward
+from ..models.functions import inner_function
+from .protocol import STATE
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+
+def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> str | None:
+    """Returns why no call of a trainer can be fused, or None if that cannot be seen from its class.
+
+    Args:
+        trainer: an instance of the stock class or of a subclass.
+        stock: the trainer class that is patched.
+        path: the functions that lead to the fused call, each of which calls the next one. The last
+            name may be that of an argument which makes a call of the model a fused one.
+
+    An override is trusted if its code names the function that it replaces or one behind it in the
+    path. The code of functions that it names counts, too, as far as they belong to the subclass, to
+    the override's module or to its closure.
+    """
+    classes = type(trainer).__mro__
+    subclasses = classes[: classes.index(stock)]
+    for i, name in enumerate(path):
+        for owner in subclasses:
+            if name not in vars(owner):
+                continue
+            named = _reachable_names(vars(owner)[name], subclasses)
+            if named is not None and named.isdisjoint(path[i:]):
+                return f"{owner.__name__}.{name} does not call {stock.__name__}.{name}"
+            if named is None or name not in named:  # it does not reach the next override
+                break
+    return None
+
+
+def left_unpatched(trainer: Any, integration: str, stock: type, path: tuple[str, ...]) -> bool:
+    """Whether a trainer that is being built bypasses the patched functions.
+
+    If so, marks it as unpatched and reports why.
+    """
+    reason = bypass_reason(trainer, stock, path)
+    if reason is not None:
+        _leave(trainer, integration, reason)
+    return reason is not None
+
+
+def report_skipped_init(trainer: Any, integration: str, stock: type, path: tuple[str, ...]) -> None:
+    """Reports a trainer that creates its accelerator although the patched `__init__` has not run.
+
+    Such a trainer is not patched. Trainers created before `patch()` have an accelerator already.
+    """
+    if STATE not in vars(trainer) and "accelerator" not in vars(trainer):
+        name = type(trainer).__name__
+        reason = bypass_reason(trainer, stock, path) or f"{name} does not call {stock.__name__}.__init__"
+        _leave(trainer, integration, reason)
+
+
+def _leave(trainer: Any, integration: str, reason: str) -> None:
+    vars(trainer)[STATE] = None
+    fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason}")
+
+
+def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
+    """Reports a patched trainer whose policy has had no call to fuse by the first log.
+
+    A call that has fallen back counts, since it has reported its own reason.
+    """
+    if not forward.was_called(policy, integration):
+        reason = "no call of the policy has reached fastdpo before the first log"
+        fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason}")
+
+
+def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
+    """A callback that calls `report_if_unused` at the first log of a training."""
+    from transformers import TrainerCallback
+
+    reference = weakref.ref(trainer)  # which holds the callback
+
+    class FirstLogCallback(TrainerCallback):
+        def __init__(self):
+            self.has_trained = self.has_logged = False
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.has_trained = True
+
+        def on_log(self, args, state, control, **kwargs):
+            trainer = reference()
+            if self.has_logged or not self.has_trained or trainer is None:
+                return
+            self.has_logged = True
+            if vars(trainer).get(STATE) is not None:  # still patched
+                report_if_unused(trainer, integration, trainer.model)
+
+    return FirstLogCallback()
+
+
+def _reachable_names(function: Any, subclasses: tuple[type, ...]) -> set[str] | None:
+    """The names and strings in the code of a function, and in that of functions that it names.
+
+    Returns None for a callable without Python code.
+    """
+    function = inner_function(function)
+    if not isinstance(function, FunctionType):
+        return None
+    names: set[str] = set()
+    pending, seen = [function], {function}
+    while pending:
+        function = pending.pop()
+        own = set(_names_in(function.__code__))
+        methods = [vars(owner)[name] for owner in subclasses for name in own & vars(owner).keys()]
+        in_module = [function.__globals__[name] for name in own & function.__globals__.keys()]
+        in_closure = [_contents(cell) for cell in function.__closure__ or ()]
+        # The stock function itself may be kept under another name.
+        names |= own | {x.__name__ for x in (*in_module, *in_closure) if isinstance(x, FunctionType)}
+        local = [x for x in in_module if getattr(x, "__globals__", None) is function.__globals__]
+        for called in map(inner_function, (*methods, *local, *in_closure)):
+            if isinstance(called, FunctionType) and called not in seen:
+                seen.add(called)
+                pending.append(called)
+    return names
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names and strings in a code object and in those nested in it.
+
+    The names of keyword arguments are constants: tuples of strings.
+    """
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, tuple):
+            yield from (x for x in constant if isinstance(x, str))
+        elif isinstance(constant, str):
+            yield constant
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
