@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...models import forward
 from ...models.fallback import counting_calls_as, logger
@@ -27,6 +27,7 @@ from ..deferred_metrics import (
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements, existing_instances
 from . import precompute
+from .ledgers import discard_states, ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
 
@@ -187,19 +188,16 @@ def enable(options: PatchOptions) -> None:
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
     _replacements.put(dpo_trainer.DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
-    settle_where_trl_communicates(_replacements, dpo_trainer.DPOTrainer, _ledger)
-    _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_metrics(_METRICS, _ledger, codes))
-    _replacements.put(dpo_trainer.DPOTrainer, _TOKENS, running_total(_TOKENS, _ledger, codes))
+    settle_where_trl_communicates(_replacements, dpo_trainer.DPOTrainer, ledger_of)
+    _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_metrics(_METRICS, ledger_of, codes))
+    _replacements.put(dpo_trainer.DPOTrainer, _TOKENS, running_total(_TOKENS, ledger_of, codes))
     _replacements.put(dpo_trainer.DPOTrainer, "compute_ref_log_probs", compute_ref_log_probs)
     _replacements.put(dpo_trainer.DPOTrainer, "_precompute_ref_logps", _precompute_ref_logps)
 
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in list(_trainers):
-        state: _DPOState | None = vars(trainer).pop(STATE, None)
-        if state is not None:
-            state.ledger.close(trainer)
+    discard_states(_trainers)
     _trainers.clear()
 
 
@@ -208,11 +206,6 @@ def existing_trainers() -> list[DPOTrainer]:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     return existing_instances(DPOTrainer)
-
-
-def _ledger(trainer: Any) -> Ledger | None:
-    state: _DPOState | None = vars(trainer).get(STATE)
-    return None if state is None else state.ledger
 
 
 def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:

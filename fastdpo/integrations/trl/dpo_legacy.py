@@ -40,6 +40,7 @@ from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from ..replacements import Replacements, existing_instances
+from .ledgers import discard_states, ledger_of
 from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
 from .models import new_models
 from .names import DPO
@@ -184,16 +185,13 @@ def enable(options: PatchOptions) -> None:
     _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
     _replacements.put(DPOTrainer, "compute_loss", compute_loss)
     _replacements.put(DPOTrainer, "prediction_step", prediction_step)
-    settle_where_trl_communicates(_replacements, DPOTrainer, _ledger)
-    _replacements.put(DPOTrainer, _METRICS, shown_metrics(_METRICS, _ledger, codes_of(DPOTrainer.store_metrics)))
+    settle_where_trl_communicates(_replacements, DPOTrainer, ledger_of)
+    _replacements.put(DPOTrainer, _METRICS, shown_metrics(_METRICS, ledger_of, codes_of(DPOTrainer.store_metrics)))
 
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in list(_trainers):
-        state: _LegacyDPOState | None = vars(trainer).pop(STATE, None)
-        if state is not None:
-            state.ledger.close(trainer)
+    discard_states(_trainers)
     _trainers.clear()
 
 
@@ -202,11 +200,6 @@ def existing_trainers() -> list[DPOTrainer]:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     return existing_instances(DPOTrainer)
-
-
-def _ledger(trainer: Any) -> Ledger | None:
-    state: _LegacyDPOState | None = vars(trainer).get(STATE)
-    return None if state is None else state.ledger
 
 
 @contextmanager

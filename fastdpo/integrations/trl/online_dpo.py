@@ -20,7 +20,7 @@ import functools
 import inspect
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_metrics, stored
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements, existing_instances
+from .ledgers import discard_states, ledger_of
 from .models import new_models
 from .names import ONLINE_DPO
 
@@ -115,7 +116,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):
-        ledger = _ledger(self)
+        ledger = ledger_of(self)
         if ledger is None:  # created before patch()
             return stock_step(self, model, inputs, num_items_in_batch)
         try:
@@ -128,7 +129,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_log)
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        ledger = _ledger(self)
+        ledger = ledger_of(self)
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         if ledger is not None and logs:  # TRL has a collective there, too
             ledger.settle()
@@ -152,26 +153,18 @@ def enable(options: PatchOptions) -> None:
     _replacements.put(trainer, "training_step", training_step)
     _replacements.put(trainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
     _replacements.put(trainer, "_forward", _forward)
-    _replacements.put(trainer, "stats", shown_metrics("stats", _ledger, codes))
+    _replacements.put(trainer, "stats", shown_metrics("stats", ledger_of, codes))
 
 
 def disable() -> None:
     _replacements.undo()
-    for trainer in list(_trainers):
-        state: _OnlineDPOState | None = vars(trainer).pop(STATE, None)
-        if state is not None:
-            state.ledger.close(trainer)
+    discard_states(_trainers)
     _trainers.clear()
 
 
 def existing_trainers() -> list[OnlineDPOTrainer]:
     """Trainers that exist already, whose models accelerate has prepared."""
     return existing_instances(trainer_class())
-
-
-def _ledger(trainer: Any) -> Ledger | None:
-    state: _OnlineDPOState | None = vars(trainer).get(STATE)
-    return None if state is None else state.ledger
 
 
 def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:
