@@ -1,4 +1,4 @@
-"""fastdpo: packed, prompt-sharing, fused-head DPO training with the same numbers, several times faster.
+"""fastdpo: DPO training with packed batches, shared prompts and a fused LM head, and the same numbers.
 
 `fastdpo.patch()` patches the trainers that are installed. For custom training loops, `fastdpo.ops` has the
 parts, `fastdpo.attention` switches a transformers model to packed attention, `fastdpo.ref_logps` computes
