@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ..models import fallback, forward
-from ..models.functions import inner_function
+from ..models.functions import closure_contents, inner_function
 from .protocol import STATE
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _reachable_names(function: Any, subclasses: tuple[type, ...]) -> set[str] | 
         own = set(_names_in(function.__code__))
         methods = [vars(owner)[name] for owner in subclasses for name in own & vars(owner).keys()]
         in_module = [function.__globals__[name] for name in own & function.__globals__.keys()]
-        in_closure = [_contents(cell) for cell in function.__closure__ or ()]
+        in_closure = closure_contents(function)
         # The stock function itself may be kept under another name.
         names |= own | {x.__name__ for x in (*in_module, *in_closure) if isinstance(x, FunctionType)}
         local = [x for x in in_module if getattr(x, "__globals__", None) is function.__globals__]
@@ -148,10 +148,3 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from (x for x in constant if isinstance(x, str))
         elif isinstance(constant, str):
             yield constant
-
-
-def _contents(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None

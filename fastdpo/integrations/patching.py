@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..models import fallback, forward
 from ..models.fallback import logger
 from ..ops.linear_logps import MEMORY_BUDGET
 from .protocol import PatchOptions, TrainerLine
+from .replacements import existing_instances
 from .versions import unsupported_version_reason
 
 
@@ -141,7 +142,7 @@ def patch(
     memory = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
     options = PatchOptions(share_prompts, memory_budget, memory)
     examined: list[tuple[Seam, TrainerLine | None]] = []
-    for name in _chosen(targets):
+    for name in targeted_trainers("patch", targets) if targets else _default_trainers():
         before = _patched.get(name)
         if before is not None and before.options != options:
             raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
@@ -189,16 +190,21 @@ def _undo(names: set[str]) -> None:
         forward.uninstall_all(name)
 
 
-def _chosen(targets: tuple[str, ...]) -> list[str]:
-    """The names of the targeted trainers. By default those whose packages
-    are installed, or all if none is.
+def targeted_trainers(op: str, targets: Sequence[str]) -> list[str]:
+    """The names of the trainers that are targeted by their own names or those of their packages.
+
+    Raises:
+        ValueError: a target is unknown.
     """
     unknown = [t for t in targets if t not in PACKAGES and t not in PACKAGES.values()]
     if unknown:
         names = ", ".join(PACKAGES)
-        raise ValueError(f"patch: targets must be among {names} or their packages; got {', '.join(unknown)}")
-    if targets:
-        return [name for name, package in PACKAGES.items() if {name, package} & set(targets)]
+        raise ValueError(f"{op}: targets must be among {names} or their packages; got {', '.join(unknown)}")
+    return [name for name, package in PACKAGES.items() if {name, package} & set(targets)]
+
+
+def _default_trainers() -> list[str]:
+    """The names of the trainers whose packages are installed, or of all if none is."""
     return [name for name, package in PACKAGES.items() if _version(package) is not None] or list(PACKAGES)
 
 
@@ -227,5 +233,5 @@ def _examine(name: str) -> tuple[Seam, TrainerLine | None]:
         reason = " ".join(f"{package} cannot be imported: {error}".split())  # in one line
     if reason is not None:
         return Seam(name, version, reason), None
-    existing = tuple(sorted(type(trainer).__name__ for trainer in module.existing_trainers()))
+    existing = tuple(sorted(type(trainer).__name__ for trainer in existing_instances(module.trainer_class())))
     return Seam(name, version, None, existing), module

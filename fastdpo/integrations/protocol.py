@@ -48,6 +48,6 @@ class TrainerLine(Protocol):
     def disable(self) -> None:
         """Restores the trainer class, and the trainers that were created since `enable`."""
 
-    def existing_trainers(self) -> list:
-        """Trainers that exist already. `enable` leaves them as they are."""
+    def trainer_class(self) -> type:
+        """The trainer class. `enable` leaves its existing instances as they are."""
         ...

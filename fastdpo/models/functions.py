@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 
@@ -13,6 +13,11 @@ def inner_function(function: Any) -> Any:
     while isinstance(function, (partial, MethodType)):
         function = function.func if isinstance(function, partial) else function.__func__
     return function
+
+
+def closure_contents(function: FunctionType) -> list[Any]:
+    """The values that a function closes over. None for a variable that is not bound yet."""
+    return [_contents(cell) for cell in function.__closure__ or ()]
 
 
 def name_of(function: Callable) -> str:
@@ -26,3 +31,10 @@ def module_of(function: Callable) -> str:
     """
     function = inner_function(function)
     return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None

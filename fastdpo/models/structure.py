@@ -9,13 +9,12 @@ it is cached until the module's attributes change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from . import attention, head
-from .functions import inner_function, name_of
+from .functions import closure_contents, inner_function, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,8 +108,5 @@ def _identity(function: Callable) -> tuple:
     code = getattr(function, "__code__", None)
     if code is None:
         return id(type(function)), owner
-    values = [*(function.__defaults__ or ())]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty
-            values.append(cell.cell_contents)
+    values = (*(function.__defaults__ or ()), *closure_contents(function))
     return id(code), owner, *((type(x), x) if type(x) in PLAIN else id(x) for x in values)

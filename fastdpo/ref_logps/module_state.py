@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
 from ..models.forward import ATTRIBUTE as FUSED_FORWARD
+from ..models.functions import closure_contents
 from .digests import config_digest
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class ModuleStates:
             if not own or {*function.__code__.co_freevars} - {"__class__"}:
                 raise NotCacheable(f"{where or 'the model'} runs {_described(function.__code__)}")
             return {*wrapped, function.__code__.co_qualname}
-        bound = [_content(cell) for cell in function.__closure__ or ()]
+        bound = closure_contents(function)
         if _is_neutral(installed):
             python = (FunctionType, MethodType, functools.partial)
             return wrapped.union(*(self._functions(where, x) for x in bound if isinstance(x, python)))
@@ -288,13 +289,6 @@ def _pruned(items: dict) -> object:
     """The items that are not neutral, or `_NEUTRAL` if all are."""
     kept = {str(name): x for name, x in items.items() if x is not _NEUTRAL}
     return kept if kept or not items else _NEUTRAL
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
 
 
 def _described(code: CodeType) -> str:

@@ -13,7 +13,6 @@ OpenRLHF reduces each number of its log in a collective of its own. Here, a log 
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +29,8 @@ from ..bypass import left_unpatched, report_if_unused
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory, digests_of_pairs, key_of
-from ..replacements import Replacements, existing_instances
+from ..replacements import Replacements
+from ..signatures import signature_difference
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
@@ -43,6 +43,7 @@ _PARAMETERS = {
     "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
     "concatenated_inputs": ["self", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
     "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens"],
+    "save_logs_and_checkpoints": ["self"],
 }
 _PATH = ("concatenated_forward",)
 _REDUCE_PARAMETERS = ["self", "data", "op"]
@@ -90,14 +91,17 @@ def unsupported_reason() -> str | None:
     from openrlhf.trainer.dpo_trainer import DPOTrainer
     from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-    expected = {(DPOTrainer, name): parameters for name, parameters in _PARAMETERS.items()}
-    expected[DeepspeedStrategy, "all_reduce"] = _REDUCE_PARAMETERS
-    for (owner, name), parameters in expected.items():
-        function = getattr(owner, name, None)
-        actual = None if function is None else list(inspect.signature(function).parameters)
-        if actual is None or actual[: len(parameters)] != parameters:  # some versions have more
-            return f"{owner.__name__}.{name} must begin with the parameters {parameters}; got {actual}"
-    return None
+    for name, parameters in _PARAMETERS.items():
+        difference = signature_difference(DPOTrainer, name, parameters, exact=False)  # some versions have more
+        if difference is not None:
+            return difference
+    return signature_difference(DeepspeedStrategy, "all_reduce", _REDUCE_PARAMETERS, exact=False)
+
+
+def trainer_class() -> type[DPOTrainer]:
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+
+    return DPOTrainer
 
 
 def enable(options: PatchOptions) -> None:
@@ -126,10 +130,8 @@ def enable(options: PatchOptions) -> None:
         state: _OpenRLHFState | None = vars(self).get(STATE)
         if state is None or not state.memory.enabled:
             return stock_fit(self, *args, **kwargs)
-        loader, self.train_dataloader = (
-            self.train_dataloader,
-            _LoaderWithCallback(self.train_dataloader, state.memory.exchange),
-        )
+        loader = self.train_dataloader
+        self.train_dataloader = _LoaderWithCallback(loader, state.memory.exchange)
         try:
             return stock_fit(self, *args, **kwargs)
         finally:
@@ -188,13 +190,6 @@ def disable() -> None:
     for trainer in list(_trainers):
         vars(trainer).pop(STATE, None)
     _trainers.clear()
-
-
-def existing_trainers() -> list[DPOTrainer]:
-    """Trainers that exist already, whose models have their own forwards."""
-    from openrlhf.trainer.dpo_trainer import DPOTrainer
-
-    return existing_instances(DPOTrainer)
 
 
 def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:

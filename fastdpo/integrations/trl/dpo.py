@@ -25,11 +25,13 @@ from ..deferred_metrics import (
     stored,
 )
 from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements, existing_instances
+from ..replacements import Replacements
+from ..signatures import signature_difference
 from . import precompute
 from .ledgers import discard_states, ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
+from .padding_free import without_padding_free
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,19 +78,20 @@ def unsupported_reason() -> str | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer, utils
 
-    for function, expected in (
-        (getattr(dpo_trainer, "add_fused_lm_head", None), _HEAD_PARAMETERS),
-        (getattr(dpo_trainer.DPOTrainer, "compute_ref_log_probs", None), _REFERENCE_PARAMETERS),
-        (getattr(dpo_trainer.DPOTrainer, "_precompute_ref_logps", None), _PRECOMPUTE_PARAMETERS),
-        (getattr(dpo_trainer.DPOTrainer, "_compute_loss", None), _LOSS_PARAMETERS),
-        (getattr(dpo_trainer.DPOTrainer, "store_flos", None), _FLOS_PARAMETERS),
-        (getattr(dpo_trainer.DPOTrainer, "evaluation_loop", None), _EVALUATION_PARAMETERS),
-        (getattr(dpo_trainer.DPOTrainer, "create_accelerator_and_postprocess", None), _CREATE_PARAMETERS),
-        (dpo_trainer.DPOTrainer.__init__, _INIT_PARAMETERS),
+    trainer = dpo_trainer.DPOTrainer
+    for owner, name, expected in (
+        (dpo_trainer, "add_fused_lm_head", _HEAD_PARAMETERS),
+        (trainer, "compute_ref_log_probs", _REFERENCE_PARAMETERS),
+        (trainer, "_precompute_ref_logps", _PRECOMPUTE_PARAMETERS),
+        (trainer, "_compute_loss", _LOSS_PARAMETERS),
+        (trainer, "store_flos", _FLOS_PARAMETERS),
+        (trainer, "evaluation_loop", _EVALUATION_PARAMETERS),
+        (trainer, "create_accelerator_and_postprocess", _CREATE_PARAMETERS),
+        (trainer, "__init__", _INIT_PARAMETERS),
     ):
-        parameters = None if function is None else list(inspect.signature(function).parameters)
-        if parameters != expected:
-            return f"a function of trl.trainer.dpo_trainer must have the parameters {expected}; got {parameters}"
+        difference = signature_difference(owner, name, expected)
+        if difference is not None:
+            return difference
     for kind, expected in (
         (utils.FusedCausalLMOutput, _OUTPUT_FIELDS),
         (dpo_trainer.DataCollatorForPreference, _COLLATOR_FIELDS),
@@ -97,6 +100,12 @@ def unsupported_reason() -> str | None:
         if fields != expected:
             return f"{kind.__name__} must have the fields {sorted(expected)}; got {sorted(fields)}"
     return None
+
+
+def trainer_class() -> type[DPOTrainer]:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    return DPOTrainer
 
 
 def enable(options: PatchOptions) -> None:
@@ -168,11 +177,8 @@ def enable(options: PatchOptions) -> None:
         if config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
         else:
-            config.padding_free = False  # otherwise TRL would warn that it pads
-            try:
+            with without_padding_free(config):  # otherwise TRL would warn that it pads
                 stock_init(self, *args, **kwargs)
-            finally:
-                config.padding_free = True
             self.padding_free = forward.is_fused(self.model)
             if not self.padding_free:
                 logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
@@ -198,14 +204,6 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     discard_states(_trainers)
-    _trainers.clear()
-
-
-def existing_trainers() -> list[DPOTrainer]:
-    """Trainers that exist already, whose models have TRL's heads."""
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    return existing_instances(DPOTrainer)
 
 
 def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:

@@ -39,11 +39,13 @@ from ..deferred_metrics import (
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory, digests_of_pairs, key_of
-from ..replacements import Replacements, existing_instances
+from ..replacements import Replacements
+from ..signatures import signature_difference
 from .ledgers import discard_states, ledger_of
 from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
 from .models import new_models
 from .names import DPO
+from .padding_free import without_padding_free
 from .reference import precision_of, reference_digest
 
 if TYPE_CHECKING:
@@ -90,14 +92,19 @@ def unsupported_reason() -> str | None:
     from trl.trainer import dpo_trainer
 
     for name, expected in _PARAMETERS.items():
-        function = getattr(dpo_trainer.DPOTrainer, name, None)
-        parameters = None if function is None else list(inspect.signature(function).parameters)
-        if parameters != expected:
-            return f"DPOTrainer.{name} must have the parameters {expected}; got {parameters}"
+        difference = signature_difference(dpo_trainer.DPOTrainer, name, expected)
+        if difference is not None:
+            return difference
     for name in ("flush_left", "flush_right"):
         if not hasattr(dpo_trainer, name):
             return f"trl.trainer.dpo_trainer must have {name}"
     return None
+
+
+def trainer_class() -> type[DPOTrainer]:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    return DPOTrainer
 
 
 def enable(options: PatchOptions) -> None:
@@ -121,7 +128,7 @@ def enable(options: PatchOptions) -> None:
         vars(self)[STATE] = _LegacyDPOState(Memory(options.reference_memory, DPO))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
         flattens = config is not None and config.padding_free
-        with _padded(config) if flattens else nullcontext():  # TRL warns unless attention is FlashAttention
+        with without_padding_free(config) if flattens else nullcontext():  # TRL warns of other attention
             stock_init(self, *args, **kwargs)
         _install(self, options)
         self.padding_free = flattens
@@ -152,7 +159,7 @@ def enable(options: PatchOptions) -> None:
             output = model(**inputs, fused_lm_head=True)
         if "log_probs" in output:
             return _results(self, inputs["input_ids"], inputs["labels"] != IGNORE_INDEX, output, is_ref_model)
-        with _padded(self):  # logits, from which TRL computes log-probabilities
+        with without_padding_free(self):  # logits, from which TRL computes log-probabilities
             return stock_forward(self, lambda *args, **kwargs: output, batch, is_ref_model)
 
     @functools.wraps(stock_metrics)
@@ -192,14 +199,6 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     discard_states(_trainers)
-    _trainers.clear()
-
-
-def existing_trainers() -> list[DPOTrainer]:
-    """Trainers that exist already, whose reference accelerate has prepared."""
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    return existing_instances(DPOTrainer)
 
 
 @contextmanager
@@ -216,16 +215,6 @@ def _returning_metrics(trainer: DPOTrainer, value: bool) -> Iterator[None]:
         yield
     finally:
         state.returns_metrics = before
-
-
-@contextmanager
-def _padded(owner: Any) -> Iterator[None]:
-    """Disables `padding_free` of a trainer or a configuration during the block."""
-    before, owner.padding_free = owner.padding_free, False
-    try:
-        yield
-    finally:
-        owner.padding_free = before
 
 
 def _install(trainer: DPOTrainer, options: PatchOptions) -> None:

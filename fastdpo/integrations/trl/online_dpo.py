@@ -17,7 +17,6 @@ behind left padding a model with learned positions, such as GPT-2, sees other po
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +30,8 @@ from ...packing import IGNORE_INDEX
 from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_metrics, stored
 from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements, existing_instances
+from ..replacements import Replacements
+from ..signatures import signature_difference
 from .ledgers import discard_states, ledger_of
 from .models import new_models
 from .names import ONLINE_DPO
@@ -77,10 +77,9 @@ def unsupported_reason() -> str | None:
         ("training_step", _STEP_PARAMETERS),
         ("_maybe_log_save_evaluate", _LOG_PARAMETERS),
     ):
-        function = getattr(trainer_class(), name, None)
-        parameters = None if function is None else list(inspect.signature(function).parameters)
-        if parameters != expected:
-            return f"OnlineDPOTrainer.{name} must have the parameters {expected}; got {parameters}"
+        difference = signature_difference(trainer_class(), name, expected)
+        if difference is not None:
+            return difference
     return None
 
 
@@ -159,12 +158,6 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     discard_states(_trainers)
-    _trainers.clear()
-
-
-def existing_trainers() -> list[OnlineDPOTrainer]:
-    """Trainers that exist already, whose models accelerate has prepared."""
-    return existing_instances(trainer_class())
 
 
 def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:

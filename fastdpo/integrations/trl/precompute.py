@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from ...models import fallback, forward
 from ...models.fallback import logger
 from .names import DPO
-from .reference import as_reference, reference_digest, reference_of
+from .reference import as_reference, precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,7 +81,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     digest = None if directory is None else _cacheable_digest(trainer)
     stored = None
     if directory is not None and digest is not None:
-        key = keys.key(rows, digest, f"accelerate {accelerator.mixed_precision}", trainer.ld_alpha)
+        key = keys.key(rows, digest, precision_of(trainer), trainer.ld_alpha)
         ranks.require_equal_work(key)
         stored = shards.Shards(directory / key, key, len(rows))
 
