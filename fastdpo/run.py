@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .integrations.patching import LINES, PACKAGES
+from .integrations.patching import LINES, PACKAGES, targeted_trainers
 from .startup.sitecustomize import VARIABLE
 
 
@@ -34,16 +34,13 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
         ValueError: the command is empty or cannot be found, or a target is unknown.
     """
     program = _program(command)
-    unknown = set(targets) - PACKAGES.keys() - set(PACKAGES.values())
-    if unknown:
-        raise ValueError(f"run: targets must be among {', '.join(PACKAGES)} or their packages; got {sorted(unknown)}")
+    trainers = targeted_trainers("run", targets) if targets else list(PACKAGES)
     handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
     os.close(handle)
     settings = {
         "pid": os.getpid(),
         "imported": imported,
-        "trainers": {module: line.trainer for line in LINES for module in line.trainer_modules},
-        "targets": list(targets),
+        "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
         "options": options,
     }
     startup = str(Path(__file__).parent / "startup")

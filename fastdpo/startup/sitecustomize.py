@@ -58,16 +58,15 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _patch(trainer: str) -> None:
     import fastdpo
+    from fastdpo.models import fallback
 
     run = json.loads(os.environ[VARIABLE])
-    if run["targets"] and not {trainer, trainer.split(".")[0]} & set(run["targets"]):
-        return
     with Path(run["imported"]).open("a") as file:
         file.write(f"{trainer}\n")
     try:
         _print(fastdpo.patch(trainer, **run["options"]))
     except fastdpo.PatchError as error:
-        if os.environ.get("FASTDPO_STRICT", "0") not in ("", "0"):
+        if fallback.strict():
             raise
         _print(str(error).removeprefix("patch: "))
     else:
