@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ def pack(
     attention_mask: Tensor,
     labels: Tensor,
     *,
-    groups: Tensor | None = None,
+    groups: Tensor | Literal["prompts"] | None = None,
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
@@ -123,7 +124,8 @@ def pack(
         attention_mask: bool or int [R, L], nonzero where a token is real; or floating point with
             values 0 and 1. The real tokens of a row must be contiguous.
         labels: int32 or int64 [R, L], -100 where nothing is scored. Position i - 1 scores label i.
-        groups: int32 or int64 [R]. Rows with the same number may share a prefix. None: no rows do.
+        groups: int32 or int64 [R]. Rows with the same number may share a prefix. "prompts": rows
+            that are equal up to the token that scores their first label. None: no rows do.
         shifted: position i scores label i, and the output has the width of the input.
         store_all: store every real token, including those that no scored position depends on. A
             router's auxiliary loss counts them.
@@ -146,10 +148,12 @@ def pack(
             )
     if input_ids.dim() != 2:
         raise ValueError(f"pack: input_ids must be [R, L]; got {list(input_ids.shape)}")
-    if groups is not None:
+    if isinstance(groups, str) and groups != "prompts":
+        raise ValueError(f'pack: groups must be a tensor, "prompts" or None; got {groups!r}')
+    if isinstance(groups, Tensor):
         _require_shape("pack", "groups", groups, input_ids.shape[:1])
     for name, tensor in (("input_ids", input_ids), ("labels", labels), ("groups", groups)):
-        if tensor is not None and tensor.dtype not in INTS:
+        if isinstance(tensor, Tensor) and tensor.dtype not in INTS:
             raise TypeError(f"pack: {name} must be int32 or int64; got {tensor.dtype}")
     if attention_mask.dtype.is_complex:
         raise TypeError(f"pack: attention_mask must be bool, int or floating point; got {attention_mask.dtype}")
@@ -177,7 +181,11 @@ def pack(
 
     # Rows sorted by group, without those that need no token. The first row of each group is its
     # leader.
-    members = (groups.cpu() if groups is not None else torch.arange(n_rows, device="cpu"))[need > 0]
+    if groups is None:
+        groups = torch.arange(n_rows, device="cpu")
+    elif isinstance(groups, str):
+        groups = _rows_of_a_prompt(ids, offset, scored)
+    members = groups.cpu()[need > 0]
     order = members.argsort(stable=True)
     row = (need > 0).nonzero()[:, 0][order]  # [S] rows of the padded batch
     group = torch.unique_consecutive(members[order], return_inverse=True)[1]
@@ -295,6 +303,14 @@ def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
         return zeros, zeros
     columns = mask.numpy()  # NumPy's argmax of booleans stops at the first
     return torch.from_numpy(columns.argmax(1)), torch.from_numpy(columns.shape[1] - columns[:, ::-1].argmax(1))
+
+
+def _rows_of_a_prompt(ids: Tensor, offset: Tensor, scored: Tensor) -> Tensor:
+    """[R] the first row with the same tokens up to the position that scores its first label."""
+    first_of: dict[bytes, int] = {}
+    first_scored = _span(scored)[0]
+    prompts = (ids[i, offset[i] : first_scored[i] + 1].numpy().tobytes() for i in range(len(ids)))
+    return torch.tensor([first_of.setdefault(x, i) for i, x in enumerate(prompts)], device="cpu")
 
 
 def _common_prefixes(ids: Tensor, offset: Tensor, need: Tensor, row: Tensor, leader: Tensor, group: Tensor) -> Tensor:

@@ -148,6 +148,23 @@ def test_random_batches(share, shifted, store_all):
         assert_layout_is_right(layout, batch, groups if share else torch.arange(len(groups)), **options)
 
 
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
+def test_rows_with_the_same_prompt_share_it(shifted):
+    rng = random.Random(f"prompts {shifted}")
+    shared = 0
+    for _ in range(50):
+        (ids, mask, labels), _ = random_batch(rng, shifted)
+        prompts = []
+        for row, real, targets in zip(ids, mask, labels if shifted else labels[:, 1:], strict=True):
+            end = next((c for c, y in enumerate(targets) if y != IGNORE_INDEX), 0) + 1
+            prompts.append(tuple(row[int(real.argmax()) : end].tolist()))
+        groups = torch.tensor([prompts.index(prompt) for prompt in prompts])
+        layout = pack(ids, mask, labels, groups="prompts", shifted=shifted)
+        assert_layout_is_right(layout, (ids, mask, labels), groups, shifted)
+        shared += int(layout.rows[:, 1].sum())
+    assert shared
+
+
 def test_multiplicity_counts_the_rows_of_each_token():
     rng = random.Random(0)
     for _ in range(50):
@@ -387,6 +404,11 @@ MISUSES = {  # op, arguments, and pattern of the message
         pack_pairs,
         dict(attention_mask=IDS * -1e9),
         "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value",
+    ),
+    "groups by an unknown rule": (
+        pack,
+        dict(groups="pairs"),
+        r"""pack: groups must be a tensor, "prompts" or None; got 'pairs'""",
     ),
     "labels beyond any vocabulary": (
         pack_pairs,

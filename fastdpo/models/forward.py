@@ -29,7 +29,7 @@ from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from . import attention, fallback, head, probe, support
 from .fallback import calls, logger
-from .layouts import layout_of, padded_batch
+from .layouts import Groups, layout_of, padded_batch
 from .probe import ProbeResult
 from .router import returns_router_logits
 from .structure import Structure
@@ -58,7 +58,8 @@ class Request(NamedTuple):
         outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
         temperature: divides the logits.
         float32_head: whether the head computes in float32.
-        share_prompts: whether tokens that the two rows of a pair begin with are computed once.
+        share_prompts: whether tokens that rows of the same group begin with are computed once.
+        groups: which rows of a batch are a group.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
     """
 
@@ -68,6 +69,7 @@ class Request(NamedTuple):
     temperature: float = 1.0
     float32_head: bool = False
     share_prompts: bool = True
+    groups: Groups = "pairs"
     memory_budget: int = MEMORY_BUDGET
 
 
@@ -390,7 +392,8 @@ def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> Layou
             logger.info("%s (%s): dropout is active, so prompts are not shared", name, role)
     # All positions of the padded rows count, padding included.
     reach = batch.input_ids.shape[1] if support.rope_depends_on_length(model.config) else None
-    return layout_of(batch, share_prompts=share, store_all=returns_router_logits(model, kwargs), reach=reach)
+    groups = fused.request.groups if share else None
+    return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
 
 
 def _has_dropout(model: PreTrainedModel, fused: _FusedForward) -> bool:

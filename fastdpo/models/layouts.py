@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +42,19 @@ def padded_batch(kwargs: dict) -> PaddedBatch:
     return PaddedBatch(kwargs["input_ids"], kwargs["attention_mask"], labels, shifted)
 
 
-def layout_of(batch: PaddedBatch, *, share_prompts: bool, store_all: bool, reach: int | None) -> Layout:
+Groups = Literal["pairs", "prompts"]
+"""Which rows of a batch may share the tokens that they begin with: rows i and i + R/2, or all rows
+with the same tokens up to their first label.
+"""
+
+
+def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
     """The layout of a batch. A second call with the same unmodified tensors returns the same
     object.
 
     Args:
-        batch: rows i and i + R/2 answer the same prompt.
-        share_prompts: store the tokens that the rows of a pair begin with once.
+        batch: the rows.
+        groups: which of them may share a prefix, which is then stored once. None: no rows do.
         store_all: store tokens that no other depends on, too.
         reach: number of positions that rotary embeddings must see, or None for as many as there
             are.
@@ -58,21 +64,22 @@ def layout_of(batch: PaddedBatch, *, share_prompts: bool, store_all: bool, reach
     """
     tensors = batch[:3]
     if any(x.is_inference() for x in tensors):  # they have no version, so a write to them would be missed
-        return _pack(batch, share_prompts, store_all, reach)
-    version = (batch.shifted, share_prompts, store_all, reach, *(x._version for x in tensors))
+        return _pack(batch, groups, store_all, reach)
+    version = (batch.shifted, groups, store_all, reach, *(x._version for x in tensors))
     cached = _layouts.get(batch.labels)
     if cached is not None:
         others, cached_version, layout = cached
         if cached_version == version and others[0]() is batch.input_ids and others[1]() is batch.attention_mask:
             return layout
-    layout = _pack(batch, share_prompts, store_all, reach)
+    layout = _pack(batch, groups, store_all, reach)
     _layouts[batch.labels] = (weakref.ref(batch.input_ids), weakref.ref(batch.attention_mask)), version, layout
     return layout
 
 
-def _pack(batch: PaddedBatch, share_prompts: bool, store_all: bool, reach: int | None) -> Layout:
+def _pack(batch: PaddedBatch, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
     rows = len(batch.input_ids)
-    pairs = share_prompts and rows and rows % 2 == 0
-    groups = torch.arange(rows, device="cpu") % (rows // 2) if pairs else None
+    members: Tensor | Literal["prompts"] | None = None if groups == "pairs" else groups
+    if groups == "pairs" and rows and rows % 2 == 0:
+        members = torch.arange(rows, device="cpu") % (rows // 2)
     tensors = batch[:3]
-    return packing.pack(*tensors, groups=groups, shifted=batch.shifted, store_all=store_all, reach=reach)
+    return packing.pack(*tensors, groups=members, shifted=batch.shifted, store_all=store_all, reach=reach)
