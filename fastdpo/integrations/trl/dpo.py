@@ -6,13 +6,10 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...models import forward
 from ...models.fallback import counting_calls_as, logger
-from ...models.forward import Request, ScoredBatch
-from ...models.router import router_loss
 from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import (
     Ledger,
@@ -27,17 +24,15 @@ from ..deferred_metrics import (
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
 from ..signatures import signature_difference
-from . import precompute
+from . import fused_head, precompute
 from .ledgers import discard_states, ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
 from .padding_free import without_padding_free
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-_HEAD_PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _REFERENCE_PARAMETERS = ["self", "model", "inputs"]
 _PRECOMPUTE_PARAMETERS = ["self", "dataset", "name", "batch_size"]
 _LOSS_PARAMETERS = ["self", "model", "inputs", "return_outputs"]
@@ -50,8 +45,6 @@ _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
 ]
-_STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-_OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
 _COMPUTES_METRICS = (
@@ -63,8 +56,6 @@ _TOKENS = "_total_train_tokens"
 
 _replacements = Replacements()
 _trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
-_leaves_models: ContextVar[bool] = ContextVar("fastdpo_leaves_models", default=False)
-"""Whether the trainer that is being created bypasses the patched functions."""
 
 
 class _DPOState(NamedTuple):
@@ -76,11 +67,10 @@ class _DPOState(NamedTuple):
 
 def unsupported_reason() -> str | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
-    from trl.trainer import dpo_trainer, utils
+    from trl.trainer import dpo_trainer
 
     trainer = dpo_trainer.DPOTrainer
     for owner, name, expected in (
-        (dpo_trainer, "add_fused_lm_head", _HEAD_PARAMETERS),
         (trainer, "compute_ref_log_probs", _REFERENCE_PARAMETERS),
         (trainer, "_precompute_ref_logps", _PRECOMPUTE_PARAMETERS),
         (trainer, "_compute_loss", _LOSS_PARAMETERS),
@@ -92,14 +82,10 @@ def unsupported_reason() -> str | None:
         difference = signature_difference(owner, name, expected)
         if difference is not None:
             return difference
-    for kind, expected in (
-        (utils.FusedCausalLMOutput, _OUTPUT_FIELDS),
-        (dpo_trainer.DataCollatorForPreference, _COLLATOR_FIELDS),
-    ):
-        fields = {field.name for field in dataclasses.fields(kind)}
-        if fields != expected:
-            return f"{kind.__name__} must have the fields {sorted(expected)}; got {sorted(fields)}"
-    return None
+    fields = {field.name for field in dataclasses.fields(dpo_trainer.DataCollatorForPreference)}
+    if fields != _COLLATOR_FIELDS:
+        return f"DataCollatorForPreference must have the fields {sorted(_COLLATOR_FIELDS)}; got {sorted(fields)}"
+    return fused_head.unsupported_reason(dpo_trainer)
 
 
 def trainer_class() -> type[DPOTrainer]:
@@ -111,30 +97,12 @@ def trainer_class() -> type[DPOTrainer]:
 def enable(options: PatchOptions) -> None:
     from trl.trainer import dpo_trainer
 
-    stock_add = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
     stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
     stock_create = dpo_trainer.DPOTrainer.create_accelerator_and_postprocess
     stock_loss = dpo_trainer.DPOTrainer._compute_loss
     codes = codes_of(stock_loss)
-
-    @functools.wraps(stock_add)
-    def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
-        forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
-        stock_add(model, temperature, cast_lm_head_to_fp32, outputs)
-        if _leaves_models.get():
-            return
-        request = Request(
-            DPO,
-            role="policy" if len(outputs) > 1 else "reference",  # only the policy's statistics feed metrics
-            outputs=tuple(name for name in outputs if name in _STATISTICS),
-            temperature=temperature,
-            float32_head=cast_lm_head_to_fp32,
-            share_prompts=options.share_prompts,
-            memory_budget=options.memory_budget,
-        )
-        forward.install(model, request, functools.partial(_make_output, model.config))
 
     @functools.wraps(stock_reference)
     def compute_ref_log_probs(self, model, inputs):
@@ -166,11 +134,8 @@ def enable(options: PatchOptions) -> None:
     def __init__(self, *args, **kwargs):
         _trainers.add(self)
         if left_unpatched(self, DPO, dpo_trainer.DPOTrainer, _PATH):
-            token = _leaves_models.set(True)
-            try:
+            with fused_head.leaving_models():
                 stock_init(self, *args, **kwargs)
-            finally:
-                _leaves_models.reset(token)
             return
         vars(self)[STATE] = _DPOState(Ledger(), ReferenceMemory(options.reference_memory))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
@@ -190,7 +155,7 @@ def enable(options: PatchOptions) -> None:
         report_skipped_init(self, DPO, dpo_trainer.DPOTrainer, _PATH)
         stock_create(self)
 
-    _replacements.put(dpo_trainer, "add_fused_lm_head", add_fused_lm_head)
+    fused_head.replace(_replacements, dpo_trainer, DPO, options, groups="pairs")
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
     _replacements.put(dpo_trainer.DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
@@ -204,23 +169,3 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     discard_states(_trainers)
-
-
-def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:
-    from trl.trainer.utils import FusedCausalLMOutput
-
-    logps = scored.logps
-    count = kwargs.get("num_items_in_batch")
-    if count is None:
-        count = scored.label_mask.sum().clamp(min=1)
-    loss, aux_loss = -logps.logps.sum() / count, None
-    if scored.router_logits is not None:
-        aux_loss = router_loss(config, scored.router_logits, scored.multiplicity)
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-    return FusedCausalLMOutput(
-        loss=loss,
-        log_probs=logps.logps,
-        label_mask=scored.label_mask,
-        aux_loss=aux_loss,
-        **{name: getattr(logps, name) for name in _STATISTICS},
-    )
