@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .integrations.patching import LINES, PACKAGES, targeted_trainers
+from .integrations.patching import LINES, targeted_trainers
 from .startup.sitecustomize import VARIABLE
 
 
@@ -27,14 +27,14 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
     Args:
         command: a script (`train.py ...`), a module (`-m package.module ...`) or a console command
             (`trl dpo ...`), followed by its arguments.
-        targets: names of trainers or packages to patch, as in `fastdpo.patch`. Default: all.
+        targets: names of trainers or packages to patch, as in `fastdpo.patch`.
         options: other arguments of `fastdpo.patch`, by name.
 
     Raises:
         ValueError: the command is empty or cannot be found, or a target is unknown.
     """
     program = _program(command)
-    trainers = targeted_trainers("run", targets) if targets else list(PACKAGES)
+    trainers = targeted_trainers("run", targets)
     handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
     os.close(handle)
     settings = {

@@ -26,31 +26,41 @@ class Line(NamedTuple):
     """One trainer in a range of versions.
 
     Attributes:
-        trainer: name of the trainer.
-        package: name of its package.
-        versions: versions of the package that are supported.
+        trainer: name of the trainer, which begins with the name of the package that is imported.
+        versions: versions of its distribution that are supported.
         module: the module of `fastdpo.integrations` that patches the trainer, a `TrainerLine`.
         trainer_modules: modules that may define the trainer's class.
+        by_default: whether `patch()` without targets patches the trainer.
     """
 
     trainer: str
-    package: str
     versions: str
     module: str
     trainer_modules: tuple[str, ...]
+    by_default: bool = True
+
+    @property
+    def package(self) -> str:
+        return self.trainer.partition(".")[0]
 
 
 DPO_MODULES = ("trl.trainer.dpo_trainer",)
 ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
 
 LINES = (
-    Line("trl.DPOTrainer", "trl", ">=1.15,<1.17", "trl.dpo", DPO_MODULES),
-    Line("trl.DPOTrainer", "trl", ">=0.24,<0.29", "trl.dpo_legacy", DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", "trl", ">=1.15,<1.17", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", "trl", ">=0.24,<0.29", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("openrlhf.DPOTrainer", "openrlhf", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
+    Line("trl.DPOTrainer", ">=1.15,<1.17", "trl.dpo", DPO_MODULES),
+    Line("trl.DPOTrainer", ">=0.24,<0.29", "trl.dpo_legacy", DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", ">=1.15,<1.17", "trl.online_dpo", ONLINE_DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo", ONLINE_DPO_MODULES),
+    Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
 )
-PACKAGES = {line.trainer: line.package for line in LINES}
+"""Those of one trainer from the newest versions to the oldest."""
+
+DISTRIBUTIONS: dict[str, str] = {}
+"""The distributions of packages, where the names differ."""
+
+TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
+PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
 
 
 class PatchError(RuntimeError):
@@ -120,8 +130,9 @@ def patch(
     nothing. A trainer that cannot be patched is left exactly as it was, and the report says why.
 
     Args:
-        *targets: names of trainers ("trl.DPOTrainer") or of their packages ("trl", "openrlhf").
-            Default: all whose packages are installed.
+        *targets: names of trainers ("trl.DPOTrainer"), or of packages ("trl"): all trainers of the
+            package that are supported in the installed version. Default: the preference trainers of
+            all packages that are installed.
         share_prompts: compute the tokens that the two answers to a prompt begin with once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward
             (`ops.linear_logps`).
@@ -142,7 +153,7 @@ def patch(
     memory = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
     options = PatchOptions(share_prompts, memory_budget, memory)
     examined: list[tuple[Seam, TrainerLine | None]] = []
-    for name in targeted_trainers("patch", targets) if targets else _default_trainers():
+    for name in targeted_trainers("patch", targets):
         before = _patched.get(name)
         if before is not None and before.options != options:
             raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
@@ -191,40 +202,61 @@ def _undo(names: set[str]) -> None:
 
 
 def targeted_trainers(op: str, targets: Sequence[str]) -> list[str]:
-    """The names of the trainers that are targeted by their own names or those of their packages.
+    """The names of the trainers that are targeted, by their own names or those of their packages.
+
+    A package stands for its trainers that have a line for the installed version. If there are none,
+    it stands for all of its trainers, and each has a reason why it cannot be patched.
+
+    Args:
+        op: the public function, for its error message.
+        targets: names of trainers or packages. Empty: the trainers that are patched by default, of
+            the packages that are installed, or of all if none is.
 
     Raises:
         ValueError: a target is unknown.
     """
-    unknown = [t for t in targets if t not in PACKAGES and t not in PACKAGES.values()]
+    unknown = [t for t in targets if t not in TRAINERS and t not in PACKAGES]
     if unknown:
-        names = ", ".join(PACKAGES)
+        names = ", ".join(TRAINERS)
         raise ValueError(f"{op}: targets must be among {names} or their packages; got {', '.join(unknown)}")
-    return [name for name, package in PACKAGES.items() if {name, package} & set(targets)]
+    if targets:
+        lines = [line for package in PACKAGES if package in targets for line in _lines_of(package)]
+    else:
+        installed = [package for package in PACKAGES if _version(package) is not None]
+        lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
+    chosen = {*targets, *(line.trainer for line in lines)}
+    return [trainer for trainer in TRAINERS if trainer in chosen]
 
 
-def _default_trainers() -> list[str]:
-    """The names of the trainers whose packages are installed, or of all if none is."""
-    return [name for name, package in PACKAGES.items() if _version(package) is not None] or list(PACKAGES)
+def _lines_of(package: str) -> list[Line]:
+    """The lines of a package that support the installed version, or all lines if none does."""
+    lines = [line for line in LINES if line.package == package]
+    version = _version(package)
+    return [line for line in lines if version is not None and _supports(line, version)] or lines
+
+
+def _supports(line: Line, version: str) -> bool:
+    return SpecifierSet(line.versions).contains(Version(version), prereleases=True)
 
 
 def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
 def _examine(name: str) -> tuple[Seam, TrainerLine | None]:
     """The seam, and the module that can patch the trainer, or None."""
-    package = PACKAGES[name]
+    lines = [line for line in LINES if line.trainer == name]
+    package = lines[0].package
+    distribution = DISTRIBUTIONS.get(package, package)
     version = _version(package)
     if version is None:
-        return Seam(name, None, f"{package} is not installed"), None
-    lines = [line for line in LINES if line.trainer == name]
-    line = next((x for x in lines if SpecifierSet(x.versions).contains(Version(version), prereleases=True)), None)
+        return Seam(name, None, f"{distribution} is not installed"), None
+    line = next((line for line in lines if _supports(line, version)), None)
     if line is None:
-        reason = unsupported_version_reason(package, version, [line.versions for line in lines])
+        reason = unsupported_version_reason(distribution, version, [line.versions for line in lines])
         return Seam(name, version, reason), None
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     try:
