@@ -55,7 +55,7 @@ def left_unpatched(trainer: Any, integration: str, stock: type, path: tuple[str,
     """
     reason = bypass_reason(trainer, stock, path)
     if reason is not None:
-        _leave(trainer, integration, reason)
+        leave_unpatched(trainer, integration, reason)
     return reason is not None
 
 
@@ -67,10 +67,11 @@ def report_skipped_init(trainer: Any, integration: str, stock: type, path: tuple
     if STATE not in vars(trainer) and "accelerator" not in vars(trainer):
         name = type(trainer).__name__
         reason = bypass_reason(trainer, stock, path) or f"{name} does not call {stock.__name__}.__init__"
-        _leave(trainer, integration, reason)
+        leave_unpatched(trainer, integration, reason)
 
 
-def _leave(trainer: Any, integration: str, reason: str) -> None:
+def leave_unpatched(trainer: Any, integration: str, reason: str) -> None:
+    """Marks a trainer as unpatched, and reports why."""
     vars(trainer)[STATE] = None
     fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason}")
 

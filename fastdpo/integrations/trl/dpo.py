@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from ...models import forward
 from ...models.fallback import counting_calls_as, logger
-from ..bypass import first_log_callback, left_unpatched, report_skipped_init
 from ..deferred_metrics import (
-    Ledger,
     codes_of,
     deferring,
     is_overridden,
@@ -23,9 +20,10 @@ from ..deferred_metrics import (
 )
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
-from ..signatures import signature_difference
+from ..signatures import first_difference
 from . import fused_head, precompute
-from .ledgers import discard_states, ledger_of
+from .created_trainers import CreatedTrainers, TrainerState
+from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
 from .padding_free import without_padding_free
@@ -33,18 +31,20 @@ from .padding_free import without_padding_free
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
 
-_REFERENCE_PARAMETERS = ["self", "model", "inputs"]
-_PRECOMPUTE_PARAMETERS = ["self", "dataset", "name", "batch_size"]
-_LOSS_PARAMETERS = ["self", "model", "inputs", "return_outputs"]
-_FLOS_PARAMETERS = ["self"]
-_CREATE_PARAMETERS = ["self"]
-_EVALUATION_PARAMETERS = [
-    *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
-]
-_INIT_PARAMETERS = [
-    *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
-    *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
-]
+_PARAMETERS = {
+    "compute_ref_log_probs": ["self", "model", "inputs"],
+    "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
+    "_compute_loss": ["self", "model", "inputs", "return_outputs"],
+    "store_flos": ["self"],
+    "evaluation_loop": [
+        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
+    ],
+    "create_accelerator_and_postprocess": ["self"],
+    "__init__": [
+        *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+        *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
+    ],
+}
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
 
 _COMPUTES_METRICS = (
@@ -55,13 +55,11 @@ _METRICS = "_metrics"
 _TOKENS = "_total_train_tokens"
 
 _replacements = Replacements()
-_trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
+_trainers = CreatedTrainers(DPO, _PATH)
 
 
-class _DPOState(NamedTuple):
-    """The state of a trainer that was created after `patch()`."""
-
-    ledger: Ledger
+@dataclass(eq=False, kw_only=True)
+class _DPOState(TrainerState):
     memory: ReferenceMemory
 
 
@@ -69,22 +67,12 @@ def unsupported_reason() -> str | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer
 
-    trainer = dpo_trainer.DPOTrainer
-    for owner, name, expected in (
-        (trainer, "compute_ref_log_probs", _REFERENCE_PARAMETERS),
-        (trainer, "_precompute_ref_logps", _PRECOMPUTE_PARAMETERS),
-        (trainer, "_compute_loss", _LOSS_PARAMETERS),
-        (trainer, "store_flos", _FLOS_PARAMETERS),
-        (trainer, "evaluation_loop", _EVALUATION_PARAMETERS),
-        (trainer, "create_accelerator_and_postprocess", _CREATE_PARAMETERS),
-        (trainer, "__init__", _INIT_PARAMETERS),
-    ):
-        difference = signature_difference(owner, name, expected)
-        if difference is not None:
-            return difference
-    fields = {field.name for field in dataclasses.fields(dpo_trainer.DataCollatorForPreference)}
-    if fields != _COLLATOR_FIELDS:
-        return f"DataCollatorForPreference must have the fields {sorted(_COLLATOR_FIELDS)}; got {sorted(fields)}"
+    difference = first_difference(dpo_trainer.DPOTrainer, _PARAMETERS)
+    if difference is not None:
+        return difference
+    names = {field.name for field in fields(dpo_trainer.DataCollatorForPreference)}
+    if names != _COLLATOR_FIELDS:
+        return f"DataCollatorForPreference must have the fields {sorted(_COLLATOR_FIELDS)}; got {sorted(names)}"
     return fused_head.unsupported_reason(dpo_trainer)
 
 
@@ -100,7 +88,6 @@ def enable(options: PatchOptions) -> None:
     stock_reference = dpo_trainer.DPOTrainer.compute_ref_log_probs
     stock_precompute = dpo_trainer.DPOTrainer._precompute_ref_logps
     stock_init = dpo_trainer.DPOTrainer.__init__
-    stock_create = dpo_trainer.DPOTrainer.create_accelerator_and_postprocess
     stock_loss = dpo_trainer.DPOTrainer._compute_loss
     codes = codes_of(stock_loss)
 
@@ -132,32 +119,22 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        _trainers.add(self)
-        if left_unpatched(self, DPO, dpo_trainer.DPOTrainer, _PATH):
-            with fused_head.leaving_models():
-                stock_init(self, *args, **kwargs)
-            return
-        vars(self)[STATE] = _DPOState(Ledger(), ReferenceMemory(options.reference_memory))
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
-        if config is None or not config.padding_free:
+        if vars(self)[STATE] is None or config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
-        else:
-            with without_padding_free(config):  # otherwise TRL would warn that it pads
-                stock_init(self, *args, **kwargs)
-            self.padding_free = forward.is_fused(self.model)
-            if not self.padding_free:
-                logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
-        self.add_callback(first_log_callback(self, DPO))
+            return
+        with without_padding_free(config):  # otherwise TRL would warn that it pads
+            stock_init(self, *args, **kwargs)
+        self.padding_free = forward.is_fused(self.model)
+        if not self.padding_free:
+            logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
 
-    @functools.wraps(stock_create)
-    def create_accelerator_and_postprocess(self):
-        _trainers.add(self)
-        report_skipped_init(self, DPO, dpo_trainer.DPOTrainer, _PATH)
-        stock_create(self)
+    def new_state() -> _DPOState:
+        return _DPOState(memory=ReferenceMemory(options.reference_memory))
 
     fused_head.replace(_replacements, dpo_trainer, DPO, options, groups="pairs")
     _replacements.put(dpo_trainer.DPOTrainer, "__init__", __init__)
-    _replacements.put(dpo_trainer.DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    _trainers.watch(_replacements, dpo_trainer.DPOTrainer, new_state=new_state)
     _replacements.put(dpo_trainer.DPOTrainer, "_compute_loss", _compute_loss)
     settle_where_trl_communicates(_replacements, dpo_trainer.DPOTrainer, ledger_of)
     _replacements.put(dpo_trainer.DPOTrainer, _METRICS, shown_metrics(_METRICS, ledger_of, codes))
@@ -168,4 +145,4 @@ def enable(options: PatchOptions) -> None:
 
 def disable() -> None:
     _replacements.undo()
-    discard_states(_trainers)
+    _trainers.discard_states()

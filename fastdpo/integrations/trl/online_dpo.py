@@ -27,37 +27,35 @@ from torch import Tensor
 from ...models import forward
 from ...models.forward import Request, ScoredBatch
 from ...packing import IGNORE_INDEX
-from ..bypass import first_log_callback, left_unpatched, report_skipped_init
-from ..deferred_metrics import Ledger, codes_of, deferring, is_overridden, shown_metrics, stored
+from ..deferred_metrics import codes_of, deferring, is_overridden, shown_metrics, stored
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
-from ..signatures import signature_difference
-from .ledgers import discard_states, ledger_of
+from ..signatures import first_difference
+from .created_trainers import CreatedTrainers, TrainerState
+from .ledgers import ledger_of
 from .models import new_models
 from .names import ONLINE_DPO
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
 
-_FORWARD_PARAMETERS = [
-    *("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")
-]
-_CREATE_PARAMETERS = ["self"]
-_STEP_PARAMETERS = ["self", "model", "inputs", "num_items_in_batch"]
-_LOG_PARAMETERS = [
-    *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate")
-]
+_PARAMETERS = {
+    "_forward": [*("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")],
+    "create_accelerator_and_postprocess": ["self"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "_maybe_log_save_evaluate": [
+        *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
+        "learning_rate",
+    ],
+}
 _PATH = ("training_step", "_forward")
 
 _replacements = Replacements()
-_trainers: weakref.WeakSet[OnlineDPOTrainer] = weakref.WeakSet()
+_trainers = CreatedTrainers(ONLINE_DPO, _PATH)
 
 
-@dataclass(eq=False)
-class _OnlineDPOState:
-    """The state of a trainer that was created after `patch()`."""
-
-    ledger: Ledger = field(default_factory=Ledger)
+@dataclass(eq=False, kw_only=True)
+class _OnlineDPOState(TrainerState):
     models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
 
@@ -71,47 +69,15 @@ def trainer_class() -> type[OnlineDPOTrainer]:
 
 def unsupported_reason() -> str | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
-    for name, expected in (
-        ("_forward", _FORWARD_PARAMETERS),
-        ("create_accelerator_and_postprocess", _CREATE_PARAMETERS),
-        ("training_step", _STEP_PARAMETERS),
-        ("_maybe_log_save_evaluate", _LOG_PARAMETERS),
-    ):
-        difference = signature_difference(trainer_class(), name, expected)
-        if difference is not None:
-            return difference
-    return None
+    return first_difference(trainer_class(), _PARAMETERS)
 
 
 def enable(options: PatchOptions) -> None:
     trainer = trainer_class()
-    stock_init = trainer.__init__
-    stock_create = trainer.create_accelerator_and_postprocess
     stock_forward = trainer._forward
     stock_step = trainer.training_step
     stock_log = trainer._maybe_log_save_evaluate
     codes = codes_of(stock_step)
-
-    @functools.wraps(stock_create)
-    def create_accelerator_and_postprocess(self):
-        """The last step before models are prepared: accelerate then
-        wraps our forwards, not the reverse.
-        """
-        _trainers.add(self)
-        report_skipped_init(self, ONLINE_DPO, trainer, _PATH)
-        stock_create(self)
-        _install(self, options)
-
-    @functools.wraps(stock_init)
-    def __init__(self, *args, **kwargs):
-        _trainers.add(self)
-        if left_unpatched(self, ONLINE_DPO, trainer, _PATH):
-            stock_init(self, *args, **kwargs)
-            return
-        vars(self)[STATE] = _OnlineDPOState()
-        stock_init(self, *args, **kwargs)
-        _install(self, options)
-        self.add_callback(first_log_callback(self, ONLINE_DPO))
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -147,8 +113,9 @@ def enable(options: PatchOptions) -> None:
             return stock_forward(self, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
         return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
 
-    _replacements.put(trainer, "__init__", __init__)
-    _replacements.put(trainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    # Models are prepared by accelerate afterwards, which then wraps our forwards, not the reverse.
+    prepare = functools.partial(_install, options=options)
+    _trainers.watch(_replacements, trainer, new_state=_OnlineDPOState, prepare=prepare)
     _replacements.put(trainer, "training_step", training_step)
     _replacements.put(trainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
     _replacements.put(trainer, "_forward", _forward)
@@ -157,7 +124,7 @@ def enable(options: PatchOptions) -> None:
 
 def disable() -> None:
     _replacements.undo()
-    discard_states(_trainers)
+    _trainers.discard_states()
 
 
 def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:

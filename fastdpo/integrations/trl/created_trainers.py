@@ -1,0 +1,94 @@
+"""The trainers of a class that are created while it is patched."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..bypass import bypass_reason, first_log_callback, leave_unpatched, report_skipped_init
+from ..deferred_metrics import Ledger
+from ..protocol import STATE
+from ..replacements import Replacements
+from . import fused_head
+from .ledgers import discard_states
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainerState:
+    """The state of a trainer that was created after `patch()`."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+class CreatedTrainers:
+    """Gives each new trainer of a class its state, and remembers the trainers to discard the states.
+
+    Args:
+        integration: name of the trainer, such as "trl.KTOTrainer".
+        path: the functions that lead to the fused call (see `bypass.bypass_reason`). A trainer
+            whose class bypasses them is left unpatched, and one without a fused call by its first
+            log is reported.
+    """
+
+    def __init__(self, integration: str, path: tuple[str, ...]):
+        self._integration, self._path = integration, path
+        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(
+        self,
+        replacements: Replacements,
+        stock: type,
+        *,
+        new_state: Callable[[], TrainerState] = TrainerState,
+        prepare: Callable[[Any], None] | None = None,
+        disabled_reason: Callable[[dict[str, Any]], str | None] | None = None,
+    ) -> None:
+        """Replaces the functions of a trainer class in which a trainer is created.
+
+        Args:
+            replacements: those of the trainer line.
+            stock: the trainer class.
+            new_state: makes the state of a trainer.
+            prepare: called with the trainer after its accelerator has been created, which is the
+                last step before models are prepared, and once more after `__init__`.
+            disabled_reason: returns why a trainer is left unpatched, or None, from the arguments of
+                its `__init__` by name.
+        """
+        init: Any = stock.__init__
+        create: Any = getattr(stock, "create_accelerator_and_postprocess")  # noqa: B009
+
+        @functools.wraps(init)
+        def __init__(trainer, *args, **kwargs):
+            self._trainers.add(trainer)
+            reason = bypass_reason(trainer, stock, self._path)
+            if reason is None and disabled_reason is not None:
+                reason = disabled_reason(inspect.signature(init).bind(trainer, *args, **kwargs).arguments)
+            if reason is not None:
+                leave_unpatched(trainer, self._integration, reason)
+                with fused_head.leaving_models():
+                    init(trainer, *args, **kwargs)
+                return
+            vars(trainer)[STATE] = new_state()
+            init(trainer, *args, **kwargs)
+            if prepare is not None:
+                prepare(trainer)
+            trainer.add_callback(first_log_callback(trainer, self._integration))
+
+        @functools.wraps(create)
+        def create_accelerator_and_postprocess(trainer):
+            self._trainers.add(trainer)
+            report_skipped_init(trainer, self._integration, stock, self._path)
+            create(trainer)
+            if prepare is not None:
+                prepare(trainer)
+
+        replacements.put(stock, "__init__", __init__)
+        replacements.put(stock, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+
+    def discard_states(self) -> None:
+        """Removes the states of the trainers, whose metrics then are plain numbers."""
+        discard_states(self._trainers)
