@@ -51,8 +51,11 @@ def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> str | 
 def left_unpatched(trainer: Any, integration: str, stock: type, path: tuple[str, ...]) -> bool:
     """Whether a trainer that is being built bypasses the patched functions.
 
-    If so, marks it as unpatched and reports why.
+    If so, marks it as unpatched and reports why. A trainer that the trainer line of a subclass has
+    patched already is left to that line, without a report.
     """
+    if vars(trainer).get(STATE) is not None:
+        return True
     reason = bypass_reason(trainer, stock, path)
     if reason is not None:
         leave_unpatched(trainer, integration, reason)

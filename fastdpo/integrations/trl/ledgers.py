@@ -10,9 +10,10 @@ from ..protocol import STATE
 
 
 def ledger_of(trainer: Any) -> Ledger | None:
-    """The ledger of a trainer, or None for one that is not patched."""
-    state = vars(trainer).get(STATE)
-    return None if state is None else state.ledger
+    """The ledger of a trainer, or None for one that has none: not patched, or patched by the trainer
+    line of a subclass.
+    """
+    return getattr(vars(trainer).get(STATE), "ledger", None)
 
 
 def discard_states(trainers: WeakSet[Any]) -> None:

@@ -1,0 +1,95 @@
+"""The batches of TRL's DPOTrainer before its rewrite.
+
+What TRL computes from logits is computed here from per-token results in the same way, including its
+peculiarities: `ld_alpha` counts positions from the beginning of a row, and `use_weighting`
+multiplies a token's log-probability by the next token's weight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...packing import IGNORE_INDEX
+from ..concatenated import Inputs
+
+if TYPE_CHECKING:
+    DPOTrainer = Any  # types are checked in an environment with another TRL
+
+_OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
+
+
+def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
+    """Ids, mask and labels [2B, L], aligned and truncated as in TRL; or the
+    reason why the batch is unsupported.
+    """
+    from trl.trainer import dpo_trainer
+
+    flush_left, flush_right = (getattr(dpo_trainer, name) for name in ("flush_left", "flush_right"))
+    if trainer.is_encoder_decoder:
+        return "the model is an encoder-decoder"
+    other = [name for name in _OTHER_INPUTS if batch.get(name) is not None]
+    if other:
+        return f"batches also hold {', '.join(other)}"
+    whole = trainer.concatenated_inputs(batch, padding_value=trainer.pad_token_id)
+    ids, mask = (
+        torch.cat([whole[f"prompt_{name}"], whole[f"completion_{name}"]], dim=1)
+        for name in ("input_ids", "attention_mask")
+    )
+    scored = torch.cat([torch.zeros_like(whole["prompt_attention_mask"]), whole["completion_attention_mask"]], dim=1)
+
+    longest = mask.shape[1] if trainer.max_length is None else trainer.max_length
+    truncated = longest < mask.shape[1]
+    if truncated and trainer.truncation_mode == "keep_end":
+        mask, ids, scored = (x[:, -longest:] for x in flush_right(mask, ids, scored))
+    mask, ids, scored = flush_left(mask, ids, scored)
+    if truncated:
+        mask, ids, scored = (x[:, :longest] for x in (mask, ids, scored))
+        if scored[:, 0].any():  # TRL counts a token there that nothing predicts
+            return "truncation has left nothing of a prompt"
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(scored == 0, IGNORE_INDEX),
+        "use_cache": False,
+        **({"output_router_logits": True} if trainer.aux_loss_enabled else {}),
+    }
+
+
+def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, output: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The return value of TRL, from per-token results. The first token of a row is never scored."""
+    ids, scored = inputs["input_ids"], inputs["labels"] != IGNORE_INDEX  # [2B, L]
+    n = len(ids) // 2
+    start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of TRL's logits
+    logps = F.pad(output["log_probs"], (1, 0))[:, start:]  # of each token
+    predicts = scored[:, 1:].to(logps.device)  # where the next token is scored
+    scored = scored[:, start:].to(logps.device)
+    counts = scored.sum(1)
+    sums = logps.sum(1)
+    results = {}
+
+    if "log_sum_sq_probs" in output:  # arXiv 2406.11827, eq. 2
+        with torch.no_grad():
+            weights = ((F.pad(output["log_probs"], (1, -1)) - output["log_sum_sq_probs"]) * predicts).sum(1) / counts
+            results["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
+    if trainer.args.rpo_alpha is not None or "sft" in trainer.loss_type:
+        kept = scored[:n] & (ids[:n, start:] != 0).to(logps.device)  # TRL ignores token 0
+        results["nll_loss"] = -(logps[:n] * kept).sum() / kept.sum()
+    if "ipo" in trainer.loss_type:
+        sums = sums / counts
+    if trainer.args.ld_alpha is not None and not is_ref_model:
+        shorter = torch.minimum(counts[:n], counts[n:]).repeat(2)
+        position = torch.arange(logps.shape[1], device=logps.device)
+        shared, own = (position < shorter[:, None]), (position < counts[:, None])
+        sums = (logps * (shared + trainer.args.ld_alpha * (own & ~shared))).sum(1)
+
+    results |= {"chosen_logps": sums[:n], "rejected_logps": sums[n:]}
+    if "mean_logits" in output:
+        for name, rows in (("chosen", slice(0, n)), ("rejected", slice(n, None))):
+            results[f"mean_{name}_logits"] = (output["mean_logits"][rows] * predicts[rows]).sum() / predicts[rows].sum()
+    if trainer.aux_loss_enabled:
+        results["aux_loss"] = output["aux_loss"]
+    return results
