@@ -57,7 +57,7 @@ def _program(command: Sequence[str]) -> list[str]:
     if not command:
         raise ValueError("run: command must not be empty")
     name, *arguments = command
-    if name == "-m" or name.endswith(".py") or Path(name).is_dir():
+    if name == "-m" or name.endswith(".py") or (Path(name) / "__main__.py").is_file():
         return [sys.executable, name, *arguments]
     # Console commands of this environment win, whether or not it is activated.
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)

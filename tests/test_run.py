@@ -1,13 +1,11 @@
 """`fastdpo run` runs unchanged programs fused, and keeps their arguments, exit code and output."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from trl_runs import pairs, tiny_model, tokenizer
 
 ROOT = Path(__file__).parents[1]
 ON = "fastdpo: trl.DPOTrainer"
@@ -67,29 +65,6 @@ def test_children_are_patched(script, tmp_path):
     assert done.stderr.count(f"{ON} (") == done.stderr.count(CALLS) == 1, done.stderr
 
 
-def test_the_command_trl_dpo(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs(4)))
-    options = {
-        "model_name_or_path": tmp_path / "model",
-        "dataset_name": tmp_path / "data",
-        "output_dir": tmp_path / "out",
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "num_processes": 1,
-    }
-    arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    done = run("trl", "dpo", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"{ON} (") == 1
-    assert "fastdpo: trl.DPOTrainer calls: policy fused 2" in done.stderr
-
-
 def test_a_program_without_a_trainer_logs_that_fastdpo_is_off(tmp_path):
     (tmp_path / "plain.py").write_text("print('done')")
     done = run(tmp_path / "plain.py")
@@ -103,6 +78,13 @@ def test_only_named_targets_are_patched(tmp_path):
     done = run("--only", "openrlhf", tmp_path / "import_trl.py")
     assert ON not in done.stderr
     assert "fastdpo: off" in done.stderr
+
+
+def test_a_directory_does_not_hide_a_command(tmp_path, monkeypatch):
+    """As in the parent directory of a clone of TRL."""
+    (tmp_path / "trl").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "usage: trl" in run("trl", "--help").stdout
 
 
 def test_another_sitecustomize_still_runs(tmp_path):
