@@ -22,6 +22,9 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "interpreter", "cuda"), default="cpu", help="where ops run")
+    parser.addoption(
+        "--measure", metavar="DIRECTORY", help="train larger models in real programs, and write times here"
+    )
     parser.addoption("--quick", action="store_true", help="run every value of each parameter, not every combination")
 
 

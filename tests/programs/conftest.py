@@ -1,0 +1,43 @@
+"""The tests of real programs. Each folder is collected where its program is installed."""
+
+import functools
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import harness
+import pytest
+from workload import MEASURED, TINY, Workload
+
+PROGRAMS = {"axolotl": "axolotl", "llamafactory": "llamafactory", "swift": "swift"}
+
+collect_ignore = [folder for folder, package in PROGRAMS.items() if find_spec(package) is None]
+
+
+@pytest.fixture
+def workload(request) -> Workload:
+    """The sizes of a training: tiny ones, or with `--measure` those of the table of programs."""
+    return MEASURED if request.config.getoption("measure") else TINY
+
+
+@pytest.fixture
+def train_both(request, tmp_path):
+    """`harness.run_both` in this test's directory. Trainings that are measured use two threads."""
+    return functools.partial(
+        harness.run_both, directory=tmp_path, threads=2 if request.config.getoption("measure") else 1
+    )
+
+
+@pytest.fixture
+def record(request):
+    """Writes a row of the table of programs, with `--measure`. Takes the arguments of `harness.row`."""
+
+    def write(program: str, distribution: str, command: str, stock: harness.Run, fused: harness.Run) -> None:
+        directory = request.config.getoption("measure")
+        if directory is not None:
+            name = request.node.name.replace("/", "-")
+            row = harness.row(program, distribution, command, stock, fused)
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            (Path(directory) / f"{program}-{row['trl']}-{name}.json").write_text(json.dumps(row, indent=2) + "\n")
+
+    return write

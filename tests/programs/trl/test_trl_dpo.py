@@ -1,0 +1,51 @@
+"""The command `trl dpo`, as it is and by `fastdpo run`."""
+
+import json
+import math
+
+import pytest
+from harness import assert_same
+from workload import TINY
+
+
+def command(output, workload, **options):
+    directory = output.parent
+    if not (directory / "data").exists():
+        (directory / "data").mkdir()
+        rows = "".join(f"{json.dumps(pair)}\n" for pair in workload.pairs_of_text())
+        (directory / "data" / "train.jsonl").write_text(rows)
+        workload.write_model(directory / "model")
+    arguments = {
+        "model_name_or_path": directory / "model",
+        "dataset_name": directory / "data",
+        "output_dir": output,
+        "per_device_train_batch_size": workload.batch,
+        "max_steps": workload.steps,
+        "logging_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "num_processes": 1,
+        **options,
+    }
+    return ["trl", "dpo", *(str(x) for name, value in arguments.items() for x in (f"--{name}", value))]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_peft": True}], ids=["full", "lora"])
+def test_the_command_trains_fused_with_the_same_numbers(options, workload, train_both, record):
+    stock, fused = train_both(lambda output: command(output, workload, **options))
+    assert_same(stock, fused)
+    trainer, steps = "trl.DPOTrainer", workload.steps
+    assert fused.calls == {(trainer, "policy", "fused"): steps, (trainer, "reference", "fused"): steps}
+    record("TRL", "trl", f"trl dpo{' --use_peft true' if options else ''}", stock, fused)
+
+
+def test_the_comparison_detects_another_loss(train_both):
+    stock, other = train_both(lambda output: command(output, TINY, beta=0.1 if output.name == "stock" else 0.101))
+    with pytest.raises(AssertionError, match="units"):
+        assert_same(stock, other)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_same(stock, other, units=math.inf)
