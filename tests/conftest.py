@@ -8,11 +8,14 @@ interpreter` and TRITON_INTERPRET=1, which runs the kernels on CPU tensors.
 """
 
 import gc
+import os
 from collections import defaultdict
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+import trained
 from selection import each_value_once
 
 from fastdpo.ops import devices
@@ -61,6 +64,8 @@ def _imports_are_permanent():
 
 def pytest_sessionfinish(session):
     gc.unfreeze()
+    if "FASTDPO_TRAINED" in os.environ:
+        trained.write(Path(os.environ["FASTDPO_TRAINED"]))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import support_tables
+import trained
 from markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
 import fastdpo
@@ -50,6 +51,13 @@ def test_commands_exist(block):
         command = line.split("  #")[0].strip()
         if command:
             check_command(command)
+
+
+def test_the_table_of_trainers_names_what_the_tests_train():
+    committed = trained.read(trained.COMMITTED)
+    assert trained.untrained_lines(committed) == [], f"add what your tests train: {trained.__doc__}"
+    readme = trained.README.read_text()
+    assert readme == trained.with_table(readme, committed), "update README's table: tests/support/trained.py --update"
 
 
 def test_make_targets_in_sentences_exist():

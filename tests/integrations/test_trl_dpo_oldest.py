@@ -14,7 +14,7 @@ WORKER = Path(__file__).parents[1] / "support" / "trl_worker.py"
 
 
 def test_same_training(tmp_path):
-    run_with_oldest(WORKER, tmp_path)
+    run_with_oldest(WORKER, tmp_path, "trl.DPOTrainer")
     result = torch.load(tmp_path / "run.pt")
     oldest = Run(**result["run"])
     assert result["version"] == "1.15.0"

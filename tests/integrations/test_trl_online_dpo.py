@@ -374,7 +374,7 @@ def test_a_changed_signature_is_rejected(monkeypatch, caplog, name):
 
 
 def test_the_oldest_supported_trl(tmp_path):
-    run_with_oldest(WORKER, tmp_path)
+    run_with_oldest(WORKER, tmp_path, "trl.OnlineDPOTrainer")
     result = torch.load(tmp_path / "runs.pt")
     assert result["version"] == "1.15.0"
     runs = [OnlineRun(**run) for run in result["runs"]]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import trained
 from comparison import Difference, differences_of_logs, largest
 from safetensors.torch import load_file
 
@@ -81,7 +82,11 @@ def run(
     state = max(states, key=lambda state: state["global_step"])
     runtime = re.search(r"['\"]?train_runtime['\"]?\s*[:=]\s*['\"]?([\d.]+)", printed)
     seconds = float(runtime[1]) / state["global_step"] if runtime else None
-    return Run(list(map(numbers, state["log_history"])), weights(output), calls(done.stderr), seconds, done.stderr)
+    found = calls(done.stderr)
+    for trainer, kind, path in found:
+        if (kind, path) == ("policy", "fused"):
+            trained.add(trainer, version(trained.distribution_of(trainer)))
+    return Run(list(map(numbers, state["log_history"])), weights(output), found, seconds, done.stderr)
 
 
 def run_both(make_command: Callable[[Path], Sequence[object]], directory: Path, **options) -> tuple[Run, Run]:

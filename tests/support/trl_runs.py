@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trained
 from comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
@@ -211,8 +212,8 @@ def train_both(
         return [stock, once("patched")]
 
 
-def run_with_oldest(worker: Path, directory: Path) -> None:
-    """Runs a script in a process with the oldest supported TRL.
+def run_with_oldest(worker: Path, directory: Path, *trainers: str) -> None:
+    """Runs a script in a process with the oldest supported TRL, to train these trainers fused.
 
     Skips the test if the environment variable OLDEST_TRL is not set.
     """
@@ -227,6 +228,8 @@ def run_with_oldest(worker: Path, directory: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    for trainer in trainers:
+        trained.add(trainer, Path(oldest).name.removeprefix("trl-"))
 
 
 def run_two_ranks(kind: str, directory: Path) -> list[dict]:

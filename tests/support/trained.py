@@ -1,0 +1,132 @@
+"""The trainers that the tests train fused, with the versions of their packages.
+
+tests/trained.json lists them, and README's table of trainers is made of it. A run of the tests with
+the environment variable `FASTDPO_TRAINED`, a directory, writes there what it has trained:
+
+    python tests/support/trained.py --check DIRECTORY [--without PACKAGE ...]
+    python tests/support/trained.py --update DIRECTORY
+
+`--check` fails if something in tests/trained.json was not trained. `--update` adds what is missing
+there, and writes README's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import fastdpo
+from fastdpo.integrations.patching import DISTRIBUTIONS, LINES, TRAINERS
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "tests" / "trained.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- trainers:begin -->", "<!-- trainers:end -->"
+
+Trained = dict[str, set[str]]
+"""Versions by trainer."""
+
+_elsewhere: set[tuple[str, str]] = set()
+
+
+def add(trainer: str, package_version: str) -> None:
+    """Records a fused training in another process, or in an environment of its own."""
+    _elsewhere.add((trainer, package_version))
+
+
+def distribution_of(trainer: str) -> str:
+    package = trainer.partition(".")[0]
+    return DISTRIBUTIONS.get(package, package)
+
+
+def write(directory: Path) -> None:
+    """Writes what this process has trained, and what was added."""
+    here = {trainer for (trainer, kind, path), n in fastdpo.calls.items() if (kind, path) == ("policy", "fused") and n}
+    found: Trained = defaultdict(set)
+    for trainer, package_version in {(x, version(distribution_of(x))) for x in here if x in TRAINERS} | _elsewhere:
+        found[trainer].add(package_version)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{os.getpid()}.json").write_text(_text(found))
+
+
+def read(*paths: Path) -> Trained:
+    merged: Trained = defaultdict(set)
+    for path in paths:
+        for trainer, versions in json.loads(path.read_text()).items():
+            merged[trainer] |= set(versions)
+    return merged
+
+
+def table(trained: Trained) -> str:
+    """README's table of trainers."""
+    rows = ["| trainer | versions | trained by the tests with |", "| --- | --- | --- |"]
+    for trainer in TRAINERS:
+        supported = ", ".join(_range(line.versions) for line in reversed(LINES) if line.trainer == trainer)
+        versions = ", ".join(sorted(trained[trainer], key=Version))
+        rows.append(f"| `{trainer}` | {supported} | {versions} |")
+    return "\n".join(rows)
+
+
+def with_table(text: str, trained: Trained) -> str:
+    """README with its table of trainers."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table(trained)}\n{END}{rest.split(END)[1]}"
+
+
+def untrained_lines(trained: Trained) -> list[str]:
+    """Trainers and versions that are supported although the tests train none of them."""
+    return [
+        f"{line.trainer} {line.versions}"
+        for line in LINES
+        if not any(Version(x) in SpecifierSet(line.versions) for x in trained[line.trainer])
+    ]
+
+
+def _range(specifier: str) -> str:
+    """ ">=1.15,<1.17" as "1.15 to 1.16"."""
+    first, major, minor = re.fullmatch(r">=([\d.]+),<(\d+)\.(\d+)", specifier).groups()
+    last = f"{major}.{int(minor) - 1}"
+    return first if first == last else f"{first} to {last}"
+
+
+def _text(trained: Trained) -> str:
+    return json.dumps({x: sorted(trained[x], key=Version) for x in sorted(trained)}, indent=2) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", type=Path, metavar="DIRECTORY")
+    parser.add_argument("--update", type=Path, metavar="DIRECTORY")
+    parser.add_argument("--without", nargs="*", default=[], metavar="PACKAGE", help="packages that were left out")
+    args = parser.parse_args()
+    committed = read(COMMITTED)
+    found = read(*(args.check or args.update).glob("*.json"))
+    if args.check:
+        missing = [
+            f"{trainer} {x}"
+            for trainer, versions in committed.items()
+            for x in sorted(versions - found[trainer], key=Version)
+        ]
+        left_out = [x for x in missing if x.partition(".")[0] in args.without]
+        if left_out:
+            print(f"left out of this run: {', '.join(left_out)}")
+        if set(missing) - set(left_out):
+            sys.exit(f"in {COMMITTED.name}, but not trained in this run: {', '.join(set(missing) - set(left_out))}")
+    else:
+        for trainer, versions in found.items():
+            committed[trainer] |= versions
+        COMMITTED.write_text(_text(committed))
+        README.write_text(with_table(README.read_text(), committed))
+
+
+if __name__ == "__main__":
+    main()
