@@ -366,7 +366,7 @@ def test_a_changed_signature_is_rejected(monkeypatch, caplog, name):
     monkeypatch.setattr(OnlineDPOTrainer, name, lambda self, something_new: None)
     changed = dict(vars(OnlineDPOTrainer))
     with caplog.at_level(logging.INFO, logger="fastdpo"):
-        dpo, online = fastdpo.patch().seams
+        dpo, online, *_ = fastdpo.patch().seams
     assert dpo.on
     assert f"OnlineDPOTrainer.{name} must have the parameters" in online.reason
     assert "something_new" in online.reason

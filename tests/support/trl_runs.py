@@ -20,7 +20,14 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
 from rank_processes import run_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer
 
 import fastdpo
@@ -168,11 +175,10 @@ def train(
     `evaluate` is a number of pairs that are evaluated after the training, or instead of it if
     `only_evaluate`. `overrides` are fields of `DPOConfig`.
     """
-    run = Run([])
     if not isinstance(data, Dataset | IterableDataset):
         data = on_disk(data or pairs(16), directory / "train")
-    before = Counter(fastdpo.calls)
-    trainer = trainer_class(
+    make = functools.partial(
+        trainer_class,
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
@@ -182,8 +188,15 @@ def train(
         peft_config=peft_config,
         data_collator=data_collator,
         compute_metrics=compute_metrics,
-        callbacks=[Gradients(run.gradients)],
     )
+    return record(make, evaluate=evaluate > 0, only_evaluate=only_evaluate)
+
+
+def record(make: Callable[..., Trainer], *, evaluate: bool = False, only_evaluate: bool = False) -> Run:
+    """Creates a trainer by `make(callbacks=...)`, trains or evaluates with it, and returns the record."""
+    run = Run([])
+    before = Counter(fastdpo.calls)
+    trainer = make(callbacks=[Gradients(run.gradients)])
     if not only_evaluate:
         trainer.train()
     if evaluate:
@@ -195,11 +208,19 @@ def train(
 
 
 def train_both(
-    directory: Path, kind: str = "llama", tiny=None, reference: bool = True, prepare=lambda model: model, **options
+    directory: Path,
+    kind: str = "llama",
+    tiny=None,
+    reference: bool = True,
+    prepare=lambda model: model,
+    trainer: str = "trl.DPOTrainer",
+    train: Callable[..., Run] = train,
+    **options,
 ) -> list[Run]:
     """Trains stock, then patched, from the same initial weights.
 
-    `prepare` is applied to each model before a trainer is created with it.
+    `prepare` is applied to each model before a trainer is created with it. `train` is called with a
+    directory, policy, reference and the options.
     """
 
     def once(name: str, cast: Callable = lambda model: model) -> Run:
@@ -208,12 +229,12 @@ def train_both(
 
     stock = once("stock")
     stock.in_float64 = functools.partial(once, "float64", double)
-    with fastdpo.patched("trl.DPOTrainer"):
+    with fastdpo.patched(trainer):
         return [stock, once("patched")]
 
 
 def run_with_oldest(worker: Path, directory: Path, *trainers: str) -> None:
-    """Runs a script in a process with the oldest supported TRL, to train these trainers fused.
+    """Runs a script on a directory and trainers, which it trains fused, in a process with the oldest supported TRL.
 
     Skips the test if the environment variable OLDEST_TRL is not set.
     """
@@ -221,7 +242,7 @@ def run_with_oldest(worker: Path, directory: Path, *trainers: str) -> None:
     if oldest is None:
         pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
     done = subprocess.run(
-        [sys.executable, str(worker), str(directory)],
+        [sys.executable, str(worker), str(directory), *trainers],
         env={**os.environ, "PYTHONPATH": oldest, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """A patched training with the TRL that comes first on the path.
 
-Usage: `python trl_worker.py DIRECTORY`. The run is saved in the directory.
+Usage: `python trl_worker.py DIRECTORY TRAINER`. The run is saved in the directory.
 """
 
 import sys
@@ -8,16 +8,24 @@ from pathlib import Path
 
 import torch
 import trl
-from trl_runs import tiny_model, train
+from trl_kto_runs import train_kto
+from trl_runs import Run, tiny_model, train
 
 import fastdpo
 
+TRAIN = {"trl.DPOTrainer": train, "trl.KTOTrainer": train_kto}
+"""Maps the name of a trainer to a function that trains with it, like `trl_runs.train`."""
 
-def main(directory: Path) -> None:
-    with fastdpo.patched("trl.DPOTrainer"):
-        run = train(directory, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
+
+def patched_run(directory: Path, trainer: str) -> Run:
+    with fastdpo.patched(trainer):
+        return TRAIN[trainer](directory, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
+
+
+def main(directory: Path, trainer: str) -> None:
+    run = patched_run(directory, trainer)
     torch.save({"version": trl.__version__, "run": vars(run)}, directory / "run.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

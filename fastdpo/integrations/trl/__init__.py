@@ -1,1 +1,1 @@
-"""TRL: `DPOTrainer` since its rewrite and before it, and `OnlineDPOTrainer`."""
+"""TRL: `DPOTrainer` since its rewrite and before it, `OnlineDPOTrainer` and `KTOTrainer`."""

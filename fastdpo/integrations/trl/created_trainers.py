@@ -36,7 +36,8 @@ class CreatedTrainers:
 
     def __init__(self, integration: str, path: tuple[str, ...]):
         self._integration, self._path = integration, path
-        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By their ids: a trainer class that is a dataclass has instances without a hash.
+        self._trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def watch(
         self,
@@ -63,7 +64,7 @@ class CreatedTrainers:
 
         @functools.wraps(init)
         def __init__(trainer, *args, **kwargs):
-            self._trainers.add(trainer)
+            self._trainers[id(trainer)] = trainer
             reason = bypass_reason(trainer, stock, self._path)
             if reason is None and disabled_reason is not None:
                 reason = disabled_reason(inspect.signature(init).bind(trainer, *args, **kwargs).arguments)
@@ -80,7 +81,7 @@ class CreatedTrainers:
 
         @functools.wraps(create)
         def create_accelerator_and_postprocess(trainer):
-            self._trainers.add(trainer)
+            self._trainers[id(trainer)] = trainer
             report_skipped_init(trainer, self._integration, stock, self._path)
             create(trainer)
             if prepare is not None:
@@ -91,4 +92,5 @@ class CreatedTrainers:
 
     def discard_states(self) -> None:
         """Removes the states of the trainers, whose metrics then are plain numbers."""
-        discard_states(self._trainers)
+        discard_states(self._trainers.values())
+        self._trainers.clear()

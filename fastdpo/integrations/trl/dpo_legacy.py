@@ -148,6 +148,7 @@ def enable(options: PatchOptions) -> None:
 def disable() -> None:
     _replacements.undo()
     discard_states(_trainers)
+    _trainers.clear()
 
 
 def _install(trainer: DPOTrainer, options: PatchOptions) -> None:

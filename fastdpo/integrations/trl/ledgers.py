@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
 
 from ..deferred_metrics import Ledger
 from ..protocol import STATE
@@ -16,11 +16,10 @@ def ledger_of(trainer: Any) -> Ledger | None:
     return getattr(vars(trainer).get(STATE), "ledger", None)
 
 
-def discard_states(trainers: WeakSet[Any]) -> None:
-    """Removes the states of trainers, which then hold plain numbers. Empties the set."""
+def discard_states(trainers: Iterable[Any]) -> None:
+    """Removes the states of trainers, which then hold plain numbers."""
     for trainer in list(trainers):
         ledger = ledger_of(trainer)
         vars(trainer).pop(STATE, None)
         if ledger is not None:
             ledger.close(trainer)
-    trainers.clear()

@@ -101,7 +101,7 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
     if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
             return "NEFTune adds noise to the reference"
-        if _has_dropout(base):
+        if has_dropout(base):
             return "dropout is active in the reference"
     trained = {id(x) for x in cast(nn.Module, trainer.model).parameters() if x.requires_grad}
     with as_reference(trainer):
@@ -141,12 +141,12 @@ def exchange_callback(memory: Memory) -> TrainerCallback:
     return ExchangeCallback()
 
 
-def _has_dropout(base: PreTrainedModel) -> bool:
-    """Whether the model without its adapters has dropout, as a module or
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a model without its adapters has dropout, as a module or
     as an entry of its configuration.
     """
-    entries = base.config.to_dict().items()
+    entries = cast("PreTrainedModel", model).config.to_dict().items()
     if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries):
         return True
-    modules = ((name, module) for name, module in base.named_modules() if isinstance(module, nn.Dropout))
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout))
     return any(module.p > 0 and "lora_dropout" not in name for name, module in modules)

@@ -2,3 +2,4 @@
 
 DPO = "trl.DPOTrainer"
 ONLINE_DPO = "trl.OnlineDPOTrainer"
+KTO = "trl.KTOTrainer"

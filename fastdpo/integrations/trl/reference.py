@@ -19,7 +19,8 @@ def reference_of(trainer: DPOTrainer) -> nn.Module:
     """The trainer's reference model, or its policy, which then is the
     reference inside `as_reference`.
     """
-    return cast(nn.Module, trainer.ref_model or trainer.model)
+    # A compiled model has no truth value.
+    return cast(nn.Module, trainer.model if trainer.ref_model is None else trainer.ref_model)
 
 
 def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:

@@ -1,0 +1,137 @@
+"""TRL's KTOTrainer, which prepares its models by `add_fused_lm_head`.
+
+For the loss "kto", TRL estimates a KL term from each prompt with the completion of another one, so
+that a step makes four calls: policy and reference, each for the completions and for the KL term.
+Here the reference has one call for both, in which they share their prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...models import forward, support
+from ...models.fallback import counting_calls_as
+from ..deferred_metrics import is_overridden
+from ..protocol import STATE, PatchOptions
+from ..replacements import Replacements
+from ..signatures import first_difference
+from . import fused_head
+from .created_trainers import CreatedTrainers
+from .memory import has_dropout
+from .names import KTO
+from .reference import reference_of
+
+if TYPE_CHECKING:
+    from trl.trainer.kto_trainer import KTOTrainer
+
+_PARAMETERS = {
+    "compute_ref_log_probs": ["self", "model", "inputs"],
+    "_compute_kl_logps": ["self", "model", "batch"],
+    "_compute_loss": ["self", "model", "inputs", "return_outputs"],
+    "create_accelerator_and_postprocess": ["self"],
+}
+_PATH = ("compute_loss", "_compute_loss", "fused_lm_head")
+_ROWS = ("input_ids", "attention_mask", "completion_mask")
+_INPUTS = {*_ROWS, *(f"KL_{name}" for name in _ROWS), "label"}
+
+_replacements = Replacements()
+_trainers = CreatedTrainers(KTO, _PATH)
+
+
+def unsupported_reason() -> str | None:
+    """Returns how TRL differs from the versions that this module was tested with, or None."""
+    from trl.trainer import kto_trainer
+
+    return first_difference(kto_trainer.KTOTrainer, _PARAMETERS) or fused_head.unsupported_reason(kto_trainer)
+
+
+def trainer_class() -> type[KTOTrainer]:
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    return KTOTrainer
+
+
+def enable(options: PatchOptions) -> None:
+    from trl.trainer import kto_trainer
+
+    trainer = kto_trainer.KTOTrainer
+    stock_reference = trainer.compute_ref_log_probs
+    stock_kl = trainer._compute_kl_logps
+    stock_loss = trainer._compute_loss
+
+    @functools.wraps(stock_reference)
+    def compute_ref_log_probs(self, model, inputs):
+        with counting_calls_as("reference"):
+            if not _merges(self, model, inputs):
+                return stock_reference(self, model, inputs)
+            with _replaced(self, calculate_KL=False):
+                logps, _ = stock_reference(self, model, _merged(inputs))
+        completion_logps, KL_logps = logps.chunk(2)
+        return completion_logps, KL_logps
+
+    @functools.wraps(stock_kl)
+    def _compute_kl_logps(self, model, batch):
+        """Without a gradient, but called with gradients enabled for the policy in a training step only."""
+        with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
+            return stock_kl(self, model, batch)
+
+    @functools.wraps(stock_loss)
+    def _compute_loss(self, model, inputs, return_outputs):
+        reference = reference_of(self)
+        overridden = is_overridden(self, trainer, ("compute_ref_log_probs", "_compute_kl_logps"))
+        if self.precompute_ref_logps or overridden or not _merges(self, reference, inputs):
+            return stock_loss(self, model, inputs, return_outputs)
+        logps, KL_logps = self.compute_ref_log_probs(reference, inputs)
+        with _replaced(self, precompute_ref_logps=True):  # TRL then takes them from the batch
+            return stock_loss(self, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
+
+    fused_head.replace(_replacements, kto_trainer, KTO, options, groups="prompts")
+    _trainers.watch(_replacements, trainer)
+    _replacements.put(trainer, "compute_ref_log_probs", compute_ref_log_probs)
+    _replacements.put(trainer, "_compute_kl_logps", _compute_kl_logps)
+    _replacements.put(trainer, "_compute_loss", _compute_loss)
+
+
+def disable() -> None:
+    _replacements.undo()
+    _trainers.discard_states()
+
+
+def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the two calls of the reference for a batch can be one fused call with equal results."""
+    if vars(trainer).get(STATE) is None or not trainer.calculate_KL or not forward.is_fused(reference):
+        return False
+    if not {name for name, x in inputs.items() if x is not None} <= _INPUTS:
+        return False
+    if reference.training and has_dropout(reference):
+        return False
+    same_width = inputs["input_ids"].shape[1] == inputs["KL_input_ids"].shape[1]
+    return same_width or not support.rope_depends_on_length(reference.config)
+
+
+def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of a batch, [B, L1], and below them those of its KL term, [B, L2], as [2B, max(L1, L2)]."""
+    width = max(inputs["input_ids"].shape[1], inputs["KL_input_ids"].shape[1])
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(x, (0, width - x.shape[1]))
+
+    return {name: torch.cat([padded(inputs[name]), padded(inputs[f"KL_{name}"])]) for name in _ROWS}
+
+
+@contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object during the block."""
+    before = {name: getattr(owner, name) for name in attributes}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
