@@ -13,6 +13,7 @@ from trl_runs import Run, assert_fused, assert_same, run_with_oldest
 CALLS = {
     "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
     "trl.KTOTrainer": dict(policy=6, reference=3 + 2, eval=4),
+    "trl.SFTTrainer": dict(policy=3, eval=2),
 }
 
 

@@ -10,10 +10,11 @@ import torch
 import trl
 from trl_kto_runs import train_kto
 from trl_runs import Run, tiny_model, train
+from trl_sft_runs import train_sft
 
 import fastdpo
 
-TRAIN = {"trl.DPOTrainer": train, "trl.KTOTrainer": train_kto}
+TRAIN = {"trl.DPOTrainer": train, "trl.KTOTrainer": train_kto, "trl.SFTTrainer": train_sft}
 """Maps the name of a trainer to a function that trains with it, like `trl_runs.train`."""
 
 

@@ -1,1 +1,1 @@
-"""TRL: `DPOTrainer` since its rewrite and before it, `OnlineDPOTrainer` and `KTOTrainer`."""
+"""TRL: `DPOTrainer` since its rewrite and before it, `OnlineDPOTrainer`, `KTOTrainer` and `SFTTrainer`."""

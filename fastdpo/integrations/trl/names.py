@@ -3,3 +3,4 @@
 DPO = "trl.DPOTrainer"
 ONLINE_DPO = "trl.OnlineDPOTrainer"
 KTO = "trl.KTOTrainer"
+SFT = "trl.SFTTrainer"
