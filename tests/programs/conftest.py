@@ -23,9 +23,9 @@ def workload(request) -> Workload:
 @pytest.fixture
 def train_both(request, tmp_path):
     """`harness.run_both` in this test's directory. Trainings that are measured use two threads."""
-    return functools.partial(
-        harness.run_both, directory=tmp_path, threads=2 if request.config.getoption("measure") else 1
-    )
+    measured = request.config.getoption("measure") is not None
+    options = {"threads": 2, "rounds": 3} if measured else {}
+    return functools.partial(harness.run_both, directory=tmp_path, **options)
 
 
 @pytest.fixture

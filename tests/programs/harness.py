@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -89,18 +90,32 @@ def run(
     return Run(list(map(numbers, state["log_history"])), weights(output), found, seconds, done.stderr)
 
 
-def run_both(make_command: Callable[[Path], Sequence[object]], directory: Path, **options) -> tuple[Run, Run]:
+def run_both(
+    make_command: Callable[[Path], Sequence[object]], directory: Path, rounds: int = 1, **options
+) -> tuple[Run, Run]:
     """The stock and the fused training of a program.
 
     Args:
         make_command: makes the command that writes to a directory.
-        directory: for both outputs.
+        directory: for the outputs, whose last parts are "stock" and "fused".
+        rounds: how often to run both, in turns. The times are medians; the rest is that of the
+            first round.
         options: of `run`.
     """
-    outputs = directory / "stock", directory / "fused"
-    stock, fused = (run(make_command(output), output, fused=output.name == "fused", **options) for output in outputs)
+    runs: dict[str, list[Run]] = {"stock": [], "fused": []}
+    for i in range(rounds):
+        for name in runs:
+            output = (directory / f"round{i}" if i else directory) / name
+            output.parent.mkdir(exist_ok=True)
+            runs[name].append(run(make_command(output), output, fused=name == "fused", **options))
+    stock, fused = (of_side[0]._replace(seconds=_median_seconds(of_side)) for of_side in runs.values())
     assert not stock.calls
     return stock, fused
+
+
+def _median_seconds(runs: list[Run]) -> float | None:
+    seconds = [run.seconds for run in runs if run.seconds is not None]
+    return median(seconds) if seconds else None
 
 
 def _python_path() -> list[str]:

@@ -1,0 +1,34 @@
+"""The page of real programs: rows of new trainings replace old ones, and the page is up to date."""
+
+import json
+import sys
+
+from benchmarks import programs
+
+ROW = {
+    "program": "TRL",
+    "version": "1.16.0",
+    "trl": "1.16.0",
+    "command": "trl dpo",
+    "calls": {"policy fused": 6, "reference fused": 6},
+    "difference": 1.25e-7,
+    "seconds": {"stock": 3.0, "fused": 0.5},
+}
+
+
+def test_new_rows_replace_those_of_the_same_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "RESULTS", tmp_path / "programs.json")
+    monkeypatch.setattr(programs, "PAGE", tmp_path / "programs.md")
+    monkeypatch.setattr(sys, "argv", ["programs", str(tmp_path / "rows")])
+    (tmp_path / "rows").mkdir()
+    lora = ROW | {"command": "trl dpo --use_peft true", "seconds": {"stock": None, "fused": None}}
+    for row in (ROW, ROW | {"difference": 2.5e-7}, lora):
+        (tmp_path / "rows" / "row.json").write_text(json.dumps(row))
+        programs.main()
+    assert json.loads(programs.RESULTS.read_text())["rows"] == [ROW | {"difference": 2.5e-7}, lora]
+    first, second = (line for line in programs.PAGE.read_text().splitlines() if line.startswith("| TRL"))
+    assert "`trl dpo`" in first
+    assert "policy fused 6, reference fused 6" in first
+    assert "2.5e-07" in first
+    assert "6.0x (3.00 s / 0.50 s)" in first
+    assert "not printed" in second
