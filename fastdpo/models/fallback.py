@@ -12,7 +12,10 @@ from contextvars import ContextVar
 logger = logging.getLogger("fastdpo")
 
 calls: Counter[tuple[str, str, str]] = Counter()
-"""Number of model calls by (integration, "policy" | "reference" | "eval", path).
+"""Number of model calls by (integration, kind, path).
+
+The kind is "policy", "reference" or "eval". Trainers that compute the policy's log-probabilities of
+completions before they train on them count those calls as "old_policy".
 
 The path is one of
 

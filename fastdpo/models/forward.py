@@ -55,6 +55,8 @@ class Request(NamedTuple):
     Attributes:
         integration: name under which calls are counted and logged, such as "trl.DPOTrainer".
         role: "policy" or "reference".
+        kind_without_gradient: the kind that calls of a policy in training mode without gradients are
+            counted as (see `fallback.calls`).
         outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
         temperature: divides the logits.
         float32_head: whether the head computes in float32.
@@ -65,6 +67,7 @@ class Request(NamedTuple):
 
     integration: str
     role: str
+    kind_without_gradient: str = "reference"
     outputs: tuple[str, ...] = ()
     temperature: float = 1.0
     float32_head: bool = False
@@ -277,7 +280,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
     if reason is None and model not in _models:
         reason = "the model is a copy of a patched model"
     if reason is None:
-        reason = support.call_unsupported_reason(model, args, kwargs)
+        reason = support.call_unsupported_reason(model, args, kwargs, float32_head=fused.request.float32_head)
     if reason is None:
         try:
             reason = _prepare(model, fused, kwargs["input_ids"].device)
@@ -412,7 +415,7 @@ def _kind_of_call(model: PreTrainedModel, fused: _FusedForward) -> str:
         return "reference"
     if torch.is_grad_enabled():
         return "policy"
-    return "reference" if model.training else "eval"
+    return fused.request.kind_without_gradient if model.training else "eval"
 
 
 def _adapter_is_reference(model: PreTrainedModel) -> bool:

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 ENGINES = ("torch.distributed.", "deepspeed.", "accelerate.")
 """Packages whose hooks on a head only gather and release its weight."""
 
+CAST = "._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32"
+"""The forward that TRL's `cast_lm_head_to_fp32` gives a head. It computes logits for generation; log-probabilities are
+computed from the weight.
+"""
+
+OWN_FORWARD = "_fastdpo_own_forward"
+"""The attribute of a head that keeps its `CAST` forward while it is installed."""
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -35,14 +43,19 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, model.get_output_embeddings())
 
 
-def unsupported_reason(head: nn.Module | None) -> str | None:
-    """Returns why a head cannot score targets itself, or None if it can. Changes nothing."""
+def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> str | None:
+    """Returns why a head cannot score targets itself, or None if it can. Changes nothing.
+
+    Args:
+        head: the head.
+        float32: whether it scores in float32. A head that TRL has cast to float32 can do so, too.
+    """
     if head is None:
         return "the model has no head"
     if not _is_linear(type(head)):
         return f"the head must be a plain nn.Linear; it is {type(head).__name__}"
     replaced = _replaced_forward(head)
-    if replaced is not None:
+    if replaced is not None and not (float32 and replaced.endswith(CAST)):
         return f"the head's forward was replaced by {replaced}"
     hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_hook_of_engine(hook)})
     if hooks:
@@ -57,16 +70,21 @@ def device_of(head: nn.Linear) -> torch.device:
 
 def install(head: nn.Linear) -> None:
     """Replaces the head's forward, once. The head must be supported (see `unsupported_reason`)."""
-    if not is_installed(vars(head).get(_forward_attribute(head))):
-        setattr(head, _forward_attribute(head), MethodType(_forward, head))
+    own = vars(head).get(_forward_attribute(head))
+    if is_installed(own):
+        return
+    if own is not None and inner_function(own) is not nn.Linear.forward:
+        vars(head)[OWN_FORWARD] = own
+    setattr(head, _forward_attribute(head), MethodType(_forward, head))
 
 
 def restore(head: nn.Module | None) -> None:
     """Undoes `install`. Keeps a forward that other code has set since."""
     if head is None or not is_installed(vars(head).get(_forward_attribute(head))):
         return
-    if "_hf_hook" in vars(head):
-        vars(head)["_old_forward"] = MethodType(nn.Linear.forward, head)
+    own = vars(head).pop(OWN_FORWARD, None)
+    if "_hf_hook" in vars(head) or own is not None:
+        vars(head)[_forward_attribute(head)] = own or MethodType(nn.Linear.forward, head)
     else:
         del vars(head)["forward"]
 
@@ -82,11 +100,10 @@ def hooks_of(module: nn.Module) -> Iterator[Callable]:
 
 
 def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
-    """`nn.Linear.forward`. Given targets [N] for hidden states [N,
-    D], returns `TokenLogps` instead.
-    """
+    """The head's own forward. Given targets [N] for hidden states [N, D], returns `TokenLogps` instead."""
     if fastdpo_targets is None:
-        return nn.Linear.forward(self, input)
+        own = vars(self).get(OWN_FORWARD)
+        return nn.Linear.forward(self, input) if own is None else own(input)
     return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
 
 

@@ -76,7 +76,9 @@ def additions_to(module: nn.Module) -> Iterator[object]:
         if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS:
             yield _identity(hook)
     forward = vars(module).get("forward")
-    if forward is not None and not head.is_installed(forward):
+    if head.is_installed(forward):
+        forward = vars(module).get(head.OWN_FORWARD)
+    if forward is not None:
         yield _identity(forward)
 
 

@@ -57,8 +57,13 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
-def call_unsupported_reason(model: PreTrainedModel, args: tuple, kwargs: dict) -> str | None:
-    """Returns why the fused forward cannot take the arguments of a call, or None if it can."""
+def call_unsupported_reason(
+    model: PreTrainedModel, args: tuple, kwargs: dict, *, float32_head: bool = False
+) -> str | None:
+    """Returns why the fused forward cannot take the arguments of a call, or None if it can.
+
+    `float32_head` is that of the `Request`.
+    """
     if args:
         return "the model was called with positional arguments"
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -76,7 +81,7 @@ def call_unsupported_reason(model: PreTrainedModel, args: tuple, kwargs: dict) -
         return "NEFTune's noise depends on the padded length"
     if _sequences_are_split():
         return "sequences are split across ranks (context or sequence parallelism)"
-    return head.unsupported_reason(head.head_of(model))
+    return head.unsupported_reason(head.head_of(model), float32=float32_head)
 
 
 def forward_unsupported_reason(model: PreTrainedModel) -> str | None:
