@@ -8,11 +8,9 @@ import pytest
 import torch
 from comparison import assert_close, assert_far_from_same
 from families import FUSED, kind
-from peft import LoraConfig, get_peft_model
 from trl import KTOTrainer
 from trl_kto_runs import rows, train_both_kto, train_kto
 from trl_runs import (
-    LORA,
     Run,
     adapter,
     assert_fused,
@@ -20,6 +18,7 @@ from trl_runs import (
     assert_same_bits,
     run_ranks,
     tiny_model,
+    trained_adapter,
 )
 
 import fastdpo
@@ -40,11 +39,6 @@ def _unpatched():
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_kto, tmp_path)
-
-
-def trained_adapter(model):
-    torch.manual_seed(5)
-    return get_peft_model(model, LoraConfig(**LORA))
 
 
 def long_rows() -> list[dict]:

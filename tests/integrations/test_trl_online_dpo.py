@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparison import assert_far_from_same
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import CLIPVisionConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl_online_runs import (
@@ -29,7 +29,7 @@ from trl_online_runs import (
     train_three,
     writer,
 )
-from trl_runs import LORA, assert_fused, assert_same_bits, run_with_oldest
+from trl_runs import LORA, assert_fused, assert_same_bits, run_with_oldest, trained_adapter
 
 import fastdpo
 from fastdpo import packing
@@ -54,11 +54,6 @@ def three(tmp_path):
 
 def prompts(*sizes: int) -> list[dict]:
     return [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(size))} for i, size in enumerate(sizes)]
-
-
-def trained_adapter(model):
-    torch.manual_seed(5)
-    return get_peft_model(model, LoraConfig(**LORA))
 
 
 LONG = prompts(3, 30, 8, 13, 20, 1, 12, 17)

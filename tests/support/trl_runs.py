@@ -17,7 +17,7 @@ import torch
 import trained
 from comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
 from datasets import Dataset, IterableDataset, load_from_disk
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from rank_processes import run_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -33,7 +33,7 @@ from trl import DPOConfig, DPOTrainer
 import fastdpo
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
-NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos")
+NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos", "step_time")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -132,6 +132,12 @@ LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lor
 def adapter(**options) -> dict:
     """Arguments of `train` for a LoRA training, with `options` of `LoraConfig`."""
     return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
+
+
+def trained_adapter(model: PreTrainedModel) -> PeftModel:
+    """Adds an adapter whose weights are not zero."""
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(**LORA))
 
 
 def config(directory: Path, **overrides) -> DPOConfig:

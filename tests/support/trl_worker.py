@@ -3,18 +3,31 @@
 Usage: `python trl_worker.py DIRECTORY TRAINER`. The run is saved in the directory.
 """
 
+import functools
 import sys
 from pathlib import Path
 
 import torch
 import trl
+from trl_group_runs import AGAIN, NAMES, train_group
 from trl_kto_runs import train_kto
 from trl_runs import Run, tiny_model, train
 from trl_sft_runs import train_sft
 
 import fastdpo
 
-TRAIN = {"trl.DPOTrainer": train, "trl.KTOTrainer": train_kto, "trl.SFTTrainer": train_sft}
+
+def train_on_groups(trainer_class: type, directory: Path, model, reference, evaluate: int) -> Run:
+    run = train_group(directory, model, trainer_class, evaluate, reference=reference, beta=0.1, **AGAIN)
+    return Run(run.logs, run.gradients, run.calls, run.steps)
+
+
+TRAIN = {
+    "trl.DPOTrainer": train,
+    "trl.KTOTrainer": train_kto,
+    "trl.SFTTrainer": train_sft,
+    **{name: functools.partial(train_on_groups, trainer_class) for trainer_class, name in NAMES.items()},
+}
 """Maps the name of a trainer to a function that trains with it, like `trl_runs.train`."""
 
 

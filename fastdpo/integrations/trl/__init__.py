@@ -1,1 +1,1 @@
-"""TRL: `DPOTrainer` since its rewrite and before it, `OnlineDPOTrainer`, `KTOTrainer` and `SFTTrainer`."""
+"""TRL: `DPOTrainer` since its rewrite and before it, `OnlineDPOTrainer`, `KTOTrainer` and others."""

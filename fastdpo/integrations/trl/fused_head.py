@@ -46,7 +46,12 @@ def unsupported_reason(module: ModuleType) -> str | None:
 
 
 def replace(
-    replacements: Replacements, module: ModuleType, integration: str, options: PatchOptions, groups: Groups
+    replacements: Replacements,
+    module: ModuleType,
+    integration: str,
+    options: PatchOptions,
+    groups: Groups,
+    kind_without_gradient: str = "reference",
 ) -> None:
     """Replaces the function in a trainer module.
 
@@ -56,6 +61,7 @@ def replace(
         integration: name of the trainer, such as "trl.DPOTrainer".
         options: of `patch()`.
         groups: which rows of a batch may share what they begin with.
+        kind_without_gradient: see `Request`.
     """
     stock = getattr(module, "add_fused_lm_head")  # noqa: B009
 
@@ -68,6 +74,7 @@ def replace(
         request = Request(
             integration,
             role="policy" if len(outputs) > 1 else "reference",  # only the policy's statistics feed metrics
+            kind_without_gradient=kind_without_gradient,
             outputs=tuple(name for name in outputs if name in _STATISTICS),
             temperature=temperature,
             float32_head=cast_lm_head_to_fp32,

@@ -1,0 +1,373 @@
+"""What GRPO and RLOO have in common: odd batches, models, fallbacks, subclasses, ranks."""
+
+import functools
+import gc
+import random
+from collections import Counter
+from contextlib import nullcontext, suppress
+
+import group_ranks_worker
+import pytest
+import torch
+from comparison import assert_close, assert_far_from_same, assert_same_gradients
+from peft import LoraConfig, PromptTuningConfig
+from rank_processes import run_ranks
+from trl import GRPOTrainer, RLOOTrainer
+from trl.experimental.async_grpo import async_grpo_trainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.trainer import grpo_trainer, rloo_trainer, utils
+from trl_group_runs import (
+    AGAIN,
+    CLIPPED,
+    CONFIGS,
+    NAMES,
+    SCORED_BEFORE,
+    GroupRun,
+    assert_same_groups,
+    build_group,
+    train_both_groups,
+    train_group,
+)
+from trl_online_runs import writer
+from trl_runs import LORA, assert_fused, tiny_model
+
+import fastdpo
+from fastdpo import packing
+from fastdpo.models import probe
+
+BOTH = pytest.mark.parametrize("trainer_class", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
+
+
+@pytest.fixture
+def both(tmp_path):
+    return functools.partial(train_both_groups, tmp_path)
+
+
+def odd_batch(seed: int) -> tuple[dict[str, torch.Tensor], int]:
+    """A batch as the trainer scores it, and the width of its completions.
+
+    Prompts are padded on the left and may be prefixes of each other, completions are padded on the
+    right and may be empty or equal. Rows of one prompt are not next to each other.
+    """
+    draw = random.Random(seed)
+    longest = [draw.randrange(3, 9) for _ in range(draw.randint(1, 6))]
+    asked = [longest[: draw.randint(1, len(longest))] for _ in range(draw.randint(1, 3))]
+    rows = []
+    for _ in range(draw.randint(1, 9)):
+        answer = [draw.randrange(3, 5) for _ in range(draw.choice((0, 1, 1, 2, 3, 5)))]
+        rows.append((draw.choice(asked), answer))
+    left = max(len(prompt) for prompt, _ in rows) + draw.choice((0, 2))
+    right = max(1, *(len(answer) for _, answer in rows)) + draw.choice((0, 2))
+    ids = [[0] * (left - len(p)) + p + a + [0] * (right - len(a)) for p, a in rows]
+    mask = [[0] * (left - len(p)) + [1] * len(p + a) + [0] * (right - len(a)) for p, a in rows]
+    ids, mask = torch.tensor(ids), torch.tensor(mask)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-right] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, right
+
+
+def scored(model, batch: dict[str, torch.Tensor], width: int) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities and entropies of completions, any router loss, and the gradient of a sum of them."""
+    model.zero_grad()
+    output = model(**batch, fused_lm_head=True)
+    parts = (output.log_probs[:, -width:], output.entropy[:, -width:])
+    parts += () if output.aux_loss is None else (output.aux_loss,)
+    torch.manual_seed(0)
+    sum((x * torch.randn_like(x)).sum() for x in parts).backward()
+    return *parts, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_odd_batches(kind):
+    sizes = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True) if kind == "mixtral" else {}
+    stock_model, model = (tiny_model(kind, **sizes) for _ in range(2))
+    grpo_trainer.add_fused_lm_head(stock_model, outputs=("log_probs", "entropy"))
+    fastdpo.patch("trl.GRPOTrainer")
+    grpo_trainer.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    before = Counter(fastdpo.calls)
+    for seed in range(60):
+        batch, width = odd_batch(seed)
+        stock, patched = (scored(each, batch, width) for each in (stock_model, model))
+        for a, b in zip(patched[:-1], stock[:-1], strict=True):
+            assert_close(a, b)
+        assert_same_gradients([{"all": stock[-1]}], [{"all": patched[-1]}])
+    assert fastdpo.calls - before == Counter({("trl.GRPOTrainer", "policy", "fused"): 60})
+
+
+@BOTH
+def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_class):
+    """Also where a micro-batch holds a part of a group."""
+    layouts, stock = [], packing.pack
+
+    def pack(*batch, **options):
+        layouts.append((*batch[:2], stock(*batch, **options)))
+        return layouts[-1][-1]
+
+    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    monkeypatch.setattr(packing, "pack", pack)
+    sizes = dict(per_device_train_batch_size=3, num_generations=6, steps_per_generation=4)
+    with fastdpo.patched(NAMES[trainer_class]):
+        run = train_group(tmp_path, writer(), trainer_class, **sizes, beta=0.0)
+    assert_fused(run, policy=3, old_policy=4)
+    asked = {tuple(ids) for ids in run.generated[0][0]}
+    assert len(asked) == 2
+    for ids, mask, layout in layouts:
+        rows = [tuple(row[real.bool()].tolist()) for row, real in zip(ids, mask, strict=True)]
+        of_prompt = {prompt: [row[len(prompt) :] for row in rows if row[: len(prompt)] == prompt] for prompt in asked}
+        # Only tokens that score another one are stored. Completions may begin alike, and then share more.
+        bound = sum(
+            len(p) + sum(len(c) - 1 for c in completions) for p, completions in of_prompt.items() if completions
+        )
+        assert len(layout.token_index) <= bound < sum(map(len, rows)) - len(rows)
+
+
+@BOTH
+def test_a_mixture_of_experts(both, trainer_class):
+    sizes = dict(num_local_experts=4, num_experts_per_tok=2)
+    stock, patched = both(trainer_class, "mixtral", sizes, False, **AGAIN, beta=0.0, router_aux_loss_coef=0.1)
+    assert_fused(patched, policy=4, old_policy=2)
+    assert "aux_loss" in patched.logs[0]
+    assert_same_groups(stock, patched)
+
+
+@BOTH
+def test_position_ids_equal_those_of_generation(tmp_path, trainer_class):
+    """Stock counts the left padding of a prompt in its position ids."""
+
+    class Positioned(trainer_class):
+        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+            def call(attention_mask, **inputs):
+                positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+                return model(attention_mask=attention_mask, position_ids=positions, **inputs)
+
+            return super()._get_per_token_logps_and_entropies(call, input_ids, attention_mask, *args, **kwargs)
+
+    kind = dict(kind="gpt2", without=("head_dim", "num_key_value_heads", "intermediate_size"))
+    options = dict(beta=0.1, disable_dropout=True)
+    stock = train_group(tmp_path / "stock", writer(0, **kind), Positioned, reference=writer(1, **kind), **options)
+    fastdpo.patch(NAMES[trainer_class])
+    patched = train_group(tmp_path / "a", writer(0, **kind), trainer_class, reference=writer(1, **kind), **options)
+    assert_fused(patched, policy=3, reference=3, old_policy=3 * (trainer_class is RLOOTrainer))
+    assert_same_groups(stock, patched)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_adapters(both, reentrant):
+    """The trainer switches it off and on for each generation."""
+    options = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    stock, patched = both(**CLIPPED, **options, reference=False, peft_config=LoraConfig(**LORA))
+    assert_fused(patched, **SCORED_BEFORE)
+    assert_same_groups(stock, patched)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_generation_is_not_changed_by_packed_attention(both, attention):
+    stock, patched = both(tiny=dict(attn_implementation=attention), max_steps=4, learning_rate=1e-9)
+    assert_fused(patched, policy=4)
+    assert stock.generated == patched.generated
+
+
+def stock_path(trainer_class: type, role: str, reason: str) -> str:
+    return f"{NAMES[trainer_class]} ({role}): not fused, {reason}"
+
+
+@BOTH
+def test_attention_dropout_falls_back_to_stock_and_its_reference_is_fused(both, caplog, trainer_class):
+    stock, patched = both(trainer_class, tiny=dict(attention_dropout=0.1), **CLIPPED)
+    assert patched.calls == {("policy", "stock"): 4, ("old_policy", "stock"): 2, ("reference", "fused"): 2}
+    assert stock_path(trainer_class, "policy", "attention dropout is active") in caplog.text
+    assert_same_groups(stock, patched)
+
+
+def test_prompt_tuning_falls_back_to_stock_and_its_reference_is_fused(both, caplog):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    stock, patched = both(**CLIPPED, reference=False, peft_config=config)
+    assert patched.calls == {("policy", "stock"): 4, ("old_policy", "stock"): 2, ("reference", "fused"): 2}
+    assert stock_path(GRPOTrainer, "policy", "the model was called without input_ids") in caplog.text
+    assert_same_groups(stock, patched)
+
+
+IDS = torch.arange(3, 39).view(4, 9)
+OTHER_INPUTS = {
+    "an empty prompt": (  # generation fails on it, but a rollout function may return one
+        dict(attention_mask=torch.ones_like(IDS).index_fill(1, torch.arange(5), 0)),
+        "a label is scored by a padding position",
+    ),
+    "token_type_ids": (dict(token_type_ids=torch.zeros_like(IDS)), "argument token_type_ids is not supported yet"),
+    "pixel_values": (
+        dict(pixel_values=torch.zeros(4, 3), num_images=[1] * 4),
+        "argument pixel_values is not supported yet",
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("inputs", OTHER_INPUTS)
+def test_other_inputs_fall_back_to_stock(tmp_path, caplog, trainer_class, inputs):
+    options, reason = OTHER_INPUTS[inputs]
+    options = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), compute_entropy=True) | options
+    model = writer()
+    trainer = build_group(tmp_path / "stock", model, trainer_class, beta=0.0)
+    expected = trainer._get_per_token_logps_and_entropies(model, logits_to_keep=4, **options)
+    fastdpo.patch(NAMES[trainer_class])
+    trainer = build_group(tmp_path / "patched", model, trainer_class, beta=0.0)
+    before = fastdpo.calls.copy()
+    for _ in range(2):
+        result = trainer._get_per_token_logps_and_entropies(model, logits_to_keep=4, **options)
+        assert all(map(torch.equal, result[:2], expected[:2]))
+    assert fastdpo.calls - before == {(NAMES[trainer_class], "policy", "stock"): 2}
+    assert caplog.text.count(stock_path(trainer_class, "policy", reason)) == 1
+
+
+def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    fastdpo.patch("trl.GRPOTrainer")
+    with pytest.raises(fastdpo.NotFused, match="attention dropout is active"):
+        train_group(tmp_path, writer(attention_dropout=0.1))
+
+
+@BOTH
+@pytest.mark.parametrize("option", ["use_vllm", "use_liger_kernel", "use_transformers_continuous_batching"])
+def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trainer_class, option):
+    fastdpo.patch(NAMES[trainer_class])
+    model = writer()
+    with suppress(ImportError) if option == "use_vllm" else nullcontext():  # vLLM is not installed
+        build_group(tmp_path, model, trainer_class, beta=0.0, **{option: True})
+    assert caplog.text.count(f"{NAMES[trainer_class]} ({trainer_class.__name__}): not fused, {option} is set") == 1
+    assert "fastdpo" not in repr(vars(model))
+
+
+def _a_token_late(monkeypatch):
+    stock = packing.Layout.unpack
+    monkeypatch.setattr(packing.Layout, "unpack", lambda self, x: stock(self, x).roll(1, 1))
+
+
+def _no_prefix(monkeypatch):
+    stock = packing.Layout.mask.fget
+    alone = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
+    monkeypatch.setattr(packing.Layout, "mask", property(lambda self: stock(self) * alone))
+
+
+def _another_prompt(monkeypatch):
+    """All rows take the prompt of the first."""
+    monkeypatch.setattr(packing, "_rows_of_a_prompt", lambda ids, *rest: torch.zeros(len(ids), dtype=torch.int64))
+    stock = packing._common_prefixes
+    monkeypatch.setattr(packing, "_common_prefixes", lambda *args: stock(*args).clamp(min=1))
+
+
+def _positions_start_at_1(monkeypatch):
+    stock = packing.pack
+
+    def pack(*args, **kwargs):
+        layout = stock(*args, **kwargs)
+        layout.position_ids[layout.position_ids.argmax() :] += 1
+        return layout
+
+    monkeypatch.setattr(packing, "pack", pack)
+
+
+@BOTH
+@pytest.mark.parametrize("sabotage", [_a_token_late, _no_prefix, _another_prompt, _positions_start_at_1])
+def test_the_comparison_detects_sabotage(both, monkeypatch, trainer_class, sabotage):
+    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    sabotage(monkeypatch)
+    stock, patched = both(trainer_class, beta=0.1, max_steps=1)
+    assert_fused(patched, policy=1, reference=1, old_policy=trainer_class is RLOOTrainer)
+    with pytest.raises(AssertionError, match="step 0"):
+        assert_same_groups(stock, patched)
+
+
+@BOTH
+def test_the_comparison_detects_a_missing_token(tmp_path, both, trainer_class):
+    class Losing(trainer_class):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            logps, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return logps * (torch.arange(logps.numel()).view_as(logps) > 0), *rest
+
+    stock, _ = both(trainer_class, beta=0.1)
+    fastdpo.patch(NAMES[trainer_class])
+    sabotaged = train_group(tmp_path / "sabotaged", writer(0), Losing, reference=writer(1), beta=0.1)
+    assert_far_from_same(stock, sabotaged, stock.in_float64)
+
+
+@BOTH
+def test_unpatching_restores_the_class_and_existing_models(tmp_path, trainer_class):
+    module = {GRPOTrainer: grpo_trainer, RLOOTrainer: rloo_trainer}[trainer_class]
+    stock, prepare = dict(vars(trainer_class)), module.add_fused_lm_head
+    fastdpo.patch(NAMES[trainer_class])
+    model = writer(0)
+    trainer = build_group(tmp_path, model, trainer_class, reference=writer(1), beta=0.1)
+    assert dict(vars(trainer_class)) != stock
+    trainer.train()
+    fastdpo.unpatch()
+    assert dict(vars(trainer_class)) == stock
+    assert module.add_fused_lm_head is prepare
+    for each in (model, trainer.ref_model):
+        assert each.config._attn_implementation == "sdpa"
+        assert not any("fastdpo" in name for module in each.modules() for name in vars(module))
+    before = dict(fastdpo.calls)
+    trainer.train()
+    assert fastdpo.calls == before
+
+
+@BOTH
+def test_trainers_created_before_stay_stock_and_are_listed(tmp_path, trainer_class):
+    gc.collect()  # trainers of other tests
+    trainer = build_group(tmp_path, writer(0), trainer_class, beta=0.0)
+    report = fastdpo.patch(NAMES[trainer_class])
+    assert report.seams[0].stock_trainers == (trainer_class.__name__,)
+    before = dict(fastdpo.calls)
+    trainer.train()
+    assert fastdpo.calls == before
+
+
+def test_they_are_patched_by_name_or_with_all_trainers_of_the_package():
+    assert not {seam.name for seam in fastdpo.patch().seams} & set(NAMES.values())
+    assert {seam.name for seam in fastdpo.patch("trl").seams} >= set(NAMES.values())
+
+
+def test_gmpo_follows_grpo(tmp_path, monkeypatch):
+    """It has its own loss, which calls GRPO's function of log-probabilities."""
+    monkeypatch.setitem(CONFIGS, GRPOTrainer, GMPOConfig)
+    stock, patched = train_both_groups(tmp_path, GMPOTrainer, **CLIPPED)
+    assert_fused(patched, **SCORED_BEFORE)
+    assert_same_groups(stock, patched)
+
+
+@BOTH
+def test_a_subclass_with_log_probabilities_of_its_own_stays_stock(tmp_path, caplog, trainer_class):
+    class Own(trainer_class):
+        def _get_per_token_logps_and_entropies(self, model, ids, mask, width, *args, **options):
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1]
+            logps = logits.log_softmax(-1)
+            entropies = -(logps.exp() * logps).sum(-1)
+            return logps.gather(2, ids[:, -width:, None])[..., 0], entropies, None
+
+    fastdpo.patch(NAMES[trainer_class])
+    model = writer()
+    assert not train_group(tmp_path, model, Own, beta=0.0).calls
+    reason = f"Own._get_per_token_logps_and_entropies does not call {trainer_class.__name__}"
+    assert reason in caplog.text
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_async_grpo_is_not_touched():
+    fastdpo.patch("trl")
+    assert async_grpo_trainer.add_fused_lm_head is utils.add_fused_lm_head
+
+
+def test_two_ranks(tmp_path):
+    run_ranks(2, group_ranks_worker.train_rank, tmp_path)
+    for rank in range(2):
+        result = torch.load(tmp_path / f"rank{rank}.pt")
+        assert result["world"] == 2
+        for stock, patched in result["runs"]:
+            stock, patched = GroupRun(**stock), GroupRun(**patched)
+            assert_fused(patched, **SCORED_BEFORE | {"reference": 2 + 2, "eval": 2 * 2})
+            assert_same_groups(stock, patched)
