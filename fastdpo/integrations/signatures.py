@@ -23,7 +23,7 @@ def signature_difference(owner: object, name: str, expected: list[str], *, exact
     return f"{getattr(owner, '__name__', owner)}.{name} must {rule} the parameters {expected}; got {parameters}"
 
 
-def first_difference(owner: object, parameters: dict[str, list[str]]) -> str | None:
+def first_difference(owner: object, parameters: dict[str, list[str]], *, exact: bool = True) -> str | None:
     """The first `signature_difference` among functions, given their parameters by name."""
-    differences = (signature_difference(owner, name, expected) for name, expected in parameters.items())
+    differences = (signature_difference(owner, name, expected, exact=exact) for name, expected in parameters.items())
     return next((each for each in differences if each is not None), None)

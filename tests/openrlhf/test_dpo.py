@@ -15,7 +15,7 @@ from openrlhf.trainer import dpo_trainer
 from openrlhf_runs import HERE, Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
 
 import fastdpo
-from fastdpo.integrations.openrlhf import dpo as openrlhf_dpo
+from fastdpo.integrations.openrlhf import batches
 
 FUSED = {("policy", "fused"): 3, ("reference", "fused"): 3}
 MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)
@@ -129,14 +129,14 @@ def test_labels_equal_those_of_a_loop_over_tokens(seed):
         for token in range(width):
             if token >= prompts[row % pairs] and token < lengths[row]:
                 expected[row, token] = ids[row, token]
-    assert torch.equal(openrlhf_dpo.answer_labels(ids, mask, prompts.tolist()), expected)
-    assert torch.equal(openrlhf_dpo.answer_labels(ids, mask, prompts), expected)
+    assert torch.equal(batches.answer_labels(ids, mask, prompts.tolist()), expected)
+    assert torch.equal(batches.answer_labels(ids, mask, prompts), expected)
 
 
 def test_a_wrong_number_of_prompt_lengths_raises():
     ids = torch.ones(4, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="one entry for each of 2 pairs; got 4"):
-        openrlhf_dpo.answer_labels(ids, ids, [3, 3, 3, 3])
+        batches.answer_labels(ids, ids, [3, 3, 3, 3])
 
 
 def test_an_unsupported_model_falls_back_to_stock(both, caplog):

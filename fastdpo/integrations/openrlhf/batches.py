@@ -1,0 +1,91 @@
+"""The batches of OpenRLHF's DPOTrainer, and what it computes from them."""
+
+# pyright: reportMissingImports=false
+# Types are checked in an environment without OpenRLHF.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ...packing import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from openrlhf.models import Actor
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+    from transformers import PreTrainedModel
+
+
+Results = tuple[Tensor, Tensor, Any, Tensor]
+"""The return value of OpenRLHF: log-probabilities of chosen and rejected answers
+[B], router loss, loss of chosen answers.
+"""
+
+
+class PairRows(NamedTuple):
+    """The rows of a batch, [2B, L] each, chosen ones first."""
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+
+def rows_of(trainer: DPOTrainer, *batch: Any) -> PairRows:
+    """The rows of a batch, given as the arguments of `concatenated_forward`."""
+    ids, mask, _ = trainer.concatenated_inputs(*batch)
+    return PairRows(ids, mask, answer_labels(ids, mask, batch[-1]))
+
+
+def score(trainer: DPOTrainer, actor: Actor, rows: PairRows, prompt_lengths: list[int]) -> Results:
+    """What `concatenated_forward` returns for these rows, from one call of the actor's model."""
+    ids, mask, labels = rows
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    if hasattr(base_of(actor).config, "output_router_logits"):  # the actor sets it, whether it is needed or not
+        inputs["output_router_logits"] = trainer.aux_loss
+    output = actor.model(**inputs, fused_lm_head=True)
+    n = len(ids) // 2
+    if "log_probs" in output:
+        sums = output["log_probs"].sum(-1)
+        means = sums / (labels[:, 1:] != IGNORE_INDEX).sum(-1).to(sums.device)
+    else:  # logits: the call has fallen back
+        from openrlhf.models.utils import log_probs_from_logits
+
+        logits = output["logits"].float() / actor.temperature
+        logps = log_probs_from_logits(logits, ids.roll(-1, 1))[:, :-1]
+        sums, means = trainer._get_batch_logps(logps, mask, prompt_lengths * 2)
+    return sums[:n], sums[n:], output.get("aux_loss", []), -means[:n].mean()
+
+
+def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:
+    """The labels of a batch of pairs: the real tokens of chosen and of rejected answers.
+
+    Each row is masked by the length of the tokenized prompt, not by the tokens that the two rows
+    have in common: a tokenizer may merge the end of a prompt with the beginning of an answer.
+
+    Args:
+        ids: [2B, L], chosen rows first, padded on the right.
+        mask: [2B, L], 0 at padding.
+        prompt_lengths: number of tokens of each of the B prompts.
+
+    Returns:
+        int64 [2B, L], `IGNORE_INDEX` where a token is not scored.
+
+    Raises:
+        ValueError: the number of lengths is not B.
+    """
+    lengths = torch.as_tensor(prompt_lengths, device=ids.device).flatten()
+    if 2 * len(lengths) != len(ids):
+        raise ValueError(
+            f"answer_labels: prompt_lengths must have one entry for each of {len(ids) // 2} pairs; got {len(lengths)}"
+        )
+    in_prompt = torch.arange(ids.shape[1], device=ids.device) < lengths.repeat(2)[:, None]
+    return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)
+
+
+def base_of(actor: Actor) -> PreTrainedModel:
+    """The causal LM in an actor, inside of DeepSpeed's engine and PEFT."""
+    model = cast(Any, actor.model)
+    model = getattr(model, "module", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,0 +1,76 @@
+"""The reference memory of OpenRLHF's DPOTrainer."""
+
+# pyright: reportMissingImports=false
+# Types are checked in an environment without OpenRLHF.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...packing import IGNORE_INDEX
+from ..reference_memory import Memory, digests_of_pairs, key_of
+from .batches import PairRows, Results, base_of
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.dpo_trainer import DPOTrainer
+
+
+class LoaderWithCallback:
+    """A data loader that calls a function at the end of each epoch."""
+
+    def __init__(self, loader: Any, on_epoch_end: Callable[[], None]):
+        self._loader, self._on_epoch_end = loader, on_epoch_end
+
+    def __iter__(self) -> Iterator:
+        yield from self._loader
+        self._on_epoch_end()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def memory_enabled(trainer: DPOTrainer, memory: Memory) -> bool:
+    """Whether a trainer remembers its reference. Starts its memory with the first batch."""
+    if memory.enabled and not memory.started:
+        from ...ref_logps import keys
+
+        actor = trainer.ref_model
+        sharded = getattr(trainer.strategy, "stage", 0) == 3
+        reason = "ranks run the reference together (ZeRO-3), and might disagree on when to skip it" if sharded else None
+        memory.start(reason, lambda: key_of("openrlhf", keys.model_digest(base_of(actor)), actor.temperature))
+    return memory.enabled
+
+
+def remembered(
+    trainer: DPOTrainer, memory: Memory, rows: PairRows, score: Callable[..., Results], *batch: Any
+) -> Results:
+    """The results of `score` for a reference, which is run on the pairs that are not remembered.
+
+    Args:
+        trainer: the trainer.
+        memory: its memory.
+        rows: of the batch.
+        score: computes what `concatenated_forward` returns.
+        batch: the arguments of `concatenated_forward`.
+    """
+    *tensors, prompt_lengths = batch
+    scored = rows.labels != IGNORE_INDEX
+    digests = digests_of_pairs(rows.ids, rows.mask, scored)
+
+    def compute(missing: list[int]) -> Tensor:
+        part = (*(x[missing] for x in tensors), [prompt_lengths[i] for i in missing])
+        chosen, rejected, *_ = score(*(batch if len(missing) == len(digests) else part))
+        return torch.stack([chosen, rejected], 1)
+
+    base = base_of(trainer.ref_model)
+    memory.check(base)
+    logps = memory.log_probs(base, digests, compute)
+    chosen, rejected = logps.to(rows.ids.device, torch.float32).unbind(1)
+    return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()
