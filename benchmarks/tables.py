@@ -26,6 +26,7 @@ WORK = {
     "evaluation": "Evaluation step",
     "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
+    "kto": "KTO training step",
 }
 """Suites that run a whole trainer, and what they measure."""
 

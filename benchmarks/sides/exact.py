@@ -30,6 +30,9 @@ class ExactResults(NamedTuple):
 class ExactStep:
     """Computes a step in float64 ("exact") and in the workload's precision ("plain")."""
 
+    COMPLETIONS = ("chosen_ids", "rejected_ids")
+    """The completions of each example; a batch has all rows of the first one before those of the second."""
+
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.batches = len(workload.batches)
@@ -64,8 +67,7 @@ class ExactStep:
                 with policy.disable_adapter() if self.workload.lora else nullcontext():
                     reference_logps = [self._logps(reference, *row, exact) for row in rows]
             sums = torch.stack([x.sum() for x in policy_logps]).requires_grad_()
-            margins = (sums - torch.stack([x.sum() for x in reference_logps])).view(2, -1)
-            loss = -F.logsigmoid(BETA * (margins[0] - margins[1])).mean()
+            loss = self._loss(sums - torch.stack([x.sum() for x in reference_logps]))
             all_policy_logps += policy_logps
             all_reference_logps += reference_logps
             losses.append(loss.detach())
@@ -77,11 +79,19 @@ class ExactStep:
         results = torch.cat(all_policy_logps), torch.cat(all_reference_logps), torch.stack(losses), gradient
         return ExactResults(*(x.cpu() for x in results))
 
+    def _loss(self, ratios: Tensor) -> Tensor:
+        """The loss, given the differences between policy and reference in the log-prob of each row."""
+        margins = ratios.view(2, -1)
+        return -F.logsigmoid(BETA * (margins[0] - margins[1])).mean()
+
     def _rows(self, batch: int) -> list[tuple[Tensor, int]]:
-        """The ids of each row and the start of its completion; chosen rows first."""
-        pairs = w.examples(self.workload, batch)
-        ids = [(pair["prompt_ids"], pair[name]) for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+        """The ids of each row and the start of its completion."""
+        pairs = self._examples(batch)
+        ids = [(pair["prompt_ids"], pair[name]) for name in self.COMPLETIONS for pair in pairs]
         return [(torch.tensor((p + c)[: self.workload.max_length]), len(p)) for p, c in ids]
+
+    def _examples(self, batch: int) -> list[dict[str, list[int]]]:
+        return w.examples(self.workload, batch)
 
     def _logps(self, model: torch.nn.Module, ids: Tensor, start: int, exact: bool) -> Tensor:
         """Log-probs of the completion's tokens, from full logits."""

@@ -86,6 +86,7 @@ class TrainerStep:
         attention: attention implementation of the model.
     """
 
+    TRAINER = "trl.DPOTrainer"
     FUSED = frozenset({("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
     """The calls that a patched trainer must have made, and no others."""
 
@@ -103,36 +104,51 @@ class TrainerStep:
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
             patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
-            fastdpo.patch("trl.DPOTrainer", **patch_options, reference_memory=mode == "cached")
+            fastdpo.patch(self.TRAINER, **patch_options, reference_memory=mode == "cached")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL version does not select positions by `_use_triton`")
             trl_utils._use_triton = lambda device: True
         with TemporaryDirectory() as directory:
-            self.trainer = build_trainer(workload, Path(directory), attention)
+            self.trainer = self._build(workload, Path(directory), attention)
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
         self.batches = len(workload.batches)
-        self.inputs = [self.trainer.data_collator(w.examples(workload, i)) for i in range(self.batches)]
+        self.inputs = [self.trainer.data_collator(self._examples(workload, i)) for i in range(self.batches)]
         policy = self.trainer.model.get_base_model() if workload.lora else self.trainer.model
         references = [] if workload.lora else [self.trainer.ref_model]
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
         self.steps = 0
 
+    def _build(self, workload: Workload, directory: Path, attention: str) -> Any:
+        return build_trainer(workload, directory, attention)
+
+    def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
+        """The examples of a batch in the format of the trainer's collator."""
+        return w.examples(workload, batch)
+
+    def _in_order(self, calls: list[torch.Tensor]) -> torch.Tensor:
+        """The log-probs of all calls of a model in one step, in the order of the ground truth."""
+        return torch.cat(calls)
+
     def check(self) -> Arrays:
         """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""
+        calls = {"policy": [], "reference": []}
         logps = {"policy": [], "reference": []}
         reference = self.trainer.ref_model
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
             is_reference = not torch.is_grad_enabled() if reference is None else module is reference
             role = "reference" if is_reference else "policy"
-            logps[role].append(output.log_probs.detach()[output.label_mask].float())
+            calls[role].append(output.log_probs.detach()[output.label_mask].float())
 
         models = [self.model] if reference is None else [self.model, reference]
         hooks = [model.register_forward_hook(record) for model in models]
         losses, gradient = [], None
         for batch in range(self.batches):
             losses.append(self._run(batch))
+            for role, of_batch in calls.items():
+                logps[role].append(self._in_order(of_batch))
+                of_batch.clear()
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.reset()
         for hook in hooks:

@@ -28,6 +28,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("evaluation", ""),
         ("precompute", ""),
         ("online", ""),
+        ("kto", ""),
         ("head", "frozen|trainable"),
         ("attention", ""),
         ("memory", "head/512|budget"),
