@@ -112,8 +112,10 @@ def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool
         return False
     if reference.training and has_dropout(reference):
         return False
+    if not support.rope_depends_on_length(reference.config):
+        return True
     same_width = inputs["input_ids"].shape[1] == inputs["KL_input_ids"].shape[1]
-    return same_width or not support.rope_depends_on_length(reference.config)
+    return same_width and not support.is_sharded(reference)  # ranks that run it together must agree
 
 
 def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
