@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from ..models import fallback, forward
+from ..models import forward
 from ..models.forward import Request, ScoredBatch
+from ..models.layouts import Groups
 from ..models.router import router_loss
 from .protocol import PatchOptions
 
@@ -34,9 +35,10 @@ def install(
     models: Iterable[tuple[str, PreTrainedModel]],
     integration: str,
     options: PatchOptions,
+    statistics: tuple[str, ...] = ("mean_logits",),
     *,
-    statistics: tuple[str, ...] = (),
-    disabled_reason: str | None = None,
+    groups: Groups = "pairs",
+    make_output: Callable[[Any, ScoredBatch, dict], Any] | None = None,
 ) -> None:
     """Makes models return per-token results when `score` calls them.
 
@@ -45,20 +47,22 @@ def install(
         integration: name of the trainer, such as "trl.DPOTrainer".
         options: of `patch()`.
         statistics: of each token, next to its log-probability; only the policy's feed metrics.
-        disabled_reason: why the trainer cannot be fused. The models are then left as they are.
+        groups: which rows of a batch may share what they begin with.
+        make_output: makes the output from the model's configuration, a scored batch and the
+            arguments of the call. Default: the results that `score` describes.
     """
     for role, model in models:
-        if disabled_reason is not None:
-            fallback.report(f"{integration} ({role}): not fused, {disabled_reason}")
-            continue
         request = Request(
             integration,
             role,
             outputs=statistics if role == "policy" else (),
             share_prompts=options.share_prompts,
+            groups=groups,
             memory_budget=options.memory_budget,
         )
-        forward.install(model, request, functools.partial(_make_output, model.config), prior_scores=False)
+        forward.install(
+            model, request, functools.partial(make_output or _make_output, model.config), prior_scores=False
+        )
 
 
 def score(
@@ -89,10 +93,10 @@ def score(
     return stock(lambda *args, **kwargs: output)
 
 
-def liger_option(trainer: Any) -> str | None:
-    """The option of a trainer by which Liger replaces the head or the loss."""
+def liger_reason(config: Any) -> str | None:
+    """Why a trainer with this configuration cannot be fused: Liger replaces its head or its loss."""
     options = ("use_liger_loss", "use_liger_kernel")
-    return next((name for name in options if getattr(trainer.args, name, False)), None)
+    return next((f"{name} is set" for name in options if getattr(config, name, False)), None)
 
 
 def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_INHERITED = object()
+
 
 class Replacements:
     """The attributes that one trainer line has replaced."""
@@ -17,18 +19,23 @@ class Replacements:
 
     def put(self, owner: object, name: str, replacement: object) -> None:
         """Sets an attribute of a class or a module. An inherited attribute
-        is inherited again after `undo`.
+        is inherited again after `undo`, and one that other code has deleted since stays deleted.
         """
-        attributes = vars(owner)
-        if name in attributes:
-            self._undo.callback(setattr, owner, name, attributes[name])
-        else:
-            self._undo.callback(delattr, owner, name)
+        self._undo.callback(_restore, owner, name, vars(owner).get(name, _INHERITED))
         setattr(owner, name, replacement)
 
     def undo(self) -> None:
         """Restores all attributes, the last one first."""
         self._undo.close()
+
+
+def _restore(owner: object, name: str, before: object) -> None:
+    if name not in vars(owner):
+        return
+    if before is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 def existing_instances(kind: type[T]) -> list[T]:

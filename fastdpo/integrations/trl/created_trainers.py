@@ -27,6 +27,8 @@ class TrainerState:
 class CreatedTrainers:
     """Gives each new trainer of a class its state, and remembers the trainers to discard the states.
 
+    A trainer to which the line of a subclass has given a state, or none, is left to that line.
+
     Args:
         integration: name of the trainer, such as "trl.KTOTrainer".
         path: the functions that lead to the fused call (see `bypass.bypass_reason`). A trainer
@@ -64,6 +66,9 @@ class CreatedTrainers:
 
         @functools.wraps(init)
         def __init__(trainer, *args, **kwargs):
+            if self._belongs_to_another(trainer):
+                init(trainer, *args, **kwargs)
+                return
             self._trainers[id(trainer)] = trainer
             reason = bypass_reason(trainer, stock, self._path)
             if reason is None and disabled_reason is not None:
@@ -81,6 +86,9 @@ class CreatedTrainers:
 
         @functools.wraps(create)
         def create_accelerator_and_postprocess(trainer):
+            if self._belongs_to_another(trainer):
+                create(trainer)
+                return
             self._trainers[id(trainer)] = trainer
             report_skipped_init(trainer, self._integration, stock, self._path)
             create(trainer)
@@ -89,6 +97,9 @@ class CreatedTrainers:
 
         replacements.put(stock, "__init__", __init__)
         replacements.put(stock, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+
+    def _belongs_to_another(self, trainer: Any) -> bool:
+        return STATE in vars(trainer) and id(trainer) not in self._trainers
 
     def discard_states(self) -> None:
         """Removes the states of the trainers, whose metrics then are plain numbers."""

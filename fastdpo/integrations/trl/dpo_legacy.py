@@ -16,18 +16,17 @@ from torch import Tensor
 
 from ...models import forward
 from ...models.fallback import counting_calls_as, logger
-from ..bypass import first_log_callback, left_unpatched, report_skipped_init
-from ..concatenated import Inputs, install, liger_option, score
-from ..deferred_metrics import Ledger
+from ..bypass import leave_unpatched
+from ..concatenated import Inputs, install, liger_reason, score
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory
 from ..replacements import Replacements
 from ..signatures import signature_difference
 from . import dpo_legacy_metrics
+from .created_trainers import CreatedTrainers, TrainerState
 from .dpo_legacy_batches import inputs_of, results_of
 from .dpo_legacy_memory import remembered
-from .ledgers import discard_states
 from .models import new_models
 from .names import DPO
 from .padding_free import without_padding_free
@@ -51,15 +50,12 @@ _PARAMETERS = {
 _PATH = ("get_batch_loss_metrics", "concatenated_forward")
 
 _replacements = Replacements()
-_trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
+_trainers = CreatedTrainers(DPO, _PATH)
 
 
-@dataclass(eq=False)
-class _LegacyDPOState:
-    """The state of a trainer that was created after `patch()`."""
-
+@dataclass(eq=False, kw_only=True)
+class _LegacyDPOState(TrainerState):
     memory: Memory
-    ledger: Ledger = field(default_factory=Ledger)
     models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     returns_metrics: bool = False  # whether the function that is running returns its metrics to its caller
     batch: LastResult[Inputs | str] = field(default_factory=LastResult)
@@ -90,36 +86,23 @@ def enable(options: PatchOptions) -> None:
 
     DPOTrainer: Any = dpo_trainer.DPOTrainer
     stock_init = DPOTrainer.__init__
-    stock_create = DPOTrainer.create_accelerator_and_postprocess
     stock_forward = DPOTrainer.concatenated_forward
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
-        _track(self)
-        if left_unpatched(self, DPO, DPOTrainer, _PATH):
+        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
+        if _state_of(self) is None or config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
             return
-        vars(self)[STATE] = _LegacyDPOState(Memory(options.reference_memory, DPO))
-        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
-        flattens = config is not None and config.padding_free
-        with without_padding_free(config) if flattens else nullcontext():  # TRL warns of other attention
+        with without_padding_free(config):  # TRL warns of other attention
             stock_init(self, *args, **kwargs)
         _install(self, options)
-        self.padding_free = flattens
-        if flattens and not forward.is_fused(self.model):
+        self.padding_free = True
+        if not forward.is_fused(self.model):
             logger.warning("%s: padding_free=True falls back to TRL for the reason logged above", DPO)
-        if not liger_option(self):  # whose reason is logged
-            self.add_callback(first_log_callback(self, DPO))
 
-    @functools.wraps(stock_create)
-    def create_accelerator_and_postprocess(self):
-        """The last step before the reference is prepared: accelerate then
-        wraps our forward, not the reverse.
-        """
-        _track(self)
-        report_skipped_init(self, DPO, DPOTrainer, _PATH)
-        stock_create(self)
-        _install(self, options)
+    def new_state() -> _LegacyDPOState:
+        return _LegacyDPOState(memory=Memory(options.reference_memory, DPO))
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, batch, is_ref_model=False):
@@ -140,29 +123,28 @@ def enable(options: PatchOptions) -> None:
         return {**batch, **remembered(self, memory, batch, lambda: _cached_inputs(self, batch))}
 
     _replacements.put(DPOTrainer, "__init__", __init__)
-    _replacements.put(DPOTrainer, "create_accelerator_and_postprocess", create_accelerator_and_postprocess)
+    _trainers.watch(
+        _replacements, DPOTrainer, new_state=new_state, prepare=functools.partial(_install, options=options)
+    )
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
     dpo_legacy_metrics.replace(_replacements, DPOTrainer, _state_of, with_reference)
 
 
 def disable() -> None:
     _replacements.undo()
-    discard_states(_trainers)
-    _trainers.clear()
+    _trainers.discard_states()
 
 
 def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
     state = _state_of(trainer)
     if state is None:
         return
-    liger = liger_option(trainer)
-    install(
-        new_models(trainer, state.models),
-        DPO,
-        options,
-        statistics=("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ())),
-        disabled_reason=None if liger is None else f"{liger} is set",
-    )
+    reason = liger_reason(trainer.args)
+    if reason is not None:
+        leave_unpatched(trainer, DPO, reason)
+        return
+    statistics = ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
+    install(new_models(trainer, state.models), DPO, options, statistics)
 
 
 def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
@@ -170,11 +152,6 @@ def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
     state: _LegacyDPOState = vars(trainer)[STATE]
     tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
     return state.batch.get(tensors, lambda: inputs_of(trainer, batch))
-
-
-def _track(trainer: DPOTrainer) -> None:
-    if STATE not in vars(trainer):  # otherwise it is known, or belongs to the trainer line of a subclass
-        _trainers.add(trainer)
 
 
 def _state_of(trainer: DPOTrainer) -> _LegacyDPOState | None:
