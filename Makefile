@@ -10,8 +10,9 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
 DEEPSPEED := .venv-ranks
+SWIFT := .venv-swift
 
-.PHONY: demo test test-all test-census test-legacy test-openrlhf test-ranks lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-all test-census test-legacy test-openrlhf test-ranks test-swift lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -39,6 +40,11 @@ test-openrlhf: $(OPENRLHF)/.ready
 # TRL's DPOTrainer on RANKS processes (2 unless it is set), under DDP, FSDP2 and DeepSpeed.
 test-ranks: $(DEEPSPEED)/.ready
 	$(DEEPSPEED)/bin/python -m pytest tests/ranks $(ARGS)
+
+# ms-swift with the newest TRL that it takes, and with one before that TRL's rewrite of DPOTrainer.
+test-swift: $(SWIFT)/.ready
+	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
+	PYTHONPATH=$(abspath $(SWIFT)/trl-0.28.0) $(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -108,6 +114,15 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(OPENRLHF)/bin/pip install --quiet --no-deps openrlhf==0.11.2
 	touch $@
 
+# ms-swift without its dependencies: among them are those of its web interface and of its server.
+$(SWIFT)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(SWIFT))
+	$(SWIFT)/bin/pip install --quiet -c constraints/swift.txt $(call triton_for,$(SWIFT)) "$(TORCH)" setuptools -e . \
+		accelerate datasets einops json_repair modelscope peft pillow transformers "pytest>=9" "pytest-benchmark>=5"
+	$(SWIFT)/bin/pip install --quiet --no-deps -c constraints/swift.txt ms-swift trl
+	$(SWIFT)/bin/pip install --quiet --no-deps --target $(SWIFT)/trl-0.28.0 trl==0.28.0
+	touch $@
+
 $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(DEEPSPEED))
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) "$(TORCH)" setuptools wheel -e ".[trl]" \
@@ -127,4 +142,4 @@ $(OLDEST_TRITON): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(DEEPSPEED) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(DEEPSPEED) $(SWIFT) build dist out *.egg-info

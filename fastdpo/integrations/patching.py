@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,11 +58,17 @@ LINES = (
     Line("trl.GRPOTrainer", ">=1.15,<1.17", "trl.grpo", ("trl.trainer.grpo_trainer",), by_default=False),
     Line("trl.RLOOTrainer", ">=1.15,<1.17", "trl.rloo", ("trl.trainer.rloo_trainer",), by_default=False),
     Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
+    Line("swift.DPOTrainer", ">=4.6,<4.7", "swift.dpo", ("swift.rlhf_trainers.dpo_trainer",)),
 )
 """Those of one trainer from the newest versions to the oldest."""
 
-DISTRIBUTIONS: dict[str, str] = {}
+DISTRIBUTIONS = {"swift": "ms-swift"}
 """The distributions of packages, where the names differ."""
+
+CHANGING_OTHERS = ("swift",)
+"""Packages whose import changes other packages: ms-swift deletes `__init__` of TRL's trainers. Their
+trainers are patched once the program has imported them, or by name.
+"""
 
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
 PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
@@ -161,7 +168,7 @@ def patch(
         before = _patched.get(name)
         if before is not None and before.options != options:
             raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
-        examined.append(_examine(name) if before is None else (before.seam, before.line))
+        examined.append(_examine(name, bool(targets)) if before is None else (before.seam, before.line))
     report = PatchReport(tuple(seam for seam, _ in examined))
     if (targets or fallback.strict()) and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
@@ -250,7 +257,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _examine(name: str) -> tuple[Seam, TrainerLine | None]:
+def _examine(name: str, is_targeted: bool) -> tuple[Seam, TrainerLine | None]:
     """The seam, and the module that can patch the trainer, or None."""
     lines = [line for line in LINES if line.trainer == name]
     package = lines[0].package
@@ -261,6 +268,10 @@ def _examine(name: str) -> tuple[Seam, TrainerLine | None]:
     line = next((line for line in lines if _supports(line, version)), None)
     if line is None:
         reason = unsupported_version_reason(distribution, version, [line.versions for line in lines])
+        return Seam(name, version, reason), None
+    imported = any(module in sys.modules for module in line.trainer_modules)
+    if package in CHANGING_OTHERS and not is_targeted and not imported:
+        reason = f"the program has not imported it yet: call patch() later, or patch({package!r})"
         return Seam(name, version, reason), None
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     try:

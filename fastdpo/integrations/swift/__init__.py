@@ -1,0 +1,1 @@
+"""ms-swift: `DPOTrainer`, `CPOTrainer` (CPO and SimPO), `ORPOTrainer` and `KTOTrainer`."""

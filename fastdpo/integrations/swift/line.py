@@ -1,0 +1,120 @@
+"""What the trainer lines of ms-swift share: its trainers, their models and their batches.
+
+ms-swift deletes `__init__` of TRL's trainers, whose subclasses its trainers are. A trainer of
+ms-swift has its state before functions of TRL run, so the line of TRL's own trainer leaves it alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ...models import forward
+from ..bypass import leave_unpatched
+from ..concatenated import Inputs, liger_reason
+from ..last_result import LastResult
+from ..protocol import STATE
+from ..replacements import Replacements
+from ..signatures import first_difference
+from ..trl.created_trainers import CreatedTrainers, TrainerState
+from ..trl.models import new_models
+from .batches import inputs_of
+
+
+@dataclass(eq=False, kw_only=True)
+class _SwiftState(TrainerState):
+    models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    batch: LastResult[Inputs | str] = field(default_factory=LastResult)
+
+
+class SwiftLine:
+    """One trainer line of ms-swift.
+
+    Args:
+        trainer: name of the trainer class, such as "DPOTrainer".
+        path: the functions that lead to the fused call, as in `bypass.bypass_reason`.
+        parameters: those of each function that the line replaces or relies on.
+    """
+
+    def __init__(self, trainer: str, path: tuple[str, ...], parameters: dict[str, list[str]]):
+        self.name = f"swift.{trainer}"
+        self.replacements = Replacements()
+        self._trainer = trainer
+        self._trainers = CreatedTrainers(self.name, path)
+        self._parameters = {"create_accelerator_and_postprocess": ["self"], **parameters}
+
+    def trainer_class(self) -> Any:
+        kind = self._trainer.removesuffix("Trainer").lower()
+        return getattr(importlib.import_module(f"swift.rlhf_trainers.{kind}_trainer"), self._trainer)
+
+    def unsupported_reason(self) -> str | None:
+        """Returns how ms-swift differs from the versions that were tested, or None."""
+        return first_difference(self.trainer_class(), self._parameters)
+
+    def disable(self) -> None:
+        self.replacements.undo()
+        self._trainers.discard_states()
+
+    def watch(self, install: Callable[[Any, list], None]) -> None:
+        """Gives new trainers their state.
+
+        Args:
+            install: installs the fused forward on new models of a trainer, given by role and causal
+                LM.
+        """
+
+        def prepare(trainer: Any) -> None:
+            state = vars(trainer).get(STATE)
+            if state is None:
+                return
+            reason = _disabled_reason(trainer)
+            if reason is not None:
+                leave_unpatched(trainer, self.name, reason)
+                return
+            install(trainer, new_models(trainer, state.models))
+
+        self._trainers.watch(self.replacements, self.trainer_class(), new_state=_SwiftState, prepare=prepare)
+
+    def calls(self, trainer: Any, model: Any) -> bool:
+        """Whether a trainer's calls of a model are to be fused."""
+        return vars(trainer).get(STATE) is not None and forward.is_installed(model, self.name)
+
+    def inputs_of(self, trainer: Any, batch: dict[str, Any], model: Any = None) -> Inputs | str:
+        """`batches.inputs_of`, with the same tensors for policy and reference.
+
+        Args:
+            trainer: with a state.
+            batch: of its template.
+            model: if given, a reason why no call of it can be fused is returned, as far as it is
+                known.
+        """
+        reason = None if model is None else forward.disabled_reason(model, self.name)
+        if reason is not None:
+            return reason
+        state: _SwiftState = vars(trainer)[STATE]
+        tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
+        options = dict(padding_free=trainer.template.padding_free, router_logits=trainer.aux_loss_enabled)
+        return state.batch.get(tensors, lambda: inputs_of(batch, **options))
+
+
+def _disabled_reason(trainer: Any) -> str | None:
+    """Why a trainer that has its accelerator cannot be fused."""
+    from accelerate.utils import is_peft_model
+    from transformers import PreTrainedModel
+
+    model = trainer.model
+    base = model.get_base_model() if is_peft_model(model) else model
+    if not isinstance(base, PreTrainedModel):
+        return f"models of type {type(base).__name__} are not supported"
+    if trainer.model_meta.is_multimodal:
+        return "the template of a multimodal model changes the inputs of each call"
+    if trainer.template.sequence_parallel_size > 1:
+        return "sequences are split across ranks (sequence parallelism)"
+    if getattr(trainer.args, "tuner_backend", None) == "unsloth":
+        return "Unsloth replaces the model's functions"
+    return liger_reason(trainer.args)

@@ -1,0 +1,49 @@
+"""The command `swift rlhf`, as it is and by `fastdpo run`. It trains in a process that it starts."""
+
+import math
+from importlib.metadata import version
+
+import pytest
+from harness import assert_same
+from swift_runs import LORA, arguments
+from workload import TINY
+
+
+def command(output, workload, kind, **options):
+    reference = options.pop("reference", kind in ("dpo", "kto"))
+    return ["swift", "rlhf", *arguments(output, workload, kind, reference=reference, **options)]
+
+
+# kind: (trainer, number of calls of each kind per step)
+KINDS = {"dpo": ("swift.DPOTrainer", dict(policy=1, reference=1))}
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_trains_fused_with_the_same_numbers(kind, options, workload, train_both, record):
+    trainer, calls = KINDS[kind]
+    stock, fused = train_both(
+        lambda output: command(output, workload, kind, **({**options, "reference": False} if options else {}))
+    )
+    assert_same(stock, fused)
+    assert fused.calls == {(trainer, role, "fused"): n * workload.steps for role, n in calls.items()}
+    assert fused.stderr.count(f"{trainer} ({version('ms-swift')}): on") == 1
+    assert "not fused" not in fused.stderr
+    tuner = " --tuner_type lora" if options else ""
+    record("ms-swift", "ms-swift", f"swift rlhf --rlhf_type {kind}{tuner}", stock, fused)
+
+
+def test_the_workers_of_torchrun_are_patched(train_both):
+    stock, fused = train_both(lambda output: command(output, TINY, "dpo"), NPROC_PER_NODE="1")
+    assert_same(stock, fused)
+    assert fused.calls == {("swift.DPOTrainer", role, "fused"): TINY.steps for role in ("policy", "reference")}
+
+
+def test_the_comparison_detects_another_loss(train_both):
+    stock, other = train_both(
+        lambda output: command(output, TINY, "dpo", beta=0.1 if output.name == "stock" else 0.101)
+    )
+    with pytest.raises(AssertionError, match="units"):
+        assert_same(stock, other)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_same(stock, other, units=math.inf)
