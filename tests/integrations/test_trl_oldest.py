@@ -14,6 +14,8 @@ CALLS = {
     "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
     "trl.KTOTrainer": dict(policy=6, reference=3 + 2, eval=4),
     "trl.SFTTrainer": dict(policy=3, eval=2),
+    "trl.CPOTrainer": dict(policy=3, eval=2),
+    "trl.ORPOTrainer": dict(policy=3, eval=2),
     "trl.GRPOTrainer": dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6),
     "trl.RLOOTrainer": dict(policy=4, old_policy=2, reference=2 + 6, eval=2 * 6),
 }

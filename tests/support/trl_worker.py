@@ -11,6 +11,7 @@ import torch
 import trl
 from trl_group_runs import AGAIN, NAMES, train_group
 from trl_kto_runs import train_kto
+from trl_reference_free_runs import train_cpo, train_orpo
 from trl_runs import Run, tiny_model, train
 from trl_sft_runs import train_sft
 
@@ -26,6 +27,8 @@ TRAIN = {
     "trl.DPOTrainer": train,
     "trl.KTOTrainer": train_kto,
     "trl.SFTTrainer": train_sft,
+    "trl.CPOTrainer": train_cpo,
+    "trl.ORPOTrainer": train_orpo,
     **{name: functools.partial(train_on_groups, trainer_class) for trainer_class, name in NAMES.items()},
 }
 """Maps the name of a trainer to a function that trains with it, like `trl_runs.train`."""
