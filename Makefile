@@ -55,7 +55,7 @@ docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
 	$(BIN)/python docs/draw_layout.py
 
-SUITES ?= step bf16 evaluation precompute online kto head attention memory scaling
+SUITES ?= step bf16 evaluation precompute online kto grpo head attention memory scaling
 
 bench: $(READY)
 	status=0; for suite in $(SUITES); do \

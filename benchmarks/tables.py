@@ -27,6 +27,7 @@ WORK = {
     "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
     "kto": "KTO training step",
+    "grpo": "Step without generation",
 }
 """Suites that run a whole trainer, and what they measure."""
 

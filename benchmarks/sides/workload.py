@@ -14,8 +14,8 @@ PAD, EOS, FIRST_REGULAR_TOKEN = 0, 1, 5
 POLICY, REFERENCE, ADAPTERS = 0, 1, 2  # seeds
 MAX_COMPARED = 20_000_000  # elements of a gradient
 
-Lengths = tuple[int, int, int]
-"""Number of tokens of a prompt, its chosen and its rejected completion."""
+Lengths = tuple[int, ...]
+"""Number of tokens of a prompt and of its completions: the chosen and the rejected one, except for groups."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,16 @@ class Workload:
         return f"{self.weights} weights, bfloat16 autocast" if self.bf16 else self.weights
 
 
-def draw_lengths(median: float, ratio: float, pairs: int, seed: int, *, spread: float, bounds: tuple[int, int]):
+def draw_lengths(
+    median: float,
+    ratio: float,
+    prompts: int,
+    seed: int,
+    *,
+    spread: float,
+    bounds: tuple[int, int],
+    completions: int = 2,
+) -> tuple[Lengths, ...]:
     """Draws lognormal lengths, given the median row length and prompt-to-completion ratio."""
     generator = random.Random(seed)
     completion = median / (1 + ratio)
@@ -66,7 +75,8 @@ def draw_lengths(median: float, ratio: float, pairs: int, seed: int, *, spread: 
     def draw(typical: float) -> int:
         return max(bounds[0], min(bounds[1], int(typical * math.exp(generator.gauss(0, spread)))))
 
-    return tuple((draw(median - completion), draw(completion), draw(completion)) for _ in range(pairs))
+    typical = (median - completion, *[completion] * completions)
+    return tuple(tuple(map(draw, typical)) for _ in range(prompts))
 
 
 def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:

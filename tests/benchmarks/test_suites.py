@@ -29,6 +29,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("precompute", ""),
         ("online", ""),
         ("kto", ""),
+        ("grpo", ""),
         ("head", "frozen|trainable"),
         ("attention", ""),
         ("memory", "head/512|budget"),

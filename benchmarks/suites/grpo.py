@@ -1,0 +1,37 @@
+"""A step of TRL's `GRPOTrainer` and `RLOOTrainer` without generation, at the lengths of three datasets."""
+
+from __future__ import annotations
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.sides.groups import COMPLETIONS, GroupWorkload
+from benchmarks.sides.workload import ModelSize, draw_lengths
+from benchmarks.suites.online import LONGEST, SHORT
+from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, case_of
+
+PROMPTS, BATCHES = 2, 2
+
+
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
+    profiles = QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT}
+    for trainer in ("GRPO", "RLOO"):
+        for name, profile in profiles.items():
+            options = dict(spread=SPREAD, bounds=(2, LONGEST), completions=COMPLETIONS)
+            lengths = tuple(draw_lengths(*profile, PROMPTS, seed, **options) for seed in range(BATCHES))
+            work = GroupWorkload(lengths, size=QUICK_SIZE if quick else ModelSize(), trainer=trainer)
+            sides = tuple(
+                Side(side, "benchmarks.sides.groups:GroupStep", work, {"mode": mode})
+                for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+            )
+            cases.append(case_of(f"{trainer}/{name}", trainer, profile, sides))
+    return cases
+
+
+SUITE = Suite(
+    name="grpo",
+    title="GRPO and RLOO step in TRL without generation, 8 completions a prompt: "
+    "policy forward and backward, reference forward, in RLOO also old policy forward",
+    truth="benchmarks.sides.groups:ExactGroupStep",
+    cases=build_cases,
+    rounds=3,
+)
