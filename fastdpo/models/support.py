@@ -104,6 +104,17 @@ def rope_depends_on_length(config: PretrainedConfig) -> bool:
     return any("dynamic" in rope or rope == "longrope" for rope in types)
 
 
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Whether a model without its adapters has dropout, as a module or
+    as an entry of its configuration.
+    """
+    entries = model.config.to_dict().items()
+    if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries):
+        return True
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout))
+    return any(module.p > 0 and "lora_dropout" not in name for name, module in modules)
+
+
 def attention_window(config: PretrainedConfig) -> int | None:
     """The sliding window of some or all layers in tokens, or None if the configuration has none."""
     if getattr(config, "use_sliding_window", True) is False:

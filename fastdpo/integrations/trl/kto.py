@@ -13,18 +13,16 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...models import forward, support
 from ...models.fallback import counting_calls_as
 from ..deferred_metrics import is_overridden
+from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
 from ..signatures import first_difference
 from . import fused_head
 from .created_trainers import CreatedTrainers
-from .memory import has_dropout
 from .names import KTO
 from .reference import reference_of
 
@@ -106,26 +104,16 @@ def disable() -> None:
 
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:
     """Whether the two calls of the reference for a batch can be one fused call with equal results."""
-    if vars(trainer).get(STATE) is None or not trainer.calculate_KL or not forward.is_fused(reference):
+    if vars(trainer).get(STATE) is None or not trainer.calculate_KL:
         return False
     if not {name for name, x in inputs.items() if x is not None} <= _INPUTS:
         return False
-    if reference.training and has_dropout(reference):
-        return False
-    if not support.rope_depends_on_length(reference.config):
-        return True
-    same_width = inputs["input_ids"].shape[1] == inputs["KL_input_ids"].shape[1]
-    return same_width and not support.is_sharded(reference)  # ranks that run it together must agree
+    return equal_when_merged(reference, inputs["input_ids"], inputs["KL_input_ids"])
 
 
 def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of a batch, [B, L1], and below them those of its KL term, [B, L2], as [2B, max(L1, L2)]."""
-    width = max(inputs["input_ids"].shape[1], inputs["KL_input_ids"].shape[1])
-
-    def padded(x: Tensor) -> Tensor:
-        return F.pad(x, (0, width - x.shape[1]))
-
-    return {name: torch.cat([padded(inputs[name]), padded(inputs[f"KL_{name}"])]) for name in _ROWS}
+    return {name: merged(inputs[name], inputs[f"KL_{name}"]) for name in _ROWS}
 
 
 @contextmanager

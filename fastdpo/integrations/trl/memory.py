@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...models import support
 from ...models.adapters import active_parameters
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .names import DPO
 from .reference import AsReference, as_reference, precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerCallback
+    from transformers import TrainerCallback
     from trl.trainer.dpo_trainer import DPOTrainer
 
 SUPPORTED_INPUTS = {"input_ids", "attention_mask", "completion_mask"}
@@ -101,7 +102,7 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
     if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
             return "NEFTune adds noise to the reference"
-        if has_dropout(base):
+        if support.has_dropout(base):
             return "dropout is active in the reference"
     trained = {id(x) for x in cast(nn.Module, trainer.model).parameters() if x.requires_grad}
     with as_reference(trainer):
@@ -139,14 +140,3 @@ def exchange_callback(memory: Memory) -> TrainerCallback:
         on_evaluate = on_train_end = on_epoch_end
 
     return ExchangeCallback()
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a model without its adapters has dropout, as a module or
-    as an entry of its configuration.
-    """
-    entries = cast("PreTrainedModel", model).config.to_dict().items()
-    if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries):
-        return True
-    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout))
-    return any(module.p > 0 and "lora_dropout" not in name for name, module in modules)

@@ -1,0 +1,32 @@
+"""The rows of two batches, scored in one call of a model in which they share their prompts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models import forward, support
+from ..ref_logps.scoring import base_of
+
+
+def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
+    """Whether one fused call for the rows of two batches has the results of one for each batch.
+
+    Args:
+        model: the model, which may be wrapped.
+        a: tokens [R, L] of one batch.
+        b: those of the other, [R2, L2].
+    """
+    base = base_of(model)
+    if not forward.is_fused(base) or (base.training and support.has_dropout(base)):
+        return False
+    if not support.rope_depends_on_length(base.config):
+        return True
+    return a.shape[1] == b.shape[1] and not support.is_sharded(base)  # ranks that run it together must agree
+
+
+def merged(a: Tensor, b: Tensor, padding: int = 0) -> Tensor:
+    """Rows [R, L] and below them others [R2, L2], as [R + R2, max(L, L2)], padded on the right."""
+    width = max(a.shape[1], b.shape[1])
+    return torch.cat([F.pad(x, (0, width - x.shape[1]), value=padding) for x in (a, b)])
