@@ -9,10 +9,11 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 
 LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
+LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 
-.PHONY: demo test test-all test-census test-legacy test-openrlhf test-ranks test-swift lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-all test-census test-legacy test-openrlhf test-llamafactory test-ranks test-swift lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -36,6 +37,9 @@ test-legacy: $(LEGACY)/.ready
 
 test-openrlhf: $(OPENRLHF)/.ready
 	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
+
+test-llamafactory: $(LLAMAFACTORY)/.ready
+	$(LLAMAFACTORY)/bin/python -m pytest tests/programs/llamafactory $(ARGS)
 
 # TRL's DPOTrainer on RANKS processes (2 unless it is set), under DDP, FSDP2 and DeepSpeed.
 test-ranks: $(DEEPSPEED)/.ready
@@ -123,6 +127,16 @@ $(SWIFT)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(SWIFT)/bin/pip install --quiet --no-deps --target $(SWIFT)/trl-0.28.0 trl==0.28.0
 	touch $@
 
+# LLaMA-Factory without its dependencies: most are for its web interface and for images. It imports torchaudio, whose
+# extension is built for CUDA only. Without the extension, torchaudio can be imported next to any torch.
+$(LLAMAFACTORY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(LLAMAFACTORY))
+	$(LLAMAFACTORY)/bin/pip install --quiet -c constraints/llamafactory.txt $(call triton_for,$(LLAMAFACTORY)) "$(TORCH)" setuptools -e . \
+		accelerate datasets omegaconf peft pillow transformers "pytest>=9" "pytest-benchmark>=5"
+	$(LLAMAFACTORY)/bin/pip install --quiet --no-deps llamafactory==0.9.5 torchaudio==2.11.0 trl==0.24.0
+	rm -f $(LLAMAFACTORY)/lib/python*/site-packages/torchaudio/lib/*.so
+	touch $@
+
 $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(DEEPSPEED))
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) "$(TORCH)" setuptools wheel -e ".[trl]" \
@@ -142,4 +156,4 @@ $(OLDEST_TRITON): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(DEEPSPEED) $(SWIFT) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) build dist out *.egg-info

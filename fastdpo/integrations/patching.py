@@ -61,6 +61,8 @@ LINES = (
     Line("trl.ORPOTrainer", ">=1.15,<1.17", "trl.orpo", ("trl.experimental.orpo.orpo_trainer",), by_default=False),
     Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
     Line("swift.DPOTrainer", ">=4.6,<4.7", "swift.dpo", ("swift.rlhf_trainers.dpo_trainer",)),
+    Line("llamafactory.DPOTrainer", "==0.9.5", "llamafactory.dpo", ("llamafactory.train.dpo.trainer",)),
+    Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto", ("llamafactory.train.kto.trainer",)),
 )
 """Those of one trainer from the newest versions to the oldest."""
 
@@ -165,17 +167,19 @@ def patch(
     """
     memory = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
     options = PatchOptions(share_prompts, memory_budget, memory)
-    examined: list[tuple[Seam, TrainerLine | None]] = []
-    for name in targeted_trainers("patch", targets):
+    names = targeted_trainers("patch", targets)
+    examined: dict[str, tuple[Seam, TrainerLine | None]] = {}
+    # TRL last: with transformers 5, TRL 0.24 can be imported only after LLaMA-Factory.
+    for name in sorted(names, key=lambda name: name.startswith("trl.")):
         before = _patched.get(name)
         if before is not None and before.options != options:
             raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
-        examined.append(_examine(name, bool(targets)) if before is None else (before.seam, before.line))
-    report = PatchReport(tuple(seam for seam, _ in examined))
+        examined[name] = _examine(name, bool(targets)) if before is None else (before.seam, before.line)
+    report = PatchReport(tuple(examined[name][0] for name in names))
     if (targets or fallback.strict()) and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
 
-    for seam, line in examined:
+    for seam, line in map(examined.__getitem__, names):
         if line is not None and seam.name not in _patched:
             line.enable(options)
             _patched[seam.name] = _Patched(seam, options, line)
@@ -276,10 +280,14 @@ def _examine(name: str, is_targeted: bool) -> tuple[Seam, TrainerLine | None]:
         reason = f"the program has not imported it yet: call patch() later, or patch({package!r})"
         return Seam(name, version, reason), None
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
+    earlier = set(sys.modules)
     try:
         reason = module.unsupported_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
         reason = " ".join(f"{package} cannot be imported: {error}".split())  # in one line
+        new = sys.modules.keys() - earlier
+        for module_name in (x for x in new if x.partition(".")[0] == package):
+            del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
     if reason is not None:
         return Seam(name, version, reason), None
     existing = tuple(sorted(type(trainer).__name__ for trainer in existing_instances(module.trainer_class())))

@@ -92,7 +92,9 @@ def untrained_lines(trained: Trained) -> list[str]:
 
 
 def _range(specifier: str) -> str:
-    """ ">=1.15,<1.17" as "1.15 to 1.16"."""
+    """ ">=1.15,<1.17" as "1.15 to 1.16", and "==0.9.5" as "0.9.5"."""
+    if specifier.startswith("=="):
+        return specifier.removeprefix("==")
     first, major, minor = re.fullmatch(r">=([\d.]+),<(\d+)\.(\d+)", specifier).groups()
     last = f"{major}.{int(minor) - 1}"
     return first if first == last else f"{first} to {last}"

@@ -1,0 +1,161 @@
+"""What is not fused in LLaMA-Factory runs as stock does, with one logged reason."""
+
+import sys
+
+import pytest
+import torch
+from llamafactory.data.collator import MultiModalDataCollatorForSeq2Seq
+from llamafactory.train.dpo import trainer as dpo_trainer
+from llamafactory.train.kto import trainer as kto_trainer
+from llamafactory_runs import LORA, checkpoint, train
+from transformers.models.llama import modeling_llama
+
+import fastdpo
+
+STAGES = {"dpo": (dpo_trainer, "CustomDPOTrainer"), "kto": (kto_trainer, "CustomKTOTrainer")}
+SCORES = {"dpo": "concatenated_forward", "kto": "forward"}
+"""The functions in which the trainers score rows."""
+STOCK = {stage: getattr(getattr(module, name), SCORES[stage]) for stage, (module, name) in STAGES.items()}
+STOCK_CALLS = {
+    "dpo": {("policy", "stock"): 3, ("reference", "stock"): 3},
+    "kto": {("policy", "stock"): 6, ("reference", "stock"): 6},
+}
+
+
+def assert_stock(stock, patched):
+    """Asserts that two trainings are the same to the last bit, with all of their logs."""
+    assert len(stock.gradients) == len(patched.gradients) > 0
+    for a, b in zip(stock.gradients, patched.gradients, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert stock.logs == patched.logs
+    assert stock.logits == patched.logits
+
+
+@pytest.fixture(params=STAGES)
+def stage(request):
+    return request.param
+
+
+def test_an_unsupported_model(both, stage, caplog):
+    tiny = dict(
+        n_layer=2, num_key_value_heads=None, intermediate_size=None, max_position_embeddings=None, head_dim=None
+    )
+    stock, patched = both(stage, "bloom", tiny=tiny, flash_attn="disabled")
+    assert_stock(stock, patched)
+    assert patched.calls == STOCK_CALLS[stage]
+    reason = "does not let its attention implementation be set"
+    assert caplog.text.count(reason) == caplog.text.count("not fused") == 2  # policy and reference
+
+
+def test_a_head_with_a_hook(both, stage, caplog):
+    stock, patched = both(stage, tiny=dict(dtype="bfloat16"), **LORA, upcast_lmhead_output=True)
+    assert_stock(stock, patched)
+    assert caplog.text.count("not fused") == 1
+
+
+def test_batches_with_other_inputs(both, stage, caplog, monkeypatch):
+    make_batch = MultiModalDataCollatorForSeq2Seq.__call__
+
+    def with_token_types(self, features):
+        batch = make_batch(self, features)
+        return {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+    monkeypatch.setattr(MultiModalDataCollatorForSeq2Seq, "__call__", with_token_types)
+    tiny = dict(type_vocab_size=2)
+    stock, patched = both(stage, "gpt2", tiny=tiny, flash_attn="disabled")
+    assert_stock(stock, patched)
+    assert patched.calls == STOCK_CALLS[stage]
+    assert "batches also hold" in caplog.text
+    assert caplog.text.count("not fused") == 2
+
+
+def test_labels_at_padding(both, stage, caplog):
+    """With this option, stock scores the padding that follows a completion."""
+    stock, patched = both(stage, ignore_pad_token_for_loss=False)
+    assert_stock(stock, patched)
+    assert patched.calls == {**STOCK_CALLS[stage], ("reference", "stock"): 3}
+    assert "a label is scored by a padding position" in caplog.text
+    assert caplog.text.count("not fused") == 2
+
+
+def module_of_liger(monkeypatch):
+    kind = type("LigerRMSNorm", (modeling_llama.LlamaRMSNorm,), {"__module__": "liger_kernel.transformers.rms_norm"})
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", kind)
+
+
+def forward_of_unsloth(monkeypatch):
+    forward = modeling_llama.LlamaMLP.forward
+    namespace = {"__name__": "unsloth.models.llama", "forward": forward}
+    exec("def fast_forward(self, x): return forward(self, x)", namespace)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", namespace["fast_forward"])
+
+
+@pytest.mark.parametrize("replace", [module_of_liger, forward_of_unsloth])
+def test_kernels_of_other_packages(both, stage, caplog, monkeypatch, replace):
+    replace(monkeypatch)
+    stock, patched = both(stage)
+    assert_stock(stock, patched)
+    assert not patched.calls
+    assert not any("fastdpo" in name for module in patched.model.modules() for name in vars(module))
+    assert caplog.text.count("has replaced modules of LlamaForCausalLM") == caplog.text.count("not fused") == 1
+
+
+def test_without_these_lines_there_is_one_reason(tmp_path, caplog):
+    """TRL's line alone leaves LLaMA-Factory's trainer as it is."""
+    model = checkpoint(tmp_path)
+    stock = train(tmp_path, model)
+    with fastdpo.patched("trl.DPOTrainer"):
+        patched = train(tmp_path, model)
+    assert_stock(stock, patched)
+    assert not patched.calls
+    assert caplog.text.count("trl.DPOTrainer (CustomDPOTrainer): not fused") == caplog.text.count("not fused") == 1
+
+
+@pytest.mark.parametrize("may_fall_through", [False, True], ids=["seen from the class", "seen at the first log"])
+def test_a_subclass_that_scores_by_itself(tmp_path, stage, caplog, monkeypatch, may_fall_through):
+    module, name = STAGES[stage]
+    scores, trainer = SCORES[stage], getattr(module, name)
+
+    def by_itself(self, model, batch, *args, **kwargs):
+        return STOCK[stage](self, model, batch, *args, **kwargs)
+
+    def unless_asked(self, model, batch, *args, **kwargs):
+        if self.args is None:
+            names = {"dpo": "concatenated_forward", "kto": "forward"}  # which show that it may call what it overrides
+            return getattr(trainer, names[stage])(self, model, batch, *args, **kwargs)
+        return STOCK[stage](self, model, batch, *args, **kwargs)
+
+    scored = unless_asked if may_fall_through else by_itself
+    subclass = type("Subclass", (trainer,), {scores: scored})
+    model = checkpoint(tmp_path)
+    stock = train(tmp_path, model, stage)
+    with fastdpo.patched():
+        for used_in in (module, sys.modules[f"llamafactory.train.{stage}.workflow"]):
+            monkeypatch.setattr(used_in, name, subclass, raising=False)
+        patched = train(tmp_path, model, stage)
+    assert_stock(stock, patched)
+    assert not patched.calls
+    reason = f"Subclass.{scores} does not call {name}.{scores}"
+    if may_fall_through:
+        reason = "no call of the policy has reached fastdpo before the first log"
+    assert caplog.text.count(reason) == caplog.text.count("not fused") == 1
+
+
+def test_unpatching(tmp_path, stage):
+    module, name = STAGES[stage]
+    before = dict(vars(getattr(module, name)))
+    model = checkpoint(tmp_path)
+    with fastdpo.patched():
+        patched = train(tmp_path, model, stage)
+        assert patched.calls
+        assert dict(vars(getattr(module, name))) != before
+    assert dict(vars(getattr(module, name))) == before
+    assert not any("fastdpo" in name for module in patched.model.modules() for name in vars(module))
+    assert not train(tmp_path, model, stage).calls
+
+
+def test_training_with_megatron_is_refused(monkeypatch):
+    monkeypatch.setenv("USE_MCA", "1")
+    with pytest.raises(fastdpo.PatchError, match="off, with USE_MCA"):
+        fastdpo.patch("llamafactory.DPOTrainer")

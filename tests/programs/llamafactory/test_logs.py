@@ -1,0 +1,83 @@
+"""The metrics of logits, which are those of completions, and the comparison with stock."""
+
+import json
+
+import pytest
+from comparison import approximately
+from llamafactory.train.dpo import trainer as dpo_trainer
+from llamafactory.train.kto import trainer as kto_trainer
+from llamafactory_runs import FUSED, assert_same, checkpoint, train, train_both
+
+import fastdpo
+from fastdpo.packing import IGNORE_INDEX
+
+
+def means(logits, labels):
+    """[R] the mean of logits [R, L, V] at the positions whose next token is scored."""
+    scored = labels[:, 1:] != IGNORE_INDEX
+    return (logits[:, :-1].mean(-1) * scored).sum(1) / scored.sum(1)
+
+
+@pytest.fixture
+def completions_in_stock(monkeypatch):
+    """Makes stock log the metrics that patched trainers log."""
+    dpo, kto = dpo_trainer.CustomDPOTrainer, kto_trainer.CustomKTOTrainer
+    stock_dpo, stock_kto = dpo.concatenated_forward, kto.forward
+
+    def concatenated_forward(self, model, batch, is_ref_model=False):
+        scored = (batch["labels"][:, 1:] != IGNORE_INDEX).chunk(2)
+        results = stock_dpo(self, model, batch, is_ref_model)
+        for name, where in zip(("chosen_logits", "rejected_logits"), scored, strict=True):
+            results[name] = results[name][:, :-1][where]
+        return results
+
+    def forward(self, model, batch, prefix=""):
+        logits, *logps = stock_kto(self, model, batch, prefix)
+        return means(logits, batch[f"{prefix}labels"]), *logps
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dpo, "concatenated_forward", concatenated_forward)
+        patch.setattr(kto, "forward", forward)
+        yield patch
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_logits_are_those_of_completions(tmp_path, stage, completions_in_stock):
+    model = checkpoint(tmp_path)
+    stock = train(tmp_path, model, stage, evaluate=True)
+    completions_in_stock.undo()
+    with fastdpo.patched("llamafactory"):
+        patched = train(tmp_path, model, stage, evaluate=True)
+    renamed = [{name.replace("logits/", "completion_logits/"): x for name, x in log.items()} for log in stock.logits]
+    assert sum(map(len, renamed)) >= 6
+    assert patched.logits == [approximately(log) for log in renamed]
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_the_caller_of_evaluate_gets_the_logged_metrics(tmp_path, stage):
+    model = checkpoint(tmp_path)
+    with fastdpo.patched("llamafactory"):
+        patched = train(tmp_path, model, stage, evaluate=True)
+    written = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    logged = next(log for log in patched.history if "eval_rewards/chosen" in log)
+    assert {name: x for name, x in logged.items() if name != "step"} == written
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_lost_labels_are_noticed(tmp_path, stage, monkeypatch):
+    """The comparison of trainings fails when one token of each batch is not scored."""
+    with monkeypatch.context() as patch:
+        forward = fastdpo.models.forward._score
+
+        def without_a_token(model, fused, batch, kwargs):
+            scored = forward(model, fused, batch, kwargs)
+            row, column = scored.label_mask.nonzero()[0]
+            logps = scored.logps.logps.clone()
+            logps[row, column] = 0
+            return scored._replace(logps=scored.logps._replace(logps=logps))
+
+        patch.setattr(fastdpo.models.forward, "_score", without_a_token)
+        stock, patched = train_both(tmp_path, stage)
+    assert patched.calls == FUSED[stage]
+    with pytest.raises(AssertionError, match="times the tolerance"):
+        assert_same(stock, patched)
