@@ -6,17 +6,16 @@ import warnings
 
 import pytest
 import torch
-from comparison import assert_close, assert_far_from_same
+from comparison import assert_close, assert_far_from_same, assert_same_in_low_precision, double
 from families import FUSED, kind
+from peft import PromptTuningConfig
 from trl import KTOTrainer
 from trl_kto_runs import rows, train_both_kto, train_kto
 from trl_runs import (
-    Run,
     adapter,
     assert_fused,
     assert_same,
     assert_same_bits,
-    run_ranks,
     tiny_model,
     trained_adapter,
 )
@@ -167,6 +166,21 @@ def test_attention_dropout_falls_back_to_stock_and_its_reference_is_fused(both, 
     assert_same(stock, patched)
 
 
+def test_prompt_tuning_falls_back_to_stock_and_its_reference_is_fused(both, caplog):
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    stock, patched = both(reference=False, peft_config=tuning)
+    assert patched.calls == {("policy", "stock"): 6, ("reference", "fused"): 3}
+    assert caplog.text.count("not fused, the model was called without input_ids") == 1
+    assert_same(stock, patched)
+
+
+def test_autocast(both, tmp_path):
+    stock, patched = both(bf16=True, max_steps=2)
+    assert_fused(patched, policy=4, reference=2)
+    in_float64 = functools.partial(train_kto, tmp_path / "exact", double(tiny_model()), double(tiny_model(seed=1)))
+    assert_same_in_low_precision(stock, patched, torch.bfloat16, functools.partial(in_float64, max_steps=2))
+
+
 def test_a_reference_with_dropout_keeps_its_two_calls(both):
     stock, patched = both(tiny=dict(attention_dropout=0.1), disable_dropout=False, **adapter())
     assert patched.calls == {("policy", "stock"): 6, ("reference", "stock"): 6}
@@ -308,29 +322,6 @@ def test_a_changed_signature_is_rejected(monkeypatch, name):
     (seam,) = (seam for seam in fastdpo.patch().seams if seam.name == "trl.KTOTrainer")
     assert f"KTOTrainer.{name} must have the parameters" in seam.reason
     assert dict(vars(KTOTrainer)) == changed
-
-
-def test_two_ranks_equal_stock(tmp_path):
-    import kto_ranks_worker  # not at the top: it runs in the processes of the ranks
-
-    records = {}
-    for name in ("stock", "patched"):
-        run_ranks(2, kto_ranks_worker.train_rank, tmp_path / name, name)
-        records[name] = [torch.load(tmp_path / name / f"rank{rank}.pt") for rank in range(2)]
-    for stock, patched in zip(records["stock"], records["patched"], strict=True):
-        assert patched["wrapped"] == stock["wrapped"] == "DistributedDataParallel"
-        assert not stock["calls"]
-        assert patched["calls"] == {
-            ("trl.KTOTrainer", "policy", "fused"): 2 * 3,
-            ("trl.KTOTrainer", "reference", "fused"): 3 + 1,
-            ("trl.KTOTrainer", "eval", "fused"): 2,
-        }
-        assert_same(
-            Run(stock["logs"], stock["gradients"], steps=3), Run(patched["logs"], patched["gradients"], steps=3)
-        )
-    first, second = (rank["gradients"] for rank in records["patched"])
-    for a, b in zip(first, second, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_merged_rows_have_the_log_probs_of_their_own_calls(tmp_path):
