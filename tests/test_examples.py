@@ -15,6 +15,7 @@ RUNS = {
     "dpo_loop": ["--steps", "4", "--batch-size", "4"],
     "trl_dpo": ["--epochs", "2", "--batch-size", "4"],
     "trl_online_dpo": ["--steps", "2", "--batch-size", "2", "--max-new-tokens", "4"],
+    "trl_grpo": ["--steps", "2", "--prompts", "2", "--completions", "2", "--max-new-tokens", "4"],
     "precompute": ["--steps", "2", "--batch-size", "4"],
 }
 CALLS = {
@@ -26,6 +27,7 @@ CALLS = {
         ("trl.DPOTrainer", "reference", "remembered"),
     },
     "trl_online_dpo": {("trl.OnlineDPOTrainer", kind, "fused") for kind in ("policy", "reference")},
+    "trl_grpo": {("trl.GRPOTrainer", kind, "fused") for kind in ("policy", "old_policy", "reference")},
     "precompute": {("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")},
 }
 
