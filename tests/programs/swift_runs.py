@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import swift.rlhf_trainers.dpo_trainer  # noqa: F401  makes TRL 0.28 importable next to transformers 5
 from comparison import double
 from trl_runs import Gradients, Run, numbers
 from workload import Workload
 
 import fastdpo
+from fastdpo.integrations.swift import batches
 
 OPTIONS = {
     "model_type": "llama",
@@ -148,6 +150,29 @@ def _in_float64(options: dict[str, Any]) -> Callable[[Any], None]:
 def join_rows(pipeline: Any) -> None:
     """Sets what `padding_free` sets, for any attention. The option itself requires flash-attn."""
     pipeline.template.padding_free = True
+
+
+def scale_logits(pipeline: Any) -> None:
+    """Hooks the heads, which then cannot be fused."""
+    for model in filter(None, (pipeline.model, pipeline.ref_model)):
+        model.lm_head.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def join_rows_and_scale_logits(pipeline: Any) -> None:
+    join_rows(pipeline)
+    scale_logits(pipeline)
+
+
+def forget_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the patched trainers leave out the last token of the first row."""
+
+    def without_a_token(batch: dict[str, Any], **options: Any) -> Any:
+        inputs = batches.inputs_of(batch, **options)
+        labels = inputs["labels"].clone()
+        labels[0, (labels[0] != -100).nonzero()[-1]] = -100
+        return {**inputs, "labels": labels}
+
+    monkeypatch.setattr("fastdpo.integrations.swift.line.inputs_of", without_a_token)
 
 
 def use_trainer(monkeypatch: pytest.MonkeyPatch, trainer: type) -> None:

@@ -40,7 +40,7 @@ def enable(options: PatchOptions) -> None:
     def concatenated_forward(self, model, batch, is_ref_model=False):
         if not _line.calls(self, model):  # created before patch()
             return stock_forward(self, model, batch, is_ref_model)
-        inputs = _line.inputs_of(self, batch, model)
+        inputs = _line.inputs_of(self, batch, model, router_logits=self.aux_loss_enabled)
 
         def stock(of_rows):
             if of_rows is not model and not isinstance(inputs, str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,8 @@ from .batches import inputs_of
 @dataclass(eq=False, kw_only=True)
 class _SwiftState(TrainerState):
     models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    batch: LastResult[Inputs | str] = field(default_factory=LastResult)
+    batches: defaultdict[str, LastResult[Inputs | str]] = field(default_factory=lambda: defaultdict(LastResult))
+    inputs: dict[str, Inputs] | None = None  # by the kind of batch, while `KTOTrainer.forward` scores them
 
 
 class SwiftLine:
@@ -84,22 +86,26 @@ class SwiftLine:
         """Whether a trainer's calls of a model are to be fused."""
         return vars(trainer).get(STATE) is not None and forward.is_installed(model, self.name)
 
-    def inputs_of(self, trainer: Any, batch: dict[str, Any], model: Any = None) -> Inputs | str:
-        """`batches.inputs_of`, with the same tensors for policy and reference.
+    def inputs_of(
+        self, trainer: Any, batch: dict[str, Any], model: Any, *, router_logits: bool, kind: str = ""
+    ) -> Inputs | str:
+        """`batches.inputs_of`, with the same tensors for policy and reference; or the reason why no
+        call of the model can be fused, as far as it is known.
 
         Args:
             trainer: with a state.
             batch: of its template.
-            model: if given, a reason why no call of it can be fused is returned, as far as it is
-                known.
+            model: of the trainer.
+            router_logits: whether the call asks for the auxiliary loss of a router.
+            kind: distinguishes the batches of a step.
         """
-        reason = None if model is None else forward.disabled_reason(model, self.name)
+        reason = forward.disabled_reason(model, self.name)
         if reason is not None:
             return reason
         state: _SwiftState = vars(trainer)[STATE]
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
-        options = dict(padding_free=trainer.template.padding_free, router_logits=trainer.aux_loss_enabled)
-        return state.batch.get(tensors, lambda: inputs_of(batch, **options))
+        options = dict(padding_free=trainer.template.padding_free, router_logits=router_logits)
+        return state.batches[kind].get(tensors, lambda: inputs_of(batch, **options))
 
 
 def _disabled_reason(trainer: Any) -> str | None:

@@ -6,11 +6,21 @@ import pytest
 import torch
 from comparison import assert_far_from_same
 from swift.rlhf_trainers.dpo_trainer import DPOTrainer
-from swift_runs import LORA, VARIED, join_rows, train, train_both, use_trainer
+from swift_runs import (
+    LORA,
+    VARIED,
+    forget_a_token,
+    join_rows,
+    join_rows_and_scale_logits,
+    scale_logits,
+    train,
+    train_both,
+    use_trainer,
+)
 from trl_runs import assert_fused, assert_same, assert_same_bits
 
 import fastdpo
-from fastdpo.integrations.swift import batches, dpo
+from fastdpo.integrations.swift import dpo
 
 NAME = "swift.DPOTrainer"
 FULL = dict(policy=3, reference=3)
@@ -78,26 +88,14 @@ def test_rows_that_are_padded_on_the_left(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_comparison_detects_a_missing_token(tmp_path, monkeypatch, layout):
-    def without_the_last_token(batch, **options):
-        inputs = batches.inputs_of(batch, **options)
-        labels = inputs["labels"].clone()
-        labels[0, (labels[0] != -100).nonzero()[-1]] = -100
-        return {**inputs, "labels": labels}
-
-    monkeypatch.setattr("fastdpo.integrations.swift.line.inputs_of", without_the_last_token)
+    forget_a_token(monkeypatch)
     stock, patched = train_both(tmp_path, **LAYOUTS[layout])
     assert_far_from_same(stock, patched, stock.in_float64)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_is_not_fused_trains_as_in_stock(tmp_path, caplog, layout):
+@pytest.mark.parametrize("prepare", [scale_logits, join_rows_and_scale_logits])
+def test_a_model_that_is_not_fused_trains_as_in_stock(tmp_path, caplog, prepare):
     """Its first call is the one that finds this out: the batch has been given to the model then."""
-
-    def prepare(pipeline) -> None:
-        LAYOUTS[layout].get("prepare", lambda pipeline: None)(pipeline)
-        for model in (pipeline.model, pipeline.ref_model):
-            model.lm_head.register_forward_hook(lambda module, args, output: output * 1.5)
-
     stock, patched = train_both(tmp_path, prepare=prepare)
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
