@@ -1,0 +1,161 @@
+"""What the lines of TRL's DPOTrainer since its rewrite share: everything but where it scores a batch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ...models import forward
+from ...models.fallback import counting_calls_as, logger
+from ..deferred_metrics import (
+    codes_of,
+    deferring,
+    is_overridden,
+    running_total,
+    settle_where_trl_communicates,
+    shown_metrics,
+    stored,
+)
+from ..protocol import STATE, PatchOptions
+from ..replacements import Replacements
+from ..signatures import first_difference
+from . import precompute
+from .created_trainers import CreatedTrainers, TrainerState
+from .ledgers import ledger_of
+from .memory import ReferenceMemory
+from .names import DPO
+from .padding_free import without_padding_free
+
+DPOTrainer = Any  # of one of several versions
+
+_PARAMETERS = {
+    "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
+    "_compute_loss": ["self", "model", "inputs", "return_outputs"],
+    "store_flos": ["self"],
+    "evaluation_loop": [
+        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
+    ],
+    "create_accelerator_and_postprocess": ["self"],
+}
+_COMPUTES_METRICS = (
+    *("_compute_loss", "compute_loss", "training_step", "prediction_step", "store_flos", "evaluation_loop", "_metrics"),
+)
+_METRICS = "_metrics"
+_TOKENS = "_total_train_tokens"
+
+Scoring = Callable[[DPOTrainer, dict[str, Any], bool], AbstractContextManager[None]]
+"""Returns a context in which TRL's code scores a batch.
+
+Given the trainer, the batch, and whether the caller wants the output of the model.
+"""
+
+
+@dataclass(eq=False, kw_only=True)
+class DPOState(TrainerState):
+    memory: ReferenceMemory
+
+
+def trainer_class() -> type[DPOTrainer]:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    return DPOTrainer
+
+
+def state_of(trainer: DPOTrainer) -> DPOState | None:
+    """The state of a trainer, or None if it was created before `patch()`, or belongs to the trainer
+    line of a subclass.
+    """
+    state = vars(trainer).get(STATE)
+    return state if isinstance(state, DPOState) else None
+
+
+def unsupported_reason(parameters: dict[str, list[str]]) -> str | None:
+    """Returns how TRL differs from the versions that this module was tested with, or None.
+
+    `parameters` are those of further functions of the trainer by their names.
+    """
+    return first_difference(trainer_class(), _PARAMETERS | parameters)
+
+
+def replace(
+    replacements: Replacements,
+    trainers: CreatedTrainers,
+    options: PatchOptions,
+    *,
+    state_type: type[DPOState] = DPOState,
+    prepare: Callable[[DPOTrainer], None] | None = None,
+    disabled_reason: Callable[[dict[str, Any]], str | None] | None = None,
+    scoring: Scoring = lambda *args: nullcontext(),
+) -> None:
+    """Replaces functions of the trainer class.
+
+    Args:
+        replacements: those of the trainer line.
+        trainers: of the trainer line.
+        options: of `patch()`.
+        state_type: of the state of a trainer.
+        prepare: prepares the models of a trainer (see `CreatedTrainers.watch`).
+        disabled_reason: why a trainer is left unpatched (see `CreatedTrainers.watch`).
+        scoring: a context for TRL's functions that score a batch.
+    """
+    stock = trainer_class()
+    stock_reference = stock.compute_ref_log_probs
+    stock_precompute = stock._precompute_ref_logps
+    stock_init = stock.__init__
+    stock_loss = stock._compute_loss
+    codes = codes_of(stock_loss)
+
+    @functools.wraps(stock_reference)
+    def compute_ref_log_probs(self, *args, **kwargs):  # TRL before 1.9 does not pass the model
+        inputs = inspect.signature(stock_reference).bind(self, *args, **kwargs).arguments["inputs"]
+        with counting_calls_as("reference"), scoring(self, inputs, False):
+            return stock_reference(self, *args, **kwargs)
+
+    @functools.wraps(stock_precompute)
+    def _precompute_ref_logps(self, dataset, name, batch_size):
+        if not precompute.is_supported(self, dataset):
+            return stock_precompute(self, dataset, name, batch_size)
+        return precompute.with_precomputed_logps(self, dataset, name, batch_size)
+
+    @functools.wraps(stock_loss)
+    def _compute_loss(self, model, inputs, return_outputs):
+        state = state_of(self)
+        if state is None:
+            return stock_loss(self, model, inputs, return_outputs)
+        with state.memory.serving(self, inputs) as inputs:
+            try:
+                with deferring(self.accelerator, state.ledger, codes), scoring(self, inputs, return_outputs):
+                    result = stock_loss(self, model, inputs, return_outputs)
+            finally:
+                for metrics in stored(self, _METRICS).values():
+                    state.ledger.take(metrics)
+        state.ledger.settle_if_due(read=is_overridden(self, stock, _COMPUTES_METRICS))
+        return result
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
+        if state_of(self) is None or config is None or not config.padding_free:
+            stock_init(self, *args, **kwargs)
+            return
+        with without_padding_free(config):  # otherwise TRL would warn that it pads
+            stock_init(self, *args, **kwargs)
+        self.padding_free = forward.is_fused(self.model)
+        if not self.padding_free:
+            logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
+
+    def new_state() -> DPOState:
+        return state_type(memory=ReferenceMemory(options.reference_memory))
+
+    replacements.put(stock, "__init__", __init__)
+    trainers.watch(replacements, stock, new_state=new_state, prepare=prepare, disabled_reason=disabled_reason)
+    replacements.put(stock, "_compute_loss", _compute_loss)
+    settle_where_trl_communicates(replacements, stock, ledger_of)
+    replacements.put(stock, _METRICS, shown_metrics(_METRICS, ledger_of, codes))
+    replacements.put(stock, _TOKENS, running_total(_TOKENS, ledger_of, codes))
+    replacements.put(stock, "compute_ref_log_probs", compute_ref_log_probs)
+    replacements.put(stock, "_precompute_ref_logps", _precompute_ref_logps)
