@@ -7,13 +7,18 @@ READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 
+# Each minor version of TRL between its rewrite and its fused head.
+TRL_VERSIONS := 0.29.1 1.0.0 1.1.0 1.2.0 1.3.0 1.4.0 1.5.1 1.6.0 1.7.1 1.8.0 1.9.0 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2
+REQUESTS := $(VENV)/requests
+
 LEGACY := .venv-legacy
 OPENRLHF := .venv-openrlhf
 LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 
-.PHONY: demo test test-all test-census test-legacy test-openrlhf test-llamafactory test-ranks test-swift lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-llamafactory test-ranks test-swift \
+	lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -34,6 +39,20 @@ test-census: $(READY) $(OLDEST_TRITON)
 test-legacy: $(LEGACY)/.ready
 	$(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ARGS)
 	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ARGS)
+
+# TRL from its rewrite to its fused head, each version in a process of its own, two at a time. Three versions run all
+# losses and options. TRL 0.29 has no pass that can be replaced by that of fastdpo.
+test-trl-versions: $(READY) $(addprefix $(VENV)/trl-,$(TRL_VERSIONS)) $(REQUESTS)
+	$(MAKE) --jobs 2 --output-sync --keep-going $(addprefix test-trl-,$(TRL_VERSIONS))
+
+IN_DETAIL := tests/trl_versions tests/integrations/test_trl_dpo_losses.py tests/integrations/test_trl_dpo_options.py
+TRL_TESTS := tests/trl_versions/test_dpo.py tests/trl_versions/test_online_dpo.py
+test-trl-0.29.1 test-trl-1.9.0 test-trl-1.14.2: TRL_TESTS := $(IN_DETAIL)
+test-trl-0.29.1: TRL_TESTS := $(IN_DETAIL) -k "not precompute"
+
+test-trl-%: $(VENV)/trl-% $(REQUESTS)
+	PYTHONPATH=$(abspath $(VENV)/trl-$*):$(abspath $(REQUESTS)) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest --quick -p no:cacheprovider $(TRL_TESTS) $(ARGS)
 
 test-openrlhf: $(OPENRLHF)/.ready
 	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
@@ -144,10 +163,16 @@ $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed
 	touch $@
 
-# The oldest TRL that is supported, for the tests that put it in front of the other.
-$(OLDEST_TRL): $(READY)
+# Another version of TRL, for tests that put it in front of the one that is installed.
+$(VENV)/trl-%: $(READY)
 	rm -rf $@
-	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.15.0
+	$(BIN)/pip install --quiet --no-deps --target $@ trl==$*
+	touch $@
+
+# OnlineDPOTrainer imports it before TRL 1.14.
+$(REQUESTS): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --target $@ requests
 	touch $@
 
 $(OLDEST_TRITON): $(READY)

@@ -60,9 +60,7 @@ def install(
             groups=groups,
             memory_budget=options.memory_budget,
         )
-        forward.install(
-            model, request, functools.partial(make_output or _make_output, model.config), prior_scores=False
-        )
+        forward.install(model, request, functools.partial(make_output or results_of, model.config), prior_scores=False)
 
 
 def score(
@@ -99,7 +97,8 @@ def liger_reason(config: Any) -> str | None:
     return next((f"{name} is set" for name in options if getattr(config, name, False)), None)
 
 
-def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:
+def results_of(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:
+    """The per-token results that `score` describes."""
     output = {"log_probs": scored.logps.logps}
     output |= {name: x for name, x in scored.logps._asdict().items() if name != "logps" and x is not None}
     if scored.router_logits is not None:

@@ -50,8 +50,10 @@ ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.tra
 
 LINES = (
     Line("trl.DPOTrainer", ">=1.15,<1.17", "trl.dpo", DPO_MODULES),
+    Line("trl.DPOTrainer", ">=0.29,<1.15", "trl.dpo_logits", DPO_MODULES),
     Line("trl.DPOTrainer", ">=0.24,<0.29", "trl.dpo_legacy", DPO_MODULES),
     Line("trl.OnlineDPOTrainer", ">=1.15,<1.17", "trl.online_dpo", ONLINE_DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo", ONLINE_DPO_MODULES),
     Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo", ONLINE_DPO_MODULES),
     Line("trl.KTOTrainer", ">=1.15,<1.17", "trl.kto", ("trl.trainer.kto_trainer",)),
     Line("trl.SFTTrainer", ">=1.15,<1.17", "trl.sft", ("trl.trainer.sft_trainer",), by_default=False),

@@ -25,8 +25,21 @@ def unsupported_version_reason(package: str, version: str, supported: list[str])
         if not _overlap(specifier, supported[0]):
             return f"this version is not supported, and {distribution} requires {package}{specifier}"
     possible = [x for x in supported if all(_overlap(specifier, x) for _, specifier in requirements)]
-    install = " or ".join(f"'{package}{x}'" for x in possible)
+    install = " or ".join(f"'{package}{x}'" for x in joined(possible))
     return f"this version is not supported: install {install}"
+
+
+def joined(specifiers: list[str]) -> list[str]:
+    """Specifiers, newest first, with those of the form ">=a,<b" joined where one ends at the version
+    that another begins with.
+    """
+    ranges: list[str] = []
+    for specifier in specifiers:
+        if ranges and "," in specifier and specifier.split(",<")[1] == ranges[-1].split(",")[0].removeprefix(">="):
+            ranges[-1] = f"{specifier.split(',')[0]},{ranges[-1].split(',')[1]}"
+        else:
+            ranges.append(specifier)
+    return ranges
 
 
 def _requirements_on(package: str, version: str) -> list[tuple[str, SpecifierSet]]:

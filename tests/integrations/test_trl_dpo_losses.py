@@ -29,10 +29,12 @@ LOSSES = {
     "sigmoid_norm": dict(),  # divides by lengths
 }
 
+OF_TRL = re.findall(r'loss_type == "(\w+)"', inspect.getsource(DPOTrainer._compute_loss))
+
 MODIFIERS = {
     "two_losses": dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]),  # sums and per-token values
     "three_losses": dict(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),  # TRL's MPO
-    "losses_without_weights": dict(loss_type=["hinge", "sigmoid_norm"]),
+    "losses_without_weights": dict(loss_type=["hinge", "ipo"]),
     "forward_kl": dict(f_divergence_type="forward_kl"),
     "js_divergence": dict(f_divergence_type="js_divergence"),
     "alpha_divergence": dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.7),
@@ -47,7 +49,7 @@ MODIFIERS = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss in OF_TRL])
 def test_loss(both, loss):
     stock, patched = both(loss_type=[loss], **LOSSES[loss], max_steps=2)
     assert_same(stock, patched)
@@ -62,5 +64,5 @@ def test_modified_loss(both, modifier):
 
 
 def test_every_loss_of_trl_is_listed():
-    losses_of_trl = re.findall(r'loss_type == "(\w+)"', inspect.getsource(DPOTrainer._compute_loss))
-    assert sorted(losses_of_trl) == sorted(LOSSES)
+    assert OF_TRL
+    assert set(OF_TRL) <= LOSSES.keys()

@@ -35,20 +35,20 @@ def test_a_package_whose_import_fails_is_off_with_the_reason(tmp_path):
     assert "PatchError: patch: fastdpo: trl.DPOTrainer" in run.stderr
 
 
-BOTH = "this version is not supported: install 'trl>=1.15,<1.17' or 'trl>=0.24,<0.29'"
+ANY = "this version is not supported: install 'trl>=0.24,<1.17'"
 
 
 @pytest.mark.parametrize(
     ("version", "requirement", "reason"),
     [
-        ("1.9.0", "trl==1.9.0", "this version is not supported, and other requires trl==1.9.0"),
-        ("0.29.1", "trl<1.0,>=0.15", "this version is not supported, and other requires trl<1.0,>=0.15"),
-        ("1.9.0", "trl>=1.0", "this version is not supported: install 'trl>=1.15,<1.17'"),
-        ("1.9.0", "trl>=0.20", BOTH),
-        ("1.9.0", "trl", BOTH),
-        ("1.9.0", 'trl==1.9.0; extra == "rl"', BOTH),
-        ("1.9.0", "trl==1.8.0", BOTH),  # not met as it is
-        ("1.9.0", "not a requirement", BOTH),
+        ("1.17.0", "trl==1.17.0", "this version is not supported, and other requires trl==1.17.0"),
+        ("0.23.1", "trl<1.0,>=0.15", "this version is not supported, and other requires trl<1.0,>=0.15"),
+        ("1.17.0", "trl>=1.15", "this version is not supported: install 'trl>=1.15,<1.17'"),
+        ("1.17.0", "trl>=0.20", ANY),
+        ("1.17.0", "trl", ANY),
+        ("1.17.0", 'trl==1.17.0; extra == "rl"', ANY),
+        ("1.17.0", "trl==1.8.0", ANY),  # not met as it is
+        ("1.17.0", "not a requirement", ANY),
     ],
 )
 def test_advice_respects_what_is_installed(tmp_path, monkeypatch, version, requirement, reason):

@@ -3,7 +3,6 @@
 Its logs round losses to four digits; gradients are compared to seven digits.
 """
 
-import random
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +11,7 @@ import transformers
 from altered_heads import ALTERED
 from comparison import approximately, assert_far_from_same, assert_same_in_low_precision
 from trl import DPOTrainer
-from trl_runs import adapter, assert_fused, assert_same, build, pairs, run_two_ranks, tiny_model, train
+from trl_runs import adapter, assert_fused, assert_same, build, long_pairs, pairs, run_two_ranks, tiny_model, train
 
 import fastdpo
 
@@ -21,18 +20,8 @@ LOSSES = (
     *("discopop", "sft"),
 )
 FULL = dict(policy=3, reference=3)
+LONG = long_pairs(((1, 9, 8), (11, 1, 3), (5, 3, 2), (14, 7, 6), (30, 4, 9), (2, 7, 1), (10, 8, 9), (8, 4, 3)))
 CHECKPOINTED = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def long_pairs() -> list[dict[str, str]]:
-    """Pairs shorter and longer than 12 tokens: truncation cuts answers and prompts."""
-    rng = random.Random(3)
-
-    def words(n: int) -> str:
-        return " ".join(f"w{rng.randrange(94)}" for _ in range(n))
-
-    sizes = [(1, 9, 8), (11, 1, 3), (5, 3, 2), (14, 7, 6), (30, 4, 9), (2, 7, 1), (10, 8, 9), (8, 4, 3)]
-    return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in sizes]
 
 
 # option: (changed arguments, number of calls of each kind)
@@ -51,9 +40,9 @@ OPTIONS = {
     "reference_free": (dict(reference_free=True), FULL),
     "logits_to_keep": (dict(use_logits_to_keep=True), FULL),
     "logits_to_keep_ld": (dict(use_logits_to_keep=True, ld_alpha=0.5, use_weighting=True), FULL),
-    "keep_start": (dict(max_length=12, truncation_mode="keep_start", data=long_pairs()), FULL),
-    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=long_pairs()), FULL),
-    "max_prompt_length": (dict(max_prompt_length=6, max_completion_length=4, data=long_pairs()), FULL),
+    "keep_start": (dict(max_length=12, truncation_mode="keep_start", data=LONG), FULL),
+    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=LONG), FULL),
+    "max_prompt_length": (dict(max_prompt_length=6, max_completion_length=4, data=LONG), FULL),
     "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=4 + 1)),
     "precompute_batch": (
         dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
@@ -245,24 +234,18 @@ REMEMBERED = {
     "full": dict(),
     "adapter": adapter(),
     "ipo": dict(loss_type="ipo"),
-    "truncated": dict(max_length=12, truncation_mode="keep_start", data=long_pairs()),
+    "truncated": dict(max_length=12, truncation_mode="keep_start", data=LONG),
     "other batches in evaluation": dict(per_device_eval_batch_size=3),
 }
 
 
 @pytest.mark.parametrize("option", REMEMBERED)
-def test_training_with_a_remembered_reference(tmp_path, option):
+def test_training_with_a_remembered_reference(both, option):
     epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8, eval_strategy="epoch")
-    options = {**epochs, **REMEMBERED[option]}
-    has_reference = options.pop("reference", True)
-    runs = []
-    for name in ("stock", "patched"):
-        models = tiny_model(), tiny_model(seed=1) if has_reference else None
-        with fastdpo.patched("trl.DPOTrainer", reference_memory=True) if name == "patched" else nullcontext():
-            runs.append(train(tmp_path / name, *models, **options))
-    assert_same(*runs)
+    stock, patched = both(reference_memory=True, **{**epochs, **REMEMBERED[option]})
+    assert_same(stock, patched)
     batches = 2 + (3 if "evaluation" in option else 2)  # of an epoch and of an evaluation
-    calls = runs[1].calls
+    calls = patched.calls
     assert calls["reference", "fused"] == batches
     assert calls["reference", "remembered"] == calls["policy", "fused"] + calls["eval", "fused"] - batches
 

@@ -2,8 +2,7 @@
 
 import pytest
 from peft import LoraConfig
-from trl_online_runs import assert_all_same, reward, reward_model, train_three
-from trl_runs import assert_fused
+from trl_online_runs import assert_option_trains_alike, reward, reward_model
 
 LONG = [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(n))} for i, n in enumerate((3, 30, 8, 13, 20, 1))]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
@@ -22,8 +21,4 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option(tmp_path, option):
-    options = OPTIONS[option]
-    runs = train_three(tmp_path, max_steps=2, **options)
-    calls = 2 * options.get("gradient_accumulation_steps", 1)
-    assert_fused(runs[-1], policy=calls, reference=calls)
-    assert_all_same(*runs)
+    assert_option_trains_alike(tmp_path, **OPTIONS[option])

@@ -26,6 +26,7 @@ from packaging.version import Version
 
 import fastdpo
 from fastdpo.integrations.patching import DISTRIBUTIONS, LINES, TRAINERS
+from fastdpo.integrations.versions import joined
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "tests" / "trained.json"
@@ -70,7 +71,8 @@ def table(trained: Trained) -> str:
     """README's table of trainers."""
     rows = ["| trainer | versions | trained by the tests with |", "| --- | --- | --- |"]
     for trainer in TRAINERS:
-        supported = ", ".join(_range(line.versions) for line in reversed(LINES) if line.trainer == trainer)
+        ranges = joined([line.versions for line in LINES if line.trainer == trainer])
+        supported = ", ".join(map(_range, reversed(ranges)))
         versions = ", ".join(sorted(trained[trainer], key=Version))
         rows.append(f"| `{trainer}` | {supported} | {versions} |")
     return "\n".join(rows)

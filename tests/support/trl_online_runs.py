@@ -21,7 +21,19 @@ try:
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 except ModuleNotFoundError:  # older TRL
     from trl import OnlineDPOConfig, OnlineDPOTrainer
-from trl_runs import OPTIONS, WORDS, Gradients, Run, assert_same, numbers, on_disk, pairs, tiny_model, tokenizer
+from trl_runs import (
+    OPTIONS,
+    WORDS,
+    Gradients,
+    Run,
+    assert_fused,
+    assert_same,
+    numbers,
+    on_disk,
+    pairs,
+    tiny_model,
+    tokenizer,
+)
 
 import fastdpo
 
@@ -180,3 +192,11 @@ def assert_all_same(stock: OnlineRun, masked_stock: OnlineRun, patched: OnlineRu
     assert not stock.calls
     assert_same_online(masked_stock, patched)
     assert_same_online(stock, patched, except_for=SUMS_OVER_PADDING)
+
+
+def assert_option_trains_alike(directory: Path, **options) -> None:
+    """Asserts that two steps with an option of `train_three` are fused and equal stock's."""
+    runs = train_three(directory, max_steps=2, **options)
+    calls = 2 * options.get("gradient_accumulation_steps", 1)
+    assert_fused(runs[-1], policy=calls, reference=calls)
+    assert_all_same(*runs)

@@ -56,6 +56,20 @@ def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
+ACROSS_12 = ((1, 20, 30), (11, 1, 25), (5, 3, 2), (14, 13, 12), (30, 4, 40), (2, 40, 1), (10, 12, 11), (8, 4, 3))
+"""Lengths of prompt, chosen and rejected of pairs that are shorter and longer than 12 tokens."""
+
+
+def long_pairs(lengths: tuple[tuple[int, int, int], ...] = ACROSS_12) -> list[dict[str, str]]:
+    """Pairs of the given lengths, whose truncation cuts answers and (entire) prompts."""
+    rng = random.Random(3)
+
+    def words(n: int) -> str:
+        return " ".join(f"w{rng.randrange(94)}" for _ in range(n))
+
+    return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in lengths]
+
+
 def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
     """Saves rows to a directory and loads them from there.
 
@@ -221,9 +235,10 @@ def train_both(
     prepare=lambda model: model,
     trainer: str = "trl.DPOTrainer",
     train: Callable[..., Run] = train,
+    reference_memory: bool = False,
     **options,
 ) -> list[Run]:
-    """Trains stock, then patched, from the same initial weights.
+    """Trains stock, then patched, with an option of `patch`, from the same initial weights.
 
     `prepare` is applied to each model before a trainer is created with it. `train` is called with a
     directory, policy, reference and the options.
@@ -235,7 +250,7 @@ def train_both(
 
     stock = once("stock")
     stock.in_float64 = functools.partial(once, "float64", double)
-    with fastdpo.patched(trainer):
+    with fastdpo.patched(trainer, reference_memory=reference_memory):
         return [stock, once("patched")]
 
 

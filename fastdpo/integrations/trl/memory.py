@@ -19,7 +19,7 @@ from ...models import support
 from ...models.adapters import active_parameters
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .names import DPO
-from .reference import AsReference, as_reference, precision_of, reference_digest, reference_of
+from .reference import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -63,7 +63,8 @@ class ReferenceMemory(Memory):
             return
 
         def key() -> str:
-            return key_of(reference_digest(trainer, as_reference), precision_of(trainer), trainer.ld_alpha)
+            digest = reference_digest(trainer, as_reference)
+            return key_of(digest, precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
 
         trainer.add_callback(exchange_callback(self))  # on every rank, since all must take part
         self.start(memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference), key)
@@ -77,12 +78,17 @@ class ReferenceMemory(Memory):
             rows = torch.tensor([*missing, *(i + len(digests) for i in missing)], device=device)
             all_missing = len(missing) == len(digests)
             part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
-            return torch.stack(list(trainer.compute_ref_log_probs(reference_of(trainer), part)), 1)
+            return torch.stack(list(reference_logps(trainer, part)), 1)
 
         logps = remembered_logps(self, trainer, as_reference, digests, compute)
         dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
         chosen, rejected = logps.to(device, dtype).unbind(1)
         return chosen, rejected
+
+
+def _truncation(trainer: Any) -> tuple[object, ...]:
+    """How a trainer truncates batches, which TRL does after their collation in version 0.29 only."""
+    return (trainer.args.max_length, trainer.args.truncation_mode) if hasattr(trainer, "_truncate_inputs") else ()
 
 
 def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReference) -> str | None:

@@ -62,7 +62,10 @@ class _OnlineDPOState(TrainerState):
 def trainer_class() -> type[OnlineDPOTrainer]:
     try:
         from trl.experimental.online_dpo import OnlineDPOTrainer
-    except ModuleNotFoundError:  # TRL before 0.26
+    except ModuleNotFoundError as error:
+        if error.name is not None and not error.name.startswith("trl."):  # TRL 0.29 to 1.13 needs requests
+            raise
+        # TRL before 0.26
         from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # pyright: ignore[reportMissingImports]
     return OnlineDPOTrainer
 

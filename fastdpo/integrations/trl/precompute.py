@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from ...models import fallback, forward
 from ...models.fallback import logger
 from .names import DPO
-from .reference import as_reference, precision_of, reference_digest, reference_of
+from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,6 +45,8 @@ def _unsupported_reason(trainer: DPOTrainer) -> str | None:
     collator = type(trainer.data_collator)
     if collator is not dpo_trainer.DataCollatorForPreference:
         return f"{collator.__name__} may return other tokens than the dataset's"
+    if not hasattr(trainer.data_collator, "max_length"):
+        return "TRL 0.29 truncates batches after their collation"
     if type(trainer).compute_ref_log_probs is not dpo_trainer.DPOTrainer.compute_ref_log_probs:
         return f"{type(trainer).__name__} overrides compute_ref_log_probs"
     if trainer.is_deepspeed_enabled:
@@ -87,7 +89,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
 
     def score(examples):
         batch = send_to_device(collator(examples), accelerator.device)
-        return trainer.compute_ref_log_probs(model, batch)
+        return reference_logps(trainer, batch)
 
     with scoring.evaluating(model):
         logps = passes.run(

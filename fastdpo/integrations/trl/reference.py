@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
@@ -21,6 +22,14 @@ def reference_of(trainer: DPOTrainer) -> nn.Module:
     """
     # A compiled model has no truth value.
     return cast(nn.Module, trainer.model if trainer.ref_model is None else trainer.ref_model)
+
+
+def reference_logps(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The reference's log-probabilities of chosen and rejected completions, [B] each, by TRL's own
+    function.
+    """
+    takes_model = "model" in inspect.signature(trainer.compute_ref_log_probs).parameters  # since TRL 1.9
+    return trainer.compute_ref_log_probs(*((reference_of(trainer),) if takes_model else ()), inputs)
 
 
 def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:

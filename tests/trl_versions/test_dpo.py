@@ -1,0 +1,73 @@
+"""DPOTrainer of TRL 0.29 to 1.14, stock against patched.
+
+`make test-trl-versions` runs these trainings with every minor version of TRL, and the other tests
+here, and all losses and options of tests/integrations, with three of them.
+"""
+
+from importlib.metadata import version
+
+import pytest
+from comparison import assert_far_from_same
+from packaging.version import Version
+from trl_runs import adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
+
+import fastdpo
+
+installed = Version(version("trl"))
+ROUTED = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
+
+# option: (changed arguments, number of calls of each kind)
+OPTIONS = {
+    "two losses": (
+        dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], evaluate=6),
+        dict(policy=3, reference=3 + 2, eval=2),
+    ),
+    "weighting": (dict(use_weighting=True), dict(policy=3, reference=3)),
+    "adapter": (
+        dict(gradient_accumulation_steps=2, max_steps=2, evaluate=4, **adapter()),
+        dict(policy=4, reference=4 + 1, eval=1),
+    ),
+    "keep_start": (dict(max_length=12, data=long_pairs(), loss_type=["ipo"]), dict(policy=3, reference=3)),
+    "keep_end": (
+        dict(max_length=12, truncation_mode="keep_end", data=long_pairs(), ld_alpha=0.5),
+        dict(policy=3, reference=3),
+    ),
+    "router": (dict(kind="mixtral", tiny=ROUTED), dict(policy=3, reference=3)),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(both, option):
+    changes, calls = OPTIONS[option]
+    stock, patched = both(**changes)
+    assert_same(stock, patched)
+    assert_fused(patched, **calls)
+    assert ("aux_loss" in stock.logs[0]) == (option == "router" and installed >= Version("1.8"))
+
+
+def test_precomputing(both, caplog):
+    """With TRL 0.29, which truncates later, TRL's own pass runs, in batches of a training's size."""
+    stock, patched = both(precompute_ref_log_probs=True, evaluate=4)
+    assert_same(stock, patched)
+    own_pass = installed < Version("1.0")
+    assert_fused(patched, policy=3, eval=1, reference=4 + 1 if own_pass else 1 + 1)
+    assert ("truncates batches after their collation" in caplog.text) == own_pass
+
+
+def test_token_accuracy_above_zero(both):
+    """Random answers are never predicted; an accuracy of 0 would hide errors."""
+    data = [dict(prompt=f"w{i} w2 ", chosen="w7 w7 w7", rejected=f"w{i} w8 w9 w8") for i in range(16)]
+    stock, patched = both(data=data, loss_type=["sft"], learning_rate=0.2)
+    assert_same(stock, patched)
+    assert patched.logs[2]["mean_token_accuracy"] > 0.2
+
+
+def test_the_comparison_detects_a_missing_token(both, tmp_path):
+    options = dict(max_steps=-1, num_train_epochs=1)
+    stock, _ = both(**options)
+    data = pairs(16)
+    data[7]["chosen"] = data[7]["chosen"].rsplit(" ", 1)[0]
+    with fastdpo.patched("trl.DPOTrainer"):
+        sabotaged = train(tmp_path / "sabotaged", tiny_model(), tiny_model(seed=1), data=data, **options)
+    assert_fused(sabotaged, policy=4, reference=4)
+    assert_far_from_same(stock, sabotaged, stock.in_float64)

@@ -1,0 +1,167 @@
+"""DPOTrainer of TRL 0.29 to 1.14: what does not depend on the text of its functions.
+
+`test_dpo.py` has the trainings that run with every version.
+"""
+
+from importlib.metadata import version
+
+import pytest
+import torch
+from comparison import approximately
+from trl import DPOTrainer
+from trl.trainer import dpo_trainer
+from trl_runs import (
+    adapter,
+    assert_fused,
+    assert_same,
+    assert_same_bits,
+    build,
+    long_pairs,
+    pairs,
+    run_two_ranks,
+    tiny_model,
+    train,
+)
+
+import fastdpo
+from fastdpo.integrations.trl import dpo_logits
+from fastdpo.integrations.trl.fused_logits import FusedOutput
+
+
+def test_an_unsupported_model_falls_back_to_stock(both, caplog):
+    sizes = dict(without=("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
+    stock, patched = both("bloom", tiny=sizes, evaluate=4)
+    assert_same_bits(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 4, ("eval", "stock"): 1}
+    assert "not fused" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "adapter"])
+def test_a_remembered_reference(both, options):
+    epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, max_length=12)
+    stock, patched = both(reference_memory=True, **epochs, **options)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "fused"): 6, ("reference", "fused"): 2, ("reference", "remembered"): 4}
+
+
+def test_values_stored_with_another_truncation_are_not_used(tmp_path):
+    counts = []
+    for max_length in (12, 9, 12):
+        with fastdpo.patched("trl.DPOTrainer", reference_memory=tmp_path / "memory"):
+            options = dict(data=long_pairs(), max_steps=2, max_length=max_length)
+            run = train(tmp_path / f"{len(counts)}", tiny_model(), tiny_model(seed=1), **options)
+        counts.append(run.calls["reference", "fused"])
+    assert counts[0] == 2
+    assert counts[1] > 0
+    assert counts[2] == 0
+
+
+class OwnLoss(DPOTrainer):
+    """Computes its loss from logits of its own."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        logps = logits[:, :-1].log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None])[..., 0]
+        chosen, rejected = (logps * inputs["completion_mask"][:, 1:]).sum(1).chunk(2)
+        return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+class WithTerm(DPOTrainer):
+    """Adds a term to TRL's loss, from a call of the model that is an ordinary one."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return loss + 0.01 * logits.logsumexp(-1).square().mean()
+
+
+def test_a_subclass_that_computes_from_its_own_logits_is_left_unpatched(both, caplog):
+    stock, patched = both(trainer_class=OwnLoss)
+    assert_same_bits(stock, patched)
+    assert not patched.calls
+    reason = "OwnLoss._compute_loss does not call DPOTrainer._compute_loss"
+    assert caplog.text.count(f"trl.DPOTrainer (OwnLoss): not fused, {reason}") == caplog.text.count("not fused") == 1
+
+
+def test_a_subclass_that_adds_to_the_loss(both):
+    stock, patched = both(trainer_class=WithTerm)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_unpatching_restores_everything(tmp_path):
+    models = tiny_model(), tiny_model(seed=1)
+    with fastdpo.patched("trl.DPOTrainer"):
+        run = train(tmp_path / "first", *models, data=pairs(4), max_steps=1)
+        trainer = build(tmp_path / "second", *models)
+    assert_fused(run, policy=1, reference=1)
+    assert not train(tmp_path / "third", *models, data=pairs(4), max_steps=1).calls
+    for model in models:
+        assert model.config._attn_implementation == "sdpa"
+        assert "forward" not in vars(model)
+        assert not model._forward_pre_hooks
+    assert trainer.ref_model is models[1]
+    for function in (DPOTrainer._compute_loss, DPOTrainer.__init__, dpo_trainer.selective_log_softmax):
+        assert "fastdpo" not in function.__code__.co_filename
+    assert "ref_model" not in vars(DPOTrainer)
+
+
+def test_a_trainer_created_before_the_patch_stays_stock(tmp_path):
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), max_steps=1)
+    with fastdpo.patched("trl.DPOTrainer") as report:
+        before = fastdpo.calls.total()
+        trainer.train()
+        assert fastdpo.calls.total() == before
+    assert "DPOTrainer" in report.seams[0].stock_trainers
+    assert "forward" not in vars(trainer.model)
+
+
+@pytest.mark.parametrize("name", ["_compute_loss", "compute_ref_log_probs", "__init__", "_precompute_ref_logps"])
+def test_another_signature_is_refused_with_the_difference(monkeypatch, name):
+    def other(self, whatever):
+        return self.logits
+
+    monkeypatch.setattr(DPOTrainer, name, other)
+    reason = str(fastdpo.patch().seams[0])
+    assert f"DPOTrainer.{name} must" in reason
+    assert "got ['self', 'whatever']" in reason
+
+
+def test_a_loss_that_reads_no_logits_is_refused(monkeypatch):
+    monkeypatch.setattr(DPOTrainer, "_compute_loss", lambda self, model, inputs, return_outputs: None)
+    assert dpo_logits.unsupported_reason() == "DPOTrainer._compute_loss must read logits"
+
+
+def test_an_unknown_operation_on_fused_logits_raises():
+    logits = FusedOutput(log_probs=torch.zeros(2, 3)).logits
+    for operation in (
+        lambda: logits[0],
+        lambda: torch.softmax(logits, -1),
+        lambda: torch.logsumexp(3.0 * logits, dim=-1),
+    ):
+        with pytest.raises(NotImplementedError, match="fused logits"):
+            operation()
+    with pytest.raises(AttributeError, match="fused logits have no 'entropy'"):
+        _ = logits.entropy
+    with pytest.raises(TypeError):
+        _ = logits + 1
+
+
+@pytest.mark.skipif(version("trl") != "1.9.0", reason="one version is enough for the slowest test")
+def test_two_ranks(tmp_path):
+    """The logs equal stock's of all ranks, with one collective per log instead of many a step."""
+    uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("uncut", "patched"))
+    assert patched[0]["logs"] == patched[1]["logs"]
+    for a, b in zip(uncut[0]["logs"], patched[0]["logs"], strict=True):
+        assert {k: x for k, x in b.items() if k != "eval_loss"} == approximately(
+            {k: x for k, x in a.items() if k != "eval_loss"}
+        )
+    assert sum(patched[0]["counts"][:6]) == 2 * (2 + 1)
+
+
+def test_liger_kernels_leave_a_trainer_unpatched(tmp_path, caplog):
+    models = tiny_model(), tiny_model(seed=1)
+    with fastdpo.patched("trl.DPOTrainer"), pytest.raises(ImportError, match="liger"):  # which is not installed here
+        build(tmp_path, *models, use_liger_kernel=True)
+    assert caplog.text.count("trl.DPOTrainer (DPOTrainer): not fused, use_liger_kernel is set") == 1
+    assert "forward" not in vars(models[0])
