@@ -17,8 +17,8 @@ LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 
-.PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-llamafactory test-ranks test-swift \
-	lint docs bench bench-ops bench-gpu clean
+.PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
+	test-llamafactory test-swift measure-programs lint docs bench bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -56,6 +56,15 @@ test-trl-%: $(VENV)/trl-% $(REQUESTS)
 
 test-openrlhf: $(OPENRLHF)/.ready
 	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
+
+# Real programs, each in an environment of its own, started by their own commands.
+test-programs: test-llamafactory test-swift
+
+# The rows of docs/programs.md: longer trainings, of which each is repeated.
+measure-programs: ARGS := --measure $(abspath out/programs)
+measure-programs: test-llamafactory $(SWIFT)/.ready $(READY)
+	$(BIN)/python -m pytest tests/programs/trl $(ARGS)
+	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
 
 test-llamafactory: $(LLAMAFACTORY)/.ready
 	$(LLAMAFACTORY)/bin/python -m pytest tests/programs/llamafactory $(ARGS)

@@ -14,6 +14,12 @@ PROGRAMS = {"axolotl": "axolotl", "llamafactory": "llamafactory", "swift": "swif
 collect_ignore = [folder for folder, package in PROGRAMS.items() if find_spec(package) is None]
 
 
+def pytest_collection_modifyitems(config, items):
+    """With `--measure`, only the trainings that make a row of the table are run."""
+    if config.getoption("measure"):
+        items[:] = [item for item in items if "record" in item.fixturenames]
+
+
 @pytest.fixture
 def workload(request) -> Workload:
     """The sizes of a training: tiny ones, or with `--measure` those of the table of programs."""

@@ -68,14 +68,23 @@ def read(*paths: Path) -> Trained:
 
 
 def table(trained: Trained) -> str:
-    """README's table of trainers."""
-    rows = ["| trainer | versions | trained by the tests with |", "| --- | --- | --- |"]
+    """README's table of trainers, with a row for the trainers of the same package and versions."""
+    names: dict[tuple[str, str, bool, str], list[str]] = defaultdict(list)
     for trainer in TRAINERS:
-        ranges = joined([line.versions for line in LINES if line.trainer == trainer])
-        supported = ", ".join(map(_range, reversed(ranges)))
-        versions = ", ".join(sorted(trained[trainer], key=Version))
-        rows.append(f"| `{trainer}` | {supported} | {versions} |")
-    return "\n".join(rows)
+        lines = [line for line in LINES if line.trainer == trainer]
+        package, _, name = trainer.partition(".")
+        ranges = ", ".join(map(_range, reversed(joined([line.versions for line in lines]))))
+        names[package, ranges, lines[0].by_default, _listed(trained[trainer])].append(f"`{name}`")
+    rows = [("package", "trainers", "trained by the tests with"), ("---",) * 3]
+    for (package, ranges, by_default, tested), each in names.items():
+        rows.append((f"`{package}` {ranges}", f"{'' if by_default else 'if named: '}{', '.join(each)}", tested))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _listed(versions: set[str]) -> str:
+    """The versions, or how many there are if they are more than four."""
+    ordered = sorted(versions, key=Version)
+    return ", ".join(ordered) if len(ordered) <= 4 else f"{len(ordered)} versions, {ordered[0]} to {ordered[-1]}"
 
 
 def with_table(text: str, trained: Trained) -> str:
