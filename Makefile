@@ -18,7 +18,7 @@ DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 
 .PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
-	test-llamafactory test-swift measure-programs lint docs bench bench-ops bench-gpu clean
+	test-llamafactory test-swift measure-programs lint docs bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -68,6 +68,9 @@ measure-programs: test-llamafactory $(SWIFT)/.ready $(READY)
 
 test-llamafactory: $(LLAMAFACTORY)/.ready
 	$(LLAMAFACTORY)/bin/python -m pytest tests/programs/llamafactory $(ARGS)
+
+bench-llamafactory: $(LLAMAFACTORY)/.ready
+	$(LLAMAFACTORY)/bin/python -m benchmarks.run --suite llamafactory --json out/llamafactory.json $(ARGS)
 
 # TRL's DPOTrainer on RANKS processes (2 unless it is set), under DDP, FSDP2 and DeepSpeed.
 test-ranks: $(DEEPSPEED)/.ready
@@ -160,7 +163,8 @@ $(SWIFT)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 $(LLAMAFACTORY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(LLAMAFACTORY))
 	$(LLAMAFACTORY)/bin/pip install --quiet -c constraints/llamafactory.txt $(call triton_for,$(LLAMAFACTORY)) "$(TORCH)" setuptools -e . \
-		accelerate datasets omegaconf peft pillow transformers "pytest>=9" "pytest-benchmark>=5"
+		accelerate datasets omegaconf peft pillow transformers "pytest>=9" "pytest-benchmark>=5" \
+		psutil rich scipy tabulate
 	$(LLAMAFACTORY)/bin/pip install --quiet --no-deps llamafactory==0.9.5 torchaudio==2.11.0 trl==0.24.0
 	rm -f $(LLAMAFACTORY)/lib/python*/site-packages/torchaudio/lib/*.so
 	touch $@

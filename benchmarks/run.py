@@ -29,7 +29,10 @@ from benchmarks.cases import Case, Suite
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
-PACKAGES = ("torch", "transformers", "trl", "fastdpo", "peft", "accelerate", "cut-cross-entropy", "liger-kernel")
+PACKAGES = (
+    *("torch", "transformers", "trl", "llamafactory", "fastdpo", "peft", "accelerate"),
+    *("cut-cross-entropy", "liger-kernel"),
+)
 ERRORS = {INCORRECT, FAILED}
 QUICK_ROUNDS = 2
 RESUME_FIELDS = ("suite", "commit", "machine", "versions", "quick", "rounds")

@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from benchmarks.peak import PeakAboveBaseline
 
 LOG_LINES = 15
-OPTIONAL_PACKAGES = {"trl", "datasets"}
+OPTIONAL_PACKAGES = {"trl", "datasets", "llamafactory"}
 """A side that needs one of these is unavailable without it."""
-PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
+TRAINER = "llamafactory.train.dpo.trainer" if find_spec("llamafactory") else "trl.trainer.dpo_trainer"
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", TRAINER]
 
 # Threads of a side that waits for its turn must not spin on the cores of the side that is timed.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

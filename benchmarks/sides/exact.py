@@ -68,8 +68,8 @@ class ExactStep:
                     reference_logps = [self._logps(reference, *row, exact) for row in rows]
             sums = torch.stack([x.sum() for x in policy_logps]).requires_grad_()
             loss = self._loss(sums - torch.stack([x.sum() for x in reference_logps]))
-            all_policy_logps += policy_logps
-            all_reference_logps += reference_logps
+            all_policy_logps += self._compared(policy_logps)
+            all_reference_logps += self._compared(reference_logps)
             losses.append(loss.detach())
             if gradient is None:
                 (factors,) = torch.autograd.grad(loss, sums)
@@ -78,6 +78,10 @@ class ExactStep:
                 gradient = w.gradient_of(policy)
         results = torch.cat(all_policy_logps), torch.cat(all_reference_logps), torch.stack(losses), gradient
         return ExactResults(*(x.cpu() for x in results))
+
+    def _compared(self, logps: list[Tensor]) -> list[Tensor]:
+        """The parts of the rows' log-probs that sides are compared in."""
+        return logps
 
     def _loss(self, ratios: Tensor) -> Tensor:
         """The loss, given the differences between policy and reference in the log-prob of each row."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,23 +19,10 @@ from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.trainer import build_tokenizer, trainer_options
-from benchmarks.sides.workload import Workload
+from benchmarks.sides.workload import COMPLETIONS, GroupWorkload
 from fastdpo.testing import error
 
-COMPLETIONS = 8
 BETA = 0.05  # the default of RLOOConfig. That of GRPOConfig is 0, without a reference
-
-
-@dataclass(frozen=True)
-class GroupWorkload(Workload):
-    """Batches of prompts with `COMPLETIONS` completions each.
-
-    Attributes:
-        batches: of each batch and prompt, the lengths of the prompt and of its completions.
-        trainer: "GRPO" or "RLOO".
-    """
-
-    trainer: str = "GRPO"
 
 
 def rows(workload: GroupWorkload, batch: int) -> list[tuple[list[int], list[int]]]:

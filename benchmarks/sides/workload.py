@@ -14,6 +14,8 @@ PAD, EOS, FIRST_REGULAR_TOKEN = 0, 1, 5
 POLICY, REFERENCE, ADAPTERS = 0, 1, 2  # seeds
 MAX_COMPARED = 20_000_000  # elements of a gradient
 
+COMPLETIONS = 8  # of each prompt, in `GroupWorkload`
+
 Lengths = tuple[int, ...]
 """Number of tokens of a prompt and of its completions: the chosen and the rejected one, except for groups."""
 
@@ -56,6 +58,18 @@ class Workload:
     @property
     def dtype(self) -> str:
         return f"{self.weights} weights, bfloat16 autocast" if self.bf16 else self.weights
+
+
+@dataclass(frozen=True)
+class GroupWorkload(Workload):
+    """Batches of prompts with `COMPLETIONS` completions each.
+
+    Attributes:
+        batches: of each batch and prompt, the lengths of the prompt and of its completions.
+        trainer: "GRPO" or "RLOO".
+    """
+
+    trainer: str = "GRPO"
 
 
 def draw_lengths(

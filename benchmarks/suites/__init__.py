@@ -1,6 +1,19 @@
 """The benchmark suites, by name."""
 
-from benchmarks.suites import attention, bf16, evaluation, grpo, head, kto, memory, online, precompute, scaling, step
+from benchmarks.suites import (
+    attention,
+    bf16,
+    evaluation,
+    grpo,
+    head,
+    kto,
+    llamafactory,
+    memory,
+    online,
+    precompute,
+    scaling,
+    step,
+)
 
-_MODULES = (step, bf16, evaluation, precompute, online, kto, grpo, head, attention, memory, scaling)
+_MODULES = (step, bf16, evaluation, precompute, online, kto, grpo, llamafactory, head, attention, memory, scaling)
 SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}

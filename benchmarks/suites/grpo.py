@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.sides.groups import COMPLETIONS, GroupWorkload
-from benchmarks.sides.workload import ModelSize, draw_lengths
+from benchmarks.sides.workload import COMPLETIONS, GroupWorkload, ModelSize, draw_lengths
 from benchmarks.suites.online import LONGEST, SHORT
 from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, case_of
 

@@ -1,0 +1,31 @@
+"""A step of LLaMA-Factory's DPO stage, at the lengths of three datasets. Runs where LLaMA-Factory is installed."""
+
+from __future__ import annotations
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.suites.online import SHORT
+from benchmarks.suites.step import PROFILES, QUICK_PROFILES, case_of, workload
+
+LLAMAFACTORY = "LLaMA-Factory as shipped"
+
+
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
+    for group, lora in (("full", False), ("LoRA", True)):
+        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT}).items():
+            work = workload(profile, quick, lora)
+            sides = tuple(
+                Side(side, "benchmarks.sides.llamafactory:LlamaFactoryStep", work, {"mode": mode})
+                for side, mode in ((LLAMAFACTORY, "stock"), (SUBJECT, "fastdpo"))
+            )
+            cases.append(case_of(f"{group}/{name}", group, profile, sides))
+    return cases
+
+
+SUITE = Suite(
+    name="llamafactory",
+    title="DPO training step in LLaMA-Factory: policy forward and backward, reference forward",
+    truth="benchmarks.sides.llamafactory:ExactCompletions",
+    cases=build_cases,
+    rounds=3,
+)
