@@ -2,6 +2,8 @@
 patched.
 """
 
+import importlib.metadata
+
 import pytest
 import torch
 from comparison import assert_far_from_same
@@ -193,6 +195,18 @@ def test_another_signature_is_off(monkeypatch):
     fastdpo.unpatch()
     assert not seam.on
     assert "concatenated_forward must have the parameters" in seam.reason
+
+
+def test_another_version_is_off_with_one_reason(tmp_path, monkeypatch, caplog):
+    """In the report, and when a trainer is built if the line of TRL's trainer is on."""
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "ms-swift" else version(name))
+    with fastdpo.patched() as report:
+        run = train(tmp_path)
+    assert not run.calls
+    seams = {seam.name: seam for seam in report.seams}
+    assert "this version is not supported" in seams[NAME].reason
+    assert caplog.text.count("not fused") == seams["trl.DPOTrainer"].on
 
 
 def test_patched_trainers_are_reported_on_without_a_warning(tmp_path, caplog):
