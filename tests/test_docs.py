@@ -90,6 +90,8 @@ def check_command(command: str) -> None:
             assert importlib.util.find_spec(module), command
         case ["accelerate", "launch", "-m", module, *_]:  # tests/test_run.py runs it
             assert importlib.util.find_spec(module), command
+        case ["fastdpo", "run", program, *_]:
+            assert (ROOT / "tests" / "programs" / program.removesuffix("-cli")).is_dir(), f"nothing tests {command}"
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["pip", "install", "-e", place]:

@@ -79,6 +79,9 @@ CHANGING_OTHERS = ("swift",)
 trainers are patched once the program has imported them, or by name.
 """
 
+REMEMBERING = ("trl.DPOTrainer", "openrlhf.DPOTrainer")
+"""The trainers that the option `reference_memory` applies to."""
+
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
 PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
 
@@ -189,6 +192,9 @@ def patch(
             line.enable(options)
             _patched[seam.name] = _Patched(seam, options, line)
     logger.info("%s", report)
+    forgetting = [seam.name for seam in report.seams if seam.on and seam.name not in REMEMBERING]
+    if memory and forgetting:
+        logger.info("reference_memory does not apply to %s", ", ".join(forgetting))
     return report
 
 

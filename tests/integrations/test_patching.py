@@ -63,6 +63,14 @@ def test_patch_returns_a_report_and_logs_it_in_one_line(caplog):
     assert [record.message for record in caplog.records] == [str(report)]
 
 
+def test_trainers_that_remember_no_reference_are_named(caplog):
+    with caplog.at_level(logging.INFO, logger="fastdpo"):
+        fastdpo.patch("trl.DPOTrainer", reference_memory=True)
+        assert len(caplog.records) == 1
+        fastdpo.patch("trl.OnlineDPOTrainer", "trl.KTOTrainer", reference_memory=True)
+    assert caplog.records[-1].message == "reference_memory does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
+
+
 def test_patching_twice_is_the_same_as_patching_once():
     stock = seams()
     first = fastdpo.patch()
