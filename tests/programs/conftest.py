@@ -2,16 +2,18 @@
 
 import functools
 import json
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 import harness
 import pytest
 from workload import MEASURED, TINY, Workload
 
-PROGRAMS = {"axolotl": "axolotl", "llamafactory": "llamafactory", "swift": "swift"}
+PROGRAMS = {"axolotl": "axolotl", "llamafactory": "llamafactory", "swift": "ms-swift"}
+"""The distributions of the programs, by folder."""
 
-collect_ignore = [folder for folder, package in PROGRAMS.items() if find_spec(package) is None]
+_installed = {distribution.name.lower() for distribution in distributions()}
+collect_ignore = [folder for folder, name in PROGRAMS.items() if name not in _installed]
 
 
 def pytest_collection_modifyitems(config, items):
