@@ -29,6 +29,12 @@ The path is one of
 _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
 
 
+def calls_line(integration: str) -> str | None:
+    """The counters of a trainer in one line, or None if none of its models was called."""
+    counts = [f"{kind} {path} {n}" for (name, kind, path), n in calls.items() if name == integration]
+    return f"fastdpo: {integration} calls: {', '.join(counts)}" if counts else None
+
+
 class NotFused(RuntimeError):
     """Raised with `FASTDPO_STRICT=1` instead of a fallback. The message holds the reason."""
 

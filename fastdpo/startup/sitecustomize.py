@@ -74,11 +74,11 @@ def _patch(trainer: str) -> None:
 
 
 def _report_calls(trainer: str) -> None:
-    import fastdpo
+    from fastdpo.models import fallback
 
-    counts = {key: n for key, n in fastdpo.calls.items() if key[0] == trainer}
-    if counts:
-        _print(f"fastdpo: {trainer} calls: " + ", ".join(f"{kind} {path} {n}" for (_, kind, path), n in counts.items()))
+    line = fallback.calls_line(trainer)
+    if line is not None:
+        _print(line)
 
 
 def _report_nothing(imported: Path, supported: str) -> None:
