@@ -16,9 +16,10 @@ OPENRLHF := .venv-openrlhf
 LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
+AXOLOTL := .venv-axolotl
 
 .PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
-	test-llamafactory test-swift measure-programs lint docs bench bench-llamafactory bench-ops bench-gpu clean
+	test-llamafactory test-swift test-axolotl measure-programs lint docs bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -58,11 +59,11 @@ test-openrlhf: $(OPENRLHF)/.ready
 	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
 
 # Real programs, each in an environment of its own, started by their own commands.
-test-programs: test-llamafactory test-swift
+test-programs: test-llamafactory test-swift test-axolotl
 
 # The rows of docs/programs.md: longer trainings, of which each is repeated.
 measure-programs: ARGS := --measure $(abspath out/programs)
-measure-programs: test-llamafactory $(SWIFT)/.ready $(READY)
+measure-programs: test-llamafactory test-axolotl $(SWIFT)/.ready $(READY)
 	$(BIN)/python -m pytest tests/programs/trl $(ARGS)
 	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
 
@@ -80,6 +81,9 @@ test-ranks: $(DEEPSPEED)/.ready
 test-swift: $(SWIFT)/.ready
 	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
 	PYTHONPATH=$(abspath $(SWIFT)/trl-0.28.0) $(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
+
+test-axolotl: $(AXOLOTL)/.ready
+	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -169,6 +173,17 @@ $(LLAMAFACTORY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	rm -f $(LLAMAFACTORY)/lib/python*/site-packages/torchaudio/lib/*.so
 	touch $@
 
+# axolotl without its dependencies: most are for GPUs, for storage of clouds and for its web interface.
+$(AXOLOTL)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(AXOLOTL))
+	$(AXOLOTL)/bin/pip install --quiet -c constraints/axolotl.txt $(call triton_for,$(AXOLOTL)) "$(TORCH)" setuptools -e . \
+		accelerate addict colorama datasets fire packaging peft pydantic pyyaml requests transformers trl \
+		"pytest>=9" "pytest-benchmark>=5"
+	$(AXOLOTL)/bin/pip install --quiet --no-deps -c constraints/axolotl.txt axolotl axolotl-contribs-lgpl \
+		axolotl-contribs-mit bitsandbytes distro evaluate fastcore gitdb gitpython llvmlite numba opentelemetry-api \
+		opentelemetry-sdk pillow platformdirs posthog protobuf python-dotenv sentry-sdk smmap wandb
+	touch $@
+
 $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(DEEPSPEED))
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) "$(TORCH)" setuptools wheel -e ".[trl]" \
@@ -194,4 +209,4 @@ $(OLDEST_TRITON): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) build dist out *.egg-info

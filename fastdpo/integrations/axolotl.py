@@ -1,0 +1,61 @@
+"""A plugin of axolotl that patches TRL's DPOTrainer, of which axolotl's is a subclass.
+
+    plugins:
+      - fastdpo.integrations.axolotl.FastDPOPlugin
+
+Only axolotl imports this module. Written against the plugin interface of axolotl 0.19.0.
+"""
+
+# pyright: reportMissingImports=false
+# Types are checked in an environment without axolotl.
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+
+from ..models import fallback
+from .patching import PatchReport, patch
+from .protocol import STATE
+
+TRAINER = "trl.DPOTrainer"
+
+
+class FastDPOPlugin(BasePlugin):
+    """Patches TRL's DPOTrainer, with the default options of `fastdpo.patch`.
+
+    Rank 0 prints the report when the trainer has been created, and the number of calls at the end.
+
+    Raises:
+        PatchError: the installed version of TRL cannot be patched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._report: PatchReport | None = None
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Patches the trainer, after axolotl's own changes to TRL. Called for each model."""
+        if self._report is None:
+            self._report = patch(TRAINER)
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Prints the report, or says that the trainer is another one, such as that of `rl: kto`."""
+        if STATE not in vars(trainer):
+            fallback.report(f"{TRAINER} ({type(trainer).__name__}): not fused, it is not a {TRAINER}")
+        elif vars(trainer)[STATE] is not None:  # else its line has said why
+            _print(self._report)
+
+    def post_train_unload(self, cfg: Any) -> None:
+        """Prints how many calls of models took which path."""
+        line = fallback.calls_line(TRAINER)
+        if line is not None:
+            _print(line)
+
+
+def _print(line: object) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,125 @@
+"""The command `axolotl train`, as it is, by `fastdpo run`, and with the plugin in its configuration."""
+
+import json
+import math
+import os
+
+import pytest
+from harness import BIN, assert_same, run
+from workload import TINY
+
+LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_target_modules=["q_proj", "v_proj"], plugins=["seeded.Plugin"])
+SEEDED = """
+import torch
+from axolotl.integrations.base import BasePlugin
+
+class Plugin(BasePlugin):
+    def post_model_load(self, cfg, model):
+        torch.manual_seed(0)
+"""
+"""axolotl sets no seed before it creates an adapter."""
+OFFLINE = dict(ACCELERATE_USE_CPU="true", DO_NOT_TRACK="1", AXOLOTL_DO_NOT_TRACK="1", WANDB_MODE="disabled")
+PLUGIN = dict(plugins=["fastdpo.integrations.axolotl.FastDPOPlugin"])
+TRAINER = "trl.DPOTrainer"
+ON = f"fastdpo: {TRAINER} (1.9.0): on"
+
+
+def command(output, workload, launcher="python", rl="dpo", **options):
+    directory = output.parent
+    if not (directory / "model").exists():
+        workload.write_model(directory / "model")
+        rows = [{**pair, **answer(i, pair)} for i, pair in enumerate(workload.pairs_of_text())]
+        (directory / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    columns = dict(prompt="{prompt}", chosen=" {chosen}", rejected=" {rejected}")
+    if rl == "kto":
+        columns = dict(prompt="{prompt}", completion=" {completion}")
+    formats = {f"{name}_format": text for name, text in columns.items()}
+    fields = {f"field_{name}": name for name in columns} | (dict(field_label="label") if rl == "kto" else {})
+    data = {"path": str(directory / "train.jsonl"), "ds_type": "json", "split": "train", "type": {**fields, **formats}}
+    arguments = {
+        "base_model": str(directory / "model"),
+        "rl": rl,
+        "datasets": [data],
+        "dataset_prepared_path": str(output.with_name(f"{output.name}-prepared")),
+        "dataset_num_proc": 1,
+        "output_dir": str(output),
+        "sequence_len": 1024,
+        "micro_batch_size": workload.batch,
+        "gradient_accumulation_steps": 1,
+        "max_steps": workload.steps,
+        "num_epochs": 1,
+        "optimizer": "sgd",
+        "lr_scheduler": "constant",
+        "learning_rate": 1.0,
+        "bf16": False,
+        "fp16": False,
+        "tf32": False,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "seed": 1,
+        "special_tokens": {"pad_token": "<pad>"},
+        "remove_unused_columns": False,
+        **options,
+    }
+    path = directory / f"{output.name}.yaml"
+    path.write_text(json.dumps(arguments))
+    return ["axolotl", "train", path, "--launcher", launcher]
+
+
+def answer(i, pair):
+    """The columns of KTO: one of the two answers, and whether it is the better one."""
+    return {"completion": pair["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+
+
+@pytest.fixture(autouse=True)
+def _seeded_plugin(tmp_path, monkeypatch):
+    (tmp_path / "seeded.py").write_text(SEEDED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+def fused_calls(workload):
+    return {(TRAINER, role, "fused"): workload.steps for role in ("policy", "reference")}
+
+
+@pytest.mark.parametrize("options", [{}, LORA, dict(rl="ipo")], ids=["full", "lora", "ipo"])
+def test_the_command_trains_fused_with_the_same_numbers(options, workload, train_both, record):
+    stock, fused = train_both(lambda output: command(output, workload, **options), **OFFLINE)
+    assert_same(stock, fused)
+    assert fused.calls == fused_calls(workload)
+    assert fused.stderr.count(ON) == 1
+    assert "not fused" not in fused.stderr
+    changed = " ".join(
+        f"{name}={value}" for name, value in ({"rl": "dpo"} | options).items() if name in ("rl", "adapter")
+    )
+    record("axolotl", "axolotl", f"axolotl train {changed}", stock, fused)
+
+
+def test_the_plugin_trains_as_fastdpo_run_does(tmp_path):
+    """Without `fastdpo run`, in a process that accelerate launches, which is axolotl's default."""
+    variables = dict(PATH=f"{BIN}:/usr/bin:/bin", **OFFLINE)
+    stock = run(command(tmp_path / "stock", TINY, "accelerate"), tmp_path / "stock", fused=False, **variables)
+    assert not stock.calls
+    output = tmp_path / "plugin"
+    plugin = run(command(output, TINY, "accelerate", **PLUGIN), output, fused=False, **variables)
+    assert_same(stock, plugin)
+    assert plugin.calls == fused_calls(TINY)
+    assert plugin.stderr.count(ON) == 1
+
+
+def test_the_comparison_detects_another_loss(train_both):
+    stock, other = train_both(
+        lambda output: command(output, TINY, rl_beta=0.1 if output.name == "stock" else 0.101), **OFFLINE
+    )
+    with pytest.raises(AssertionError, match="units"):
+        assert_same(stock, other)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_same(stock, other, units=math.inf)
+
+
+def test_the_plugin_says_that_another_trainer_is_not_fused(tmp_path):
+    output = tmp_path / "kto"
+    kto = run(command(output, TINY, rl="kto", **PLUGIN), output, fused=False, **OFFLINE)
+    assert not kto.calls
+    assert ON not in kto.stderr
+    reason = f"{TRAINER} (AxolotlKTOTrainer): not fused, it is not a {TRAINER}"
+    assert (output / "debug.log").read_text().count(reason) == 1
