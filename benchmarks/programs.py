@@ -22,7 +22,7 @@ from benchmarks.run import commit
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "programs.json"
 PAGE = ROOT / "docs" / "programs.md"
-COLUMNS = ("program", "version", "TRL", "command", "fused calls", "largest difference", "step time ratio")
+COLUMNS = ("program", "version", "TRL", "command", "fused calls", "largest difference", "step time ratio", "rounds")
 TEXT = """# Real programs
 
 Written by `python -m benchmarks.programs` from [benchmarks/results/programs.json](../benchmarks/results/programs.json).
@@ -35,8 +35,8 @@ every saved weight. `make measure-programs` does so with longer trainings.
 - *fused calls*: the line that `fastdpo run` prints at the end
 - *largest difference*: of a logged number, relative to the larger of its size and 1, or of a saved
   weight, relative to its norm
-- *step time ratio*: time of a training step, stock divided by fused; medians of three trainings
-  each, which took turns
+- *step time ratio*: mean time of the six steps of a training, stock divided by fused; medians over
+  the rounds, in which the two took turns. The probe of the model is part of the first fused step
 
 The model is a Llama with 6 layers, hidden size 256 and a vocabulary of 32,000, in float32. Prompts
 have 150 to 300 tokens, completions 60 to 180. {machine}.
@@ -53,9 +53,9 @@ def page(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         calls = ", ".join(f"{kind} {n}" for kind, n in row["calls"].items())
         command = f"`{row['command']}`"
-        rows.append(
-            [row["program"], row["version"], row["trl"], command, calls, f"{row['difference']:.1e}", ratio(row)]
-        )
+        difference = f"{row['difference']:.1e}"
+        cells = (row["program"], row["version"], row["trl"], command, calls, difference, ratio(row), row["rounds"])
+        rows.append(cells)
     facts = results["machine"]
     where = f"Measured on {facts['cpu']}, {facts['threads']} threads"
     return TEXT.format(table=tabulate(rows, COLUMNS, tablefmt="github", disable_numparse=True), machine=where)

@@ -28,6 +28,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--measure", metavar="DIRECTORY", help="train larger models in real programs, and write times here"
     )
+    parser.addoption("--rounds", type=int, default=3, help="how often `--measure` repeats each training")
     parser.addoption("--quick", action="store_true", help="run every value of each parameter, not every combination")
 
 

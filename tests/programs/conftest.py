@@ -32,7 +32,7 @@ def workload(request) -> Workload:
 def train_both(request, tmp_path):
     """`harness.run_both` in this test's directory. Trainings that are measured use two threads."""
     measured = request.config.getoption("measure") is not None
-    options = {"threads": 2, "rounds": 3} if measured else {}
+    options = {"threads": 2, "rounds": request.config.getoption("rounds")} if measured else {}
     return functools.partial(harness.run_both, directory=tmp_path, **options)
 
 
@@ -45,6 +45,7 @@ def record(request):
         if directory is not None:
             name = request.node.name.replace("/", "-")
             row = harness.row(program, distribution, command, stock, fused)
+            row["rounds"] = request.config.getoption("rounds")
             Path(directory).mkdir(parents=True, exist_ok=True)
             (Path(directory) / f"{program}-{row['trl']}-{name}.json").write_text(json.dumps(row, indent=2) + "\n")
 
