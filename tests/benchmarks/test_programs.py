@@ -33,3 +33,7 @@ def test_new_rows_replace_those_of_the_same_command(tmp_path, monkeypatch):
     assert "2.5e-07" in first
     assert "6.0x (3.00 s / 0.50 s)" in first
     assert "not printed" in second
+
+
+def test_the_page_is_up_to_date():
+    assert programs.PAGE.read_text() == programs.page(json.loads(programs.RESULTS.read_text()))
