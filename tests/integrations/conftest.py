@@ -1,9 +1,20 @@
-"""Fixtures of the trainer tests: one training, stock and patched, from the same initial state."""
+"""Fixtures of the trainer tests: one training, stock and patched, from the same initial state.
+
+No patch outlives its test.
+"""
 
 import functools
 
 import pytest
 from trl_runs import train_both
+
+import fastdpo
+
+
+@pytest.fixture(autouse=True)
+def _unpatched():
+    yield
+    fastdpo.unpatch()
 
 
 @pytest.fixture

@@ -16,12 +16,6 @@ from fastdpo import ref_logps
 from fastdpo.models import head as heads
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 @pytest.mark.parametrize("alter", ALTERED)
 def test_online_dpo(tmp_path, caplog, alter):
     runs = train_three(tmp_path, prepare=alter)

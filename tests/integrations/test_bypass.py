@@ -16,12 +16,6 @@ from fastdpo.integrations.bypass import bypass_reason
 UNUSED = "not fused, no call of the policy has reached fastdpo before the first log"
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 def loss_from_logits(model, inputs: dict) -> torch.Tensor:
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels).loss

@@ -29,12 +29,6 @@ IDS = torch.arange(3, 15).view(2, 6)
 BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True)
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 def dpo_seams() -> tuple:
     methods = ("__init__", "_compute_loss", "store_flos", "evaluation_loop", "compute_ref_log_probs")
     methods += ("_precompute_ref_logps",)

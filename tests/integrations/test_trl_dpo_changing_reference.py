@@ -23,12 +23,6 @@ from fastdpo.models.structure import Structure
 EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=4, evaluate=0)  # two steps per epoch
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 class Every4thStep(TrainerCallback):
     """Calls a function with the trainer after every fourth step: twice in four epochs."""
 

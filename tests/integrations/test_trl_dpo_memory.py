@@ -19,12 +19,6 @@ EPOCHS = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=8)
 TWICE = dict(EPOCHS, eval_strategy="epoch")
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 def remembering(directory, model, reference, memory=True, **options):
     with fastdpo.patched("trl.DPOTrainer", reference_memory=memory):
         return train(directory, model, reference, **options)

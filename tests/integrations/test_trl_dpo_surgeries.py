@@ -19,12 +19,6 @@ STEPS = 4
 BEFORE = 2  # steps before the surgery
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 class Operate(TrainerCallback):
     def __init__(self, operate):
         self.operate = operate

@@ -38,12 +38,6 @@ from fastdpo.models import probe
 BOTH = pytest.mark.parametrize("trainer_class", NAMES)
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_groups, tmp_path)

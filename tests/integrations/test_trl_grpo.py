@@ -10,18 +10,10 @@ from trl_group_runs import AGAIN, CLIPPED, SCORED_BEFORE, GroupRun, assert_same_
 from trl_online_runs import writer
 from trl_runs import LORA, assert_fused, trained_adapter
 
-import fastdpo
-
 ONCE = dict(policy=3)
 WITHOUT_REFERENCE = {**SCORED_BEFORE, "reference": 0}
 SPLIT = {"policy": 3, "old_policy": 4}
 """The 12 completions of two prompts are scored in batches of 3."""
-
-
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
 
 
 @pytest.fixture

@@ -29,12 +29,6 @@ FULL = dict(policy=2 * 3, reference=3)
 """Calls of three steps: the policy for completions and for the KL term, the reference for both at once."""
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_kto, tmp_path)

@@ -41,12 +41,6 @@ FULL = dict(policy=3, reference=3)
 WORKER = Path(__file__).parents[1] / "support" / "trl_online_worker.py"
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 @pytest.fixture
 def three(tmp_path):
     return functools.partial(train_three, tmp_path)

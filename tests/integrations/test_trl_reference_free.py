@@ -27,12 +27,6 @@ ADAPTER = {name: x for name, x in adapter().items() if name != "reference"}
 BOTH = [CPOTrainer, ORPOTrainer]
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 def completions_only(trainer_class: type) -> type:
     """A subclass that returns logits of the completions only."""
 

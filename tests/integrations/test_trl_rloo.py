@@ -6,20 +6,12 @@ from trl import RLOOTrainer
 from trl_group_runs import AGAIN, CLIPPED, SCORED_BEFORE, assert_same_groups, train_both_groups
 from trl_runs import LORA, assert_fused
 
-import fastdpo
-
 ONCE = {"policy": 3, "old_policy": 3, "reference": 3}
 TWICE = {"policy": 4, "old_policy": 4, "reference": 4}
 """Two steps of two batches."""
 SPLIT = {"policy": 3, "old_policy": 4, "reference": 4}
 """The 12 completions of two prompts are scored in batches of 3."""
 NO_END = dict(generation_kwargs={"suppress_tokens": list(range(1, 21))})
-
-
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
 
 
 OPTIONS = {

@@ -25,12 +25,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
-
-
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_sft, tmp_path)

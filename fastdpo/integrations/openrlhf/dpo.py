@@ -15,15 +15,15 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...models import forward
-from ...models.forward import Request, ScoredBatch
-from ...models.router import router_loss
+from ...models.forward import Request
 from ..bypass import left_unpatched, report_if_unused
+from ..concatenated import results_of
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory
@@ -176,14 +176,7 @@ def _install(actor: Actor, role: str, options: PatchOptions) -> None:
         share_prompts=options.share_prompts,
         memory_budget=options.memory_budget,
     )
-    forward.install(base, request, functools.partial(_make_output, base.config), prior_scores=False)
-
-
-def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:
-    output = {"log_probs": scored.logps.logps}
-    if scored.router_logits is not None:
-        output["aux_loss"] = router_loss(config, scored.router_logits, scored.multiplicity)
-    return output
+    forward.install(base, request, functools.partial(results_of, base.config), prior_scores=False)
 
 
 def _strategy_unsupported_reason(trainer: DPOTrainer) -> str | None:

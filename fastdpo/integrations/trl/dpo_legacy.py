@@ -22,7 +22,7 @@ from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory
 from ..replacements import Replacements
-from ..signatures import signature_difference
+from ..signatures import first_difference
 from . import dpo_legacy_metrics
 from .created_trainers import CreatedTrainers, TrainerState
 from .dpo_legacy_batches import inputs_of, results_of
@@ -65,10 +65,9 @@ def unsupported_reason() -> str | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer
 
-    for name, expected in _PARAMETERS.items():
-        difference = signature_difference(dpo_trainer.DPOTrainer, name, expected)
-        if difference is not None:
-            return difference
+    difference = first_difference(dpo_trainer.DPOTrainer, _PARAMETERS)
+    if difference is not None:
+        return difference
     for name in ("flush_left", "flush_right"):
         if not hasattr(dpo_trainer, name):
             return f"trl.trainer.dpo_trainer must have {name}"

@@ -23,7 +23,6 @@ _COMPUTES_METRICS = (
     *("get_batch_loss_metrics", "compute_loss", "training_step", "prediction_step", "store_metrics"),
     *("store_flos", "evaluation_loop", "_stored_metrics"),
 )
-_OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 _METRICS = "_stored_metrics"
 
 
