@@ -1,10 +1,11 @@
-"""Replaces attributes of classes and modules, and restores them."""
+"""Replaces attributes, and restores them."""
 
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -36,6 +37,19 @@ def _restore(owner: object, name: str, before: object) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
+
+
+@contextmanager
+def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object during the block. They must have values before it."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def existing_instances(kind: type[T]) -> list[T]:

@@ -20,7 +20,7 @@ from ...models.router import router_loss
 from ..concatenated import install
 from ..deferred_metrics import is_overridden
 from ..protocol import STATE, PatchOptions
-from ..trl.padding_free import without_padding_free
+from ..replacements import temporarily
 from .line import SwiftLine
 
 _PREFIXES = ("completion_", "KL_completion_")
@@ -102,7 +102,7 @@ def enable(options: PatchOptions) -> None:
             logps = logits.logps.sum(1)
             return logps, torch.zeros_like(logps) if logits.sums is None else logits.sums.sum(1)
         # If the call fell back, the logits are those of padded rows.
-        with without_padding_free(self.template) if "fused_lm_head" in inputs else nullcontext():
+        with temporarily(self.template, padding_free=False) if "fused_lm_head" in inputs else nullcontext():
             return stock_logps(self, inputs, logits, labels)
 
     def install_on(trainer: Any, models: list) -> None:

@@ -21,7 +21,7 @@ from ..concatenated import Inputs, install, liger_reason, score
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..reference_memory import Memory
-from ..replacements import Replacements
+from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import dpo_legacy_metrics
 from .created_trainers import CreatedTrainers, TrainerState
@@ -29,7 +29,6 @@ from .dpo_legacy_batches import inputs_of, results_of
 from .dpo_legacy_memory import remembered
 from .models import new_models
 from .names import DPO
-from .padding_free import without_padding_free
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -93,7 +92,7 @@ def enable(options: PatchOptions) -> None:
         if _state_of(self) is None or config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
             return
-        with without_padding_free(config):  # TRL warns of other attention
+        with temporarily(config, padding_free=False):  # TRL warns of other attention
             stock_init(self, *args, **kwargs)
         _install(self, options)
         self.padding_free = True
@@ -110,7 +109,7 @@ def enable(options: PatchOptions) -> None:
 
         def stock(of_model):
             padded = of_model is not model  # the batch that has been run
-            with without_padding_free(self) if padded else nullcontext():
+            with temporarily(self, padding_free=False) if padded else nullcontext():
                 return stock_forward(self, of_model, batch, is_ref_model)
 
         results = functools.partial(results_of, self, is_ref_model)

@@ -8,18 +8,15 @@ Here the reference has one call for both, in which they share their prompts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ...models.fallback import counting_calls_as
 from ..deferred_metrics import is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements
+from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import fused_head
 from .created_trainers import CreatedTrainers
@@ -61,7 +58,6 @@ def enable(options: PatchOptions) -> None:
 
     trainer = kto_trainer.KTOTrainer
     stock_reference = trainer.compute_ref_log_probs
-    stock_kl = trainer._compute_kl_logps
     stock_loss = trainer._compute_loss
 
     @functools.wraps(stock_reference)
@@ -69,16 +65,10 @@ def enable(options: PatchOptions) -> None:
         with counting_calls_as("reference"):
             if not _merges(self, model, inputs):
                 return stock_reference(self, model, inputs)
-            with _replaced(self, calculate_KL=False):
+            with temporarily(self, calculate_KL=False):
                 logps, _ = stock_reference(self, model, _merged(inputs))
         completion_logps, KL_logps = logps.chunk(2)
         return completion_logps, KL_logps
-
-    @functools.wraps(stock_kl)
-    def _compute_kl_logps(self, model, batch):
-        """Without a gradient, but called with gradients enabled for the policy in a training step only."""
-        with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
-            return stock_kl(self, model, batch)
 
     @functools.wraps(stock_loss)
     def _compute_loss(self, model, inputs, return_outputs):
@@ -87,13 +77,13 @@ def enable(options: PatchOptions) -> None:
         if self.precompute_ref_logps or overridden or not _merges(self, reference, inputs):
             return stock_loss(self, model, inputs, return_outputs)
         logps, KL_logps = self.compute_ref_log_probs(reference, inputs)
-        with _replaced(self, precompute_ref_logps=True):  # TRL then takes them from the batch
+        with temporarily(self, precompute_ref_logps=True):  # TRL then takes them from the batch
             return stock_loss(self, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
 
-    fused_head.replace(_replacements, kto_trainer, KTO, options, groups="prompts")
+    # The policy's call for the KL term has no gradient.
+    fused_head.replace(_replacements, kto_trainer, KTO, options, groups="prompts", kind_without_gradient="policy")
     _trainers.watch(_replacements, trainer)
     _replacements.put(trainer, "compute_ref_log_probs", compute_ref_log_probs)
-    _replacements.put(trainer, "_compute_kl_logps", _compute_kl_logps)
     _replacements.put(trainer, "_compute_loss", _compute_loss)
 
 
@@ -114,14 +104,3 @@ def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool
 def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of a batch, [B, L1], and below them those of its KL term, [B, L2], as [2B, max(L1, L2)]."""
     return {name: merged(inputs[name], inputs[f"KL_{name}"]) for name in _ROWS}
-
-
-@contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Sets attributes of an object during the block."""
-    before = {name: getattr(owner, name) for name in attributes}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...models import support
 from ...models.adapters import active_parameters
 from ..reference_memory import Memory, digests_of_pairs, key_of
+from ..replacements import temporarily
 from .names import DPO
 from .reference import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
 
@@ -49,11 +50,8 @@ class ReferenceMemory(Memory):
             yield inputs
             return
         chosen, rejected = self._of_batch(trainer, inputs)
-        trainer.precompute_ref_logps = True
-        try:
+        with temporarily(trainer, precompute_ref_logps=True):
             yield {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        finally:
-            trainer.precompute_ref_logps = False
 
     def _start(self, trainer: DPOTrainer) -> None:
         from trl.trainer import dpo_trainer

@@ -21,14 +21,13 @@ from ..deferred_metrics import (
     stored,
 )
 from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements
+from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import precompute
 from .created_trainers import CreatedTrainers, TrainerState
 from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
-from .padding_free import without_padding_free
 
 DPOTrainer = Any  # of one of several versions
 
@@ -142,7 +141,7 @@ def replace(
         if state_of(self) is None or config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
             return
-        with without_padding_free(config):  # otherwise TRL would warn that it pads
+        with temporarily(config, padding_free=False):  # otherwise TRL would warn that it pads
             stock_init(self, *args, **kwargs)
         self.padding_free = forward.is_fused(self.model)
         if not self.padding_free:
