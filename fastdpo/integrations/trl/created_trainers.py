@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..bypass import bypass_reason, first_log_callback, leave_unpatched, report_skipped_init
 from ..deferred_metrics import Ledger
@@ -16,12 +16,22 @@ from ..replacements import Replacements
 from . import fused_head
 from .ledgers import discard_states
 
+S = TypeVar("S", bound="TrainerState")
+
 
 @dataclass(eq=False, kw_only=True)
 class TrainerState:
     """The state of a trainer that was created after `patch()`."""
 
     ledger: Ledger = field(default_factory=Ledger)
+
+
+def state_of(trainer: Any, kind: type[S]) -> S | None:
+    """The state of a trainer, or None if it was created before `patch()` or belongs to the trainer
+    line of a subclass, whose state is of another kind.
+    """
+    state = vars(trainer).get(STATE)
+    return state if isinstance(state, kind) else None
 
 
 class CreatedTrainers:

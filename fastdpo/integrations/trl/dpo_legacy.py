@@ -24,7 +24,7 @@ from ..reference_memory import Memory
 from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import dpo_legacy_metrics
-from .created_trainers import CreatedTrainers, TrainerState
+from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .dpo_legacy_batches import inputs_of, results_of
 from .dpo_legacy_memory import remembered
 from .models import new_models
@@ -89,7 +89,7 @@ def enable(options: PatchOptions) -> None:
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
-        if _state_of(self) is None or config is None or not config.padding_free:
+        if state_of(self, _LegacyDPOState) is None or config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
             return
         with temporarily(config, padding_free=False):  # TRL warns of other attention
@@ -104,7 +104,7 @@ def enable(options: PatchOptions) -> None:
 
     @functools.wraps(stock_forward)
     def concatenated_forward(self, model, batch, is_ref_model=False):
-        if _state_of(self) is None or not forward.is_installed(model, DPO):  # created before patch()
+        if state_of(self, _LegacyDPOState) is None or not forward.is_installed(model, DPO):  # created before patch()
             return stock_forward(self, model, batch, is_ref_model)
 
         def stock(of_model):
@@ -125,7 +125,8 @@ def enable(options: PatchOptions) -> None:
         _replacements, DPOTrainer, new_state=new_state, prepare=functools.partial(_install, options=options)
     )
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
-    dpo_legacy_metrics.replace(_replacements, DPOTrainer, _state_of, with_reference)
+    state = functools.partial(state_of, kind=_LegacyDPOState)
+    dpo_legacy_metrics.replace(_replacements, DPOTrainer, state, with_reference)
 
 
 def disable() -> None:
@@ -134,7 +135,7 @@ def disable() -> None:
 
 
 def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
-    state = _state_of(trainer)
+    state = state_of(trainer, _LegacyDPOState)
     if state is None:
         return
     reason = liger_reason(trainer.args)
@@ -150,11 +151,3 @@ def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
     state: _LegacyDPOState = vars(trainer)[STATE]
     tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
     return state.batch.get(tensors, lambda: inputs_of(trainer, batch))
-
-
-def _state_of(trainer: DPOTrainer) -> _LegacyDPOState | None:
-    """The state of a trainer, or None if it was created before `patch()` or belongs to the trainer
-    line of a subclass.
-    """
-    state = vars(trainer).get(STATE)
-    return state if isinstance(state, _LegacyDPOState) else None

@@ -24,10 +24,10 @@ from ..protocol import PatchOptions
 from ..replacements import Replacements
 from ..signatures import signature_difference
 from . import rewritten_dpo
-from .created_trainers import CreatedTrainers
+from .created_trainers import CreatedTrainers, state_of
 from .models import models_of, new_models
 from .names import DPO
-from .rewritten_dpo import DPOState, DPOTrainer, state_of, trainer_class
+from .rewritten_dpo import DPOState, DPOTrainer, trainer_class
 
 __all__ = ["disable", "enable", "trainer_class", "unsupported_reason"]
 
@@ -129,8 +129,8 @@ def disable() -> None:
 
 
 def _scorer_of(trainer: DPOTrainer) -> _Scorer | None:
-    state = state_of(trainer)
-    return state.scorer if isinstance(state, _LogitsState) else None
+    state = state_of(trainer, _LogitsState)
+    return None if state is None else state.scorer
 
 
 def _prepare(trainer: DPOTrainer, options: PatchOptions) -> None:

@@ -20,11 +20,11 @@ from ..deferred_metrics import (
     shown_metrics,
     stored,
 )
-from ..protocol import STATE, PatchOptions
+from ..protocol import PatchOptions
 from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import precompute
-from .created_trainers import CreatedTrainers, TrainerState
+from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
@@ -64,14 +64,6 @@ def trainer_class() -> type[DPOTrainer]:
     return DPOTrainer
 
 
-def state_of(trainer: DPOTrainer) -> DPOState | None:
-    """The state of a trainer, or None if it was created before `patch()`, or belongs to the trainer
-    line of a subclass.
-    """
-    state = vars(trainer).get(STATE)
-    return state if isinstance(state, DPOState) else None
-
-
 def unsupported_reason(parameters: dict[str, list[str]]) -> str | None:
     """Returns how TRL differs from the versions that this module was tested with, or None.
 
@@ -107,10 +99,11 @@ def replace(
     stock_init = stock.__init__
     stock_loss = stock._compute_loss
     codes = codes_of(stock_loss)
+    reference_parameters = inspect.signature(stock_reference)
 
     @functools.wraps(stock_reference)
     def compute_ref_log_probs(self, *args, **kwargs):  # TRL before 1.9 does not pass the model
-        inputs = inspect.signature(stock_reference).bind(self, *args, **kwargs).arguments["inputs"]
+        inputs = reference_parameters.bind(self, *args, **kwargs).arguments["inputs"]
         with counting_calls_as("reference"), scoring(self, inputs, False):
             return stock_reference(self, *args, **kwargs)
 
@@ -122,7 +115,7 @@ def replace(
 
     @functools.wraps(stock_loss)
     def _compute_loss(self, model, inputs, return_outputs):
-        state = state_of(self)
+        state = state_of(self, DPOState)
         if state is None:
             return stock_loss(self, model, inputs, return_outputs)
         with state.memory.serving(self, inputs) as inputs:
@@ -138,7 +131,7 @@ def replace(
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
-        if state_of(self) is None or config is None or not config.padding_free:
+        if state_of(self, DPOState) is None or config is None or not config.padding_free:
             stock_init(self, *args, **kwargs)
             return
         with temporarily(config, padding_free=False):  # otherwise TRL would warn that it pads
