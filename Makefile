@@ -131,24 +131,26 @@ endef
 # pip's options: Triton is pinned beside a CPU build of torch.
 triton_for = $$($(1)/bin/python -c "import torch; print(end='' if torch.version.cuda or torch.version.hip else '-c constraints/cpu.txt')")
 
+# Installs under the constraints of a file: the build of torch that is there, pytest, and what the line goes on with.
+install_in = $(1)/bin/pip install --quiet -c constraints/$(2).txt $(call triton_for,$(1)) "$(TORCH)" setuptools "pytest>=9" \
+	"pytest-benchmark>=5"
+
 $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(VENV))
-	$(BIN)/pip install --quiet -c constraints/pins.txt $(call triton_for,$(VENV)) "$(TORCH)" setuptools \
-		-e ".[trl,bench,dev]"
+	$(call install_in,$(VENV),pins) -e ".[trl,bench,dev]"
 	touch $@
 
 $(LEGACY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(LEGACY))
-	$(LEGACY)/bin/pip install --quiet -c constraints/legacy.txt $(call triton_for,$(LEGACY)) "$(TORCH)" setuptools -e ".[trl-legacy]" \
-		"pytest>=9" "pytest-benchmark>=5"
+	$(call install_in,$(LEGACY),legacy) -e ".[trl-legacy]"
 	$(LEGACY)/bin/pip install --quiet --no-deps --target $(LEGACY)/trl-0.24.0 trl==0.24.0
 	touch $@
 
 # OpenRLHF without its dependencies: among them is flash-attn, which needs a GPU's compiler.
 $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(OPENRLHF))
-	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt $(call triton_for,$(OPENRLHF)) "$(TORCH)" setuptools wheel -e . \
-		accelerate datasets einops peft psutil pylatexenc sympy torchdata tqdm transformers "pytest>=9" "pytest-benchmark>=5"
+	$(call install_in,$(OPENRLHF),openrlhf) wheel -e . \
+		accelerate datasets einops peft psutil pylatexenc sympy torchdata tqdm transformers
 	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt --no-build-isolation deepspeed
 	$(OPENRLHF)/bin/pip install --quiet --no-deps openrlhf==0.11.2
 	touch $@
@@ -156,8 +158,8 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 # ms-swift without its dependencies: among them are those of its web interface and of its server.
 $(SWIFT)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(SWIFT))
-	$(SWIFT)/bin/pip install --quiet -c constraints/swift.txt $(call triton_for,$(SWIFT)) "$(TORCH)" setuptools -e . \
-		accelerate datasets einops json_repair modelscope peft pillow transformers "pytest>=9" "pytest-benchmark>=5"
+	$(call install_in,$(SWIFT),swift) -e . \
+		accelerate datasets einops json_repair modelscope peft pillow transformers
 	$(SWIFT)/bin/pip install --quiet --no-deps -c constraints/swift.txt ms-swift trl
 	$(SWIFT)/bin/pip install --quiet --no-deps --target $(SWIFT)/trl-0.28.0 trl==0.28.0
 	touch $@
@@ -166,9 +168,8 @@ $(SWIFT)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 # extension is built for CUDA only. Without the extension, torchaudio can be imported next to any torch.
 $(LLAMAFACTORY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(LLAMAFACTORY))
-	$(LLAMAFACTORY)/bin/pip install --quiet -c constraints/llamafactory.txt $(call triton_for,$(LLAMAFACTORY)) "$(TORCH)" setuptools -e . \
-		accelerate datasets omegaconf peft pillow transformers "pytest>=9" "pytest-benchmark>=5" \
-		psutil rich scipy tabulate
+	$(call install_in,$(LLAMAFACTORY),llamafactory) -e . \
+		accelerate datasets omegaconf peft pillow psutil rich scipy tabulate transformers
 	$(LLAMAFACTORY)/bin/pip install --quiet --no-deps llamafactory==0.9.5 torchaudio==2.11.0 trl==0.24.0
 	rm -f $(LLAMAFACTORY)/lib/python*/site-packages/torchaudio/lib/*.so
 	touch $@
@@ -176,9 +177,8 @@ $(LLAMAFACTORY)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 # axolotl without its dependencies: most are for GPUs, for storage of clouds and for its web interface.
 $(AXOLOTL)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(AXOLOTL))
-	$(AXOLOTL)/bin/pip install --quiet -c constraints/axolotl.txt $(call triton_for,$(AXOLOTL)) "$(TORCH)" setuptools -e . \
-		accelerate addict colorama datasets fire packaging peft pydantic pyyaml requests transformers trl \
-		"pytest>=9" "pytest-benchmark>=5"
+	$(call install_in,$(AXOLOTL),axolotl) -e . \
+		accelerate addict colorama datasets fire packaging peft pydantic pyyaml requests transformers trl
 	$(AXOLOTL)/bin/pip install --quiet --no-deps -c constraints/axolotl.txt axolotl axolotl-contribs-lgpl \
 		axolotl-contribs-mit bitsandbytes distro evaluate fastcore gitdb gitpython llvmlite numba opentelemetry-api \
 		opentelemetry-sdk pillow platformdirs posthog protobuf python-dotenv sentry-sdk smmap wandb
@@ -186,8 +186,7 @@ $(AXOLOTL)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 
 $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(DEEPSPEED))
-	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt $(call triton_for,$(DEEPSPEED)) "$(TORCH)" setuptools wheel -e ".[trl]" \
-		"pytest>=9" "pytest-benchmark>=5"
+	$(call install_in,$(DEEPSPEED),pins) wheel -e ".[trl]"
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed
 	touch $@
 
