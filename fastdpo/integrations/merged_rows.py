@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models import forward, support
+from ..packing import IGNORE_INDEX
 from ..ref_logps.scoring import base_of
 
 
@@ -26,7 +29,18 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
     return a.shape[1] == b.shape[1] and not support.is_sharded(base)  # ranks that run it together must agree
 
 
-def merged(a: Tensor, b: Tensor, padding: int = 0) -> Tensor:
-    """Rows [R, L] and below them others [R2, L2], as [R + R2, max(L, L2)], padded on the right."""
-    width = max(a.shape[1], b.shape[1])
-    return torch.cat([F.pad(x, (0, width - x.shape[1]), value=padding) for x in (a, b)])
+def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows [R, L] and below them others [R2, L2], as [R + R2, max(L, L2)], padded on the right.
+
+    Args:
+        a: the upper rows by name, such as "input_ids" and "labels".
+        b: the lower ones, with at least the same names.
+    """
+
+    def of(name: str) -> Tensor:
+        tensors = (a[name], b[name])
+        width = max(x.shape[1] for x in tensors)
+        padding = IGNORE_INDEX if name == "labels" else 0
+        return torch.cat([F.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
+
+    return {name: of(name) for name in a}

@@ -155,7 +155,11 @@ def join_rows(pipeline: Any) -> None:
 def scale_logits(pipeline: Any) -> None:
     """Hooks the heads, which then cannot be fused."""
     for model in filter(None, (pipeline.model, pipeline.ref_model)):
-        model.lm_head.register_forward_hook(lambda module, args, output: output * 1.5)
+        scale_head(model)
+
+
+def scale_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 1.5)
 
 
 def join_rows_and_scale_logits(pipeline: Any) -> None:

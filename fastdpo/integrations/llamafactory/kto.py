@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...models.fallback import counting_calls_as
-from ...packing import IGNORE_INDEX
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import PatchOptions
-from .scoring import INPUTS, ScoringLine, mean_logits_of, scored_tokens
+from .scoring import INPUTS, ScoringLine, ScoringState, mean_logits_of, scored_tokens
 
 if TYPE_CHECKING:
     from llamafactory.train.kto.trainer import CustomKTOTrainer
@@ -61,7 +60,7 @@ def enable(options: PatchOptions) -> None:
             with counting_calls_as("policy"):  # the KL term's call has no gradients
                 return stock_concatenated(self, model, batch)
         if type(self).forward is forward:  # not a subclass's, which may call the model by itself
-            state.outputs = _merged_outputs(self, model, batch)
+            state.outputs = _merged_outputs(self, state, model, batch)
         try:
             return stock_concatenated(self, model, batch)
         finally:
@@ -97,17 +96,18 @@ def _rows(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name: batch[f"{prefix}{name}"] for name in INPUTS}
 
 
-def _merged_outputs(trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+def _merged_outputs(
+    trainer: CustomKTOTrainer, state: ScoringState, model: nn.Module, batch: dict[str, Tensor]
+) -> dict[str, Any]:
     """By prefix, the parts of a model's output for the rows of a batch and those of its KL term.
 
     Empty if the model's calls fall back.
     """
-    tokens = (batch[f"{prefix}input_ids"] for prefix in _PREFIXES)
-    if batch.keys() - _KNOWN or not equal_when_merged(model, *tokens):
+    parts = [_rows(batch, prefix) for prefix in _PREFIXES]
+    if batch.keys() - _KNOWN or not equal_when_merged(model, *(rows["input_ids"] for rows in parts)):
         return {}
-    tensors = tuple(batch[f"{prefix}{name}"] for prefix in _PREFIXES for name in INPUTS)
-    state = _line.state_of(trainer)
-    inputs = _merged(batch) if state is None else state.merged.get(tensors, lambda: _merged(batch))
+    tensors = tuple(x for rows in parts for x in rows.values())
+    inputs = state.merged.get(tensors, lambda: merged(*parts))
     output = _line.output_of(trainer, model, inputs, set())
     if output is None:
         return {}
@@ -121,12 +121,6 @@ def _merged_outputs(trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str
         }
         start += rows
     return outputs
-
-
-def _merged(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of a batch, then those of its KL term, padded to the longest."""
-    padding = {"labels": IGNORE_INDEX}
-    return {name: merged(batch[name], batch[f"kl_{name}"], padding.get(name, 0)) for name in INPUTS}
 
 
 def _logits(labels: Tensor, mean_logits: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """ms-swift's KTOTrainer, patched where it gives the model a batch and where it reads its logits.
 
 `forward` makes two calls of a model, one for the completions and one for the KL term, which has each
-prompt with the completion of another one. Rows with the same prompt share it within a call.
+prompt with the completion of another one. Rows with the same prompt share it within a call. Without
+gradients, both are one call.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -17,13 +19,16 @@ from ...models import forward as fused_forward
 from ...models.fallback import counting_calls_as
 from ...models.forward import ScoredBatch
 from ...models.router import router_loss
-from ..concatenated import install
+from ..concatenated import Inputs, install
 from ..deferred_metrics import is_overridden
+from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
 from ..replacements import temporarily
 from .line import SwiftLine
 
-_PREFIXES = ("completion_", "KL_completion_")
+_COMPLETIONS, _KL = "completion_", "KL_completion_"
+"""What the names of the entries of a batch begin with."""
+_ROWS = ("input_ids", "attention_mask", "labels")
 
 _line = SwiftLine(
     "KTOTrainer",
@@ -55,8 +60,31 @@ class _Scores(NamedTuple):
 class _Output(NamedTuple):
     """A model's output, with the names that ms-swift reads."""
 
-    logits: _Scores
+    logits: _Scores | Tensor
     aux_loss: Tensor | None
+
+
+class _BothScored:
+    """Takes the place of a model that has been called once for both kinds of rows of a batch.
+
+    Args:
+        model: the model.
+        inputs: its inputs, by the prefix of their kind.
+
+    Attributes:
+        KL_logits: what takes the place of the logits of the rows of the KL term, or their logits.
+    """
+
+    def __init__(self, model: Any, inputs: Mapping[str, Any]):
+        completions, KL = inputs[_COMPLETIONS], inputs[_KL]
+        rows = merged({name: completions[name] for name in _ROWS}, KL)
+        logits = model(**{**completions, **rows}, fused_lm_head=True).logits
+        R, L = completions["input_ids"].shape
+        self._output = _Output(_rows_of(logits, slice(R), L), None)
+        self.KL_logits = _rows_of(logits, slice(R, None), KL["input_ids"].shape[1])
+
+    def __call__(self, **kwargs: Any) -> _Output:
+        return self._output
 
 
 def enable(options: PatchOptions) -> None:
@@ -64,11 +92,21 @@ def enable(options: PatchOptions) -> None:
     stock_forward, stock_kwargs = trainer.forward, trainer._get_model_kwargs
     stock_kl, stock_logps = trainer._compute_kl_logps, trainer.get_batch_logps
 
+    def merges(self, model):
+        """Whether the two calls for a batch are one fused call with equal results."""
+        if torch.is_grad_enabled() or not self.calculate_KL or self.aux_loss_enabled:
+            return False
+        if is_overridden(self, trainer, ("_compute_kl_logps", "_get_model_kwargs")):
+            return False
+        inputs = vars(self)[STATE].inputs
+        return equal_when_merged(model, inputs[_COMPLETIONS]["input_ids"], inputs[_KL]["input_ids"])
+
     @functools.wraps(stock_forward)
     def forward(self, model, batch):
         if not _line.calls(self, model):  # created before patch()
             return stock_forward(self, model, batch)
-        inputs = {prefix: _inputs_of(self, model, batch, prefix) for prefix in _PREFIXES if f"{prefix}labels" in batch}
+        prefixes = (prefix for prefix in (_COMPLETIONS, _KL) if f"{prefix}labels" in batch)
+        inputs = {prefix: _inputs_of(self, model, batch, prefix) for prefix in prefixes}
         reason = next((x for x in inputs.values() if isinstance(x, str)), None)
         if is_overridden(self, trainer, ("get_batch_logps",)):
             reason = f"{type(self).__name__}.get_batch_logps may read logits"
@@ -78,7 +116,7 @@ def enable(options: PatchOptions) -> None:
         state = vars(self)[STATE]
         state.inputs = inputs
         try:
-            return stock_forward(self, model, batch)
+            return stock_forward(self, _BothScored(model, inputs) if merges(self, model) else model, batch)
         finally:
             state.inputs = None
 
@@ -93,6 +131,9 @@ def enable(options: PatchOptions) -> None:
     @functools.wraps(stock_kl)
     def _compute_kl_logps(self, model, batch):
         """Without a gradient, but called with gradients enabled for the policy in a training step only."""
+        if isinstance(model, _BothScored):
+            kwargs, labels = self._get_model_kwargs(batch, _KL)
+            return self.get_batch_logps(kwargs, model.KL_logits, labels)[0]
         with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
             return stock_kl(self, model, batch)
 
@@ -117,7 +158,15 @@ def enable(options: PatchOptions) -> None:
     _line.replacements.put(trainer, "get_batch_logps", get_batch_logps)
 
 
-def _inputs_of(trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> dict[str, Any] | str:
+def _rows_of(logits: _Scores | Tensor, rows: slice, L: int) -> _Scores | Tensor:
+    """Some rows of a batch, cut to L tokens each."""
+    if isinstance(logits, _Scores):
+        sums = logits.sums
+        return _Scores(logits.logps[rows, : L - 1], None if sums is None else sums[rows, : L - 1])
+    return logits[rows, :L]
+
+
+def _inputs_of(trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> Inputs | str:
     part = {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
     return _line.inputs_of(trainer, part, model, kind=prefix, router_logits=False)  # `forward` asks for them
 

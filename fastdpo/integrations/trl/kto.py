@@ -103,4 +103,5 @@ def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool
 
 def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of a batch, [B, L1], and below them those of its KL term, [B, L2], as [2B, max(L1, L2)]."""
-    return {name: merged(inputs[name], inputs[f"KL_{name}"]) for name in _ROWS}
+    completions, KL = ({name: inputs[f"{prefix}{name}"] for name in _ROWS} for prefix in ("", "KL_"))
+    return merged(completions, KL)

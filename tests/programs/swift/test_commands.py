@@ -20,7 +20,7 @@ KINDS = {
     "cpo": ("swift.CPOTrainer", dict(policy=1)),
     "simpo": ("swift.CPOTrainer", dict(policy=1)),
     "orpo": ("swift.ORPOTrainer", dict(policy=1)),
-    "kto": ("swift.KTOTrainer", dict(policy=2, reference=2)),
+    "kto": ("swift.KTOTrainer", dict(policy=2, reference=1)),
 }
 OTHER_MEANS = ("logits/chosen", "logits/rejected")
 """Without a reference, ms-swift averages them over prompts and padding, too."""

@@ -3,22 +3,23 @@
 import pytest
 from comparison import assert_far_from_same
 from swift.rlhf_trainers.kto_trainer import KTOTrainer
-from swift_runs import LORA, join_rows, join_rows_and_scale_logits, scale_logits, train_both, use_trainer
+from swift_runs import LORA, join_rows, join_rows_and_scale_logits, scale_head, scale_logits, train_both, use_trainer
+from transformers import TrainerCallback
 from trl_runs import assert_fused, assert_same, assert_same_bits
 
 from fastdpo.integrations.swift import batches
 
-FULL = dict(policy=6, reference=6)  # the completions and the KL term of 3 steps
+FULL = dict(policy=6, reference=3)  # the completions and the KL term of 3 steps
 LAYOUTS = {"padded": {}, "padding_free": dict(prepare=join_rows)}
 OPTIONS = {
     "kto": ({}, FULL),
     "lora": (LORA, FULL),
     "weights": (dict(desirable_weight=2.0, undesirable_weight=0.5, beta=0.3), FULL),
     "apo_zero_unpaired": (dict(loss_type="apo_zero_unpaired"), dict(policy=3, reference=3)),
-    "accumulation": (dict(gradient_accumulation_steps=3), dict(policy=18, reference=18)),
+    "accumulation": (dict(gradient_accumulation_steps=3), dict(policy=18, reference=9)),
     "evaluation": (
         dict(split_dataset_ratio=0.34, eval_steps=3, per_device_eval_batch_size=4),
-        dict(policy=6, reference=6 + 2, eval=2),
+        dict(policy=6, reference=3 + 1, eval=1),
     ),
 }
 
@@ -48,6 +49,33 @@ def test_the_comparison_detects_a_missing_token(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("fastdpo.integrations.swift.line.inputs_of", without_a_token)
     stock, patched = train_both(tmp_path, "kto")
     assert_far_from_same(stock, patched, stock.in_float64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reference_that_is_altered_while_training(tmp_path, caplog, layout):
+    def scale_reference_after_one_step(trainer):
+        class ScaleReference(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    scale_head(trainer.ref_model)
+
+        trainer.add_callback(ScaleReference())
+
+    stock, patched = train_both(tmp_path, "kto", before_training=scale_reference_after_one_step, **LAYOUTS[layout])
+    assert_same(stock, patched)
+    assert patched.calls["reference", "fused"] == 1
+    assert caplog.text.count("swift.KTOTrainer (reference): not fused, the head has hooks") == 1
+
+
+def test_a_subclass_with_its_own_KL_term_calls_the_reference_twice(tmp_path, monkeypatch):
+    class WithItsOwnTerm(KTOTrainer):
+        def _compute_kl_logps(self, model, batch):
+            return 0.9 * super()._compute_kl_logps(model, batch)
+
+    use_trainer(monkeypatch, WithItsOwnTerm)
+    stock, patched = train_both(tmp_path, "kto")
+    assert_same(stock, patched)
+    assert_fused(patched, policy=6, reference=6)
 
 
 @pytest.mark.parametrize("prepare", [scale_logits, join_rows_and_scale_logits])
