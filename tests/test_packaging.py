@@ -19,11 +19,12 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
     "packing": set(),
     "distributed": set(),
-    "ops": {"kernels", "packing"},
+    "logs": set(),
+    "ops": {"kernels", "logs", "packing"},
     "metrics": {"ops"},
-    "models": {"distributed", "ops", "packing"},
-    "ref_logps": {"distributed", "models", "ops", "packing"},
-    "integrations": {"distributed", "models", "ops", "packing", "ref_logps"},
+    "models": {"distributed", "logs", "ops", "packing"},
+    "ref_logps": {"distributed", "logs", "models", "ops", "packing"},
+    "integrations": {"distributed", "logs", "models", "ops", "packing", "ref_logps"},
     "run": {"integrations", "startup"},
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..distributed import gather_objects
+from ..logs import logger, warn
 from ..models import fallback
-from ..models.fallback import calls, logger
+from ..models.fallback import calls
 from ..models.fingerprint import Fingerprint, fingerprint
 from ..models.structure import Structure
 
@@ -125,8 +125,11 @@ class Memory:
 
     def _clear(self) -> None:
         self._write()
-        level = logging.INFO if self._reference_has_changed else logging.WARNING
-        logger.log(level, "%s: the reference has changed; reference_memory is cleared", self._integration)
+        message = f"{self._integration}: the reference has changed; reference_memory is cleared"
+        if self._reference_has_changed:
+            logger.info("fastdpo: %s", message)
+        else:
+            warn(message)
         self._reference_has_changed = True
         self._values, self._new = {}, {}
         self._read()
@@ -168,7 +171,7 @@ class Memory:
 
     def _keep_in_ram(self, reason: str) -> None:
         self._directory = None
-        logger.warning("%s: reference_memory is kept in RAM, not on disk: %s", self._integration, reason)
+        warn(f"{self._integration}: reference_memory is kept in RAM, not on disk: {reason}")
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

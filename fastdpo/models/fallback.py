@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-logger = logging.getLogger("fastdpo")
+from ..logs import warn
 
 calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).
@@ -48,7 +47,7 @@ def report(message: str) -> None:
     """Logs that something is disabled, as a warning. In strict mode, raises `NotFused` instead."""
     if strict():
         raise NotFused(f"{message} (FASTDPO_STRICT=1)")
-    logger.warning("%s", message)
+    warn(message)
 
 
 @contextmanager

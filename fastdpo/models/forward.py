@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import packing
+from ..logs import logger
 from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from . import attention, fallback, head, probe, support
-from .fallback import calls, logger
+from .fallback import calls
 from .layouts import Groups, layout_of, padded_batch
 from .probe import ProbeResult
 from .router import returns_router_logits

@@ -17,13 +17,13 @@ variable FASTDPO_ATTENTION selects a backend by name.
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..logs import warn
 from .attention_calls import OP, AttentionCall, AttentionOptions, Backend
 from .attention_flash import LIBRARIES
 from .attention_triton import TritonBackend
@@ -34,8 +34,6 @@ BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: TritonBackend()}
 """Every backend by name, in the order of preference."""
 
 VARIABLE = "FASTDPO_ATTENTION"
-
-logger = logging.getLogger("fastdpo")
 
 
 def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall | None:
@@ -70,7 +68,7 @@ def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
 @lru_cache
 def _log_unsupported(reason: str | None) -> None:
     """Logs, once per reason, why the backend that supports the most calls does not support one."""
-    logger.warning("%s: plain matrix products are used instead of a backend: %s: %s", OP, TRITON, reason)
+    warn(f"{OP}: plain matrix products are used instead of a backend: {TRITON}: {reason}")
 
 
 def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
@@ -98,9 +96,9 @@ def passes_probe(name: str, device: torch.device, dtype: torch.dtype, d: int, d_
             out, lse = call.forward(q, k, v, None)
             results.append([out, *call.backward(grad, q, k, v, out, lse)])
     except Exception as error:  # from a library; an error of fastdpo's kernels will be raised again where they are used
-        logger.warning("%s: %s is disabled: %s: %s", OP, name, type(error).__name__, error)
+        warn(f"{OP}: {name} is disabled: {type(error).__name__}: {error}")
         return False
     equal = all(torch.allclose(a[:9], b[:9], rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
     if not equal:
-        logger.warning("%s: %s is disabled: it returns wrong values on a small test case", OP, name)
+        warn(f"{OP}: {name} is disabled: it returns wrong values on a small test case")
     return equal

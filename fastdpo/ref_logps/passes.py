@@ -4,7 +4,6 @@ ranks, which stores values as it goes.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..distributed import gather_objects, rank_and_world_size
+from ..logs import warn
 from ..models import fallback
 from .pairs import Pairs, batches
 from .ranks import cache_disabled, merge, read_on_all_ranks
 from .shards import MISSING, Shards, missing, remove_leftovers, unusable_reason
 from .termination import ending_by_sigterm
-
-logger = logging.getLogger("fastdpo")
 
 SECONDS_BETWEEN_SHARDS = 30.0
 """A killed process loses at most the values of this many seconds and of one batch."""
@@ -176,7 +174,7 @@ def _failure(write: Callable[[], None]) -> str | None:
     except (OSError, ValueError) as error:  # ValueError: a stored file cannot be read any more
         reason = f"values cannot be stored any more: {error}"
         if not fallback.strict():  # every rank raises it at the end
-            logger.warning("reference log-probabilities: %s", reason)
+            warn(f"reference log-probabilities: {reason}")
         return reason
     return None
 

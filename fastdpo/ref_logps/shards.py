@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import stat
 import time
@@ -34,12 +33,12 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..logs import logger, warn
+
 try:
     import fcntl
 except ModuleNotFoundError:
     fcntl = None
-
-logger = logging.getLogger("fastdpo")
 
 SECONDS_BETWEEN_TRIES = 0.2
 """Interval at which a process tries to take a lock that another one holds."""
@@ -77,10 +76,8 @@ class Shards:
                 lock.acquire(blocking=False)
             except Timeout:
                 if not logged:
-                    logger.warning(
-                        "reference log-probabilities: waiting for another process that computes them and holds %s",
-                        lock.lock_file,
-                    )
+                    holder = f"another process that computes them and holds {lock.lock_file}"
+                    warn(f"reference log-probabilities: waiting for {holder}")
                 logged = True
                 waiting()
                 time.sleep(SECONDS_BETWEEN_TRIES)

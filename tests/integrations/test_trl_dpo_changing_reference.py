@@ -129,7 +129,7 @@ def test_stored_values_are_dropped_when_the_reference_changes(tmp_path, caplog, 
         patched = train(tmp_path / "patched", **CASES[name](), **EPOCHS)
     assert_same(stock, patched)
     messages = [record.message for record in caplog.records if "reference_memory" in record.message]
-    assert messages == ["trl.DPOTrainer: the reference has changed; reference_memory is cleared"]
+    assert messages == ["fastdpo: trl.DPOTrainer: the reference has changed; reference_memory is cleared"]
     reference_calls = {key: n for key, n in patched.calls.items() if key[0] == "reference"}
     # The values of every second epoch are computed anew.
     assert reference_calls == {("reference", "fused"): 4, ("reference", "remembered"): 4}

@@ -158,7 +158,7 @@ def test_an_unwritable_directory_does_not_stop_training(tmp_path, caplog, monkey
     assert patched.calls["reference", "remembered"] == 4
     messages = [record.message for record in caplog.records if "reference_memory" in record.message]
     assert len(messages) == 1
-    assert messages[0].startswith("trl.DPOTrainer: reference_memory is kept in RAM, not on disk: ")
+    assert messages[0].startswith("fastdpo: trl.DPOTrainer: reference_memory is kept in RAM, not on disk: ")
 
 
 def test_values_of_a_model_with_custom_hooks_stay_in_ram(tmp_path, caplog):
@@ -190,7 +190,7 @@ def test_memory_is_disabled_if_reference_values_can_change(tmp_path, caplog, mon
         run = remembering(tmp_path, data=pairs(4), max_steps=2, **DISABLED_REASONS[reason]())
     messages = [record.message for record in caplog.records if "reference_memory" in record.message]
     assert len(messages) == 1
-    assert messages[0].startswith(f"trl.DPOTrainer: reference_memory is disabled, {reason}")
+    assert messages[0].startswith(f"fastdpo: trl.DPOTrainer: reference_memory is disabled, {reason}")
     assert not run.calls["reference", "remembered"]
     monkeypatch.setenv("FASTDPO_STRICT", "1")
     with pytest.raises(NotFused, match="reference_memory is disabled"):

@@ -58,7 +58,7 @@ def test_surgery(tmp_path, caplog, surgery):
         assert patched.calls == Counter({("policy", "fused"): STEPS, ("reference", "fused"): STEPS})
     else:
         (line,) = messages[:1]
-        assert line.startswith(f"trl.DPOTrainer (policy): not fused, {surgery.reason}")
+        assert line.startswith(f"fastdpo: trl.DPOTrainer (policy): not fused, {surgery.reason}")
         assert patched.calls["policy", "fused"] == BEFORE
         assert patched.calls["policy", "stock"] == STEPS - BEFORE
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...logs import warn
 from ...models import forward
-from ...models.fallback import counting_calls_as, logger
+from ...models.fallback import counting_calls_as
 from ..bypass import leave_unpatched
 from ..concatenated import Inputs, install, liger_reason, score
 from ..last_result import LastResult
@@ -97,7 +98,7 @@ def enable(options: PatchOptions) -> None:
         _install(self, options)
         self.padding_free = True
         if not forward.is_fused(self.model):
-            logger.warning("%s: padding_free=True falls back to TRL for the reason logged above", DPO)
+            warn(f"{DPO}: padding_free=True falls back to TRL for the reason logged above")
 
     def new_state() -> _LegacyDPOState:
         return _LegacyDPOState(memory=Memory(options.reference_memory, DPO))

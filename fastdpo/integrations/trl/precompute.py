@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ...logs import warn
 from ...models import fallback, forward
-from ...models.fallback import logger
 from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
@@ -67,7 +67,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
 
     given = [column for column in ("ref_chosen_logps", "ref_rejected_logps") if column in dataset.column_names]
     if len(given) == 2:
-        logger.warning("%s: the %s dataset has %s, which are used as they are", DPO, name, " and ".join(given))
+        warn(f"{DPO}: the {name} dataset has {' and '.join(given)}, which are used as they are")
         return dataset
 
     model = reference_of(trainer)

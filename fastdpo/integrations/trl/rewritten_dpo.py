@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ...logs import warn
 from ...models import forward
-from ...models.fallback import counting_calls_as, logger
+from ...models.fallback import counting_calls_as
 from ..deferred_metrics import (
     codes_of,
     deferring,
@@ -138,7 +139,7 @@ def replace(
             stock_init(self, *args, **kwargs)
         self.padding_free = forward.is_fused(self.model)
         if not self.padding_free:
-            logger.warning("%s: padding_free=True, but batches are padded for the reason logged above", DPO)
+            warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
 
     def new_state() -> DPOState:
         return state_type(memory=ReferenceMemory(options.reference_memory))
