@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from . import run
 
@@ -34,8 +33,7 @@ def main() -> None:
     if args.memory_budget is not None:
         options["memory_budget"] = args.memory_budget
     if args.reference_memory is not None:
-        remember = args.reference_memory == "yes"
-        options["reference_memory"] = True if remember else str(Path(args.reference_memory).resolve())
+        options["reference_memory"] = args.reference_memory == "yes" or args.reference_memory
     try:
         command = args.program if args.module is None else ["-m", *args.module]
         run.run(command, args.only, **options)

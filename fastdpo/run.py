@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .integrations.arguments import checked_options
 from .integrations.patching import LINES, targeted_trainers
 from .startup.sitecustomize import VARIABLE
 
@@ -31,9 +33,13 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
         options: other arguments of `fastdpo.patch`, by name.
 
     Raises:
-        ValueError: the command is empty or cannot be found, or a target is unknown.
+        TypeError, ValueError: the command is empty or cannot be found, a target is unknown, or an
+            option is malformed.
     """
     program = _program(command)
+    checked = asdict(checked_options("run", **options))
+    if not isinstance(checked["reference_memory"], bool):
+        checked["reference_memory"] = str(checked["reference_memory"].resolve())
     trainers = targeted_trainers("run", targets)
     handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
     os.close(handle)
@@ -41,7 +47,7 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
         "pid": os.getpid(),
         "imported": imported,
         "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
-        "options": options,
+        "options": checked,
     }
     startup = str(Path(__file__).parent / "startup")
     paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]

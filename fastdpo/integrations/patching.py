@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ..logs import logger, warn
 from ..models import fallback, forward
-from ..models.fallback import logger
 from ..ops.linear_logps import MEMORY_BUDGET
-from .protocol import PatchOptions, TrainerLine
+from .arguments import checked_options
+from .protocol import STATE, PatchOptions, TrainerLine
 from .replacements import existing_instances
 from .versions import unsupported_version_reason
 
@@ -82,12 +84,17 @@ trainers are patched once the program has imported them, or by name.
 REMEMBERING = ("trl.DPOTrainer", "openrlhf.DPOTrainer")
 """The trainers that the option `reference_memory` applies to."""
 
+Target = str | type
+"""A trainer by its name or its class, or a package by its name."""
+
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
 PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
 
 
 class PatchError(RuntimeError):
-    """A trainer that was named cannot be patched, or is already patched with other options."""
+    """A trainer that was named cannot be patched, or is already patched with other options. With
+    `FASTDPO_STRICT=1`, also any other trainer that `patch` would leave unpatched.
+    """
 
 
 @dataclass(frozen=True)
@@ -129,22 +136,46 @@ class PatchReport:
         return "fastdpo: " + " | ".join(map(str, self.seams))
 
 
+class _Examined(NamedTuple):
+    """A trainer that was examined.
+
+    Attributes:
+        seam: without the trainers created before `patch()`.
+        line: the module that can patch the trainer, or None.
+        stock: the trainers created before `patch()`, by their ids. Trainers may have no hash.
+    """
+
+    seam: Seam
+    line: TrainerLine | None
+    stock: weakref.WeakValueDictionary[int, Any]
+
+    def current_seam(self) -> Seam:
+        """The seam, with the trainers created before `patch()` that still exist."""
+        return replace(self.seam, stock_trainers=tuple(sorted(type(x).__name__ for x in self.stock.values())))
+
+
 class _Patched(NamedTuple):
     """A trainer that is patched."""
 
-    seam: Seam
+    examined: _Examined
     options: PatchOptions
     line: TrainerLine
 
 
 _patched: dict[str, _Patched] = {}
 
+_said: set[str] = set()
+"""The warnings that were logged since the last `unpatch()`."""
+
+_said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The trainers, by their ids, that were warned about because they were created before `patch()`."""
+
 
 def patch(
-    *targets: str,
+    *targets: Target | Sequence[Target],
     share_prompts: bool = True,
     memory_budget: int = MEMORY_BUDGET,
-    reference_memory: bool | str | os.PathLike = False,
+    reference_memory: bool | str | os.PathLike[str] = False,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
     head.
@@ -152,63 +183,93 @@ def patch(
     Numbers stay the same up to rounding. Calling `patch` again with the same options changes
     nothing. A trainer that cannot be patched is left exactly as it was, and the report says why.
 
+    The logger "fastdpo" logs the report as one line. Its level is WARNING if a trainer of the
+    report is off, or was created before and stays unpatched, until each of them was logged once;
+    otherwise INFO. Trainers of packages that are not installed are left out, unless none is
+    installed: then all are off.
+
     Args:
-        *targets: names of trainers ("trl.DPOTrainer"), or of packages ("trl"): all trainers of the
-            package that are supported in the installed version. Default: the preference trainers of
-            all packages that are installed.
+        *targets: names of trainers ("trl.DPOTrainer"), trainer classes (`trl.DPOTrainer`), or names
+            of packages ("trl"): all trainers of the package that are supported in the installed
+            version. Lists of them are accepted, too. Default: the preference trainers of all
+            packages that are installed.
         share_prompts: compute the tokens that the two answers to a prompt begin with once.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward
-            (`ops.linear_logps`).
+            (`ops.linear_logps`), an integer.
         reference_memory: remember the reference's log-probabilities of each pair when they are
             first computed, so that later epochs, and evaluations after the first, do not run the
             reference. With a directory, later processes remember them, too. Applies to the
-            DPOTrainers of TRL and OpenRLHF. Disabled, with a logged reason, where the reference is
-            trained or random, and where ranks run it together.
+            DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is patched. Disabled,
+            with a logged reason, where the reference is trained or random, and where ranks run it
+            together.
 
     Returns:
-        The report. The logger "fastdpo" logs it, too, as one line at level INFO.
+        The report.
 
     Raises:
-        ValueError: a target is unknown.
+        TypeError, ValueError: a target is unknown, or an option is malformed.
         PatchError: a named target cannot be patched, or is already patched with other options. With
-            `FASTDPO_STRICT=1`, any trainer cannot be patched. Nothing is changed then.
+            `FASTDPO_STRICT=1`, also if any trainer of the report is off or was created before.
+            Nothing is changed then.
     """
-    memory = reference_memory if isinstance(reference_memory, bool) else Path(reference_memory)
-    options = PatchOptions(share_prompts, memory_budget, memory)
+    options = checked_options(
+        "patch", share_prompts=share_prompts, memory_budget=memory_budget, reference_memory=reference_memory
+    )
     names = targeted_trainers("patch", targets)
-    examined: dict[str, tuple[Seam, TrainerLine | None]] = {}
+    examined: dict[str, _Examined] = {}
     # TRL last: with transformers 5, TRL 0.24 can be imported only after LLaMA-Factory.
     for name in sorted(names, key=lambda name: name.startswith("trl.")):
         before = _patched.get(name)
         if before is not None and before.options != options:
             raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
-        examined[name] = _examine(name, bool(targets)) if before is None else (before.seam, before.line)
-    report = PatchReport(tuple(examined[name][0] for name in names))
-    if (targets or fallback.strict()) and not all(seam.on for seam in report.seams):
+        examined[name] = _examine(name, bool(targets)) if before is None else before.examined
+    report = PatchReport(tuple(examined[name].current_seam() for name in names))
+    if targets and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
+    if fallback.strict() and not all(seam.on and not seam.stock_trainers for seam in report.seams):
+        raise PatchError(f"patch: {report} (FASTDPO_STRICT=1)")
 
-    for seam, line in map(examined.__getitem__, names):
-        if line is not None and seam.name not in _patched:
+    for name in names:
+        line = examined[name].line
+        if line is not None and name not in _patched:
             line.enable(options)
-            _patched[seam.name] = _Patched(seam, options, line)
-    logger.info("%s", report)
-    forgetting = [seam.name for seam in report.seams if seam.on and seam.name not in REMEMBERING]
-    if memory and forgetting:
-        logger.info("reference_memory does not apply to %s", ", ".join(forgetting))
+            _patched[name] = _Patched(examined[name], options, line)
+    _log(report, examined.values())
+    on = [seam.name for seam in report.seams if seam.on]
+    forgetting = [name for name in on if name not in REMEMBERING]
+    if options.reference_memory and forgetting:
+        message = f"reference_memory does not apply to {', '.join(forgetting)}"
+        if forgetting == on and message not in _said:
+            _said.add(message)
+            warn(message)
+        else:
+            logger.info("fastdpo: %s", message)
     return report
+
+
+def _log(report: PatchReport, examined: Iterable[_Examined]) -> None:
+    """Logs the report, as a warning if it holds something that is off and that was not logged yet."""
+    off = {str(seam) for seam in report.seams if not seam.on}
+    stock = {key: trainer for x in examined for key, trainer in x.stock.items()}
+    is_new = not off <= _said or any(key not in _said_of for key in stock)
+    _said.update(off)
+    _said_of.update(stock)
+    (logger.warning if is_new else logger.info)("%s", report)
 
 
 def unpatch() -> None:
     """Undoes `patch()`, for trainer classes and for existing trainers and models."""
     _undo(set(_patched))
+    _said.clear()
+    _said_of.clear()
 
 
 @contextmanager
 def patched(
-    *targets: str,
+    *targets: Target | Sequence[Target],
     share_prompts: bool = True,
     memory_budget: int = MEMORY_BUDGET,
-    reference_memory: bool | str | os.PathLike = False,
+    reference_memory: bool | str | os.PathLike[str] = False,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of
     `patch`, and keeps earlier patches.
@@ -229,31 +290,55 @@ def _undo(names: set[str]) -> None:
         forward.uninstall_all(name)
 
 
-def targeted_trainers(op: str, targets: Sequence[str]) -> list[str]:
-    """The names of the trainers that are targeted, by their own names or those of their packages.
+def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
+    """The names of the trainers that are targeted, by their names or classes, or by their packages.
 
     A package stands for its trainers that have a line for the installed version. If there are none,
     it stands for all of its trainers, and each has a reason why it cannot be patched.
 
     Args:
         op: the public function, for its error message.
-        targets: names of trainers or packages. Empty: the trainers that are patched by default, of
-            the packages that are installed, or of all if none is.
+        targets: names of trainers or packages, trainer classes, or lists of these. None of them:
+            the trainers that are patched by default, of the packages that are installed, or of all
+            if none is.
 
     Raises:
-        ValueError: a target is unknown.
+        TypeError: a target is neither a name nor a class.
+        ValueError: a target is unknown, or a list is empty.
     """
-    unknown = [t for t in targets if t not in TRAINERS and t not in PACKAGES]
-    if unknown:
-        names = ", ".join(TRAINERS)
-        raise ValueError(f"{op}: targets must be among {names} or their packages; got {', '.join(unknown)}")
-    if targets:
-        lines = [line for package in PACKAGES if package in targets for line in _lines_of(package)]
+    names = [_target_name(op, target) for target in _flat(op, targets)]
+    if names:
+        lines = [line for package in PACKAGES if package in names for line in _lines_of(package)]
     else:
         installed = [package for package in PACKAGES if _version(package) is not None]
         lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
-    chosen = {*targets, *(line.trainer for line in lines)}
+    chosen = {*names, *(line.trainer for line in lines)}
     return [trainer for trainer in TRAINERS if trainer in chosen]
+
+
+def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:
+    for target in targets:
+        if not isinstance(target, list | tuple | set | frozenset):
+            yield target
+        elif target:
+            yield from target
+        else:
+            raise ValueError(f"{op}: targets must not be empty; got {target}")
+
+
+def _target_name(op: str, target: object) -> str:
+    """The name of a trainer or of a package."""
+    rule = f"{op}: targets must be among {', '.join(TRAINERS)} or their packages, by name, or be trainer classes"
+    if isinstance(target, str):
+        if target in TRAINERS or target in PACKAGES:
+            return target
+        raise ValueError(f"{rule}; got {target!r}")
+    if not isinstance(target, type):
+        raise TypeError(f"{rule}; got {target!r}")
+    for line in LINES:
+        if target.__module__ in line.trainer_modules and target.__name__.endswith(line.trainer.rpartition(".")[2]):
+            return line.trainer
+    raise ValueError(f"{rule}; got {target.__module__}.{target.__qualname__}")
 
 
 def _lines_of(package: str) -> list[Line]:
@@ -274,22 +359,24 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _examine(name: str, is_targeted: bool) -> tuple[Seam, TrainerLine | None]:
-    """The seam, and the module that can patch the trainer, or None."""
+def _examine(name: str, is_targeted: bool) -> _Examined:
+    def off(version: str | None, reason: str) -> _Examined:
+        return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
+
     lines = [line for line in LINES if line.trainer == name]
     package = lines[0].package
     distribution = DISTRIBUTIONS.get(package, package)
     version = _version(package)
     if version is None:
-        return Seam(name, None, f"{distribution} is not installed"), None
+        return off(None, f"{distribution} is not installed")
     line = next((line for line in lines if _supports(line, version)), None)
     if line is None:
         reason = unsupported_version_reason(distribution, version, [line.versions for line in lines])
-        return Seam(name, version, reason), None
+        return off(version, reason)
     imported = any(module in sys.modules for module in line.trainer_modules)
     if package in CHANGING_OTHERS and not is_targeted and not imported:
         reason = f"the program has not imported it yet: call patch() later, or patch({package!r})"
-        return Seam(name, version, reason), None
+        return off(version, reason)
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     earlier = set(sys.modules)
     try:
@@ -300,6 +387,14 @@ def _examine(name: str, is_targeted: bool) -> tuple[Seam, TrainerLine | None]:
         for module_name in (x for x in new if x.partition(".")[0] == package):
             del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
     if reason is not None:
-        return Seam(name, version, reason), None
-    existing = tuple(sorted(type(trainer).__name__ for trainer in existing_instances(module.trainer_class())))
-    return Seam(name, version, None, existing), module
+        return off(version, reason)
+    return _Examined(Seam(name, version, None), module, _stock_trainers(module.trainer_class()))
+
+
+def _stock_trainers(kind: type) -> weakref.WeakValueDictionary[int, Any]:
+    """The trainers of a class that exist and are not patched, by their ids."""
+    if existing_instances(kind):
+        gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
+    # The line of a subclass may have patched a trainer already.
+    stock = (x for x in existing_instances(kind) if vars(x).get(STATE) is None)
+    return weakref.WeakValueDictionary((id(trainer), trainer) for trainer in stock)

@@ -61,8 +61,12 @@ def test_trainers_that_remember_no_reference_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         fastdpo.patch("trl.DPOTrainer", reference_memory=True)
         assert len(caplog.records) == 1
-        fastdpo.patch("trl.OnlineDPOTrainer", "trl.KTOTrainer", reference_memory=True)
-    assert caplog.records[-1].message == "reference_memory does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
+        fastdpo.patch(reference_memory=True)
+        assert caplog.records[-1].levelno == logging.INFO
+        for level in (logging.WARNING, logging.INFO):  # said once
+            fastdpo.patch("trl.OnlineDPOTrainer", "trl.KTOTrainer", reference_memory=True)
+            message = "fastdpo: reference_memory does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
+            assert (caplog.records[-1].levelno, caplog.records[-1].message) == (level, message)
 
 
 def test_patching_twice_is_the_same_as_patching_once():
@@ -101,11 +105,6 @@ def test_patched_block(monkeypatch):
     with pytest.raises(ZeroDivisionError), fastdpo.patched():
         raise ZeroDivisionError
     assert seams() == stock
-
-
-def test_unknown_target():
-    with pytest.raises(ValueError, match=r"patch: targets must be among trl.DPOTrainer.*; got trl.PPOTrainer"):
-        fastdpo.patch("trl.PPOTrainer")
 
 
 def test_changing_options_requires_unpatching_first():

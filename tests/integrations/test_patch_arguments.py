@@ -1,0 +1,132 @@
+"""Arguments of `patch()`: those that it takes, and an error at once for all others."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trl import DPOTrainer, KTOTrainer
+from trl.experimental.online_dpo import OnlineDPOTrainer
+
+import fastdpo
+from fastdpo import run
+
+ALL = ["trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer"]
+
+
+def names(report: fastdpo.PatchReport) -> list[str]:
+    return [seam.name for seam in report.seams]
+
+
+@pytest.mark.parametrize(
+    ("targets", "patched"),
+    [
+        ((DPOTrainer,), ALL[:1]),
+        ((OnlineDPOTrainer, KTOTrainer), ALL[1:]),
+        (([DPOTrainer, "trl.KTOTrainer"],), [ALL[0], ALL[2]]),
+        ((("trl.DPOTrainer",),), ALL[:1]),
+        (({"trl.DPOTrainer"}, KTOTrainer), [ALL[0], ALL[2]]),
+        ((), ALL),
+    ],
+)
+def test_targets(targets, patched):
+    assert names(fastdpo.patch(*targets)) == patched
+
+
+def test_a_list_with_a_package():
+    assert names(fastdpo.patch(["trl"])) == names(fastdpo.patch("trl"))
+    with fastdpo.patched([DPOTrainer]) as report:
+        assert names(report) == ALL[:1]
+
+
+class Subclass(DPOTrainer):
+    pass
+
+
+TARGETS = r"patch: targets must be among trl.DPOTrainer, .* or their packages, by name, or be trainer classes; got "
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "got"),
+    [
+        ("trl.PPOTrainer", ValueError, "'trl.PPOTrainer'"),
+        ("", ValueError, "''"),
+        (Subclass, ValueError, rf"{Subclass.__module__}\.Subclass"),
+        (str, ValueError, "builtins.str"),
+        (None, TypeError, "None"),
+        (3, TypeError, "3"),
+        (["trl.DPOTrainer", b"trl"], TypeError, "b'trl'"),
+        (pytest, TypeError, "<module 'pytest'"),
+    ],
+)
+def test_other_targets(target, error, got):
+    with pytest.raises(error, match=TARGETS + got):
+        fastdpo.patch(target)
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_an_empty_list_does_not_mean_all(empty):
+    with pytest.raises(ValueError, match="patch: targets must not be empty; got"):
+        fastdpo.patch(empty)
+
+
+BYTES = "memory_budget must be a number of bytes, an int of at least 0; got "
+DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
+MALFORMED = [
+    ("share_prompts", "no", TypeError, "share_prompts must be True or False; got 'no'"),
+    ("share_prompts", None, TypeError, "share_prompts must be True or False; got None"),
+    ("share_prompts", 1, TypeError, "share_prompts must be True or False; got 1"),
+    ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
+    ("memory_budget", -1, ValueError, BYTES + "-1"),
+    ("memory_budget", math.nan, TypeError, BYTES + "nan"),
+    ("memory_budget", math.inf, TypeError, BYTES + "inf"),
+    ("memory_budget", 1e9, TypeError, BYTES + "1000000000.0"),
+    ("memory_budget", True, TypeError, BYTES + "True"),
+    ("memory_budget", None, TypeError, BYTES + "None"),
+    ("reference_memory", "", ValueError, DIRECTORY + "''"),
+    ("reference_memory", " ", ValueError, DIRECTORY + "' '"),
+    ("reference_memory", "a\0b", ValueError, DIRECTORY),
+    ("reference_memory", b"cache", TypeError, DIRECTORY + "b'cache'"),
+    ("reference_memory", None, TypeError, DIRECTORY + "None"),
+    ("reference_memory", 1, TypeError, DIRECTORY + "1"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "error", "message"), MALFORMED)
+def test_malformed_options(option, value, error, message):
+    before = DPOTrainer.__init__
+    with pytest.raises(error) as caught:
+        fastdpo.patch(**{option: value})
+    assert str(caught.value).startswith(f"patch: {message}")
+    with pytest.raises(error), fastdpo.patched(**{option: value}):
+        pass
+    with pytest.raises(error) as caught:
+        run.run([sys.executable], **{option: value})
+    assert str(caught.value).startswith(f"run: {message}")
+    assert DPOTrainer.__init__ is before
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 40, np.int64(5), torch.tensor(5)])
+def test_integers_of_any_kind_are_bytes(budget):
+    fastdpo.patch(memory_budget=budget)
+    fastdpo.patch(memory_budget=int(budget))  # the same options
+
+
+@pytest.mark.parametrize("directory", ["cache", Path("cache")])
+def test_paths_of_any_kind_are_directories(tmp_path, monkeypatch, directory):
+    monkeypatch.chdir(tmp_path)
+    fastdpo.patch("trl.DPOTrainer", reference_memory=directory)
+    fastdpo.patch("trl.DPOTrainer", reference_memory=Path("cache"))
+    assert not Path("cache").exists()
+
+
+@pytest.mark.parametrize("arguments", [("--reference-memory", ""), ("--memory-budget", "-1")])
+def test_the_command_line_checks_options_before_the_program_starts(arguments):
+    command = [sys.executable, "-m", "fastdpo", "run", *arguments, "-m", "this"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"fastdpo run: {arguments[0][2:].replace('-', '_')} must be")
+    assert done.stderr.count("\n") == 1

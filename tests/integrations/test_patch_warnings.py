@@ -1,0 +1,143 @@
+"""What `patch()` leaves stock is a warning, once, and an error with `FASTDPO_STRICT=1`."""
+
+import ast
+import gc
+import importlib.metadata
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import DPOTrainer
+from trl_runs import build, tiny_model
+
+import fastdpo
+from fastdpo.integrations.trl import online_dpo
+
+ROOT = Path(__file__).parents[2]
+CHANGED = "its forward has another parameter"
+
+
+@pytest.fixture
+def messages(caplog):
+    caplog.set_level(logging.INFO, logger="fastdpo")
+
+    def of_level(level: int) -> list[str]:
+        return [record.message for record in caplog.records if record.levelno == level]
+
+    return of_level
+
+
+def change_online_dpo(monkeypatch) -> None:
+    """As a release of TRL that changes the trainer."""
+    monkeypatch.setattr(online_dpo, "unsupported_reason", lambda: CHANGED)
+
+
+def test_without_anything_off_there_is_no_warning(messages):
+    report = fastdpo.patch()
+    assert messages(logging.WARNING) == []
+    assert messages(logging.INFO) == [str(report)]
+
+
+def test_a_trainer_that_is_off_is_warned_about_once(monkeypatch, messages):
+    change_online_dpo(monkeypatch)
+    with fastdpo.patched() as first:
+        pass
+    with fastdpo.patched() as second:
+        fastdpo.patch("trl.DPOTrainer")
+    (warning,) = messages(logging.WARNING)
+    assert warning == str(first) == str(second)
+    assert warning.startswith("fastdpo: trl.DPOTrainer (1.16.0): on | ")
+    assert f"trl.OnlineDPOTrainer (1.16.0): off, {CHANGED}" in warning
+    assert len(messages(logging.INFO)) == 2
+    fastdpo.unpatch()
+    fastdpo.patch()
+    assert len(messages(logging.WARNING)) == 2
+
+
+def test_a_trainer_that_is_off_raises_in_strict_mode(monkeypatch, messages):
+    change_online_dpo(monkeypatch)
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    before = DPOTrainer.__init__
+    with pytest.raises(fastdpo.PatchError, match=rf"off, {CHANGED} .*\(FASTDPO_STRICT=1\)"):
+        fastdpo.patch()
+    assert DPOTrainer.__init__ is before
+    assert all(seam.on for seam in fastdpo.patch("trl.DPOTrainer").seams)
+
+
+def test_trainers_created_before_are_warned_about_once(tmp_path, messages):
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
+    report = fastdpo.patch("trl.DPOTrainer")
+    fastdpo.patch("trl.DPOTrainer")
+    fastdpo.patch()
+    (warning,) = messages(logging.WARNING)
+    assert warning == str(report)
+    assert warning.endswith("on; created before patch() and not patched: DPOTrainer")
+    del trainer
+    gc.collect()
+    assert "created before" not in str(fastdpo.patch())
+
+
+def test_each_trainer_created_before_is_warned_about(tmp_path, messages):
+    trainers = []
+    for i in range(2):
+        trainers.append(build(tmp_path / str(i), tiny_model(), tiny_model(seed=1)))
+        with fastdpo.patched():
+            pass
+    assert len(messages(logging.WARNING)) == 2
+
+
+def test_trainers_created_before_raise_in_strict_mode(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    before = DPOTrainer.__init__
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
+    with pytest.raises(fastdpo.PatchError, match=r"created before patch\(\) and not patched: DPOTrainer .*STRICT=1"):
+        fastdpo.patch()
+    assert DPOTrainer.__init__ is before
+    del trainer  # which is part of reference cycles
+    fastdpo.patch()
+    patched = build(tmp_path, tiny_model(), tiny_model(seed=1))
+    assert "created before" not in str(fastdpo.patch())
+    del patched
+
+
+def test_a_package_that_is_not_installed_is_no_warning_next_to_one_that_is(messages):
+    assert {seam.name.partition(".")[0] for seam in fastdpo.patch().seams} == {"trl"}
+    assert messages(logging.WARNING) == []
+
+
+def test_no_package_at_all_is_a_warning(monkeypatch, messages):
+    def missing(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    fastdpo.patch()
+    (warning,) = messages(logging.WARNING)
+    assert warning.startswith("fastdpo: trl.DPOTrainer: off, trl is not installed | ")
+
+
+def test_a_program_without_logging_prints_the_warning():
+    code = """
+import fastdpo
+from fastdpo.integrations.trl import kto
+kto.unsupported_reason = lambda: "it differs"
+fastdpo.patch()
+fastdpo.patch()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if "fastdpo" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("fastdpo: trl.DPOTrainer")
+    assert lines[0].endswith("trl.KTOTrainer (1.16.0): off, it differs")
+
+
+def test_every_warning_of_the_library_begins_with_its_name():
+    """They are logged by `logs.warn`, which begins them so, apart from the report, which does itself."""
+    others = []
+    for path in sorted((ROOT / "fastdpo").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("warning", "warn", "error", "exception", "critical"):
+                others.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
+    assert others == ["fastdpo/integrations/patching.py: logger.warning", "fastdpo/logs.py: logger.warning"]
+    assert str(fastdpo.PatchReport(())).startswith("fastdpo: ")
