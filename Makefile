@@ -159,7 +159,7 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 $(SWIFT)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(SWIFT))
 	$(call install_in,$(SWIFT),swift) -e . \
-		accelerate datasets einops json_repair modelscope peft pillow transformers
+		accelerate binpacking datasets einops json_repair modelscope peft pillow transformers
 	$(SWIFT)/bin/pip install --quiet --no-deps -c constraints/swift.txt ms-swift trl
 	$(SWIFT)/bin/pip install --quiet --no-deps --target $(SWIFT)/trl-0.28.0 trl==0.28.0
 	touch $@

@@ -152,6 +152,19 @@ def join_rows(pipeline: Any) -> None:
     pipeline.template.padding_free = True
 
 
+def pack_rows(pipeline: Any) -> None:
+    """Sets what `packing` sets, for any attention. An example of a batch is then several pairs."""
+    join_rows(pipeline)
+    pipeline.args.packing, pipeline.args.packing_length = True, 128
+
+
+def assert_packed(trainer: Any) -> None:
+    assert len(trainer.train_dataset) < VARIED.pairs / 2
+
+
+PACKING = dict(prepare=pack_rows, before_training=assert_packed)
+
+
 def scale_logits(pipeline: Any) -> None:
     """Hooks the heads, which then cannot be fused."""
     for model in filter(None, (pipeline.model, pipeline.ref_model)):

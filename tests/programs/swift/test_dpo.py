@@ -10,6 +10,7 @@ from comparison import assert_far_from_same
 from swift.rlhf_trainers.dpo_trainer import DPOTrainer
 from swift_runs import (
     LORA,
+    PACKING,
     VARIED,
     forget_a_token,
     join_rows,
@@ -80,6 +81,13 @@ def test_option(tmp_path, name, layout):
     stock, patched = train_both(tmp_path, **options, **LAYOUTS[layout])
     assert_same(stock, patched)
     assert_fused(patched, **calls)
+
+
+@pytest.mark.parametrize("steps", [dict(max_steps=3), dict(max_steps=1, gradient_accumulation_steps=3)])
+def test_packing(tmp_path, steps):
+    stock, patched = train_both(tmp_path, **PACKING, **steps, per_device_train_batch_size=1)
+    assert_same(stock, patched)
+    assert_fused(patched, **FULL)
 
 
 def test_rows_that_are_padded_on_the_left(tmp_path):

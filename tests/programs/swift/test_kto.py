@@ -3,7 +3,16 @@
 import pytest
 from comparison import assert_far_from_same
 from swift.rlhf_trainers.kto_trainer import KTOTrainer
-from swift_runs import LORA, join_rows, join_rows_and_scale_logits, scale_head, scale_logits, train_both, use_trainer
+from swift_runs import (
+    LORA,
+    PACKING,
+    join_rows,
+    join_rows_and_scale_logits,
+    scale_head,
+    scale_logits,
+    train_both,
+    use_trainer,
+)
 from transformers import TrainerCallback
 from trl_runs import assert_fused, assert_same, assert_same_bits
 
@@ -31,6 +40,12 @@ def test_option(tmp_path, name, layout):
     stock, patched = train_both(tmp_path, "kto", **options, **LAYOUTS[layout])
     assert_same(stock, patched)
     assert_fused(patched, **calls)
+
+
+def test_packing(tmp_path):
+    stock, patched = train_both(tmp_path, "kto", **PACKING, per_device_train_batch_size=2)
+    assert_same(stock, patched)
+    assert_fused(patched, **FULL)
 
 
 @pytest.mark.parametrize("kind", ["completion_", "KL_completion_"])
