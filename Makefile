@@ -92,6 +92,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
+	$(BIN)/python tests/support/multimodal_tables.py
 	$(BIN)/python docs/draw_layout.py
 
 SUITES ?= step bf16 evaluation precompute online kto grpo head attention memory scaling

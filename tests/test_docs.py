@@ -6,6 +6,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import multimodal_tables
 import pytest
 import support_tables
 import trained
@@ -124,6 +125,10 @@ def anchors(page: Path) -> set[str]:
 
 def test_the_support_page_is_up_to_date():
     assert support_tables.PAGE.read_text() == support_tables.page(), "run `make docs`"
+
+
+def test_the_table_of_multimodal_families_is_up_to_date():
+    assert multimodal_tables.PAGE.read_text() == multimodal_tables.page(), "run `make docs`"
 
 
 def test_the_picture_of_the_layout_is_up_to_date():

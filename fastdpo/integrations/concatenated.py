@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..models import forward
 from ..models.forward import Request, ScoredBatch
+from ..models.language_model import text_config
 from ..models.layouts import Groups
 from ..models.router import router_loss
 from .protocol import PatchOptions
@@ -60,7 +61,9 @@ def install(
             groups=groups,
             memory_budget=options.memory_budget,
         )
-        forward.install(model, request, functools.partial(make_output or results_of, model.config), prior_scores=False)
+        forward.install(
+            model, request, functools.partial(make_output or results_of, text_config(model)), prior_scores=False
+        )
 
 
 def score(

@@ -4,6 +4,9 @@
     hidden = model.base_model(**attention.packed_inputs(model, layout, input_ids)).last_hidden_state  # [1, T, D]
     attention.restore(model, prior)
 
+Only the language model of a multimodal model is switched. Its image and audio towers keep their
+attention.
+
 A `Layout` reaches the attention layers as a 4-D int32 attention mask that stays on the CPU
 (`Layout.mask`): transformers passes 4-D masks on untouched, both kinds of gradient checkpointing
 keep them, and reading one takes no synchronisation. Calls without a layout behave as under the
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from ..ops.packed_attention import packed_attention
 from ..packing import Layout
+from .language_model import language_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +102,7 @@ class _Name(str):
 
 
 def is_switched(model: PreTrainedModel) -> bool:
-    return (model.config._attn_implementation or "").startswith(_PREFIX)
+    return (_current(model) or "").startswith(_PREFIX)
 
 
 def switch(model: PreTrainedModel) -> str:
@@ -117,8 +121,8 @@ def switch(model: PreTrainedModel) -> str:
     name = _Name(_PREFIX + prior.replace(_LONG, _SHORT))
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
-    model.set_attn_implementation(name)
-    current = model.config._attn_implementation
+    language_model(model).set_attn_implementation(name)
+    current = _current(model)
     if current != name:
         raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {current}")
     return prior
@@ -126,7 +130,7 @@ def switch(model: PreTrainedModel) -> str:
 
 def restore(model: PreTrainedModel, prior: str) -> None:
     """Sets a model back to the implementation that `switch` returned."""
-    model.set_attn_implementation(prior)
+    language_model(model).set_attn_implementation(prior)
 
 
 def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> dict[str, Any]:
@@ -149,9 +153,9 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
             the layout.
     """
     if not is_switched(model):
-        current = model.config._attn_implementation
         raise ValueError(
-            f"packed_inputs: model must be switched to packed attention by attention.switch(model); got {current!r}"
+            "packed_inputs: model must be switched to packed attention by attention.switch(model); "
+            f"got {_current(model)!r}"
         )
     return {
         "input_ids": layout.pack(input_ids),
@@ -163,7 +167,11 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
 
 def implementation(model: PreTrainedModel) -> str:
     """The model's attention implementation, or the one that it had before `switch`."""
-    return _prior_of(model.config._attn_implementation or "eager")
+    return _prior_of(_current(model) or "eager")
+
+
+def _current(model: PreTrainedModel) -> str | None:
+    return language_model(model).config._attn_implementation
 
 
 def _prior_of(name: str) -> str:

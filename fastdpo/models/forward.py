@@ -30,6 +30,7 @@ from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from . import attention, fallback, head, probe, support
 from .fallback import calls
+from .language_model import backbone, text_config
 from .layouts import Groups, layout_of, padded_batch
 from .probe import ProbeResult
 from .router import returns_router_logits
@@ -172,7 +173,7 @@ def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
-    transform = support.logit_transform(model.config.get_text_config())
+    transform = support.logit_transform(text_config(model))
     inner = _state_of(model)
     fused = _FusedForward(request, make_output, model.forward, prior_scores, transform, reason, choose, inner)
     if reason is not None:
@@ -309,7 +310,7 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
         output = probe.run_packed(model, layout, kwargs["input_ids"], **options)
     else:
         inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
-        output = model.base_model(**inputs, use_cache=False, **options)
+        output = backbone(model)(**inputs, use_cache=False, **options)
 
     lm_head = head.head_of(model)
     hidden = output.last_hidden_state.flatten(0, 1)  # [T, D]
@@ -395,7 +396,7 @@ def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> Layou
             name, role = fused.request.integration, fused.request.role
             logger.info("%s (%s): dropout is active, so prompts are not shared", name, role)
     # All positions of the padded rows count, padding included.
-    reach = batch.input_ids.shape[1] if support.rope_depends_on_length(model.config) else None
+    reach = batch.input_ids.shape[1] if support.rope_depends_on_length(text_config(model)) else None
     groups = fused.request.groups if share else None
     return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import packing
 from . import attention
+from .language_model import backbone, text_config
 from .support import attention_window, logit_transform, rope_depends_on_length, shared_reason
 
 if TYPE_CHECKING:
@@ -62,45 +63,62 @@ def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     Runs without gradients and leaves buffers as they were; a model that writes to its buffers when
     it runs is unsupported, since they would then hold statistics of packed tokens.
     """
-    with torch.no_grad(), preserved_buffers(model) as written:
-        result = _probe(model, device)
+    try:
+        with torch.no_grad(), preserved_buffers(model) as written:
+            result = _probe(model, device)
+    except _CannotRun as error:
+        return ProbeResult(str(error))
     if result.unsupported_reason is None and written:
         return ProbeResult(f"running {type(model).__name__} writes to its buffers: {', '.join(written)}")
     return result
 
 
 def _probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
-    window = attention_window(model.config)
-    ids, mask, groups = _rows(model.config, window)
+    config = text_config(model)
+    window = attention_window(config)
+    ids, mask, groups = _rows(config, window)
     labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
-    reach = ids.shape[1] if rope_depends_on_length(model.config) else None
+    reach = ids.shape[1] if rope_depends_on_length(config) else None
     layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
     rounding_error = _rounding_error(model, device)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        batch = "padded rows"
-        try:
-            with _mode(model, training=False):
+        with _mode(model, training=False):
+            with _running(model, "padded rows"):
                 padded = _run_padded(model, ids, mask)
                 with _perturbed_embeddings(model, rounding_error):
                     perturbed = _run_padded(model, ids, mask)
-                batch = "packed tokens"
-                with attention.witness() as recorded:
-                    packed = run_packed(model, layout, ids).last_hidden_state[0]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # models raise anything for rows or attention masks that they do not expect
-            name = type(model).__name__
-            return ProbeResult(f"{name} cannot be run on {batch}: {type(error).__name__}: {error}")
+            with _running(model, "packed tokens"), attention.witness() as recorded:
+                packed = run_packed(model, layout, ids).last_hidden_state[0]
         states = (x.flatten(0, 1)[layout.output_index] for x in (padded, perturbed))
         difference = _difference(model, layout, packed[layout.score_index][layout.output_source], *states)
         reason = shared_reason(model, _missed_layout(model, window, recorded) or difference)
         if reason is not None:
             return ProbeResult(reason)
         devices = [] if device.type == "cpu" else [device]
-        with _mode(model, training=True), torch.random.fork_rng(devices), attention.witness() as recorded:
+        with (
+            _running(model, "packed tokens in training mode"),
+            _mode(model, training=True),
+            torch.random.fork_rng(devices),
+            attention.witness() as recorded,
+        ):
             first, second = (run_packed(model, layout, ids).last_hidden_state for _ in range(2))
     return ProbeResult(None, not torch.equal(first, second), recorded.dropout)
+
+
+class _CannotRun(Exception):
+    """A model has raised an error for the rows of the probe. The message is the reason."""
+
+
+@contextmanager
+def _running(model: PreTrainedModel, batch: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # models raise anything for rows or attention masks that they do not expect
+        name = type(model).__name__
+        raise _CannotRun(f"{name} cannot be run on {batch}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -126,12 +144,12 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
     Compares with the forward of the class, since a trainer may have wrapped the model's own for
     another precision.
     """
-    softcap, logit_scale = logit_transform(model.config.get_text_config())
-    ids = torch.randint(model.config.vocab_size, (1, 4), generator=torch.Generator().manual_seed(0)).to(device)
+    softcap, logit_scale = logit_transform(text_config(model))
+    ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=torch.Generator().manual_seed(0)).to(device)
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _mode(model, training=False):
         expected = type(model).forward(model, **batch).logits.float()
-        hidden = model.base_model(**batch).last_hidden_state
+        hidden = backbone(model)(**batch).last_hidden_state
         head = cast(nn.Linear, model.get_output_embeddings())
         logits = head(hidden.to(head.weight.device)).float().to(expected.device) * logit_scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -143,11 +161,11 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
 
 def run_packed(model: PreTrainedModel, layout: packing.Layout, input_ids: Tensor, **options: object):
     """The backbone's outputs for the packed tokens of a padded batch; hidden states [1, T, D]."""
-    return model.base_model(**attention.packed_inputs(model, layout, input_ids), **options)
+    return backbone(model)(**attention.packed_inputs(model, layout, input_ids), **options)
 
 
 def _run_padded(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    return model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -176,7 +194,7 @@ def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor,
 
 def _missed_layout(model: PreTrainedModel, window: int | None, recorded: attention.Witness) -> str | None:
     """Returns which layers did not receive the layout or the window, or None if all did."""
-    layers = model.config.num_hidden_layers
+    layers = text_config(model).num_hidden_layers
     if recorded.others or recorded.layouts < layers:
         return (
             f"{recorded.layouts} attention calls of {type(model).__name__}'s {layers} layers got the packed layout, "

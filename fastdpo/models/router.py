@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from .language_model import text_config
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -15,7 +17,7 @@ def returns_router_logits(model: PreTrainedModel, kwargs: dict) -> bool:
     own forward, by the configuration.
     """
     requested = kwargs.get("output_router_logits")
-    return bool(getattr(model.config, "output_router_logits", False) if requested is None else requested)
+    return bool(getattr(text_config(model), "output_router_logits", False) if requested is None else requested)
 
 
 def router_loss(config: PretrainedConfig, router_logits: tuple[Tensor, ...], multiplicity: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed import gather_objects
 from . import attention, head
 from .functions import inner_function, module_of, name_of
+from .language_model import language_model, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -35,10 +36,17 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Returns why a model's configuration or modules rule out packing, or None if nothing is known."""
     config = model.config
     name = type(model).__name__
-    if config.get_text_config() is not config:
-        return f"{name} is a multimodal model"
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder"
+    if config.get_text_config() is not config:
+        text = language_model(model)
+        return (
+            f"{name} has no language model with its text configuration" if text is model else unsupported_reason(text)
+        )
+    if getattr(config, "cross_attention_layers", None):
+        return f"{name} attends to images by cross-attention"
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return f"{name} attends in both directions"
     if getattr(config, "alibi", False):
         return f"{name} biases its attention by distance (ALiBi)"
     if getattr(model, "_is_stateful", False) or any(isinstance(module, nn.Conv1d) for module in model.modules()):
@@ -108,8 +116,8 @@ def has_dropout(model: PreTrainedModel) -> bool:
     """Whether a model without its adapters has dropout, as a module or
     as an entry of its configuration.
     """
-    entries = model.config.to_dict().items()
-    if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries):
+    entries = model.config.to_dict() | text_config(model).to_dict()
+    if any("drop" in name and isinstance(x, float) and x > 0 for name, x in entries.items()):
         return True
     modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout))
     return any(module.p > 0 and "lora_dropout" not in name for name, module in modules)

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
 from surgeries import SURGERIES
+from transformers import PreTrainedModel
 
 from fastdpo import attention
 from fastdpo.models import probe, support
@@ -69,9 +70,8 @@ without fastdpo.
 """
 
 
-def unsupported_reason(name: str) -> str | None:
-    """The reason why a family is not packed, or None if it is packed."""
-    model = tiny_family(name)
+def reason_of(model: PreTrainedModel) -> str | None:
+    """The reason why a model is not packed, or None if it is packed."""
     reason = support.unsupported_reason(model)
     if reason is None:
         attention.switch(model)
@@ -82,7 +82,7 @@ def unsupported_reason(name: str) -> str | None:
 def family_rows() -> list[list[str]]:
     rows = []
     for name in (*FUSED, *STOCK):
-        reason = unsupported_reason(name)
+        reason = reason_of(tiny_family(name))
         special = FUSED[name][0] if name in FUSED else ""
         # The measured difference depends on the machine.
         reason = re.sub(r" by [\d.]+ of their size .*", "", reason or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -236,16 +237,18 @@ def train_both(
     trainer: str = "trl.DPOTrainer",
     train: Callable[..., Run] = train,
     reference_memory: bool = False,
+    build: Callable[..., PreTrainedModel] = tiny_model,
     **options,
 ) -> list[Run]:
     """Trains stock, then patched, with an option of `patch`, from the same initial weights.
 
-    `prepare` is applied to each model before a trainer is created with it. `train` is called with a
-    directory, policy, reference and the options.
+    `build` makes each model of its kind, a seed and the entries of `tiny`. `prepare` is applied to
+    it before a trainer is created with it. `train` is called with a directory, policy, reference
+    and the options.
     """
 
     def once(name: str, cast: Callable = lambda model: model) -> Run:
-        models = [cast(prepare(tiny_model(kind, seed, **(tiny or {})))) for seed in range(1 + reference)]
+        models = [cast(prepare(build(kind, seed, **(tiny or {})))) for seed in range(1 + reference)]
         return train(directory / name, models[0], models[1] if reference else None, **options)
 
     stock = once("stock")
@@ -308,6 +311,19 @@ def assert_same_bits(stock: Run, patched: Run) -> None:
         assert a.keys() == b.keys(), f"step {step} has gradients of different parameters"
         for name in a:
             assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
+
+
+def assert_same_error(directory: Path, build: Callable[[int], PreTrainedModel], error: type[Exception]) -> None:
+    """Asserts that a training of a policy and a reference raises the same error, stock and patched.
+
+    `build` makes a model of a seed.
+    """
+    messages = []
+    for patch in (contextlib.nullcontext, fastdpo.patched):
+        with pytest.raises(error) as raised, patch():
+            train(directory / patch.__name__, build(0), build(1), max_steps=1)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 def assert_fused(run: Run, **expected: int) -> None:

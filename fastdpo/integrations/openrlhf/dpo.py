@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...models import forward
 from ...models.forward import Request
+from ...models.language_model import text_config
 from ..bypass import left_unpatched, report_if_unused
 from ..concatenated import results_of
 from ..last_result import LastResult
@@ -176,7 +177,7 @@ def _install(actor: Actor, role: str, options: PatchOptions) -> None:
         share_prompts=options.share_prompts,
         memory_budget=options.memory_budget,
     )
-    forward.install(base, request, functools.partial(results_of, base.config), prior_scores=False)
+    forward.install(base, request, functools.partial(results_of, text_config(base)), prior_scores=False)
 
 
 def _strategy_unsupported_reason(trainer: DPOTrainer) -> str | None:

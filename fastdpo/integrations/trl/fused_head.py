@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...models import forward
 from ...models.forward import Request, ScoredBatch
+from ...models.language_model import text_config
 from ...models.layouts import Groups
 from ...models.router import router_loss
 from ..protocol import PatchOptions
@@ -82,7 +83,7 @@ def replace(
             groups=groups,
             memory_budget=options.memory_budget,
         )
-        forward.install(model, request, functools.partial(_make_output, model.config))
+        forward.install(model, request, functools.partial(_make_output, text_config(model)))
 
     replacements.put(module, "add_fused_lm_head", add_fused_lm_head)
 

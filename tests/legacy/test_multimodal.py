@@ -1,0 +1,47 @@
+"""Multimodal models with transformers 4. TRL 0.24 to 0.28 trains none of them on text."""
+
+import functools
+
+import pytest
+import torch
+from comparison import SIZES, sharpen
+from transformers import AutoConfig, AutoModelForImageTextToText
+from trl_runs import WORDS, assert_same_error
+
+from fastdpo import attention
+from fastdpo.models import probe, support
+
+TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+TOWER |= dict(patch_size=4, image_size=16)
+QWEN = dict(hidden_size=16, intermediate_size=24, depth=1, num_heads=2, patch_size=4, out_hidden_size=32)
+THREE = dict(rope_scaling=dict(rope_type="default", type="mrope", mrope_section=[1, 1, 2]))
+KINDS = {
+    "gemma3": (dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"]), TOWER),
+    "llava": (dict(model_type="llama"), dict(TOWER, model_type="clip_vision_model")),
+    "smolvlm": (dict(model_type="llama"), TOWER),
+    "qwen2_5_vl": (THREE, QWEN),
+}
+
+
+def multimodal(kind: str, seed: int = 0) -> torch.nn.Module:
+    text, vision = KINDS[kind]
+    text = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, **text}
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(kind, text_config=text, vision_config=vision, image_token_id=len(WORDS) - 1)
+    )
+    sharpen(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_text_equals_padded_text(kind):
+    model = multimodal(kind)
+    assert support.unsupported_reason(model) is None
+    attention.switch(model)
+    assert probe.probe(model, torch.device("cpu")).unsupported_reason is None
+
+
+def test_text_fails_in_stock_with_the_same_error(tmp_path):
+    """TRL takes a processor for these models, and images from each row."""
+    assert_same_error(tmp_path, functools.partial(multimodal, "llava"), AttributeError)

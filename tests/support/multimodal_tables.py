@@ -1,0 +1,40 @@
+"""Generates the table of docs/multimodal.md from the families that the tests train.
+
+Usage: `python tests/support/multimodal_tables.py`, or `make docs`.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from multimodal_families import FUSED, STOCK, tiny_multimodal
+from support_tables import ROOT, reason_of, table
+
+from fastdpo.models.language_model import language_model
+
+PAGE = ROOT / "docs" / "multimodal.md"
+BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
+
+
+def family_rows() -> list[list[str]]:
+    rows = []
+    for name, family in (FUSED | STOCK).items():
+        model = tiny_multimodal(name)
+        reason = reason_of(model) or ""
+        text = f"`{type(language_model(model)).__name__}`"
+        rows.append([name, text, family.features if name in FUSED else "", *["no" if reason else "yes"] * 3, reason])
+    return rows
+
+
+def page() -> str:
+    """The page with its table of families as the tests have them."""
+    headers = ["family", "language model", "special features", "packed", "shared", "fused", "reason"]
+    before, rest = PAGE.read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{table(headers, family_rows())}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    PAGE.write_text(page())
