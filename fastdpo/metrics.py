@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ops import checks
+from . import checks
 from .ops.preference_loss import PreferenceLoss
 from .ops.results import TokenLogps
 
@@ -37,10 +37,16 @@ class Means:
     def __init__(
         self, names: Sequence[str], device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
     ):
-        if len(set(names)) != len(names):
-            raise ValueError(f"Means: names must be distinct; got {list(names)}")
+        is_sequence = isinstance(names, Sequence) and not isinstance(names, str)
+        named = is_sequence and all(isinstance(name, str) for name in names)
+        checks.require(named, "Means", "names", "be a sequence of strings", checks.shown(names), error=TypeError)
+        checks.require(len(set(names)) == len(names), "Means", "names", "be distinct", list(names))
+        try:
+            device = torch.device(device)
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(f"Means: device must be a device or its name; got {checks.shown(device)}") from error
         self.names, self.group = tuple(names), group
-        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums_and_counts = torch.zeros(2, len(self.names), dtype=dtype, device=device)
         self._columns: dict[tuple[str, ...], Tensor] = {}
 
@@ -67,6 +73,13 @@ class Means:
         if unknown:
             raise ValueError(f"Means: metrics must be among {', '.join(self.names)}; got {', '.join(sorted(unknown))}")
         for name, (value, weight) in values.items():
+            checks.require_tensors("Means", **{name: value})
+            checks.require_tensors_or_none("Means", **{f"weight of {name}": weight})
+            tensors = {name: value} if weight is None else {name: value, f"weight of {name}": weight}
+            if not self._sums_and_counts.is_meta:
+                checks.require_values("Means", **tensors)
+            checks.require_real("Means", **tensors)
+            checks.require_same_device("Means", **tensors)
             fits = weight is None or weight.shape == value.shape
             rule = "have shape {}, that of its values"
             checks.require(fits, "Means", f"weight of {name}", rule, _shape(weight), _shape(value))
@@ -140,6 +153,11 @@ class PreferenceMeans(Means):
             chosen_logps, rejected_logps: [P] the summed log-probabilities that it was computed
                 from, in nats.
         """
+        is_loss = isinstance(loss, PreferenceLoss)
+        got = checks.shown(loss)
+        checks.require(is_loss, "PreferenceMeans", "loss", "be a PreferenceLoss", got, error=TypeError)
+        checks.require_tensors("PreferenceMeans", chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+        checks.require_real("PreferenceMeans", chosen_logps=chosen_logps, rejected_logps=rejected_logps)
         margins = loss.chosen_rewards - loss.rejected_rewards
         values = (loss.losses, loss.chosen_rewards, loss.rejected_rewards, margins, margins > 0)
         self.update(**dict(zip(self.PAIR_METRICS, (*values, chosen_logps, rejected_logps), strict=True)))
@@ -156,7 +174,13 @@ class PreferenceMeans(Means):
         Raises:
             ValueError: a shape breaks a rule above; the message names the argument.
         """
-        op, shape = "PreferenceMeans", _shape(tokens.logps)
+        op = "PreferenceMeans"
+        is_tokens = isinstance(tokens, TokenLogps)
+        checks.require(is_tokens, op, "tokens", "be TokenLogps", checks.shown(tokens), error=TypeError)
+        checks.require_tensors(op, mask=mask)
+        checks.require_real(op, mask=mask)
+        checks.require_same_device(op, tokens=tokens.logps, mask=mask)
+        shape = _shape(tokens.logps)
         for name, field in tokens._asdict().items():
             fits = field is None or _shape(field) == shape
             checks.require(fits, op, "tokens", "have fields {}", f"{name} {_shape(field)}", shape)

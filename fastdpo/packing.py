@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import checks
+
 IGNORE_INDEX = -100
-INTS = (torch.int32, torch.int64)
 MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 
 
@@ -65,6 +66,8 @@ class Layout:
         Raises:
             ValueError: the shape is not [R, L].
         """
+        checks.require_tensors("Layout.pack", padded=padded)
+        checks.require_values("Layout.pack", padded=padded)
         _require_shape("Layout.pack", "padded", padded, self.padded_shape)
         return padded.reshape(-1)[self.token_index][None]
 
@@ -74,7 +77,9 @@ class Layout:
         Raises:
             ValueError: the shape is not [N].
         """
+        checks.require_tensors("Layout.unpack", scored=scored)
         _require_shape("Layout.unpack", "scored", scored, self.score_index.shape)
+        checks.require_same_device("Layout.unpack", output_index=self.output_index, scored=scored)
         padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
         return padded.index_copy(0, self.output_index, scored[self.output_source]).view(self.output_shape)
 
@@ -98,6 +103,8 @@ def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, sha
         ValueError: the number of rows is odd, or as in `pack`.
         TypeError, NotPackable: as in `pack`.
     """
+    _require_batch("pack_pairs", input_ids, attention_mask, labels)
+    checks.require_flags("pack_pairs", share=share)
     if len(input_ids) % 2:
         raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {len(input_ids)}")
     pairs = torch.arange(len(input_ids), device="cpu") % (len(input_ids) // 2 or 1)
@@ -141,24 +148,17 @@ def pack(
         NotPackable: an attention mask has holes, a label is scored by a padding position, or no
             token is real.
     """
-    for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
-        if tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"pack: {name} must have the shape of input_ids {list(input_ids.shape)}; got {list(tensor.shape)}"
-            )
-    if input_ids.dim() != 2:
-        raise ValueError(f"pack: input_ids must be [R, L]; got {list(input_ids.shape)}")
-    if isinstance(groups, str) and groups != "prompts":
-        raise ValueError(f'pack: groups must be a tensor, "prompts" or None; got {groups!r}')
-    if isinstance(groups, Tensor):
+    _require_batch("pack", input_ids, attention_mask, labels)
+    checks.require_flags("pack", shifted=shifted, store_all=store_all)
+    if isinstance(groups, str):
+        checks.require(groups == "prompts", "pack", "groups", 'be a tensor, "prompts" or None', repr(groups))
+    elif groups is not None:
+        checks.require_tensors("pack", groups=groups)
+        checks.require_values("pack", groups=groups)
         _require_shape("pack", "groups", groups, input_ids.shape[:1])
-    for name, tensor in (("input_ids", input_ids), ("labels", labels), ("groups", groups)):
-        if isinstance(tensor, Tensor) and tensor.dtype not in INTS:
-            raise TypeError(f"pack: {name} must be int32 or int64; got {tensor.dtype}")
-    if attention_mask.dtype.is_complex:
-        raise TypeError(f"pack: attention_mask must be bool, int or floating point; got {attention_mask.dtype}")
-    if reach is not None and (not isinstance(reach, int) or isinstance(reach, bool)):
-        raise TypeError(f"pack: reach must be an int or None; got {reach}")
+        checks.require_ints("pack", groups=groups)
+    if reach is not None:
+        checks.require_integer("pack", "reach", reach, "be an int or None")
 
     if 0 in input_ids.shape:
         raise NotPackable("no token is real")
@@ -259,6 +259,21 @@ def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shi
         multiplicity=(attention_mask != 0).flatten().long(),
         padded_shape=(n_rows, length),
     )
+
+
+def _require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
+    tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+    checks.require_tensors(op, **tensors)
+    checks.require_values(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.shape != input_ids.shape:
+            shape = list(input_ids.shape)
+            raise ValueError(f"{op}: {name} must have the shape of input_ids {shape}; got {list(tensor.shape)}")
+    if input_ids.dim() != 2:
+        raise ValueError(f"{op}: input_ids must be [R, L]; got {list(input_ids.shape)}")
+    checks.require_ints(op, input_ids=input_ids, labels=labels)
+    checks.require_real(op, attention_mask=attention_mask)
+    checks.require_same_device(op, **tensors)
 
 
 def _require_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int]) -> None:

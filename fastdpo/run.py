@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import checks
 from .integrations.arguments import checked_options
 from .integrations.patching import LINES, targeted_trainers
 from .startup.sitecustomize import VARIABLE
@@ -36,6 +37,9 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
         TypeError, ValueError: the command is empty or cannot be found, a target is unknown, or an
             option is malformed.
     """
+    is_sequence = isinstance(command, Sequence) and not isinstance(command, str)
+    if not is_sequence or not all(isinstance(word, str) for word in command):
+        raise TypeError(f"run: command must be a sequence of strings; got {checks.shown(command)}")
     program = _program(command)
     checked = asdict(checked_options("run", **options))
     if not isinstance(checked["reference_memory"], bool):

@@ -17,15 +17,16 @@ ROOT = Path(__file__).parents[1]
 
 ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
-    "packing": set(),
+    "checks": set(),
+    "packing": {"checks"},
     "distributed": set(),
     "logs": set(),
-    "ops": {"kernels", "logs", "packing"},
-    "metrics": {"ops"},
-    "models": {"distributed", "logs", "ops", "packing"},
-    "ref_logps": {"distributed", "logs", "models", "ops", "packing"},
-    "integrations": {"distributed", "logs", "models", "ops", "packing", "ref_logps"},
-    "run": {"integrations", "startup"},
+    "ops": {"checks", "kernels", "logs", "packing"},
+    "metrics": {"checks", "ops"},
+    "models": {"checks", "distributed", "logs", "ops", "packing"},
+    "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing"},
+    "integrations": {"checks", "distributed", "logs", "models", "ops", "packing", "ref_logps"},
+    "run": {"checks", "integrations", "startup"},
 }
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from pathlib import Path
 
+from .. import checks
 from ..ops.linear_logps import MEMORY_BUDGET
 from .protocol import PatchOptions
 
@@ -28,31 +27,10 @@ def checked_options(
     Raises:
         TypeError, ValueError: an option has the wrong type or value.
     """
-    if not isinstance(share_prompts, bool):
-        raise TypeError(f"{op}: share_prompts must be True or False; got {share_prompts!r}")
-    return PatchOptions(share_prompts, _bytes(op, memory_budget), _directory(op, reference_memory))
-
-
-def _bytes(op: str, memory_budget: object) -> int:
-    rule = f"{op}: memory_budget must be a number of bytes, an int of at least 0; got {memory_budget!r}"
-    if isinstance(memory_budget, bool):
-        raise TypeError(rule)
-    try:
-        n_bytes = operator.index(memory_budget)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        raise TypeError(rule) from None
-    if n_bytes < 0:
-        raise ValueError(rule)
-    return n_bytes
-
-
-def _directory(op: str, reference_memory: object) -> bool | Path:
-    rule = f"{op}: reference_memory must be True, False or the path of a directory; got {reference_memory!r}"
-    if isinstance(reference_memory, bool):
-        return reference_memory
-    path = os.fspath(reference_memory) if isinstance(reference_memory, os.PathLike) else reference_memory
-    if not isinstance(path, str):
-        raise TypeError(rule)
-    if not path.strip() or "\0" in path:
-        raise ValueError(rule)
-    return Path(path)
+    checks.require_flags(op, share_prompts=share_prompts)
+    checks.require_bytes(op, memory_budget=memory_budget)
+    memory = reference_memory
+    if not isinstance(memory, bool):
+        rule = "be True, False or the path of a directory"
+        memory = checks.checked_path(op, "reference_memory", memory, rule)
+    return PatchOptions(share_prompts, int(memory_budget), memory)

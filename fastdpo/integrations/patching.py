@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from .. import checks
 from ..logs import logger, warn
 from ..models import fallback, forward
 from ..ops.linear_logps import MEMORY_BUDGET
@@ -332,9 +333,9 @@ def _target_name(op: str, target: object) -> str:
     if isinstance(target, str):
         if target in TRAINERS or target in PACKAGES:
             return target
-        raise ValueError(f"{rule}; got {target!r}")
+        raise ValueError(f"{rule}; got {checks.shown(target)}")
     if not isinstance(target, type):
-        raise TypeError(f"{rule}; got {target!r}")
+        raise TypeError(f"{rule}; got {checks.shown(target)}")
     for line in LINES:
         if target.__module__ in line.trainer_modules and target.__name__.endswith(line.trainer.rpartition(".")[2]):
             return line.trainer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 from .layout_cache import LayoutCache
 
 if TYPE_CHECKING:

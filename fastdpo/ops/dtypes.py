@@ -1,11 +1,8 @@
-"""The dtypes that the ops take, and the dtype in which they sum."""
+"""The dtype in which the ops sum."""
 
 from __future__ import annotations
 
 import torch
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.int32, torch.int64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

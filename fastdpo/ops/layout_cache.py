@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 
 L = TypeVar("L", bound=tuple)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
+from .. import checks
 from ..packing import IGNORE_INDEX
-from . import checks
 from .dtypes import accumulation_dtype
 from .head_tiles import (
     GradientSum,
@@ -25,7 +25,7 @@ from .head_tiles import (
     wide_product,
 )
 from .logit_rows import RowSums, upstream_scale
-from .results import TokenLogps, empty_results, named_results, statistic_names
+from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
 
 OP = "linear_logps"
 MEMORY_BUDGET = 512 << 20
@@ -290,8 +290,12 @@ def linear_logps(
         ValueError: a shape, device or value breaks a rule above; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    _check(hidden, weight, targets, bias, softcap, temperature, memory_budget)
-    statistics = checks.requested_statistics(OP, outputs)
+    checks.require_tensors(OP, hidden=hidden, weight=weight, targets=targets)
+    checks.require_tensors_or_none(OP, bias=bias, main_grad=main_grad)
+    checks.require_values(OP, hidden=hidden)
+    checks.require_transform(OP, softcap, logit_scale, temperature)
+    _check(hidden, weight, targets, bias, memory_budget)
+    statistics = requested_statistics(OP, outputs)
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
     compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -315,12 +319,11 @@ def _check(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
-    softcap: float | None,
-    temperature: float,
     memory_budget: int,
 ) -> None:
     checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
-    checks.require(hidden.dim() == 2, OP, "hidden", "be [N, D]", list(hidden.shape))
+    is_matrix = hidden.dim() == 2 and hidden.shape[1] > 0
+    checks.require(is_matrix, OP, "hidden", "be [N, D], D > 0", list(hidden.shape))
     checks.require_no_dtensor(OP, weight=weight, bias=bias)
     d = hidden.shape[1]
     matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
@@ -330,5 +333,4 @@ def _check(
         checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
     checks.require_targets(OP, targets, hidden.shape[:1])
     checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
-    checks.require_transform(OP, softcap, temperature)
-    checks.require(memory_budget >= 0, OP, "memory_budget", "be a number of bytes, 0 or more", memory_budget)
+    checks.require_bytes(OP, memory_budget=memory_budget)

@@ -23,7 +23,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 from .attention_backends import prepare_call
 from .attention_calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
 from .attention_pieces import CpuFlashPieces, MatmulPieces, query_blocks
@@ -186,8 +186,12 @@ def packed_attention(
         TypeError: a dtype breaks a rule above; the message names the argument.
         NotImplementedError: FASTDPO_ATTENTION names a backend that does not support the call.
     """
+    checks.require_tensors(OP, query=query, key=key, value=value, rows=rows)
+    checks.require_tensors_or_none(OP, sinks=sinks)
+    checks.require_values(OP, query=query)
     checks.require_floating(OP, query=query, key=key, value=value, sinks=sinks)
-    checks.require(query.dim() == 3, OP, "query", "be [T, H, D]", list(query.shape))
+    has_heads = query.dim() == 3 and 0 not in query.shape[1:]
+    checks.require(has_heads, OP, "query", "be [T, H, D], H > 0, D > 0", list(query.shape))
     t, h, d = query.shape
     checks.require(key.dim() == 3 and key.shape[::2] == (t, d), OP, "key", "be [{}, H_kv, {}]", list(key.shape), t, d)
     divides = key.shape[1] > 0 and h % key.shape[1] == 0
@@ -198,12 +202,11 @@ def packed_attention(
     checks.require(rows.dim() == 2 and rows.shape[1] == 4, OP, "rows", "be [S, 4]", list(rows.shape))
     readable = rows.device.type == "cpu" or rows.device == query.device
     checks.require(readable, OP, "rows", "be on the CPU or the device of query ({})", rows.device, query.device)
-    finite = scale is None or -torch.inf < scale < torch.inf
-    checks.require(finite, OP, "scale", "be finite or None", scale)
-    is_int = window is None or isinstance(window, int)
-    checks.require(is_int, OP, "window", "be an int or None", window, error=TypeError)
-    checks.require(window is None or window >= 1, OP, "window", "be at least 1 or None", window)
-    checks.require(softcap is None or softcap > 0, OP, "softcap", "be positive or None", softcap)
+    checks.require_finite(OP, "scale", scale, optional=True)
+    if window is not None:
+        checks.require_integer(OP, "window", window, "be an int or None")
+        checks.require(window >= 1, OP, "window", "be at least 1 or None", window)
+    checks.require_positive(OP, "softcap", softcap, optional=True)
     if sinks is not None:
         checks.require(sinks.shape == (h,), OP, "sinks", "be [{}], one per head of query", list(sinks.shape), h)
     checks.require_same_device(OP, query=query, key=key, value=value, sinks=sinks)

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from .. import checks
+from .devices import is_host
 from .dtypes import accumulation_dtype
 
 OP = "preference_loss"
@@ -319,7 +320,7 @@ class PreferenceObjective:
         discopop_tau: the temperature tau of discopop, positive.
 
     Raises:
-        ValueError: an attribute breaks a rule above; the message names it.
+        TypeError, ValueError: an attribute breaks a rule above; the message names it.
     """
 
     loss_type: str | Sequence[str] = "sigmoid"
@@ -331,14 +332,24 @@ class PreferenceObjective:
     discopop_tau: float = 0.05
 
     def __post_init__(self) -> None:
+        rule = f"be one or several of {', '.join(LOSSES)}"
+        is_named = isinstance(self.loss_type, str | Sequence)
+        checks.require(is_named, OP, "loss_type", rule, checks.shown(self.loss_type), error=TypeError)
         losses, eps = self.losses, self.label_smoothing
-        known = bool(losses) and all(loss in LOSSES for loss in losses)
-        checks.require(known, OP, "loss_type", f"be one or several of {', '.join(LOSSES)}", self.loss_type)
-        fit = self.loss_weights is None or len(self.loss_weights) == len(losses)
-        checks.require(fit, OP, "loss_weights", "have one weight for each of {} losses", self.loss_weights, len(losses))
-        checks.require(self.beta > 0, OP, "beta", "be positive", self.beta)
-        checks.require(self.discopop_tau > 0, OP, "discopop_tau", "be positive", self.discopop_tau)
+        known = bool(losses) and all(isinstance(loss, str) and loss in LOSSES for loss in losses)
+        checks.require(known, OP, "loss_type", rule, self.loss_type)
+        if self.loss_weights is not None:
+            weights = self.loss_weights
+            fit = isinstance(weights, Sequence) and len(weights) == len(losses)
+            rule = f"have one weight for each of {len(losses)} losses"
+            checks.require(fit, OP, "loss_weights", rule, checks.shown(weights))
+            for weight in weights:
+                checks.require_finite(OP, "loss_weights", weight)
+        checks.require_positive(OP, "beta", self.beta)
+        checks.require_positive(OP, "discopop_tau", self.discopop_tau)
+        checks.require_finite(OP, "f_alpha_divergence_coef", self.f_alpha_divergence_coef)
 
+        checks.require_number(OP, "label_smoothing", eps, "lie in [0, 1)")
         checks.require(0 <= eps < 1, OP, "label_smoothing", "lie in [0, 1)", eps)
         allowed = eps == 0 or any(loss in SMOOTHED for loss in losses)
         checks.require(allowed, OP, "label_smoothing", f"be 0 without one of {', '.join(SMOOTHED)}", eps)
@@ -346,7 +357,7 @@ class PreferenceObjective:
         checks.require("robust" not in losses or eps < 0.5, OP, "label_smoothing", "be below 0.5 for robust", eps)
 
         divergence = self.f_divergence_type
-        known = divergence in DIVERGENCES
+        known = isinstance(divergence, str) and divergence in DIVERGENCES
         checks.require(known, OP, "f_divergence_type", f"be one of {', '.join(DIVERGENCES)}", divergence)
         incompatible = [loss for loss in losses if loss not in MARGIN_LOSSES]
         fit = divergence == "reverse_kl" or not incompatible
@@ -413,14 +424,27 @@ def preference_loss(
         sft_logps=sft_logps,
         weights=weights,
     )
-    given = {**floating, "chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    lengths = dict(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
+    given = {**floating, **lengths}
+    required = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
+    checks.require_tensors(OP, **{name: given[name] for name in required})
+    checks.require_tensors_or_none(OP, **given)
+    is_objective = isinstance(objective, PreferenceObjective)
+    rule = 'be a PreferenceObjective, such as PreferenceObjective(loss_type="ipo")'
+    checks.require(is_objective, OP, "objective", rule, objective, error=TypeError)
     checks.require_floating(OP, **floating)
+    for name, x in lengths.items():
+        is_number = x is None or not (x.dtype.is_complex or x.dtype == torch.bool)
+        checks.require(is_number, OP, name, "be int or floating point", x if x is None else x.dtype, error=TypeError)
     not_empty = chosen_logps.dim() == 1 and len(chosen_logps) > 0
     checks.require(not_empty, OP, "chosen_logps", "be [P], P > 0", list(chosen_logps.shape))
     for name, x in given.items():
         if x is not None:
             checks.require(x.shape == chosen_logps.shape, OP, name, "be [{}]", list(x.shape), len(chosen_logps))
     checks.require_same_device(OP, **given)
+    if is_host(chosen_logps.device) and not torch.compiler.is_compiling():  # elsewhere it would synchronize
+        for name, x in lengths.items():
+            checks.require(x is None or bool((x >= 0).all()), OP, name, "be 0 or more", "a negative or NaN length")
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
@@ -475,8 +499,11 @@ def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> T
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
     op = "length_desensitized_logps"
+    checks.require_tensors(op, logps=logps, mask=mask)
     checks.require_floating(op, logps=logps)
+    checks.require_real(op, mask=mask)
     _require_pair_rows(op, logps, mask=mask)
+    checks.require_number(op, "ld_alpha", ld_alpha, "lie in [0, 1]")
     checks.require(0 <= ld_alpha <= 1, op, "ld_alpha", "lie in [0, 1]", ld_alpha)
     scored = mask.bool()
     logps = logps.to(accumulation_dtype(logps.dtype)).masked_fill(~scored, 0)  # [2P, L]
@@ -505,7 +532,9 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
     op = "wpo_weights"
+    checks.require_tensors(op, logps=logps, log_sum_sq_probs=log_sum_sq_probs, mask=mask)
     checks.require_floating(op, logps=logps, log_sum_sq_probs=log_sum_sq_probs)
+    checks.require_real(op, mask=mask)
     _require_pair_rows(op, logps, log_sum_sq_probs=log_sum_sq_probs, mask=mask)
     scored = mask.bool()
     dtype = accumulation_dtype(logps.dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
 from .dtypes import accumulation_dtype
 
 STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -49,6 +50,18 @@ class SequenceLogps(NamedTuple):
 
     logps: Tensor
     lengths: Tensor
+
+
+def requested_statistics(op: str, outputs: Sequence[str]) -> str:
+    """The statistics among `outputs`, comma-separated in the order of `STATISTICS`.
+
+    Custom ops take them in this form.
+    """
+    known = ("logps", *STATISTICS)
+    names = outputs if isinstance(outputs, str) or not hasattr(outputs, "__iter__") else tuple(outputs)
+    valid = isinstance(names, tuple) and all(name in known for name in names)
+    checks.require(valid, op, "outputs", f"be a sequence of names from {known}", names)
+    return ",".join(name for name in STATISTICS if name in names)
 
 
 def statistic_names(statistics: str) -> list[str]:

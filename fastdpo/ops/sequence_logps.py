@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..packing import IGNORE_INDEX
-from . import checks
 from .devices import is_host
-from .dtypes import INTS
 from .linear_logps import MEMORY_BUDGET, linear_logps
 from .results import SequenceLogps
 from .token_logps import token_logps
@@ -81,6 +80,8 @@ def sequence_logps(
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
     op = "sequence_logps"
+    checks.require_tensors(op, logits=logits, targets=targets)
+    checks.require_tensors_or_none(op, cu_seqlens=cu_seqlens)
     if cu_seqlens is None:
         checks.require(logits.dim() == 3, op, "logits", "be [B, L, V] without cu_seqlens", list(logits.shape))
         cu_seqlens = torch.arange(logits.shape[0] + 1, device=logits.device) * logits.shape[1]
@@ -121,6 +122,8 @@ def linear_sequence_logps(
         ValueError: a shape, device or value breaks a rule above; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
+    op = "linear_sequence_logps"
+    checks.require_tensors(op, hidden=hidden, weight=weight, targets=targets, cu_seqlens=cu_seqlens)
     logps = linear_logps(
         hidden,
         weight,
@@ -131,11 +134,11 @@ def linear_sequence_logps(
         temperature=temperature,
         memory_budget=memory_budget,
     ).logps
-    return _sums("linear_sequence_logps", logps, targets, cu_seqlens)
+    return _sums(op, logps, targets, cu_seqlens)
 
 
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
-    checks.require(cu_seqlens.dtype in INTS, op, "cu_seqlens", "be int32 or int64", cu_seqlens.dtype, error=TypeError)
+    checks.require_ints(op, cu_seqlens=cu_seqlens)
     checks.require(
         cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
     )

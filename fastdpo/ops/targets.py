@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .. import checks
 from ..packing import IGNORE_INDEX
-from . import checks
 from .devices import is_host
 
 

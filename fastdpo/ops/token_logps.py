@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 from .devices import suits_triton
 from .dtypes import accumulation_dtype
 from .logit_rows import RowSums, Transform, block_slices, join_results, logit_gradient, sum_block_
-from .results import TokenLogps, empty_results, named_results, statistic_names
+from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
 from .targets import split_targets
 
 OP = "token_logps"
@@ -185,12 +185,14 @@ def token_logps(
         ValueError: a shape, device or value breaks a rule above; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
+    checks.require_tensors(OP, logits=logits, targets=targets)
+    checks.require_flags(OP, inplace_backward=inplace_backward)
     checks.require_floating(OP, logits=logits)
     checks.require(logits.dim() > 0 and logits.shape[-1] > 0, OP, "logits", "be [..., V], V > 0", list(logits.shape))
     checks.require_targets(OP, targets, logits.shape[:-1])
     checks.require_same_device(OP, logits=logits, targets=targets)
-    checks.require_transform(OP, softcap, temperature)
-    statistics = checks.requested_statistics(OP, outputs)
+    checks.require_transform(OP, softcap, logit_scale, temperature)
+    statistics = requested_statistics(OP, outputs)
     rows = logits.reshape(-1, logits.shape[-1])
     if inplace_backward:
         checks.require_distinct_memory(OP, "logits", rows, "inplace_backward")

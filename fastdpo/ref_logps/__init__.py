@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import checks
 from ..models import forward
 from . import keys, passes, ranks, scoring
-from .pairs import Pairs, positive
+from .pairs import Pairs, positive, require_dataset
 from .passes import TOKENS_PER_BATCH, RefLogps
 from .shards import Shards
 
@@ -98,6 +99,8 @@ def precompute(
         if isinstance(ld_alpha, bool) or not isinstance(ld_alpha, Real) or not 0 <= ld_alpha <= 1:
             raise ValueError(f"precompute: ld_alpha must lie in [0, 1] or be None; got {ld_alpha!r}")
         ld_alpha = float(ld_alpha)
+    if cache_dir is not None:
+        cache_dir = checks.checked_path("precompute", "cache_dir", cache_dir, "be the path of a directory or None")
     tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
     base = scoring.base_of(model)
     pairs = Pairs(dataset, max_length, truncation_mode, scoring.vocabulary_of(base))
@@ -133,8 +136,13 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
     Raises:
         ValueError: the numbers of rows differ, or the dataset already has one of the columns.
     """
-    if len(dataset) != len(logps.chosen):
-        raise ValueError(f"with_ref_logps: logps must have {len(dataset)} rows; got {len(logps.chosen)}")
+    require_dataset("with_ref_logps", dataset)
+    if not isinstance(logps, RefLogps):
+        raise TypeError(f"with_ref_logps: logps must be RefLogps; got {checks.shown(logps)}")
+    for x in logps:
+        if x.shape != (len(dataset),):
+            got = len(x) if x.dim() == 1 else f"shape {list(x.shape)}"
+            raise ValueError(f"with_ref_logps: logps must have {len(dataset)} rows; got {got}")
     columns = dict(zip(OUTPUTS, (x.to("cpu", torch.float32).numpy() for x in logps), strict=True))
     if hasattr(dataset, "add_column"):
         names, result = set(dataset.column_names), dataset

@@ -59,9 +59,7 @@ class Pairs:
             raise ValueError(
                 f"precompute: truncation_mode must be one of {', '.join(TRUNCATIONS)}; got {truncation_mode!r}"
             )
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or isinstance(dataset, Mapping):
-            kind = type(dataset).__name__
-            raise TypeError(f"precompute: dataset must be a datasets.Dataset or a sequence of mappings; got {kind}")
+        require_dataset("precompute", dataset)
         self.max_length, self.truncation_mode = max_length, truncation_mode
         self._dataset: Any = dataset
         self._arrow = self._dataset.select_columns(list(COLUMNS)) if hasattr(dataset, "select_columns") else None
@@ -151,6 +149,16 @@ class Pairs:
             else:
                 rows = self.rows(range(start, stop))
                 yield [_of_lists(name, [row[name] for row in rows]) for name in COLUMNS]
+
+
+def require_dataset(op: str, dataset: object) -> None:
+    is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_sequence or isinstance(dataset, Mapping | str | bytes):
+        kind = type(dataset).__name__
+        raise TypeError(f"{op}: dataset must be a datasets.Dataset or a sequence of mappings; got {kind}")
+    first = dataset[0] if len(dataset) else {}  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    if not isinstance(first, Mapping):
+        raise TypeError(f"{op}: dataset must hold mappings; got a {type(first).__name__}")
 
 
 def positive(name: str, x: object, others: str = "") -> int:

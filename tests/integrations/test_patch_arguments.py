@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
@@ -59,7 +58,7 @@ TARGETS = r"patch: targets must be among trl.DPOTrainer, .* or their packages, b
         (None, TypeError, "None"),
         (3, TypeError, "3"),
         (["trl.DPOTrainer", b"trl"], TypeError, "b'trl'"),
-        (pytest, TypeError, "<module 'pytest'"),
+        (pytest, TypeError, "a module"),
     ],
 )
 def test_other_targets(target, error, got):
@@ -73,7 +72,7 @@ def test_an_empty_list_does_not_mean_all(empty):
         fastdpo.patch(empty)
 
 
-BYTES = "memory_budget must be a number of bytes, an int of at least 0; got "
+BYTES = "memory_budget must be a number of bytes, an int of 0 or more; got "
 DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
 MALFORMED = [
     ("share_prompts", "no", TypeError, "share_prompts must be True or False; got 'no'"),
@@ -109,7 +108,7 @@ def test_malformed_options(option, value, error, message):
     assert DPOTrainer.__init__ is before
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 40, np.int64(5), torch.tensor(5)])
+@pytest.mark.parametrize("budget", [0, 1 << 40, np.int64(5)])
 def test_integers_of_any_kind_are_bytes(budget):
     fastdpo.patch(memory_budget=budget)
     fastdpo.patch(memory_budget=int(budget))  # the same options

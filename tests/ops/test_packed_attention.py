@@ -485,7 +485,7 @@ MISUSES = {  # arguments, exception, and pattern of the message
     "query of a batch": (
         dict(query=torch.zeros(1, 4, 4, 8)),
         ValueError,
-        r"query must be \[T, H, D\]; got \[1, 4, 4, 8\]",
+        r"query must be \[T, H, D\], H > 0, D > 0; got \[1, 4, 4, 8\]",
     ),
     "key of other tokens": (dict(key=torch.zeros(3, 2, 8)), ValueError, r"key must be \[.*H_kv.*; got \[3, 2, 8\]"),
     "key of another size": (dict(key=torch.zeros(4, 2, 6)), ValueError, r"key must be \[.*H_kv.*; got \[4, 2, 6\]"),
@@ -526,7 +526,7 @@ MISUSES = {  # arguments, exception, and pattern of the message
     "an infinite scale": (dict(scale=-float("inf")), ValueError, "scale must be finite or None; got -inf"),
     "no window": (dict(window=0), ValueError, "window must be at least 1 or None; got 0"),
     "a fractional window": (dict(window=2.5), TypeError, "window must be an int or None; got 2.5"),
-    "no softcap": (dict(softcap=0.0), ValueError, "softcap must be positive or None; got 0.0"),
+    "no softcap": (dict(softcap=0.0), ValueError, "softcap must be positive and finite or None; got 0.0"),
     "sinks of other heads": (dict(sinks=torch.zeros(2)), ValueError, r"sinks must be \[4\], one .*; got \[2\]"),
     "integer sinks": (dict(sinks=torch.zeros(4).int()), TypeError, "sinks must be float16, .* got torch.int32"),
     "sinks elsewhere": (

@@ -396,8 +396,8 @@ WRONG_OBJECTIVES = {  # attributes, and pattern of the message
         dict(loss_type=("sft", "ipo"), loss_weights=(1,)),
         "loss_weights must have one weight for each of 2",
     ),
-    "beta": (dict(beta=0.0), "beta must be positive; got 0.0"),
-    "tau": (dict(discopop_tau=-1), "discopop_tau must be positive; got -1"),
+    "beta": (dict(beta=0.0), "beta must be positive and finite; got 0.0"),
+    "tau": (dict(discopop_tau=-1), "discopop_tau must be positive and finite; got -1"),
     "smoothing out of range": (
         dict(loss_type="aot", label_smoothing=1.0),
         r"label_smoothing must lie in \[0, 1\); got 1",

@@ -471,9 +471,9 @@ MISUSES = {  # arguments, exception, and pattern of the message
         ValueError,
         r"targets must be on the device of logits \(cpu\); got meta",
     ),
-    "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive; got 0.0"),
-    "negative temperature": (dict(temperature=-1.0), ValueError, "temperature must be positive; got -1.0"),
-    "zero softcap": (dict(softcap=0.0), ValueError, "softcap must be positive or None; got 0.0"),
+    "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive and finite; got 0.0"),
+    "negative temperature": (dict(temperature=-1.0), ValueError, "temperature must be positive and finite; got -1.0"),
+    "zero softcap": (dict(softcap=0.0), ValueError, "softcap must be positive and finite or None; got 0.0"),
     "unknown output": (dict(outputs=("logp",)), ValueError, r"outputs must be a sequence of names .* got \('logp',\)"),
     "outputs as a string": (dict(outputs="logps"), ValueError, "outputs must be a sequence of names .* got logps"),
 }
