@@ -65,12 +65,13 @@ def test_the_command_trains_fused_with_the_same_numbers(stage, options, workload
     record("LLaMA-Factory", "llamafactory", f"llamafactory-cli train stage={stage} {changed}".strip(), stock, fused)
 
 
-def test_processes_of_torchrun(train_both):
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_processes_of_torchrun(stage, train_both):
     variables = dict(FORCE_TORCHRUN="1", NPROC_PER_NODE="2", PATH=f"{BIN}:/usr/bin:/bin")
-    stock, fused = map(without_logits, train_both(lambda output: command(output, TINY, "dpo"), **variables))
+    stock, fused = map(without_logits, train_both(lambda output: command(output, TINY, stage), **variables))
     assert_same(stock, fused)
-    steps = {("llamafactory.DPOTrainer", kind, "fused"): TINY.steps for kind in ("policy", "reference")}
-    assert fused.calls == steps
+    trainer = f"llamafactory.{stage.upper()}Trainer"
+    assert fused.calls == {(trainer, kind, "fused"): n * TINY.steps for kind, n in CALLS[stage].items()}
 
 
 def test_the_comparison_detects_another_loss(train_both):
