@@ -1,4 +1,4 @@
-"""The command line: `python -m fastdpo run ...`."""
+"""The command line: `fastdpo COMMAND`, or `python -m fastdpo COMMAND`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,47 @@ from . import run
 
 
 def main() -> None:
+    args = parser().parse_args()
+    args.start(args)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands. What it returns has the function to be called with it as `start`."""
     parser = argparse.ArgumentParser(prog="fastdpo")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_run(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what fastdpo can do on this machine",
+        description="Says what fastdpo can do on this machine: which packages, devices, trainers and kernels there "
+        "are, and whether each op agrees with its definition. The exit status is 1 if something that was "
+        "asked for is not available, or if an op is wrong.",
+        epilog="example: fastdpo doctor trl.DPOTrainer --model path/to/model",
+    )
+    parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="a trainer or package that must be patchable")
+    parser.add_argument("--model", metavar="PATH", help="a model that must pack; its weights are loaded")
+    parser.add_argument("--cache", metavar="DIRECTORY", help="a cache of reference log-probabilities to check")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(start=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from . import doctor
+
+    try:
+        report = doctor.examine(args.trainers, args.model, args.cache)
+    except (OSError, ValueError) as error:
+        sys.exit(f"fastdpo doctor: {error}")
+    print(doctor.as_json(report) if args.json else doctor.as_text(report))
+    sys.exit(1 if doctor.failed(report) else 0)
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
     runner = commands.add_parser(
         "run",
         help="run a training program unchanged, with its trainers patched",
@@ -26,7 +65,10 @@ def main() -> None:
     )
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    runner.set_defaults(start=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
     options: dict[str, object] = {}
     if args.no_share_prompts:
         options["share_prompts"] = False

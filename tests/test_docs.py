@@ -13,6 +13,7 @@ import trained
 from markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
 import fastdpo
+from fastdpo.__main__ import parser
 
 RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
 """Maps pages whose Python needs a package that is not installed here to the test that runs it."""
@@ -93,6 +94,8 @@ def check_command(command: str) -> None:
             assert importlib.util.find_spec(module), command
         case ["fastdpo", "run", program, *_]:
             assert (ROOT / "tests" / "programs" / program.removesuffix("-cli")).is_dir(), f"nothing tests {command}"
+        case ["fastdpo", "doctor", *_]:
+            parser().parse_args(words[1:])
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["pip", "install", "-e", place]:

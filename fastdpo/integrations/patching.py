@@ -218,8 +218,7 @@ def patch(
     )
     names = targeted_trainers("patch", targets)
     examined: dict[str, _Examined] = {}
-    # TRL last: with transformers 5, TRL 0.24 can be imported only after LLaMA-Factory.
-    for name in sorted(names, key=lambda name: name.startswith("trl.")):
+    for name in sorted(names, key=_trl_last):
         before = _patched.get(name)
         if before is not None and before.options != options:
             raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
@@ -256,6 +255,18 @@ def _log(report: PatchReport, examined: Iterable[_Examined]) -> None:
     _said.update(off)
     _said_of.update(stock)
     (logger.warning if is_new else logger.info)("%s", report)
+
+
+def examine(*targets: Target | Sequence[Target]) -> PatchReport:
+    """What `patch` would report of these trainers. Patches and logs nothing, and raises nothing for
+    trainers that cannot be patched.
+
+    Raises:
+        TypeError, ValueError: a target is unknown.
+    """
+    names = targeted_trainers("examine", targets)
+    examined = {name: _examine(name, bool(targets)) for name in sorted(names, key=_trl_last)}
+    return PatchReport(tuple(examined[name].current_seam() for name in names))
 
 
 def unpatch() -> None:
@@ -315,6 +326,13 @@ def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
         lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
     chosen = {*names, *(line.trainer for line in lines)}
     return [trainer for trainer in TRAINERS if trainer in chosen]
+
+
+def _trl_last(name: str) -> bool:
+    """The order in which trainers are examined: with transformers 5, TRL 0.24 can be imported only
+    after LLaMA-Factory.
+    """
+    return name.startswith("trl.")
 
 
 def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:

@@ -243,6 +243,12 @@ def disabled_reason(model: nn.Module, integration: str) -> str | None:
     return None if base is None else vars(base)[ATTRIBUTE].unsupported_reason()
 
 
+def logged_reasons(model: nn.Module, integration: str) -> frozenset[str]:
+    """The reasons for which calls of a model have fallen back so far."""
+    base = _model_of(model, integration)
+    return frozenset() if base is None else frozenset(vars(base)[ATTRIBUTE].logged)
+
+
 def record_fallback(model: nn.Module, integration: str, reason: str) -> None:
     """Counts and logs a call that an integration leaves to its trainer before the model sees it."""
     base = cast("PreTrainedModel", _model_of(model, integration))

@@ -1,0 +1,169 @@
+"""`fastdpo doctor` reports what is there, what is missing, and what is wrong."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from markdown_blocks import blocks
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from workload import TINY
+
+from fastdpo import doctor, ops, self_check
+from fastdpo.doctor import FAILED, OFF, OK
+from fastdpo.integrations import reference_memory
+from fastdpo.ref_logps import shards
+
+CPU = torch.device("cpu")
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "fastdpo", "doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def statuses(findings):
+    return {finding.name: finding.status for finding in findings}
+
+
+def test_the_command_finds_this_machine_well(tmp_path):
+    done = run("--json", "trl.DPOTrainer", "--model", TINY.write_model(tmp_path / "model"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    sections = {name: {x["name"]: x["status"] for x in findings} for name, findings in report["sections"].items()}
+    assert sections["packages"]["torch"] == OK
+    assert sections["trainers"] == {"trl.DPOTrainer": OK}
+    assert set(sections["ops on cpu"].values()) == {OK}
+    assert len(sections["ops on cpu"]) == 2 * 5
+    assert sections[f"model {tmp_path / 'model'}"] == {"packing and fused head": OK, "shared prompts": OK}
+
+
+def test_the_report_in_the_documentation(tmp_path):
+    """Its lines are those of this machine, whatever the versions are."""
+    TINY.write_model(tmp_path / "model")
+    done = run("trl.DPOTrainer", "--model", tmp_path / "model")
+    (documented,) = [block.code for block in blocks("text") if block.page == "docs/doctor.md"]
+
+    def lines(report):
+        return re.findall(r"^(\S+(?: on)?|  \S+ +\S+(?:, \w+)?)", report, re.M)
+
+    assert lines(documented) == lines(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["openrlhf"], "openrlhf is not installed"),
+        (["trl.Trainer"], "targets must be among"),
+        (["--model", "/no/model"], "/no/model"),
+        (["--cache", "/no/cache"], "/no/cache"),
+    ],
+)
+def test_what_was_asked_for_and_is_missing_fails_the_command(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_trainers_that_nobody_asked_for_may_be_missing(monkeypatch):
+    report = doctor.examine()
+    assert {"trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer"} <= statuses(report["trainers"]).keys()
+    assert statuses(report["packages"])["openrlhf"] == OFF
+    assert not doctor.failed(report)
+    assert "  ok      trl.DPOTrainer" in doctor.as_text(report)
+
+
+@pytest.mark.parametrize("op", ["token_logps", "sequence_logps", "linear_logps", "linear_sequence_logps"])
+def test_a_wrong_result_is_found(op, monkeypatch):
+    right = getattr(ops, op)
+    monkeypatch.setattr(ops, op, lambda *args, **kwargs: _scaled(right(*args, **kwargs)))
+    wrong = {verdict.op: verdict.failure for verdict in self_check.run(CPU, torch.float32) if verdict.failure}
+    assert wrong.keys() == {op}
+    assert wrong[op].startswith("result 0: error")
+
+
+def _scaled(output):
+    return output._replace(**{output._fields[0]: output[0] * (1 + 1e-4)})
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    right = ops.packed_attention
+    monkeypatch.setattr(
+        ops, "packed_attention", lambda q, k, v, **kwargs: right(q, k.detach() + 0.999 * (k - k.detach()), v, **kwargs)
+    )
+    wrong = {verdict.op: verdict.failure for verdict in self_check.run(CPU, torch.float32) if verdict.failure}
+    assert wrong.keys() == {"packed_attention"}
+    assert wrong["packed_attention"].startswith("gradient of key: error")
+
+
+def test_an_op_that_raises_is_found(monkeypatch):
+    def does_not_launch(*args, **kwargs):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(ops, "token_logps", does_not_launch)
+    report = doctor.examine()
+    assert doctor.failed(report)
+    failures = [x for x in report["ops on cpu"] if x.status == FAILED]
+    assert {x.name for x in failures} == {"token_logps, float32", "token_logps, bfloat16"}
+    assert failures[0].detail == "RuntimeError: out of resource: shared memory"
+
+
+def llama(**options):
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **options))
+
+
+def test_a_model_that_does_not_share_prompts():
+    model = llama().eval()
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+    findings = list(doctor.model_findings(model))
+    assert statuses(findings) == {"packing and fused head": OK, "shared prompts": OFF}
+    assert findings[1].detail == "while dropout is active"
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)), "its attention"),
+        (lambda: llama(attention_dropout=0.1), "attention dropout is active"),
+    ],
+)
+def test_a_model_that_is_not_fused(model, reason):
+    (finding,) = doctor.model_findings(model())
+    assert finding.status == FAILED
+    assert reason in finding.detail
+
+
+def test_caches(tmp_path):
+    half = torch.zeros(3)
+    shards.write_file(tmp_path / "a", "a", {"rows": torch.arange(3), "chosen": half, "rejected": half + 1})
+    shards.write_file(
+        tmp_path / "b",
+        "b",
+        {"high": torch.arange(3), "low": torch.arange(3), "chosen": half.double(), "rejected": half.double() + 1},
+    )
+    (tmp_path / "b" / ".x.tmp").write_bytes(b"")
+    report = doctor.examine(cache=str(tmp_path))
+    first, second = report[f"cache {tmp_path}"]
+    assert (first.status, second.status) == (OK, OK)
+    assert first.detail == "1 files, 0.0 MiB"
+    assert second.detail == "1 files, 0.0 MiB, 1 unfinished"
+
+
+@pytest.mark.parametrize("dtypes", [shards.DTYPES, reference_memory.DTYPES])
+@pytest.mark.parametrize("damage", ["cut", "changed", "of another key"])
+def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
+    of = {"I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
+    tensors = {name: torch.arange(3, dtype=of[dtype]) for name, dtype in dtypes.items()}
+    shards.write_file(tmp_path / "key", "other" if damage == "of another key" else "key", tensors)
+    (path,) = (tmp_path / "key").iterdir()
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:-9], "changed": data[:-8] + b"\1" + data[-7:]}.get(damage, data))
+    (finding,) = doctor.examine(cache=str(tmp_path))[f"cache {tmp_path}"]
+    assert finding.status == FAILED
+    assert path.name in finding.detail
