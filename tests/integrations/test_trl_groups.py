@@ -4,7 +4,6 @@ import functools
 import gc
 import random
 from collections import Counter
-from contextlib import nullcontext, suppress
 
 import group_ranks_worker
 import pytest
@@ -227,12 +226,11 @@ def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
 
 
 @BOTH
-@pytest.mark.parametrize("option", ["use_vllm", "use_liger_kernel", "use_transformers_continuous_batching"])
+@pytest.mark.parametrize("option", ["use_liger_kernel", "use_transformers_continuous_batching"])
 def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trainer_class, option):
     fastdpo.patch(NAMES[trainer_class])
     model = writer()
-    with suppress(ImportError) if option == "use_vllm" else nullcontext():  # vLLM is not installed
-        build_group(tmp_path, model, trainer_class, beta=0.0, **{option: True})
+    build_group(tmp_path, model, trainer_class, beta=0.0, **{option: True})
     assert caplog.text.count(f"{NAMES[trainer_class]} ({trainer_class.__name__}): not fused, {option} is set") == 1
     assert "fastdpo" not in repr(vars(model))
 

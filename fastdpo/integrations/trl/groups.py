@@ -37,11 +37,12 @@ _PARAMETERS = {
 }
 _PATH = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
 
-UNTESTED = ("use_vllm", "use_liger_kernel")
-"""Options that the tests cannot train with."""
+DISABLING = ("use_liger_kernel", "use_transformers_continuous_batching", "use_transformers_paged")
+"""Options that leave a trainer as it is.
 
-CONTINUOUS_BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")
-"""Options by which generation selects its attention by the name of the model's, which packing changes."""
+Liger computes the loss from hidden states. The others generate with an attention that they select
+by the name of the model's, which packing changes.
+"""
 
 
 class GroupLine:
@@ -99,5 +100,5 @@ class GroupLine:
 
 def _disabled_reason(arguments: dict[str, Any]) -> str | None:
     config = arguments.get("args")
-    options = (name for name in (*UNTESTED, *CONTINUOUS_BATCHING) if getattr(config, name, False))
+    options = (name for name in DISABLING if getattr(config, name, False))
     return next((f"{name} is set" for name in options), None)

@@ -1,0 +1,85 @@
+"""GRPO and RLOO with completions of a vLLM server, stock against patched."""
+
+import functools
+
+import pytest
+import torch
+import vllm_stand_in
+from peft import LoraConfig
+from trl import GRPOTrainer, RLOOTrainer
+from trl_group_runs import assert_same_groups, train_both_groups
+from trl_online_runs import writer
+from trl_runs import LORA, assert_fused
+
+SERVER = dict(use_vllm=True, vllm_mode="server")
+SCORED_ONCE = dict(policy=3, old_policy=3, reference=3)
+ADAPTER = dict(reference=False, peft_config=LoraConfig(**LORA))
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    return vllm_stand_in.serve(monkeypatch, writer)
+
+
+@pytest.fixture
+def both(tmp_path):
+    return functools.partial(train_both_groups, tmp_path, beta=0.1, **SERVER)
+
+
+def assert_same_weights_sent(clients, steps=3):
+    stock, patched = (client.updates for client in clients[:2])
+    assert len(stock) == len(patched) == steps
+    for sent, other in zip(stock, patched, strict=True):
+        assert list(sent) == list(other)
+        for x, y in zip(sent.values(), other.values(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(x, y) for x, y in zip(stock[0].values(), stock[-1].values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.1),
+        dict(vllm_importance_sampling_mode="sequence_truncate", vllm_importance_sampling_clip_max=1.1),
+        dict(temperature=0.7),
+        ADAPTER,
+    ],
+    ids=["as it is", "truncated tokens", "truncated sequences", "temperature", "adapter"],
+)
+def test_grpo(both, clients, options):
+    stock, patched = both(**options)
+    assert_same_groups(stock, patched)
+    assert_fused(patched, **SCORED_ONCE)
+    assert_same_weights_sent(clients)
+    ratios = [log["sampling/importance_sampling_ratio/mean"] for log in stock.logs if "loss" in log]
+    assert all(ratio != 1 for ratio in ratios)
+
+
+def test_grpo_without_correction(both, clients):
+    stock, patched = both(vllm_importance_sampling_correction=False)
+    assert_same_groups(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTER], ids=["full", "adapter"])
+def test_rloo(both, clients, options):
+    stock, patched = both(RLOOTrainer, **options)
+    assert_same_groups(stock, patched)
+    assert_fused(patched, **SCORED_ONCE)
+    assert_same_weights_sent(clients)
+
+
+def test_the_comparison_notices_other_log_probabilities_of_the_engine(both, monkeypatch, clients):
+    stock_generate = vllm_stand_in.Client.generate
+
+    def other(self, *args, **kwargs):
+        output = stock_generate(self, *args, **kwargs)
+        if len(clients) > 1:
+            output["logprobs"] = [[[x + 1e-3 for x in token] for token in row] for row in output["logprobs"]]
+        return output
+
+    monkeypatch.setattr(vllm_stand_in.Client, "generate", other)
+    stock, patched = both(GRPOTrainer)
+    with pytest.raises(AssertionError):
+        assert_same_groups(stock, patched)
