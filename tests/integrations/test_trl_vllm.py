@@ -1,4 +1,4 @@
-"""GRPO and RLOO with completions of a vLLM server, stock against patched."""
+"""Trainers with completions of a vLLM server, stock against patched."""
 
 import functools
 
@@ -8,7 +8,7 @@ import vllm_stand_in
 from peft import LoraConfig
 from trl import GRPOTrainer, RLOOTrainer
 from trl_group_runs import assert_same_groups, train_both_groups
-from trl_online_runs import writer
+from trl_online_runs import assert_all_same, train_three, writer
 from trl_runs import LORA, assert_fused
 
 SERVER = dict(use_vllm=True, vllm_mode="server")
@@ -68,6 +68,14 @@ def test_rloo(both, clients, options):
     assert_same_groups(stock, patched)
     assert_fused(patched, **SCORED_ONCE)
     assert_same_weights_sent(clients)
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTER], ids=["full", "adapter"])
+def test_online_dpo(tmp_path, clients, options):
+    runs = train_three(tmp_path, **SERVER, **options)
+    assert_fused(runs[-1], policy=3, reference=3)
+    assert_all_same(*runs)
+    assert_same_weights_sent([clients[0], clients[2]])
 
 
 def test_the_comparison_notices_other_log_probabilities_of_the_engine(both, monkeypatch, clients):
