@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from ..logs import logger
 from ..models import fallback, forward
 from ..models.functions import closure_contents, inner_function
 from .protocol import STATE
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerState
 
 
 def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> str | None:
@@ -90,7 +91,9 @@ def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
 
 
 def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
-    """A callback that calls `report_if_unused` at the first log of a training."""
+    """A callback that calls `report_if_unused` at the first log of a training. There and at the end,
+    it logs how many calls took which path, and how many tokens were computed.
+    """
     from transformers import TrainerCallback
 
     reference = weakref.ref(trainer)  # which holds the callback
@@ -109,6 +112,17 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
             self.has_logged = True
             if vars(trainer).get(STATE) is not None:  # still patched
                 report_if_unused(trainer, integration, trainer.model)
+                _log_calls(state)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            trainer = reference()
+            if trainer is not None and vars(trainer).get(STATE) is not None:
+                _log_calls(state)
+
+    def _log_calls(state: TrainerState) -> None:
+        line = fallback.calls_line(integration)
+        if line is not None and state.is_world_process_zero:
+            logger.info(line)
 
     return FirstLogCallback()
 

@@ -28,10 +28,25 @@ The path is one of
 _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
 
 
+tokens: Counter[tuple[str, str]] = Counter()
+"""Number of tokens by (integration, "given" or "computed"): those of the padded batches that models
+were called with, and those that the models ran on.
+"""
+
+
+def count_tokens(integration: str, given: int, computed: int) -> None:
+    tokens[integration, "given"] += given
+    tokens[integration, "computed"] += computed
+
+
 def calls_line(integration: str) -> str | None:
     """The counters of a trainer in one line, or None if none of its models was called."""
     counts = [f"{kind} {path} {n}" for (name, kind, path), n in calls.items() if name == integration]
-    return f"fastdpo: {integration} calls: {', '.join(counts)}" if counts else None
+    if not counts:
+        return None
+    line = f"fastdpo: {integration} calls: {', '.join(counts)}"
+    given, computed = tokens[integration, "given"], tokens[integration, "computed"]
+    return f"{line}; {computed / given:.0%} of {given:,} padded tokens computed" if given else line
 
 
 class NotFused(RuntimeError):

@@ -299,7 +299,11 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
                 head.install(head.head_of(model))
                 batch, path = _RunnableBatch(packing.padded_layout(*padded_batch(kwargs)), packed=False), "padded"
-    calls[fused.request.integration, _kind_of_call(model, fused), path] += 1
+    integration = fused.request.integration
+    calls[integration, _kind_of_call(model, fused), path] += 1
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(ids, Tensor):
+        fallback.count_tokens(integration, ids.numel(), batch.layout.token_index.numel() if batch else ids.numel())
     if reason is not None:
         _log_once(fused, reason)
     return batch

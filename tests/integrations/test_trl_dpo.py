@@ -6,19 +6,43 @@ from collections import Counter
 import pytest
 import torch
 from comparison import assert_far_from_same
+from datasets import Dataset
 from families import FUSED, kind, tiny_family
 from trl import DPOTrainer
-from trl_runs import assert_fused, assert_same, assert_same_bits, pairs, tiny_model, train, train_both
+from trl_runs import assert_fused, assert_same, assert_same_bits, build, pairs, tiny_model, train, train_both
 
 import fastdpo
 from fastdpo import attention, packing
-from fastdpo.models import probe
+from fastdpo.models import fallback, probe
 
 
 def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
     with fastdpo.patched():
         run = train(tmp_path, tiny_model(seed=0), tiny_model(seed=0), max_steps=1)
     assert run.logs[0]["rewards/margins"] == run.logs[0]["rewards/chosen"] == 0.0
+
+
+def test_the_log_says_how_much_was_computed(tmp_path, caplog):
+    caplog.set_level("INFO", logger="fastdpo")
+    rows = [dict(prompt="w1 w2 w3 ", chosen="w4 w5", rejected="w6")] * 4
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = build(
+            tmp_path, tiny_model(), tiny_model(), per_device_train_batch_size=2, max_steps=2, logging_steps=1
+        )
+        trainer.train_dataset = trainer._prepare_dataset(
+            Dataset.from_list(rows), trainer.processing_class, trainer.args, "train"
+        )
+        fastdpo.calls.clear()
+        fallback.tokens.clear()
+        trainer.train()
+    padded, distinct = 2 * (3 + 2 + 1), 3 + 2 + 1  # of a pair; nothing is scored behind its end tokens
+    given, computed = (2 * 2 * n for n in (padded, distinct))  # models and pairs of a step
+    lines = [record.message for record in caplog.records if "padded tokens" in record.message]
+    assert lines == [
+        f"fastdpo: trl.DPOTrainer calls: policy fused {n}, reference fused {n}; "
+        f"{computed / given:.0%} of {n * given} padded tokens computed"
+        for n in (1, 2)
+    ]
 
 
 def _late_positions(monkeypatch):

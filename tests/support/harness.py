@@ -147,7 +147,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 def calls(stderr: str) -> dict[tuple[str, str, str], int]:
     """The numbers of calls that `fastdpo run` prints at the end."""
     found = {}
-    for trainer, counts in re.findall(r"fastdpo: (\S+) calls: (.*)", stderr):
+    for trainer, counts in re.findall(r"fastdpo: (\S+) calls: ([^;\n]*)", stderr):
         for kind, path, count in re.findall(r"([\w ]+?) (\w+) (\d+)(?:, |$)", counts):
             found[trainer, kind, path] = int(count)
     return found
