@@ -238,29 +238,26 @@ def overview(results: dict[str, Result]) -> str:
     return "\n\n".join(tables)
 
 
-README_ROWS = (  # suite, group, first column, what the cases are
-    ("step", "full", "Training step, full fine-tuning", "dataset"),
-    ("step", "LoRA", "Training step, LoRA", "dataset"),
-    ("evaluation", "all", "Evaluation step", "dataset"),
-    ("precompute", "all", "Precomputing reference log-probs", "dataset"),
-    ("online", "all", "Online DPO step, without generation", "dataset"),
-    ("head", "trainable", "LM head alone", "size"),
+README_ROWS = (  # suite, group, first column
+    ("step", "full", "Training step, full fine-tuning"),
+    ("step", "LoRA", "Training step, LoRA"),
+    ("precompute", "all", "Precomputing reference log-probs"),
+    ("online", "all", "Online DPO step, without generation"),
+    ("kto", "all", "KTO training step"),
+    ("grpo", "GRPO", "GRPO step, without generation"),
 )
-README_SIDES = {"head": (None, "TRL")}
-"""The sides of the two columns, for suites that do not run TRL's trainer."""
 
 
 def readme_table(results: dict[str, Result]) -> str:
     """At most six rows of speedups, and one paragraph that says what they are."""
     rows, shown = [], []
-    for suite, group, label, unit in README_ROWS:
+    for suite, group, label in README_ROWS:
         cases = by_group(results[suite]["cases"]).get(group, []) if suite in results else []
         if not cases:
             continue
         means = results[suite]["summary"]["groups"].get(group, {})
-        columns = README_SIDES.get(suite, (STOCK, LABELLED))
-        speedups = [_speedup(means.get(side)) for side in columns]
-        rows.append([f"{label} ({plural(len(cases), unit)})", *speedups])
+        speedups = [_speedup(means.get(side)) for side in (STOCK, LABELLED)]
+        rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups])
         shown.append(results[suite])
     if not rows:
         return "Nothing yet."
@@ -281,8 +278,7 @@ def _readme_note(results: list[Result]) -> str:
     }
     return (
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
-        "every position; the last column makes it score labelled positions only, as it does on CUDA. The LM "
-        "head alone is compared with TRL's head on the same positions. "
+        "every position; the last column makes it score labelled positions only, as it does on CUDA. "
         f"Measured on {'; '.join(sorted(environments))}. "
         "Intervals, memory and every other table: [docs/benchmarks.md](docs/benchmarks.md)."
     )

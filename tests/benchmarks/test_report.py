@@ -166,10 +166,11 @@ def test_text_is_filled_in_between_its_markers(result):
         report.fill("", overview)
 
 
-def test_the_report_is_written(result, monkeypatch, tmp_path):
+def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     readme, directory = tmp_path / "README.md", tmp_path / "results"
     directory.mkdir()
     (directory / "head.json").write_text(json.dumps(result))
+    (directory / "step.json").write_text(json.dumps(step_result))
     readme.write_text(f"{report.BEGIN}\n{report.END}\n")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "gpu.md").write_text(f"{report.BEGIN}\n{report.END}\n")
@@ -184,7 +185,8 @@ def test_the_report_is_written(result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
     report.main()
-    assert cells(readme.read_text(), "LM head alone") == ["LM head alone (1 size)", "4.0x"]
+    row = "Training step, LoRA (6 datasets)"
+    assert cells(readme.read_text(), row) == [row, "4.0x, 5 of 6 (Capybara missing)", "2.5x"]
     assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
     gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
     assert "### Steps" in gpu_page
