@@ -11,6 +11,7 @@ see an ordinary call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from ..logs import logger
 from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
-from . import attention, fallback, head, probe, support
+from . import attention, fallback, head, images, probe, support
 from .fallback import calls
 from .language_model import backbone, text_config
 from .layouts import Groups, layout_of, padded_batch
@@ -64,6 +65,7 @@ class Request(NamedTuple):
         float32_head: whether the head computes in float32.
         share_prompts: whether tokens that rows of the same group begin with are computed once.
         groups: which rows of a batch are a group.
+        images: whether batches may hold images, those of the first rows of all pairs first.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
     """
 
@@ -75,6 +77,7 @@ class Request(NamedTuple):
     float32_head: bool = False
     share_prompts: bool = True
     groups: Groups = "pairs"
+    images: bool = False
     memory_budget: int = MEMORY_BUDGET
 
 
@@ -102,10 +105,14 @@ MakeOutput = Callable[[ScoredBatch, dict], object]
 class _RunnableBatch(NamedTuple):
     """How a call runs: packed by its layout, or padded as it came, with
     a layout that says what is scored.
+
+    Attributes:
+        layout: of the batch.
+        inputs: arguments of the backbone.
     """
 
     layout: Layout
-    packed: bool
+    inputs: dict[str, Any]
 
 
 @dataclass
@@ -123,6 +130,8 @@ class _FusedForward:
         forward: the function that is the model's forward now.
         probe_results: by the hash of the structure that the model had when it was probed.
         probe_result: of the model as it is; None before its first call.
+        examined: the hash of the structure that the model has.
+        image_batches: packs batches with images.
         logged: reasons that have been logged.
         was_called: whether an integration has called the model, or has left a call to its trainer.
     """
@@ -140,6 +149,8 @@ class _FusedForward:
     structure: Structure = field(default_factory=Structure)
     probe_results: dict[int, ProbeResult] = field(default_factory=dict)
     probe_result: ProbeResult | None = None
+    examined: int = 0
+    image_batches: images.ImageBatches = field(default_factory=images.ImageBatches)
     logged: set[str] = field(default_factory=set)
     was_called: bool = False
 
@@ -288,17 +299,21 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
     if reason is None and model not in _models:
         reason = "the model is a copy of a patched model"
     if reason is None:
-        reason = support.call_unsupported_reason(model, args, kwargs, float32_head=fused.request.float32_head)
+        others = images.ARGUMENTS if fused.request.images else ()
+        reason = support.call_unsupported_reason(
+            model, args, kwargs, float32_head=fused.request.float32_head, others=others
+        ) or images.unsupported_reason(model, kwargs)
     if reason is None:
         try:
             reason = _prepare(model, fused, kwargs["input_ids"].device)
             if reason is None:
-                batch, path = _RunnableBatch(_layout(model, fused, kwargs), packed=True), "fused"
+                batch, path = _packed(model, fused, kwargs), "fused"
         except NotPackable as error:
             reason = str(error)
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
                 head.install(head.head_of(model))
-                batch, path = _RunnableBatch(packing.padded_layout(*padded_batch(kwargs)), packed=False), "padded"
+                layout = packing.padded_layout(*padded_batch(kwargs))
+                batch, path = _RunnableBatch(layout, images.padded_inputs(kwargs)), "padded"
     integration = fused.request.integration
     calls[integration, _kind_of_call(model, fused), path] += 1
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -316,12 +331,7 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
     request, layout = fused.request, batch.layout
     routed = returns_router_logits(model, kwargs)
     options = {"output_router_logits": True} if routed else {}
-    if batch.packed:
-        output = probe.run_packed(model, layout, kwargs["input_ids"], **options)
-    else:
-        inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask")}
-        output = backbone(model)(**inputs, use_cache=False, **options)
-
+    output = backbone(model)(**batch.inputs, **options)
     lm_head = head.head_of(model)
     hidden = output.last_hidden_state.flatten(0, 1)  # [T, D]
     hidden = hidden.index_select(0, layout.score_index).to(head.device_of(lm_head))  # [N, D]
@@ -351,7 +361,7 @@ def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device)
 
     A model whose structure has changed is examined again, before anything is computed with it.
     """
-    structure = fused.structure.hash(model)
+    structure = fused.examined = fused.structure.hash(model)
     if structure not in fused.probe_results:
         if fused.probe_results and support.is_sharded(model):  # it may have changed on this rank alone
             reason = fused.unsupported_reason()
@@ -360,6 +370,7 @@ def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device)
             raise NotPackable("the model has changed, and ranks that run it together cannot probe it one by one")
         if len(fused.probe_results) >= MAX_PROBE_RESULTS:
             fused.probe_results.clear()
+            fused.image_batches.results.clear()
         fused.probe_results[structure] = _examine(model, fused, device)
     fused.probe_result = fused.probe_results[structure]
     if fused.probe_result.unsupported_reason is not None:
@@ -397,8 +408,25 @@ def _restore(model: PreTrainedModel, fused: _FusedForward) -> None:
     head.restore(head.head_of(model))
 
 
-def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> Layout:
-    batch, share = padded_batch(kwargs), fused.request.share_prompts
+def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _RunnableBatch:
+    """The packed batch. One with images is examined before it is run, as the model was before.
+
+    Raises:
+        NotPackable: the batch has no packed form.
+    """
+    found = images.images_of(kwargs)
+    if found is None:
+        layout = _layout(model, fused, kwargs)
+        return _RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]))
+    if support.is_sharded(model):
+        raise NotPackable("ranks that run a model together run its images padded")
+
+    make_layout = functools.partial(_layout, model, fused, kwargs)
+    return _RunnableBatch(*fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout))
+
+
+def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: bool = True) -> Layout:
+    batch, share = padded_batch(kwargs), share and fused.request.share_prompts
     if share and model.training and _has_dropout(model, fused):
         share = False  # dropout would differ between the two copies of a prompt
         if "dropout" not in fused.logged:

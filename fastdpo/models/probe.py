@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +60,33 @@ def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
 
     Two groups of rows are run, one of them longer than the model's attention window. The rows are
     the same in every process, so that ranks that run the model together come to the same result.
+    """
+    config = text_config(model)
+    ids, mask, groups = _rows(config, attention_window(config))
+    labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
+    ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
+    reach = ids.shape[1] if rope_depends_on_length(config) else None
+    layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
+    padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
+    return compare(model, layout, padded, attention.packed_inputs(model, layout, ids))
+
+
+def compare(
+    model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any]
+) -> ProbeResult:
+    """Compares the packed hidden states of a batch with its padded ones.
+
     Runs without gradients and leaves buffers as they were; a model that writes to its buffers when
     it runs is unsupported, since they would then hold statistics of packed tokens.
+
+    Args:
+        model: a model that is switched to packed attention.
+        layout: of the batch.
+        padded, packed: the arguments of the model's backbone for the rows and for the packed tokens.
     """
     try:
         with torch.no_grad(), preserved_buffers(model) as written:
-            result = _probe(model, device)
+            result = _compare(model, layout, padded, packed)
     except _CannotRun as error:
         return ProbeResult(str(error))
     if result.unsupported_reason is None and written:
@@ -73,26 +94,28 @@ def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     return result
 
 
-def _probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
-    config = text_config(model)
-    window = attention_window(config)
-    ids, mask, groups = _rows(config, window)
-    labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
-    ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
-    reach = ids.shape[1] if rope_depends_on_length(config) else None
-    layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
+def _compare(
+    model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any]
+) -> ProbeResult:
+    device = padded["input_ids"].device
     rounding_error = _rounding_error(model, device)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+
+    def run(inputs: dict[str, Any]) -> Tensor:
+        return backbone(model)(**inputs).last_hidden_state.flatten(0, 1)
+
+    with torch.autocast(device.type, enabled=False):
         with _mode(model, training=False):
             with _running(model, "padded rows"):
-                padded = _run_padded(model, ids, mask)
+                expected = run(padded)
                 with _perturbed_embeddings(model, rounding_error):
-                    perturbed = _run_padded(model, ids, mask)
+                    perturbed = run({name: _perturbed(x, rounding_error) for name, x in padded.items()})
             with _running(model, "packed tokens"), attention.witness() as recorded:
-                packed = run_packed(model, layout, ids).last_hidden_state[0]
-        states = (x.flatten(0, 1)[layout.output_index] for x in (padded, perturbed))
-        difference = _difference(model, layout, packed[layout.score_index][layout.output_source], *states)
-        reason = shared_reason(model, _missed_layout(model, window, recorded) or difference)
+                states = run(packed)
+        (_, length), width = layout.padded_shape, layout.output_shape[1]
+        scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
+        states = states[layout.score_index][layout.output_source]
+        difference = _difference(model, layout, states, expected[scored], perturbed[scored])
+        reason = shared_reason(model, _missed_layout(model, recorded) or difference)
         if reason is not None:
             return ProbeResult(reason)
         devices = [] if device.type == "cpu" else [device]
@@ -102,7 +125,7 @@ def _probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
             torch.random.fork_rng(devices),
             attention.witness() as recorded,
         ):
-            first, second = (run_packed(model, layout, ids).last_hidden_state for _ in range(2))
+            first, second = run(packed), run(packed)
     return ProbeResult(None, not torch.equal(first, second), recorded.dropout)
 
 
@@ -159,15 +182,6 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
     return f"the head of {type(model).__name__} gives other logits than its forward (relative difference {error:.2g})"
 
 
-def run_packed(model: PreTrainedModel, layout: packing.Layout, input_ids: Tensor, **options: object):
-    """The backbone's outputs for the packed tokens of a padded batch; hidden states [1, T, D]."""
-    return backbone(model)(**attention.packed_inputs(model, layout, input_ids), **options)
-
-
-def _run_padded(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    return backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-
-
 def _equal(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal. NaN equals NaN."""
     return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
@@ -192,9 +206,9 @@ def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor,
     return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long(), torch.tensor([0, 0, 0, 1, 1])
 
 
-def _missed_layout(model: PreTrainedModel, window: int | None, recorded: attention.Witness) -> str | None:
+def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> str | None:
     """Returns which layers did not receive the layout or the window, or None if all did."""
-    layers = text_config(model).num_hidden_layers
+    layers, window = text_config(model).num_hidden_layers, attention_window(text_config(model))
     if recorded.others or recorded.layouts < layers:
         return (
             f"{recorded.layouts} attention calls of {type(model).__name__}'s {layers} layers got the packed layout, "
@@ -229,7 +243,7 @@ def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor) -> fl
     expected = expected.float()
     errors = (states.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     row = layout.output_index // layout.output_shape[1]
-    medians = [errors[row == r][-SHORTEST_BRANCH:].median() for r in range(layout.output_shape[0])]
+    medians = [errors[row == r][-SHORTEST_BRANCH:].median() for r in row.unique()]
     return torch.stack(medians).max().item()
 
 
@@ -250,13 +264,21 @@ def _rounding_error(model: PreTrainedModel, device: torch.device) -> float:
     return max(epsilon, ((product - exact).norm() / exact.norm()).item())
 
 
+def _perturbed(x: Any, epsilon: float) -> Any:
+    """Multiplies entries by 1 + epsilon or 1 - epsilon, without drawing random numbers. Leaves other
+    things than floating-point tensors as they are.
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return (x * (1 + epsilon * torch.sin(1e4 * x.float()).sign())).to(x.dtype)
+
+
 @contextmanager
 def _perturbed_embeddings(model: PreTrainedModel, epsilon: float) -> Iterator[None]:
-    """Multiplies input embeddings by 1 + epsilon or 1 - epsilon, without drawing random numbers."""
+    """Changes the input embeddings during the block (see `_perturbed`)."""
 
     def perturb(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        signs = torch.sin(1e4 * output.float()).sign()
-        return (output * (1 + epsilon * signs)).to(output.dtype)
+        return _perturbed(output, epsilon)
 
     hook = model.get_input_embeddings().register_forward_hook(perturb)
     try:

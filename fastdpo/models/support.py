@@ -7,6 +7,7 @@ No model is known by its name here. `probe.py` then compares a packed run with a
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -66,11 +67,11 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def call_unsupported_reason(
-    model: PreTrainedModel, args: tuple, kwargs: dict, *, float32_head: bool = False
+    model: PreTrainedModel, args: tuple, kwargs: dict, *, float32_head: bool = False, others: Collection[str] = ()
 ) -> str | None:
     """Returns why the fused forward cannot take the arguments of a call, or None if it can.
 
-    `float32_head` is that of the `Request`.
+    `float32_head` is that of the `Request`. `others` are arguments that are examined elsewhere.
     """
     if args:
         return "the model was called with positional arguments"
@@ -79,9 +80,10 @@ def call_unsupported_reason(
         return "the model was called without input_ids or without attention_mask"
     if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
         return "the model was called without labels"
-    others = [name for name, x in kwargs.items() if name not in CALL_ARGUMENTS and x is not None and x is not False]
-    if others:
-        return f"argument {', '.join(others)} is not supported yet"
+    given = [name for name, x in kwargs.items() if x is not None and x is not False]
+    unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
+    if unknown:
+        return f"argument {', '.join(unknown)} is not supported yet"
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         return f"attention_mask must have one entry per token; got {kind}"

@@ -138,7 +138,7 @@ def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
 def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
     model = tiny_family("llama").to(dtype)
     attention.switch(model)
-    stock = probe.run_packed
+    stock = attention.packed_inputs
 
     def wrong(model, layout, ids):
         rows = layout.rows
@@ -151,7 +151,7 @@ def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
             layout.position_ids[layout.position_ids > 4] += 2
         return stock(model, layout, ids)
 
-    monkeypatch.setattr(probe, "run_packed", wrong)
+    monkeypatch.setattr(attention, "packed_inputs", wrong)
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 

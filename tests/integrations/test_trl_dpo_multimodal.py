@@ -130,14 +130,14 @@ def test_probe_reads_the_window_of_the_text(monkeypatch, name, dtype):
 
 def test_an_error_in_training_mode_is_a_reason(both, caplog, monkeypatch):
     """Some multimodal models want more arguments when they are trained than when they are evaluated."""
-    stock = probe.run_packed
+    stock = probe.backbone
 
-    def fails_in_training(model, *args, **options):
+    def fails_in_training(model):
         if model.training:
             raise ValueError("`token_type_ids` are required as a model input when training")
-        return stock(model, *args, **options)
+        return stock(model)
 
-    monkeypatch.setattr(probe, "run_packed", fails_in_training)
+    monkeypatch.setattr(probe, "backbone", fails_in_training)
     _, patched = both("gemma3", max_steps=1)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
     assert "cannot be run on packed tokens in training mode: ValueError: `token_type_ids`" in caplog.text

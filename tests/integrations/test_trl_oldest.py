@@ -4,9 +4,11 @@ Unpatched TRL 1.15 needs a GPU, so that no other comparison is possible on a CPU
 """
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+import trl_vision_worker
 import trl_worker
 from trl_runs import Run, assert_fused, assert_same, run_with_oldest
 
@@ -23,11 +25,19 @@ CALLS = {
 
 @pytest.mark.parametrize("trainer", CALLS)
 def test_same_training(tmp_path, trainer):
-    run_with_oldest(Path(trl_worker.__file__), tmp_path, trainer)
-    result = torch.load(tmp_path / "run.pt")
+    assert_same_in_oldest(tmp_path, trl_worker, trainer, **CALLS[trainer])
+
+
+def test_same_training_with_images(tmp_path):
+    assert_same_in_oldest(tmp_path, trl_vision_worker, "trl.DPOTrainer", policy=2, reference=3, eval=1)
+
+
+def assert_same_in_oldest(directory: Path, worker: ModuleType, trainer: str, **calls: int) -> None:
+    run_with_oldest(Path(worker.__file__), directory, trainer)
+    result = torch.load(directory / "run.pt")
     oldest = Run(**result["run"])
     assert result["version"] == "1.15.0"
-    newest = trl_worker.patched_run(tmp_path / "newest", trainer)
+    newest = worker.patched_run(directory / "newest", trainer)
     for run in (oldest, newest):
-        assert_fused(run, **CALLS[trainer])
+        assert_fused(run, **calls)
     assert_same(oldest, newest)

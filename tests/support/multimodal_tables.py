@@ -10,6 +10,7 @@ import warnings
 import torch
 from multimodal_families import FUSED, STOCK, tiny_multimodal
 from support_tables import ROOT, reason_of, table
+from vision_runs import FAMILIES
 
 from fastdpo.models.language_model import language_model
 
@@ -23,13 +24,21 @@ def family_rows() -> list[list[str]]:
         model = tiny_multimodal(name)
         reason = reason_of(model) or ""
         text = f"`{type(language_model(model)).__name__}`"
-        rows.append([name, text, family.features if name in FUSED else "", *["no" if reason else "yes"] * 3, reason])
+        features = family.features if name in FUSED else ""
+        rows.append([name, text, features, *["no" if reason else "yes"] * 3, images_of(name), reason])
     return rows
+
+
+def images_of(name: str) -> str:
+    """What becomes of a family's images, if the tests train it on any."""
+    if name not in FAMILIES:
+        return ""
+    return "once" if FAMILIES[name].reason is None else f"no: {FAMILIES[name].reason}"
 
 
 def page() -> str:
     """The page with its table of families as the tests have them."""
-    headers = ["family", "language model", "special features", "packed", "shared", "fused", "reason"]
+    headers = ["family", "language model", "special features", "packed", "shared", "fused", "images", "reason"]
     before, rest = PAGE.read_text().split(BEGIN)
     return f"{before}{BEGIN}\n{table(headers, family_rows())}\n{END}{rest.split(END)[1]}"
 

@@ -82,11 +82,13 @@ class VisionFamily:
         processor: builds a processor of images of 16 x 16 pixels.
         image: the text that stands for an image.
         rest: entries of the model's configuration.
+        reason: why batches with images fall back, or None if they are packed.
     """
 
     processor: Callable[[], ProcessorMixin]
     image: str
     rest: dict[str, Any] = field(default_factory=dict)
+    reason: str | None = None
 
 
 def _llava() -> ProcessorMixin:
@@ -96,6 +98,16 @@ def _llava() -> ProcessorMixin:
     size = dict(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     options = dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
     return LlavaProcessor(CLIPImageProcessorPil(**size), tokenizer("<image>"), **options)
+
+
+def llava_with_chat_template() -> ProcessorMixin:
+    """A processor of conversations, which can be saved."""
+    processor = _llava()
+    processor.chat_template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<image>' if part['type'] == 'image' else part['text'] }} {% endfor %}{% endfor %}"
+    )
+    return processor
 
 
 def _idefics3() -> ProcessorMixin:
@@ -127,23 +139,24 @@ def _mistral3() -> ProcessorMixin:
     return PlaceholderProcessor(images, tokenizer("<image>"))
 
 
-def _qwen(types: bool) -> ProcessorMixin:
+def _qwen() -> ProcessorMixin:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024)
-    return PlaceholderProcessor(images, tokenizer("<image>", start="<start>", end="<stop>"), types)
+    return PlaceholderProcessor(images, tokenizer("<image>", start="<start>", end="<stop>"), types=True)
 
 
 AROUND = dict(vision_start_token_id=len(WORDS) - 3, vision_end_token_id=len(WORDS) - 2)
+QWEN = VisionFamily(_qwen, "<start> <image> <stop>", AROUND)
 FAMILIES: dict[str, VisionFamily] = {
-    "llava": VisionFamily(_llava, "<image>"),
+    "gemma3": VisionFamily(_gemma3, "<begin>", reason="the tokens of an image attend to each other in both directions"),
+    "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN,
+    "mistral3": VisionFamily(_mistral3, "<image>"),
     "idefics3": VisionFamily(_idefics3, "<image>"),
     "smolvlm": VisionFamily(_idefics3, "<image>"),
-    "gemma3": VisionFamily(_gemma3, "<begin>"),
-    "mistral3": VisionFamily(_mistral3, "<image>"),
-    "qwen2_vl": VisionFamily(functools.partial(_qwen, True), "<start> <image> <stop>", AROUND),
-    "qwen2_5_vl": VisionFamily(functools.partial(_qwen, True), "<start> <image> <stop>", AROUND),
-    "qwen3_vl": VisionFamily(functools.partial(_qwen, True), "<start> <image> <stop>", AROUND),
+    "llava": VisionFamily(_llava, "<image>"),
 }
 """Maps a model type to how it takes images."""
 

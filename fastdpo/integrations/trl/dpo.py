@@ -42,7 +42,7 @@ def unsupported_reason() -> str | None:
 def enable(options: PatchOptions) -> None:
     from trl.trainer import dpo_trainer
 
-    fused_head.replace(_replacements, dpo_trainer, DPO, options, groups="pairs")
+    fused_head.replace(_replacements, dpo_trainer, DPO, options, groups="pairs", images=True)
     rewritten_dpo.replace(_replacements, _trainers, options)
 
 

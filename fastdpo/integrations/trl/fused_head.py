@@ -53,6 +53,7 @@ def replace(
     options: PatchOptions,
     groups: Groups,
     kind_without_gradient: str = "reference",
+    images: bool = False,
 ) -> None:
     """Replaces the function in a trainer module.
 
@@ -62,7 +63,7 @@ def replace(
         integration: name of the trainer, such as "trl.DPOTrainer".
         options: of `patch()`.
         groups: which rows of a batch may share what they begin with.
-        kind_without_gradient: see `Request`.
+        kind_without_gradient, images: see `Request`.
     """
     stock = getattr(module, "add_fused_lm_head")  # noqa: B009
 
@@ -81,6 +82,7 @@ def replace(
             float32_head=cast_lm_head_to_fp32,
             share_prompts=options.share_prompts,
             groups=groups,
+            images=images,
             memory_budget=options.memory_budget,
         )
         forward.install(model, request, functools.partial(_make_output, text_config(model)))

@@ -1,0 +1,233 @@
+"""Batches with images: a packed batch holds each pair's images once.
+
+The backbone is called as ever, on packed tokens. It runs its image tower, writes the features over
+the placeholders and runs its language model. Placeholders are stored in the order of pairs, so that
+the features of the first half of the images fall into place if both rows of a pair have the same
+images. Nothing of the model is taken apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..packing import Layout, NotPackable
+from . import attention, probe
+from .language_model import backbone, language_model, text_config
+from .probe import ProbeResult
+from .support import rope_depends_on_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+OF_IMAGES = (
+    *("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids"),
+    "spatial_shapes",
+)
+ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
+"""Arguments of a model call that hold images, or types of tokens [R, L]."""
+
+PLACEHOLDERS = ("image_token_id", "image_token_index")
+"""Entries of a configuration that hold the id of the tokens that image features are written over."""
+
+_repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Whether the halves of a tensor are equal, next to the version of the tensor that was compared."""
+
+
+class Images(NamedTuple):
+    """The arguments of a model call that come with images.
+
+    Attributes:
+        of_tokens: [R, L] each.
+        of_images: of any shape, those of the first half of the rows first.
+    """
+
+    of_tokens: dict[str, Tensor]
+    of_images: dict[str, Tensor]
+
+    def are_repeated(self) -> bool:
+        """Whether the second half of the rows has the images of the first half, in the same order."""
+        return all(_is_repeated(x) for x in self.of_images.values())
+
+
+def images_of(kwargs: dict) -> Images | None:
+    """The arguments of a model call that come with images, or None if there are none."""
+    groups = (
+        {name: kwargs[name] for name in names if kwargs.get(name) is not None} for names in (OF_TOKENS, OF_IMAGES)
+    )
+    images = Images(*groups)
+    return images if any(images) else None
+
+
+def unsupported_reason(model: PreTrainedModel, kwargs: dict) -> str | None:
+    """Returns why the arguments of a call cannot be packed for this model, or None if they can."""
+    images = images_of(kwargs)
+    if images is None:
+        return None
+    if language_model(model) is model:
+        return f"argument {', '.join([*images.of_tokens, *images.of_images])} is not supported for a model of text"
+    others = [name for name in ARGUMENTS if kwargs.get(name) is not None and not isinstance(kwargs[name], Tensor)]
+    others = others or [name for name, x in images.of_tokens.items() if x.shape != kwargs["input_ids"].shape]
+    if others:
+        return f"argument {', '.join(others)} is neither of tokens nor of images"
+    return None
+
+
+def padded_inputs(kwargs: dict) -> dict[str, Any]:
+    """The arguments of a model's backbone for a padded batch, with images or without."""
+    given = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", *ARGUMENTS)}
+    return {name: x for name, x in given.items() if x is not None} | {"use_cache": False}
+
+
+@dataclass
+class ImageBatches:
+    """Packs the batches of a model, and examines the first of each kind before it is run.
+
+    Attributes:
+        results: by the structure of the model, the names of the arguments, and whether each pair's
+            images are run once.
+    """
+
+    results: dict[tuple[int, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
+
+    def pack(
+        self, model: PreTrainedModel, structure: int, images: Images, kwargs: dict, make_layout: Callable[..., Layout]
+    ) -> tuple[Layout, dict[str, Any]]:
+        """The layout of a batch, and the arguments of the model's backbone for its packed tokens.
+
+        Args:
+            model: a model that is switched to packed attention.
+            structure: hash of the model's structure.
+            images: in the batch.
+            kwargs: the arguments of the call on the padded batch.
+            make_layout: makes a layout, in which pairs share no prefix if it is called with
+                `share=False`.
+
+        Raises:
+            NotPackable: the batch has no packed form.
+        """
+        packed = _pack(model, images, kwargs, make_layout)
+        names = frozenset([*images.of_tokens, *images.of_images])
+        key = (structure, names, packed.shared)
+        if key not in self.results:
+            self.results[key] = _examine(model, images, packed, kwargs)
+        result = self.results[key]
+        if result.unsupported_reason is not None:
+            raise NotPackable(result.unsupported_reason)
+        if model.training and result.attention_dropout:
+            raise NotPackable("attention dropout is active")
+        if model.training and result.is_random and packed.shared:
+            packed = _pack(model, images, kwargs, functools.partial(make_layout, share=False))
+        return packed.layout, packed.inputs
+
+
+class _Packed(NamedTuple):
+    """A packed batch.
+
+    Attributes:
+        layout: of its tokens.
+        inputs: the arguments of the backbone.
+        shared: whether each pair's images are run once.
+    """
+
+    layout: Layout
+    inputs: dict[str, Any]
+    shared: bool
+
+
+def _pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> _Packed:
+    if images.of_images and _placeholder(model) is None:
+        raise NotPackable("the configuration does not tell which tokens stand for images")
+    for shared in (True, False) if images.are_repeated() else (False,):
+        layout = make_layout() if shared else make_layout(share=False)
+        if not images.of_images or _stores_placeholders_once(model, layout, kwargs, shared):
+            break
+    else:
+        raise NotPackable("a row with images has no labels")
+    inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
+    inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
+    inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
+    return _Packed(layout, inputs | {"position_ids": _position_ids(model, layout, kwargs)}, shared)
+
+
+def _examine(model: PreTrainedModel, images: Images, packed: _Packed, kwargs: dict) -> ProbeResult:
+    """Compares the packed hidden states of a batch with its padded ones, unless something rules
+    packing out before.
+    """
+    reason = None
+    if images.of_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        reason = "images are normalised over the batch (BatchNorm)"
+    elif images.of_images and rope_depends_on_length(text_config(model)):
+        reason = "rotary embeddings depend on the length of the batch, and positions on its images"
+    reason = reason or _islands_reason(model, images, kwargs["attention_mask"])
+    if reason is not None:
+        return ProbeResult(reason)
+    return probe.compare(model, packed.layout, padded_inputs(kwargs), packed.inputs)
+
+
+def _is_repeated(x: Tensor) -> bool:
+    """Whether the halves of a tensor are equal. One synchronization, unless it was compared before."""
+    if x.dim() == 0 or len(x) % 2:
+        return False
+    if x.is_inference():  # without a version
+        return torch.equal(*x.chunk(2))
+    cached = _repeated.get(x)
+    if cached is None or cached[0] != x._version:
+        cached = _repeated[x] = x._version, torch.equal(*x.chunk(2))
+    return cached[1]
+
+
+def _placeholder(model: PreTrainedModel) -> int | None:
+    found = (getattr(model.config, name, None) for name in PLACEHOLDERS)
+    return next((x for x in found if isinstance(x, int)), None)
+
+
+def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, kwargs: dict, share: bool) -> bool:
+    """Whether the placeholders that are stored for each pair, or for each row, are those of each of
+    its rows.
+    """
+    ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
+    placeholders = (ids == _placeholder(model)) & (mask != 0)  # [R, L]
+    owners = len(ids) // (1 + share)
+    owner = layout.token_index // ids.shape[1] % owners  # [T]
+    stored = owner[layout.pack(placeholders)[0]].bincount(minlength=owners)
+    return bool((stored == placeholders.sum(1).view(-1, owners)).all())
+
+
+def _position_ids(model: PreTrainedModel, layout: Layout, kwargs: dict) -> Tensor:
+    """[1, T]; or [3, 1, T] by the function of a model that counts time, rows and columns."""
+    compute = getattr(backbone(model), "compute_3d_position_ids", None)
+    if compute is None:
+        return layout.position_ids[None]
+    try:
+        found = compute(**{name: kwargs.get(name) for name in inspect.signature(compute).parameters})
+    except Exception as error:  # models may want other arguments here
+        raise NotPackable(f"positions of images cannot be computed: {type(error).__name__}: {error}") from error
+    return layout.position_ids[None] if found is None else found.flatten(-2)[..., layout.token_index].unsqueeze(-2)
+
+
+def _islands_reason(model: PreTrainedModel, images: Images, real: Tensor) -> str | None:
+    """Returns why the model's own attention mask is not causal, or None if it is."""
+    make = getattr(type(model), "create_masks_for_generate", None)
+    if make is None or not images.of_tokens:
+        return None
+    embeddings = torch.empty(*real.shape, 0, device=real.device)
+    try:
+        made = make(model.config, embeddings, real != 0, None, None, **images.of_tokens)
+    except Exception as error:  # models may want other arguments here
+        return f"an attention mask cannot be made: {type(error).__name__}: {error}"
+    ahead = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).triu(1)
+    for mask in made.values() if isinstance(made, dict) else [made]:
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+            if (sees & ahead & (real != 0)[:, :, None] & (real != 0)[:, None]).any():
+                return "the tokens of an image attend to each other in both directions"
+    return None
