@@ -95,7 +95,7 @@ docs: $(READY)
 	$(BIN)/python tests/support/multimodal_tables.py
 	$(BIN)/python docs/draw_layout.py
 
-SUITES ?= step bf16 evaluation precompute online kto grpo head attention memory scaling
+SUITES ?= step bf16 evaluation precompute online kto grpo vision head attention memory scaling
 
 bench: $(READY)
 	status=0; for suite in $(SUITES); do \

@@ -27,6 +27,7 @@ WORK = {
     "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
     "kto": "KTO training step",
+    "vision": "DPO training step with images",
     "grpo": "Step without generation",
 }
 """Suites that run a whole trainer, and what they measure."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
@@ -52,8 +53,8 @@ class ExactStep:
         return arrays
 
     def _run(self, exact: bool) -> ExactResults:
-        policy = w.build_policy(self.workload)
-        reference = policy if self.workload.lora else w.build_model(self.workload, w.REFERENCE)
+        policy = w.build_policy(self.workload) if self.workload.lora else self._build(w.POLICY)
+        reference = policy if self.workload.lora else self._build(w.REFERENCE)
         if exact:
             policy.double()
             reference.double()
@@ -97,12 +98,20 @@ class ExactStep:
     def _examples(self, batch: int) -> list[dict[str, list[int]]]:
         return w.examples(self.workload, batch)
 
+    def _build(self, seed: int) -> PreTrainedModel:
+        return w.build_model(self.workload, seed)
+
+    def _inputs(self, ids: Tensor, exact: bool) -> dict[str, Tensor]:
+        """Further arguments of the model for a row, whose ids are [1, L]."""
+        return {}
+
     def _logps(self, model: torch.nn.Module, ids: Tensor, start: int, exact: bool) -> Tensor:
         """Log-probs of the completion's tokens, from full logits."""
         bf16, ids = self.workload.bf16 and not exact, ids.to(w.device())
         causal = model.get_base_model() if self.workload.lora else model
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
-            hidden = causal.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, start - 1 : -1]
+            inputs = dict(input_ids=ids[None], use_cache=False) | self._inputs(ids[None], exact)
+            hidden = causal.base_model(**inputs).last_hidden_state[0, start - 1 : -1]
         weight = causal.lm_head.weight
         if bf16:  # bfloat16 in and out, summed in float32: far faster than a bfloat16 product on a CPU that emulates it
             logits = (hidden.bfloat16().float() @ weight.bfloat16().float().t()).bfloat16().float()

@@ -13,7 +13,22 @@ from benchmarks.suites import (
     precompute,
     scaling,
     step,
+    vision,
 )
 
-_MODULES = (step, bf16, evaluation, precompute, online, kto, grpo, llamafactory, head, attention, memory, scaling)
+_MODULES = (
+    step,
+    bf16,
+    evaluation,
+    precompute,
+    online,
+    kto,
+    grpo,
+    vision,
+    llamafactory,
+    head,
+    attention,
+    memory,
+    scaling,
+)
 SUITES = {module.SUITE.name: module.SUITE for module in _MODULES}
