@@ -17,9 +17,10 @@ LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
+PACKAGING := .venv-packaging
 
 .PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
-	test-llamafactory test-swift test-axolotl measure-programs lint docs bench bench-llamafactory bench-ops bench-gpu clean
+	test-llamafactory test-swift test-axolotl measure-programs dist lint docs bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -84,6 +85,12 @@ test-swift: $(SWIFT)/.ready
 
 test-axolotl: $(AXOLOTL)/.ready
 	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ARGS)
+
+# The sdist, and the wheel that is built from it.
+dist: $(PACKAGING)/.ready
+	rm -rf dist build
+	$(PACKAGING)/bin/python -m build --no-isolation --outdir dist .
+	$(PACKAGING)/bin/twine check --strict dist/*
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -191,6 +198,11 @@ $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed
 	touch $@
 
+$(PACKAGING)/.ready: constraints/pins.txt
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/pip install --quiet -c constraints/pins.txt build setuptools twine
+	touch $@
+
 # Another version of TRL, for tests that put it in front of the one that is installed.
 $(VENV)/trl-%: $(READY)
 	rm -rf $@
@@ -209,4 +221,4 @@ $(OLDEST_TRITON): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(PACKAGING) build dist out *.egg-info

@@ -1,17 +1,30 @@
-"""The contents of the wheel, and the direction of imports between packages.
+"""The contents of the wheel and of the sdist, and the direction of imports between packages.
 
 The folder `kernels/` must not be importable as a top-level package.
 """
 
 import ast
+import importlib.metadata
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from contextlib import suppress
+from email import message_from_bytes
+from email.message import Message
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import fastdpo
+from fastdpo.integrations.patching import LINES
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,23 +78,124 @@ IMPORTS = {name: _imports(name, file, MODULES) for name, file in MODULES.items()
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> set[str]:
+def dist(tmp_path_factory) -> Path:
+    """A directory with the sdist, and the wheel that is built from it."""
     out = tmp_path_factory.mktemp("dist")
     shutil.rmtree(ROOT / "build", ignore_errors=True)  # otherwise files of an earlier build are included
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = out.glob("*.whl")
-    return set(zipfile.ZipFile(path).namelist())
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist) -> zipfile.ZipFile:
+    (path,) = dist.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(wheel.read(name))
+
+
+def package_files() -> set[str]:
+    """The files of the package under their names in the wheel."""
+    tracked = subprocess.run(["git", "ls-files", "fastdpo", "kernels"], cwd=ROOT, capture_output=True, text=True)
+    names = {name for name in tracked.stdout.split() if name.endswith((".py", "py.typed"))}
+    return {f"fastdpo/{name}" if name.startswith("kernels/") else name for name in names}
 
 
 def test_wheel_holds_the_package_the_kernels_and_nothing_else(wheel):
-    tracked = subprocess.run(["git", "ls-files", "fastdpo", "kernels"], cwd=ROOT, capture_output=True, text=True)
-    expected = {name for name in tracked.stdout.split() if name.endswith((".py", "py.typed"))}
-    expected = {f"fastdpo/{name}" if name.startswith("kernels/") else name for name in expected}
+    expected = package_files()
     assert "fastdpo/kernels/token_logps.py" in expected
-    assert {name for name in wheel if ".dist-info/" not in name} == expected
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel)
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_sdist_holds_what_the_wheel_is_built_from_and_nothing_else(dist):
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+    made = {"PKG-INFO", "setup.cfg", *(name for name in names if name.startswith("fastdpo.egg-info/"))}
+    texts = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "docs/package.md"}
+    assert names - made == package_files() | texts | {"pyproject.toml"}
+
+
+def test_metadata(metadata):
+    assert metadata["Version"] == fastdpo.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    classifiers = metadata.get_all("Classifier")
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(classifiers)
+    assert f"version: {fastdpo.__version__}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
+def test_the_description_needs_no_repository_around_it(metadata):
+    text = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "fastdpo.patch()" in text
+    links = [*re.findall(r"\]\(([^)]*)\)", text), *re.findall(r'(?:src|href)="([^"]*)"', text)]
+    assert not [link for link in links if not link.startswith("https://")]
+
+
+def test_the_extra_for_trl_takes_all_versions_that_its_line_supports(metadata):
+    requirements = map(Requirement, metadata.get_all("Requires-Dist"))
+    (trl,) = (x for x in requirements if x.name == "trl" and x.marker.evaluate({"extra": "trl"}))
+    (line,) = (line for line in LINES if line.trainer == "trl.DPOTrainer" and line.module == "trl.dpo")
+    assert trl.specifier == SpecifierSet(line.versions)
+
+
+PUBLIC = ("fastdpo", "fastdpo.__main__", "fastdpo.metrics", "fastdpo.ops", "fastdpo.ops.reference", "fastdpo.packing")
+PUBLIC += ("fastdpo.models.attention", "fastdpo.ref_logps", "fastdpo.run", "fastdpo.testing", "fastdpo.tune")
+
+IMPORT = """
+import importlib, sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"{name} is not installed", name=name)
+
+REFUSED = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Refused())
+for name in sys.argv[2].split(","):
+    importlib.import_module(name)
+print(importlib.import_module("fastdpo").__file__)
+"""
+
+
+def requirements_of(distribution: str, requires: list[str], found: dict[str, str]) -> None:
+    """Adds the modules that a distribution requires, directly and indirectly, to `found`."""
+    for requirement in map(Requirement, requires):
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found[name] = distribution
+            with suppress(importlib.metadata.PackageNotFoundError):  # of another platform
+                requirements_of(name, importlib.metadata.distribution(name).requires or [], found)
+
+
+def test_a_wheel_without_extras_imports_every_public_module(wheel, metadata, tmp_path):
+    """Nothing but its requirements and theirs can be imported."""
+    wheel.extractall(tmp_path)
+    allowed: dict[str, str] = {}
+    requirements_of("fastdpo", metadata.get_all("Requires-Dist"), allowed)
+    assert {"torch", "numpy", "tqdm"} <= allowed.keys()
+    assert not {"trl", "transformers", "datasets"} & allowed.keys()
+    modules = importlib.metadata.packages_distributions()
+    refused = {x for x, names in modules.items() if allowed.keys().isdisjoint(map(canonicalize_name, names))}
+    refused.discard("fastdpo")
+    assert "transformers" in refused
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT, ",".join(sorted(refused)), ",".join(PUBLIC)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "fastdpo" / "__init__.py")
 
 
 def test_the_root_has_no_package_named_kernels():
