@@ -89,6 +89,11 @@ class Layout:
         return self.rows[None, None]
 
 
+def is_layout(mask: object) -> bool:
+    """Whether an attention mask is that of a `Layout`."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[-1] == 4
+
+
 def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, share: bool = True) -> Layout:
     """The layout of a preference batch whose rows i and i + R/2 are completions of the same prompt.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -43,3 +46,18 @@ def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.
         raise AssertionError(
             f"error {x_error:.3g}; expected at most 2 * {eager_error:.3g} (eager) + {allowed:.3g} (floor)"
         )
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """In the block, code that casts to float32 by name casts to float64 instead, as modeling files of
+    transformers do in norms and scans. Without it, a model in float64 is no more exact than these.
+    """
+    narrow, method = torch.float32, torch.Tensor.float
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.float32 = torch.float = narrow
+        torch.Tensor.float = method

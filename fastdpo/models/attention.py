@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.packed_attention import packed_attention
-from ..packing import Layout
+from ..packing import Layout, is_layout
 from .language_model import language_model
+from .mixers import running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,12 +61,14 @@ class Witness:
         others: number of calls without one.
         windows: values of `sliding_window`.
         dropout: the largest dropout of attention weights.
+        mixers: the mixers that ran on packed tokens.
     """
 
     layouts: int = 0
     others: int = 0
     windows: set[int | None] = field(default_factory=set)
     dropout: float = 0.0
+    mixers: set[nn.Module] = field(default_factory=set)
 
 
 _witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=None)
@@ -72,20 +76,18 @@ _witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=Non
 
 @contextmanager
 def witness() -> Iterator[Witness]:
-    """Records the attention calls of the block, which proves that every layer received the layout.
+    """Records the attention calls and the mixers of the block, which proves that every layer received
+    the layout.
 
     Attention dropout is recorded, but not applied.
     """
     recorded = Witness()
     token = _witness.set(recorded)
     try:
-        yield recorded
+        with running.witness(recorded.mixers):
+            yield recorded
     finally:
         _witness.reset(token)
-
-
-def is_layout(mask: object) -> bool:
-    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[-1] == 4
 
 
 class _Name(str):
@@ -125,12 +127,15 @@ def switch(model: PreTrainedModel) -> str:
     current = _current(model)
     if current != name:
         raise RuntimeError(f"attention: {type(model).__name__} must take the implementation {name}; got {current}")
+    _hooks_of_mixers().switch(model)
     return prior
 
 
 def restore(model: PreTrainedModel, prior: str) -> None:
-    """Sets a model back to the implementation that `switch` returned."""
-    language_model(model).set_attn_implementation(prior)
+    """Sets a model back to the implementation that `switch` returned, unless it has another by now."""
+    if is_switched(model):
+        language_model(model).set_attn_implementation(prior)
+    _hooks_of_mixers().restore(model)
 
 
 def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> dict[str, Any]:
@@ -163,6 +168,13 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
         "attention_mask": layout.mask,
         "use_cache": False,
     }
+
+
+def _hooks_of_mixers() -> ModuleType:
+    """Imported late: it imports Dynamo and, by that, Triton."""
+    from .mixers import hooks
+
+    return hooks
 
 
 def implementation(model: PreTrainedModel) -> str:

@@ -402,8 +402,7 @@ def _switch_attention(model: PreTrainedModel, fused: _FusedForward) -> None:
 
 def _restore(model: PreTrainedModel, fused: _FusedForward) -> None:
     if fused.prior_attention is not None:
-        if attention.is_switched(model):  # otherwise other code has set another implementation since
-            attention.restore(model, fused.prior_attention)
+        attention.restore(model, fused.prior_attention)
         fused.prior_attention = None
     head.restore(head.head_of(model))
 

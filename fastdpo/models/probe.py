@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import packing
 from . import attention
 from .language_model import backbone, text_config
+from .mixers import finding, function_probe
 from .support import attention_window, logit_transform, rope_depends_on_length, shared_reason
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ allowed as much, however strongly it amplifies rounding.
 """
 
 SHORTEST_BRANCH = 7
+
+START = 3
+"""Number of tokens at the start of a branch. Convolutions of width 4 see their prefix."""
 
 
 class ProbeResult(NamedTuple):
@@ -115,7 +119,8 @@ def _compare(
         scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
         states = states[layout.score_index][layout.output_source]
         difference = _difference(model, layout, states, expected[scored], perturbed[scored])
-        reason = shared_reason(model, _missed_layout(model, recorded) or difference)
+        functions = function_probe.unsupported_reason(model, device)
+        reason = shared_reason(model, _missed_layout(model, recorded) or functions or difference)
         if reason is not None:
             return ProbeResult(reason)
         devices = [] if device.type == "cpu" else [device]
@@ -208,7 +213,16 @@ def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor,
 
 def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> str | None:
     """Returns which layers did not receive the layout or the window, or None if all did."""
-    layers, window = text_config(model).num_hidden_layers, attention_window(text_config(model))
+    mixers = finding.mixers_of(model)
+    missed = [mixer for mixer in mixers if mixer not in recorded.mixers]
+    if missed:
+        kinds = ", ".join(sorted({type(mixer).__name__ for mixer in missed}))
+        return (
+            f"{len(missed)} of {len(mixers)} mixers of {type(model).__name__} did not get the packed layout ({kinds})"
+        )
+    config = text_config(model)
+    layers = len(finding.attention_modules(model)) if mixers else config.num_hidden_layers
+    window = attention_window(config)
     if recorded.others or recorded.layouts < layers:
         return (
             f"{recorded.layouts} attention calls of {type(model).__name__}'s {layers} layers got the packed layout, "
@@ -225,8 +239,9 @@ def _difference(
     """Returns how packed hidden states [M, D] differ from padded ones
     by more than rounding, or None.
     """
-    error = _worst_error(layout, packed, padded)
-    tolerance = min(ROUNDING_FACTOR * _worst_error(layout, perturbed, padded), LARGEST_TOLERANCE)
+    starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch
+    error = _worst_error(layout, packed, padded, starts)
+    tolerance = min(ROUNDING_FACTOR * _worst_error(layout, perturbed, padded, starts), LARGEST_TOLERANCE)
     if error <= tolerance:
         return None
     return (
@@ -235,16 +250,20 @@ def _difference(
     )
 
 
-def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor) -> float:
-    """The largest relative error [M, D] of any row, each row by the median of its last tokens.
+def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor, starts: bool) -> float:
+    """The largest relative error [M, D] of any row, each row by the median of its last tokens and, if
+    `starts`, by that of the first tokens that it does not share.
 
     Rounding may route single tokens to other experts, which the median ignores.
     """
     expected = expected.float()
     errors = (states.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     row = layout.output_index // layout.output_shape[1]
-    medians = [errors[row == r][-SHORTEST_BRANCH:].median() for r in row.unique()]
-    return torch.stack(medians).max().item()
+    own = layout.multiplicity[layout.score_index][layout.output_source] == 1
+    judged = []
+    for r in row.unique():
+        judged += [errors[row == r][-SHORTEST_BRANCH:], *([errors[(row == r) & own][:START]] if starts else [])]
+    return torch.stack([each.median() for each in judged if len(each)]).max().item()
 
 
 def _rounding_error(model: PreTrainedModel, device: torch.device) -> float:

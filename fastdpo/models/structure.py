@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from . import attention, head
-from .functions import closure_contents, inner_function, name_of
+from .functions import closure_contents, inner_function, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +33,10 @@ NEUTRAL_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 """Hooks of transformers and PEFT, which add another one each time
 gradient checkpointing is enabled.
 """
+
+
+HOOKS_OF_MIXERS = "fastdpo.models.mixers.hooks"
+"""The module of the hooks by which mixers take layouts."""
 
 
 class Structure:
@@ -70,10 +74,10 @@ class Structure:
 
 def additions_to(module: nn.Module) -> Iterator[object]:
     """Identifies the hooks on a module and a replaced forward, except
-    the one that `head.install` sets.
+    those that fastdpo sets.
     """
     for hook in head.hooks_of(module):
-        if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS:
+        if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS and module_of(hook) != HOOKS_OF_MIXERS:
             yield _identity(hook)
     forward = vars(module).get("forward")
     if head.is_installed(forward):

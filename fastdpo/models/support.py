@@ -17,11 +17,14 @@ from ..distributed import gather_objects
 from . import attention, head
 from .functions import inner_function, module_of, name_of
 from .language_model import language_model, text_config
+from .mixers import finding
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+LAYER_TYPES_WITH_MIXERS = {*LAYER_TYPES, "linear_attention", "conv", "hybrid", "mlp", "moe"}
 
 CALL_ARGUMENTS = {
     *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
@@ -50,13 +53,15 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"{name} attends in both directions"
     if getattr(config, "alibi", False):
         return f"{name} biases its attention by distance (ALiBi)"
-    if getattr(model, "_is_stateful", False) or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{name} mixes tokens by other means than attention"
-    other_layers = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if other_layers:
-        return f"layers of type {', '.join(sorted(other_layers))} are not supported"
     if not model._can_set_attn_implementation():
         return f"{name} does not let its attention implementation be set"
+    reason = finding.unsupported_reason(model)
+    if reason is not None:
+        return reason
+    supported_layers = LAYER_TYPES_WITH_MIXERS if finding.mixers_of(model) else LAYER_TYPES
+    other_layers = set(getattr(config, "layer_types", None) or ()) - supported_layers
+    if other_layers:
+        return f"layers of type {', '.join(sorted(other_layers))} are not supported"
     prior = attention.implementation(model)
     if prior not in attention.SUPPORTED_PRIORS:
         supported = ", ".join(attention.SUPPORTED_PRIORS)

@@ -1,0 +1,110 @@
+"""Compares known functions on packed tokens with the same functions on whole rows.
+
+A model's probe cannot replace this: with the weights that models start from, a lost state may
+change hidden states by as little as rounding does. Here the inputs are random and decay slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import running
+from .finding import called_by, functions_of, mixers_of
+from .known import KNOWN, wrapper
+from .running import RunningMixer
+from .segments import Segments, gather, gather_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GROUPS = ((150, (20, 33, 2)), (2, (5, 64)))
+"""Tokens of the prefix and of the branches of two groups of rows.
+
+Sharing takes 11 chunks of 64 tokens, and whole rows take 15, so that states are shared. One prefix
+is shorter than the reach of a convolution.
+"""
+
+LARGEST_ERROR = 1e-3
+"""Correct results and gradients differed by up to 5e-7 of their norm (float32 on a CPU), and a lost
+state or halo changes them by 0.1 or more. Products in TF32 differ by less than this.
+"""
+
+
+def unsupported_reason(model: PreTrainedModel, device: torch.device) -> str | None:
+    """How a known function of a model's mixers differs on packed tokens; None if none does."""
+    found = {(name, functions_of(mixer)[name]) for mixer in mixers_of(model) for name in called_by(mixer)}
+    reasons = (difference(name, function, device) for name, function in sorted(found, key=lambda each: each[0]))
+    return next(filter(None, reasons), None)
+
+
+@functools.cache
+def difference(name: str, original: Callable, device: torch.device) -> str | None:
+    """How a known function differs on packed tokens and on whole rows; None if it does not."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            packed, whole = (_results(name, original, device, run) for run in (_packed, _whole))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # kernels raise anything for arguments that they do not expect
+        return f"{name} cannot be run on packed tokens: {type(error).__name__}: {error}"
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(packed, whole, strict=True))
+    if error <= LARGEST_ERROR:
+        return None
+    return f"{name} gives other results on packed tokens than on whole rows (relative difference {error:.2g})"
+
+
+def _results(name: str, original: Callable, device: torch.device, run: Callable[..., Tensor]) -> list[Tensor]:
+    """A function's results for the tokens of all rows, and the gradients of a weighted sum of them."""
+    segments = Segments(_rows(), device)
+    args, kwargs = KNOWN[name].example(segments.tokens, _randoms(device))
+    inputs = [x.requires_grad_() for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    rows = run(name, original, segments, args, kwargs)
+    weighted = rows * _randoms(device)(*rows.shape)
+    return [rows.detach(), *torch.autograd.grad(weighted.sum(), inputs)]
+
+
+def _packed(name: str, original: Callable, segments: Segments, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """What a mixer gets from its function, for the tokens of all rows [R, ...]."""
+    running.begin(RunningMixer(segments, frozenset({name})))
+    try:
+        result = wrapper(name, original)(*args, **kwargs)
+    finally:
+        running.end()
+    (index,), time = segments.whole_rows.batches, KNOWN[name].time
+    return _rows_of(gather(_output(result), time, index), time, index < segments.tokens)
+
+
+def _whole(name: str, original: Callable, segments: Segments, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    (index,), time = segments.whole_rows.batches, KNOWN[name].time
+    args, kwargs = gather_all((args, kwargs), time, segments.tokens, index)
+    return _rows_of(_output(original(*args, **kwargs)), time, index < segments.tokens)
+
+
+def _rows_of(output: Tensor, time: int, real: Tensor) -> Tensor:
+    return output.movedim(time, 1)[real]
+
+
+def _output(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _rows() -> list[list[int]]:
+    """Rows of a layout, as in `Layout.rows`."""
+    rows, end = [], 0
+    for prefix, branches in GROUPS:
+        start = end
+        for i, branch in enumerate(branches):
+            rows.append([start, prefix if i else 0, end, branch if i else prefix + branch])
+            end += rows[-1][3]
+    return rows
+
+
+def _randoms(device: torch.device) -> Callable[..., Tensor]:
+    """Draws tensors of given sizes, the same ones each time."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return lambda *sizes: torch.randn(*sizes, generator=generator, device="cpu").to(device)

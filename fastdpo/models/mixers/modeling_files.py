@@ -1,0 +1,98 @@
+"""Replaces functions in the globals of modeling files for as long as models need it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...packing import is_layout
+from ..language_model import language_model
+from . import known
+from .finding import forward_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CREATE_MASK = "create_recurrent_attention_mask"
+"""The function by which modeling files make the masks of mixers."""
+
+
+class _Replaced(NamedTuple):
+    original: Callable
+    replacement: Callable
+
+
+@dataclass
+class _File:
+    """A modeling file.
+
+    Attributes:
+        namespace: its globals.
+        replaced: functions by their names.
+        users: ids of the models that need the replacements.
+    """
+
+    namespace: dict[str, Any]
+    replaced: dict[str, _Replaced] = field(default_factory=dict)
+    users: set[int] = field(default_factory=set)
+
+    def replace(self) -> None:
+        for name in (known.WRAPPED | {CREATE_MASK}) & self.namespace.keys() - self.replaced.keys():
+            original = known.original_of(self.namespace[name])
+            if not isinstance(original, FunctionType):  # a module that holds a kernel
+                continue
+            replacement = _passing_layouts(original) if name == CREATE_MASK else known.wrapper(name, original)
+            self.namespace[name] = replacement
+            self.replaced[name] = _Replaced(original, replacement)
+
+    def restore(self) -> None:
+        for name, (original, replacement) in self.replaced.items():
+            if self.namespace[name] is replacement:  # otherwise other code has replaced it since
+                self.namespace[name] = original
+
+
+_files: dict[int, _File] = {}
+"""By the id of their globals."""
+
+
+def switch(model: PreTrainedModel) -> None:
+    """Makes the functions of a model's modeling files take packed tokens as well."""
+    for module in language_model(model).modules():
+        namespace = getattr(forward_of(type(module)), "__globals__", {})
+        if not (known.WRAPPED | {CREATE_MASK}) & namespace.keys():
+            continue
+        file = _files.setdefault(id(namespace), _File(namespace))
+        file.replace()
+        if id(model) not in file.users:
+            file.users.add(id(model))
+            weakref.finalize(model, _release, id(model)).atexit = False
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Restores the modeling files that no other model needs."""
+    _release(id(model))
+
+
+def _release(user: int) -> None:
+    for key, file in list(_files.items()):
+        file.users.discard(user)
+        if not file.users:
+            file.restore()
+            del _files[key]
+
+
+def _passing_layouts(original: Callable) -> Callable:
+    """Makes a function that creates masks pass a layout on. transformers would return None, as for
+    any mask of four dimensions.
+    """
+
+    @functools.wraps(original)
+    def create_mask(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        return mask if is_layout(mask) else original(*args, **kwargs)
+
+    return create_mask

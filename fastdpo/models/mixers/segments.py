@@ -1,0 +1,189 @@
+"""Where the segments of packed tokens are, for functions that read tokens in order.
+
+A shared prompt and its completions, `[P | C | R]`, are three segments. P is a root, because nothing
+precedes it; C and R are branches of P. A row that shares no prefix is a root without branches.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Halos(NamedTuple):
+    """All segments in one sequence, each behind the tokens that precede it in its row.
+
+    Attributes:
+        index: int64 [1, M], packed tokens; T, a token of zeros, before the first token of a row.
+        keep: int64 [T], where each packed token is in its own segment.
+    """
+
+    index: Tensor
+    keep: Tensor
+
+
+class Sequences(NamedTuple):
+    """Batches of sequences that contain all packed tokens.
+
+    Attributes:
+        batches: one or two of int64 [B, L], packed tokens; T, a token of zeros, at padding.
+        place: int64 [T], where each packed token is in the flattened batches.
+        parents: int64 [B] for each sequence of the second batch, the sequence of the first one in
+            whose final state it begins; None if there is one batch.
+    """
+
+    batches: tuple[Tensor, ...]
+    place: Tensor
+    parents: Tensor | None = None
+
+    def chunks(self, size: int) -> int:
+        """Number of chunks of this many tokens that a scan computes, padding included."""
+        return sum(len(batch) * -(-batch.shape[1] // size) for batch in self.batches)
+
+
+class Segments:
+    """The segments of a layout.
+
+    Args:
+        rows: [S, 4], those of the `Layout`.
+        device: of the indices.
+    """
+
+    def __init__(self, rows: list[list[int]], device: torch.device) -> None:
+        self.tokens = rows[-1][2] + rows[-1][3]
+        self._device = device
+        self._halos: dict[int, Halos] = {}
+        prefixes = {start: length for start, length, _, _ in rows if length}
+        self._roots = [np.arange(start, start + length) for start, length in prefixes.items()]
+        self._branches: list[np.ndarray] = []
+        self._parents: list[int] = []
+        self._rows: list[np.ndarray] = []
+        parent_of = {start: i for i, start in enumerate(prefixes)}
+        for start, length, own, own_length in rows:
+            if not length:  # the first row of a group stores the prefix among its own tokens
+                start, length = own, prefixes.get(own, 0)
+                first = own + length
+            else:
+                first = own
+            prefix, segment = np.arange(start, start + length), np.arange(first, own + own_length)
+            self._rows.append(np.concatenate([prefix, segment]))
+            if length and len(segment):
+                self._branches.append(segment)
+                self._parents.append(parent_of[start])
+            elif len(segment):
+                self._roots.append(segment)
+
+    @cached_property
+    def whole_rows(self) -> Sequences:
+        """Each row from its first token to its last. A shared prefix occurs in several rows."""
+        return self._sequences(_padded(self._rows, self.tokens))
+
+    @cached_property
+    def shared(self) -> Sequences:
+        """Roots in the first batch, branches in the second.
+
+        Roots are padded on the left, where tokens of zeros leave a state of zeros as it is, so that
+        the final state of a batch is that of every root.
+        """
+        roots = _padded(self._roots, self.tokens, left=True)
+        branches = _padded(self._branches, self.tokens)
+        return self._sequences(roots, branches)._replace(parents=self._move(np.array(self._parents)))
+
+    def sequences(self, chunk: int | None) -> Sequences:
+        """The sequences that need the fewest chunks of a scan.
+
+        Args:
+            chunk: number of tokens that the scan computes at once; None if it takes no initial
+                state and therefore needs whole rows.
+        """
+        if chunk is None or not self._branches:
+            return self.whole_rows
+        return min(self.whole_rows, self.shared, key=lambda sequences: sequences.chunks(chunk))
+
+    def halos(self, reach: int) -> Halos:
+        """The segments, each behind the `reach` tokens that precede it."""
+        if reach not in self._halos:
+            pairs = [(np.arange(0), root) for root in self._roots]
+            pairs += [(self._roots[i], branch) for i, branch in zip(self._parents, self._branches, strict=True)]
+            pieces, keep, end = [], np.empty(self.tokens, dtype=np.int64), 0
+            for before, segment in pairs:
+                halo = before[max(0, len(before) - reach) :]
+                pieces += [np.full(reach - len(halo), self.tokens), halo, segment]
+                keep[segment] = end + reach + np.arange(len(segment))
+                end += reach + len(segment)
+            self._halos[reach] = Halos(self._move(np.concatenate(pieces)[None]), self._move(keep))
+        return self._halos[reach]
+
+    def _sequences(self, *batches: np.ndarray) -> Sequences:
+        flat = np.concatenate([batch.ravel() for batch in batches])
+        place = np.empty(self.tokens + 1, dtype=np.int64)
+        place[flat[::-1]] = np.arange(len(flat))[::-1]  # the first place of a token in several rows
+        return Sequences(tuple(map(self._move, batches)), self._move(place[: self.tokens]))
+
+    def _move(self, indices: np.ndarray) -> Tensor:
+        with torch.inference_mode(False):  # a later call may need them for a backward pass
+            tensor = torch.from_numpy(indices)
+            return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+
+def segments_of(layout: Tensor, device: torch.device) -> Segments:
+    """The segments of a layout's mask, computed once for its contents and a device.
+
+    Gradient checkpointing passes copies of the mask, so its identity would not do.
+    """
+    return _segments_of(layout.cpu().numpy().tobytes(), device)
+
+
+@lru_cache(16)
+def _segments_of(rows: bytes, device: torch.device) -> Segments:
+    return Segments(np.frombuffer(rows, dtype=np.int32).reshape(-1, 4).tolist(), device)
+
+
+def gather(values: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Values of packed tokens as a batch of sequences, zero at padding. Differentiable.
+
+    Args:
+        values: [1, ..., T, ...], with the packed tokens in dimension `dim`.
+        dim: at least 1.
+        index: int64 [B, L], of packed tokens; T at padding.
+
+    Returns:
+        [B, ..., L, ...].
+    """
+    tokens = values[0].movedim(dim - 1, 0)  # [T, ...]
+    tokens = torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])])
+    return tokens.index_select(0, index.flatten()).unflatten(0, index.shape).movedim(1, dim)
+
+
+def collect(batches: list[Tensor], dim: int, place: Tensor) -> Tensor:
+    """Values of packed tokens [1, ..., T, ...] from batches [B, ..., L, ...] of sequences: undoes `gather`.
+
+    `place` is that of the `Sequences`.
+    """
+    flat = torch.cat([batch.movedim(dim, 1).flatten(0, 1) for batch in batches])
+    return flat.index_select(0, place).movedim(0, dim - 1)[None]
+
+
+def gather_all(arguments: Any, dim: int, tokens: int, index: Tensor) -> Any:
+    """Applies `gather` to the values of `tokens` packed tokens among a function's arguments, also in
+    tuples and dictionaries. Other arguments are returned as they are.
+    """
+    if isinstance(arguments, dict):
+        return {name: gather_all(x, dim, tokens, index) for name, x in arguments.items()}
+    if isinstance(arguments, tuple):
+        return tuple(gather_all(x, dim, tokens, index) for x in arguments)
+    if not isinstance(arguments, Tensor) or arguments.dim() <= dim:
+        return arguments
+    return gather(arguments, dim, index) if (arguments.shape[0], arguments.shape[dim]) == (1, tokens) else arguments
+
+
+def _padded(sequences: list[np.ndarray], padding: int, left: bool = False) -> np.ndarray:
+    longest = max(map(len, sequences))
+    batch = np.full((len(sequences), longest), padding)
+    for row, sequence in zip(batch, sequences, strict=True):
+        row[longest - len(sequence) if left else 0 :][: len(sequence)] = sequence
+    return batch

@@ -1,0 +1,372 @@
+"""Mixers on packed tokens: exact in float64, guarded by three probes, and undone without a trace."""
+
+import copy
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from families import FUSED, HYBRID, WHOLE_ROWS, tiny_family
+from mixer_errors import largest_error, pairs, results, switched
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastdpo import attention
+from fastdpo.models import probe, support
+from fastdpo.models.mixers import finding, function_probe, hooks, known
+from fastdpo.models.mixers.segments import Segments, Sequences, collect, gather
+from fastdpo.testing import float64_throughout
+
+CPU = torch.device("cpu")
+EXACT = 1e-11
+"""Relative errors in float64. Those of states and gradients below were up to 3e-14 and 1e-13."""
+
+precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+KNOWN = [name for name in HYBRID if name not in WHOLE_ROWS]
+WITH_STATES = [name for name in KNOWN if not name.startswith(("lfm", "jamba"))]
+WITH_STATES = [name for name in WITH_STATES if name not in ("mamba", "falcon_mamba", "zamba")]
+
+
+@pytest.fixture
+def float64():
+    with float64_throughout():
+        yield
+
+
+@pytest.fixture
+def chosen(monkeypatch) -> list[Sequences]:
+    """The sequences that scans have run."""
+    found, stock = [], Segments.sequences
+    monkeypatch.setattr(Segments, "sequences", lambda *args: found.append(stock(*args)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_exact_in_float64(float64, chosen, name):
+    """With and without shared prompts, and with both kinds of gradient checkpointing."""
+    model = switched(name, torch.float64).train()
+    batch = pairs()
+    exact = results(model, *batch, packed=False)
+    assert not chosen
+    assert largest_error(results(model, *batch, packed=True), exact) < EXACT
+    assert any(sequences.parents is not None for sequences in chosen) == (name in WITH_STATES)
+    assert largest_error(results(model, *pairs(share=False), packed=True), exact) < EXACT
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        assert largest_error(results(model, *batch, packed=True), exact) < EXACT
+
+
+def apart(segments: Segments) -> Segments:
+    """The same tokens, of which no segment follows another."""
+    starts = sorted((int(x[0]), len(x)) for x in segments._roots + segments._branches)
+    return Segments([[start, 0, start, length] for start, length in starts], CPU)
+
+
+def lose_states(monkeypatch) -> None:
+    monkeypatch.setattr(Segments, "sequences", lambda self, chunk: apart(self).whole_rows)
+
+
+def swap_states(monkeypatch) -> None:
+    stock = Segments.shared.func
+    swapped = property(lambda self: (x := stock(self))._replace(parents=x.parents.flip(0)))
+    monkeypatch.setattr(Segments, "shared", swapped)
+
+
+def lose_halos(monkeypatch) -> None:
+    stock = Segments.halos
+    monkeypatch.setattr(Segments, "halos", lambda self, reach: stock(apart(self), reach))
+
+
+def shift_halos(monkeypatch) -> None:
+    """Loses the earliest token of each halo."""
+    stock = Segments.halos
+
+    def shifted(self, reach):
+        index, keep = stock(self, reach - 1)
+        return stock(self, reach)._replace(index=nn.functional.pad(index, (1, 0), value=self.tokens), keep=keep + 1)
+
+    monkeypatch.setattr(Segments, "halos", shifted)
+
+
+@pytest.fixture
+def fresh_probe():
+    """Forgets what was measured of functions before and in the test."""
+    function_probe.difference.cache_clear()
+    yield
+    function_probe.difference.cache_clear()
+
+
+def probe_result(name: str, dtype: torch.dtype) -> str | None:
+    return probe.probe(switched(name, dtype), CPU).unsupported_reason
+
+
+@precisions
+@pytest.mark.parametrize("sabotage", [lose_states, swap_states])
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_wrong_states_are_detected(monkeypatch, fresh_probe, name, sabotage, dtype):
+    sabotage(monkeypatch)
+    assert "gives other results on packed tokens than on whole rows" in str(probe_result(name, dtype))
+
+
+def swap_rows(monkeypatch) -> None:
+    stock = Segments.whole_rows.func
+    swapped = property(lambda self: (x := stock(self))._replace(batches=(x.batches[0].roll(1, 0),)))
+    monkeypatch.setattr(Segments, "whole_rows", swapped)
+
+
+def lose_prefixes(monkeypatch) -> None:
+    stock = Segments.whole_rows.func
+    monkeypatch.setattr(Segments, "whole_rows", property(lambda self: stock(apart(self))))
+
+
+@precisions
+@pytest.mark.parametrize("sabotage", [swap_rows, lose_prefixes])
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_wrong_rows_are_detected(monkeypatch, name, sabotage, dtype):
+    sabotage(monkeypatch)
+    assert "differ from its padded ones" in str(probe_result(name, dtype))
+
+
+@precisions
+@pytest.mark.parametrize("sabotage", [lose_halos, shift_halos])
+@pytest.mark.parametrize("name", KNOWN)
+def test_wrong_halos_are_detected(monkeypatch, fresh_probe, name, sabotage, dtype):
+    sabotage(monkeypatch)
+    assert "causal_conv1d_fn gives other results" in str(probe_result(name, dtype))
+
+
+@pytest.mark.parametrize("initialized", [True, False], ids=["initialized", "random"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2", "mamba"])
+def test_lost_halos_are_detected_in_the_first_tokens_of_branches(monkeypatch, fresh_probe, name, initialized):
+    """The model's own probe sees them as well, also with the weights that a model starts from."""
+    monkeypatch.setattr(function_probe, "unsupported_reason", lambda model, device: None)
+    model = tiny_family(name)
+    if initialized:
+        model = AutoModelForCausalLM.from_config(model.config)
+    attention.switch(model)
+    assert probe.probe(model, CPU).unsupported_reason is None
+    lose_halos(monkeypatch)
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_mixer_without_a_layout_is_detected(monkeypatch, name):
+    """Without its layout a mixer takes packed tokens for one row."""
+    monkeypatch.setattr(hooks, "is_layout", lambda mask: False)
+    model = tiny_family(name)
+    attention.switch(model)
+    assert finding.mixers_of(model)[0]._forward_pre_hooks
+    reason = probe.probe(model, CPU).unsupported_reason
+    assert "did not get the packed layout" in reason or "cannot be run on packed tokens" in reason
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_mixer_that_calls_other_functions_is_detected(monkeypatch, name):
+    model = tiny_family(name)
+    prior = attention.switch(model)
+    mixer = finding.mixers_of(model)[0]
+    with monkeypatch.context() as patch:
+        for function, original in finding.functions_of(mixer).items():
+            patch.setitem(finding.forward_of(type(mixer)).__globals__, function, original)
+        assert "did not call causal_conv1d_fn" in str(probe.probe(model, CPU).unsupported_reason)
+    attention.restore(model, prior)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2", "mamba"])
+def test_kernels_run_on_whole_rows(monkeypatch, float64, name):
+    """They stand for known functions where their packages are installed, and get padded rows as in
+    other training.
+    """
+    model = switched(name, torch.float64)
+    attention.restore(model, "sdpa" if model.config._attn_implementation.endswith("sdpa") else "eager")
+    mixer, rows = finding.mixers_of(model)[0], []
+
+    def kernel_of(torch_function):
+        is_new_implementation = True
+
+        def kernel(*args, **kwargs):
+            rows.append(len(args[0]))
+            return torch_function(*args, **kwargs) if is_new_implementation else None
+
+        return kernel
+
+    for function, original in finding.functions_of(mixer).items():
+        monkeypatch.setitem(finding.forward_of(type(mixer)).__globals__, function, kernel_of(original))
+    prior = attention.switch(model)
+    ids, mask, layout = pairs()
+    found = results(model, ids, mask, layout, packed=True)
+    assert set(rows) == {len(layout.rows)}
+    assert largest_error(found, results(model, ids, mask, layout, packed=False)) < EXACT
+    attention.restore(model, prior)
+
+
+def test_kernels_for_a_whole_mixer_do_not_get_packed_tokens(monkeypatch):
+    """They are taken in training, and know nothing of layouts."""
+    model = tiny_family("bamba").train()
+    namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
+    taken = []
+    monkeypatch.setitem(namespace, "mamba2_split_conv1d_scan_combined", lambda *args, **kwargs: taken.append(1))
+    prior = attention.switch(model)
+    ids, mask, layout = pairs()
+    model.base_model(**attention.packed_inputs(model, layout, ids))
+    assert not taken
+    model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert taken
+    attention.restore(model, prior)
+
+
+def test_mixers_are_found_by_rule():
+    for name in FUSED:
+        model = tiny_family(name)
+        mixers = finding.mixers_of(model)
+        assert bool(mixers) == (name in HYBRID)
+        assert all(bool(finding.functions_of(mixer)) == (name not in WHOLE_ROWS) for mixer in mixers)
+        assert not {type(mixer) for mixer in mixers} & {type(module) for module in finding.attention_modules(model)}
+
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=97)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "reason"),
+    [
+        ("rwkv", dict(attention_hidden_size=32), "RwkvForCausalLM does not let its attention implementation be set"),
+        ("xlstm", dict(num_heads=2, head_dim=16), "xLSTMForCausalLM mixes tokens by other means than attention"),
+    ],
+)
+def test_recurrences_without_masks_are_not_supported(kind, sizes, reason):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **sizes))
+    assert support.unsupported_reason(model) == reason
+
+
+def state_of(model) -> list:
+    """What `switch` may change: hooks, and the globals of modeling files."""
+    files = {id(file := finding.forward_of(type(module)).__globals__): file for module in model.modules()}
+    functions = [file[name] for file in files.values() for name in sorted(known.WRAPPED & file.keys())]
+    masks = [file.get("create_recurrent_attention_mask") for file in files.values()]
+    hooked = [
+        [dict(hooks) for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)]
+        + [dict(hooks) for hooks in (module._forward_hooks, module._forward_hooks_always_called)]
+        for module in model.modules()
+    ]
+    return [functions, masks, hooked]
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_switching_leaves_no_trace(name):
+    gc.collect()  # models that other tests have switched
+    first, second = tiny_family(name), tiny_family(name, seed=1)
+    before = state_of(first)
+    priors = [attention.switch(model) for model in (first, second)]
+    attention.switch(first)
+    assert state_of(first) != before
+    assert len(finding.mixers_of(first)[0]._forward_pre_hooks) == 1
+    clone = copy.deepcopy(first)
+    attention.restore(first, priors[0])
+    assert state_of(first)[2] == before[2]
+    assert probe.probe(second, CPU).unsupported_reason is None
+    attention.restore(second, priors[1])
+    assert state_of(first) == before
+    attention.restore(clone, priors[0])
+    assert state_of(clone)[2] == before[2]
+
+
+def test_modeling_files_are_restored_when_a_model_is_gone():
+    gc.collect()
+    model = tiny_family("lfm2")
+    before = state_of(model)[:2]
+    attention.switch(model)
+    assert state_of(model)[:2] != before
+    del model
+    gc.collect()
+    assert state_of(tiny_family("lfm2"))[:2] == before
+
+
+def test_functions_that_others_have_set_since_are_kept(monkeypatch):
+    model = tiny_family("lfm2")
+    namespace = finding.forward_of(type(finding.mixers_of(model)[0])).__globals__
+    prior = attention.switch(model)
+    with monkeypatch.context() as patch:
+        own = finding.functions_of(finding.mixers_of(model)[0])["causal_conv1d_fn"]
+        patch.setitem(namespace, "causal_conv1d_fn", lambda *args, **kwargs: own(*args, **kwargs))
+        theirs = namespace["causal_conv1d_fn"]
+        attention.restore(model, prior)
+        assert namespace["causal_conv1d_fn"] is theirs
+    namespace["causal_conv1d_fn"] = own
+
+
+def test_a_call_in_inference_mode_leaves_nothing_behind(fresh_probe):
+    """Tensors made in inference mode cannot be saved for a backward pass."""
+    model, batch = switched("qwen3_5_text"), pairs()
+    with torch.inference_mode():
+        assert probe.probe(model, CPU).unsupported_reason is None
+        model.base_model(**attention.packed_inputs(model, batch[2], batch[0]))
+    assert results(model, *batch, packed=True)[1]
+
+
+def test_a_compiled_model(chosen):
+    """Graphs break where a layout is read, and nowhere on padded rows."""
+    model = switched("qwen3_5_text").eval()
+    ids, mask, layout = pairs()
+    with torch.no_grad():
+        expected = model.base_model(**attention.packed_inputs(model, layout, ids)).last_hidden_state
+        chosen.clear()
+        inputs = attention.packed_inputs(model, layout, ids)
+        compiled = torch.compile(lambda **inputs: model.base_model(**inputs).last_hidden_state, backend="eager")
+        assert torch.equal(compiled(**inputs), expected)
+        assert any(sequences.parents is not None for sequences in chosen)
+        torch._dynamo.reset()
+        padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
+        assert torch._dynamo.explain(model.base_model)(**padded).graph_break_count == 0
+
+
+# [P | C | R], a pair that shares nothing, a row that is the prefix of another, a token that nothing attends to.
+ROWS = [(0, 0, 0, 9), (0, 5, 9, 3), (12, 0, 12, 2), (14, 0, 14, 6), (20, 0, 20, 4), (20, 4, 24, 3), (27, 0, 27, 1)]
+
+
+def tokens_of_rows() -> list[list[int]]:
+    return [[*range(start, start + length), *range(own, own + n)] for start, length, own, n in ROWS]
+
+
+def test_halos_are_the_tokens_before_each_token():
+    segments = Segments([*map(list, ROWS)], CPU)
+    for reach in (0, 1, 3, 12):
+        index, keep = segments.halos(reach)
+        for row in tokens_of_rows():
+            for i, token in enumerate(row):
+                before = [segments.tokens] * (reach - i) + row[max(0, i - reach) : i]
+                place = int(keep[token])
+                assert index[0, place - reach : place + 1].tolist() == [*before, token]
+
+
+@pytest.mark.parametrize("way", ["whole_rows", "shared"])
+def test_sequences_contain_each_token_behind_its_row(way):
+    segments = Segments([*map(list, ROWS)], CPU)
+    sequences = getattr(segments, way)
+    flat = torch.cat([batch.flatten() for batch in sequences.batches])
+    assert flat[sequences.place].tolist() == [*range(segments.tokens)]
+    values = torch.randn(1, 2, segments.tokens, 3)
+    batches = [gather(values, 2, index) for index in sequences.batches]
+    assert torch.equal(collect(batches, 2, sequences.place), values)
+    first, *second = ([[t for t in row if t < segments.tokens] for row in x.tolist()] for x in sequences.batches)
+    rows = first if not second else [first[p] + row for p, row in zip(sequences.parents, second[0], strict=True)]
+    assert all(row in [*rows, *first] for row in tokens_of_rows())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completions", "chunk", "shared"),
+    [(200, (20, 30), 64, True), (80, (20, 30), 64, False), (100, (20, 30), 16, True), (64, (64, 64), 64, True)],
+)
+def test_states_are_shared_where_that_needs_fewer_chunks(prompt, completions, chunk, shared):
+    first, second = completions
+    segments = Segments([[0, 0, 0, prompt + first], [0, prompt, prompt + first, second]], CPU)
+    assert (segments.sequences(chunk).parents is not None) == shared
+    assert segments.sequences(None).parents is None
+
+
+def test_the_page_lists_all_families():
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    assert re.findall(r"^\| (\w+) \| (?:`|whole)", page.read_text(), re.M) == [*HYBRID]
