@@ -10,6 +10,7 @@ import torch
 import transformers
 from altered_heads import ALTERED
 from comparison import approximately, assert_far_from_same, assert_same_in_low_precision
+from families import HYBRID
 from trl import DPOTrainer
 from trl_runs import adapter, assert_fused, assert_same, build, long_pairs, pairs, run_two_ranks, tiny_model, train
 
@@ -101,6 +102,14 @@ def test_option(both, option):
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma", "phi3", "cohere", "olmo2"])
 def test_family(both, kind):
     stock, patched = both(kind, max_steps=2, tiny=dict(without=("head_dim",) if kind in ("qwen2", "phi3") else ()))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "bamba", "mamba2", "lfm2"])
+def test_hybrid_family(both, name):
+    """The mixers of transformers 4 choose their functions when they are created, and run on whole rows."""
+    stock, patched = both(name, max_steps=2, tiny=HYBRID[name][1])
     assert_same(stock, patched)
     assert_fused(patched, policy=2, reference=2)
 
