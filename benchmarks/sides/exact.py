@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
-from fastdpo.testing import error
+from fastdpo.testing import error, float64_throughout
 
 BETA = 0.1  # the default of DPOConfig
 
@@ -60,6 +60,10 @@ class ExactStep:
             reference.double()
         if self.workload.checkpointing:
             policy.train().gradient_checkpointing_enable({"use_reentrant": False})
+        with float64_throughout() if exact else nullcontext():
+            return self._results(policy, reference, exact)
+
+    def _results(self, policy: nn.Module, reference: nn.Module, exact: bool) -> ExactResults:
         all_policy_logps, all_reference_logps, losses, gradient = [], [], [], None
         for batch in range(self.batches):
             rows = self._rows(batch)

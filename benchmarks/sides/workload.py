@@ -1,14 +1,16 @@
-"""The workload of a DPO step: a small Llama, and pairs of given lengths with random token ids."""
+"""The workload of a DPO step: a small model, and pairs of given lengths with random token ids."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PAD, EOS, FIRST_REGULAR_TOKEN = 0, 1, 5
 POLICY, REFERENCE, ADAPTERS = 0, 1, 2  # seeds
@@ -22,7 +24,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Dimensions of a Llama."""
+    """Dimensions of a model, named as those of a Llama."""
 
     layers: int = 6
     hidden: int = 256
@@ -30,6 +32,39 @@ class ModelSize:
     heads: int = 4
     kv_heads: int = 2
     vocabulary: int = 32_000
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+def _repeated(size: ModelSize, *types: str) -> dict[str, Any]:
+    return {"layer_types": [types[i % len(types)] for i in range(size.layers)]}
+
+
+def _qwen3_5(size: ModelSize) -> dict[str, Any]:
+    linear = "linear_attention"
+    heads = {"linear_num_key_heads": size.heads, "linear_num_value_heads": 2 * size.heads}
+    head_dims = {"linear_key_head_dim": size.head_dim, "linear_value_head_dim": size.head_dim}
+    return {**_repeated(size, linear, linear, linear, "full_attention"), **heads, **head_dims}
+
+
+def _falcon_h1(size: ModelSize) -> dict[str, Any]:
+    state_space = {"mamba_d_ssm": 2 * size.hidden, "mamba_n_heads": 2 * size.heads, "mamba_d_head": size.head_dim}
+    return {**state_space, "mamba_d_state": size.head_dim, "mamba_n_groups": 1, "mamba_chunk_size": 128}
+
+
+def _lfm2(size: ModelSize) -> dict[str, Any]:
+    return {**_repeated(size, "conv", "conv", "full_attention"), "block_auto_adjust_ff_dim": False}
+
+
+ARCHITECTURES: dict[str, tuple[str, Callable[[ModelSize], dict[str, Any]]]] = {
+    "Llama": ("llama", lambda size: {}),
+    "Qwen3.5": ("qwen3_5_text", _qwen3_5),
+    "Falcon-H1": ("falcon_h1", _falcon_h1),
+    "LFM2": ("lfm2", _lfm2),
+}
+"""Model types of transformers, and the entries of their configurations that a Llama does not have."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +80,7 @@ class Workload:
         checkpointing: whether to use gradient checkpointing in every layer.
         size: size of the model.
         max_length: maximum number of tokens of a row; longer rows are truncated.
+        architecture: one of `ARCHITECTURES`.
     """
 
     batches: tuple[tuple[Lengths, ...], ...]
@@ -54,6 +90,7 @@ class Workload:
     checkpointing: bool = False
     size: ModelSize = field(default_factory=ModelSize)
     max_length: int = 3072
+    architecture: str = "Llama"
 
     @property
     def dtype(self) -> str:
@@ -108,22 +145,26 @@ def device() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> LlamaForCausalLM:
-    """Builds a Llama with random weights that are equal in every process."""
+def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+    """Builds a model with random weights that are equal in every process."""
     size = workload.size
-    config = LlamaConfig(
+    kind, entries = ARCHITECTURES[workload.architecture]
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.mlp,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
         max_position_embeddings=workload.max_length,
         tie_word_embeddings=False,
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=None,
         use_cache=False,
+        **entries(size),
     )
     torch.manual_seed(seed)
     with device():  # generating billions of random numbers takes minutes on a CPU
@@ -149,7 +190,7 @@ def fill_adapters(model: torch.nn.Module) -> None:
                 parameter.copy_(values.bfloat16())  # equal in every dtype that a trainer may choose
 
 
-def build_policy(workload: Workload) -> LlamaForCausalLM | PeftModel:
+def build_policy(workload: Workload) -> PreTrainedModel | PeftModel:
     """The model to be trained, with adapters if the workload asks for LoRA."""
     model = build_model(workload, POLICY)
     if not workload.lora:

@@ -1,4 +1,7 @@
-"""A training step of TRL's `DPOTrainer` without the optimizer, at the lengths of six datasets."""
+"""A training step of TRL's `DPOTrainer` without the optimizer, at the lengths of six datasets.
+
+Hybrid models run at the lengths of three of them.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ PROFILES = {
     "HelpSteer": LengthProfile(775, 6.34),
     "UltraFeedback": LengthProfile(409, 0.42),
 }
+HYBRID = {"Qwen3.5": "gated delta rule", "Falcon-H1": "Mamba 2 and attention", "LFM2": "gated convolutions"}
+HYBRID_PROFILES = {name: PROFILES[name] for name in ("HH", "TL;DR", "UltraFeedback")}
 SPREAD = 0.6  # standard deviation of the logarithm of a length
 BOUNDS = 2, 1536  # tokens of a prompt or completion
 PAIRS = 6
@@ -64,6 +69,10 @@ def sides(work: Workload) -> tuple[Side, ...]:
     )
 
 
+def sides_of_hybrid(work: Workload) -> tuple[Side, ...]:
+    return sides(work)[:3]  # the floor runs attention only
+
+
 def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
     trainer = "benchmarks.sides.trainer:TrainerStep"
     return (
@@ -88,11 +97,16 @@ def build_gpu_cases(quick: bool) -> list[Case]:
 def build_cases(quick: bool) -> list[Case]:
     if torch.cuda.is_available():
         return build_gpu_cases(quick)
-    return [
+    cases = [
         case_of(f"{group}/{name}", group, profile, sides(workload(profile, quick, lora)))
         for group, lora in (("full", False), ("LoRA", True))
         for name, profile in (QUICK_PROFILES if quick else PROFILES).items()
     ]
+    for architecture in HYBRID:
+        for name, profile in (QUICK_PROFILES if quick else HYBRID_PROFILES).items():
+            work = replace(workload(profile, quick), architecture=architecture)
+            cases.append(case_of(f"{architecture}/{name}", architecture, profile, sides_of_hybrid(work)))
+    return cases
 
 
 SUITE = Suite(

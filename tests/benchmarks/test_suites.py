@@ -66,6 +66,15 @@ def test_a_suite(suite, cases, tmp_path, capsys):
         assert facts[SUBJECT]["tokens"] == facts[step.FLOOR]["tokens"] < facts[step.STOCK]["tokens"]
 
 
+def test_steps_of_hybrid_models(tmp_path):
+    code, result = run_suite("step", tmp_path, "--cases", "|".join(step.HYBRID), "--rounds", "1")
+    assert code == 0
+    assert len(result["cases"]) == len(step.HYBRID)
+    for case in result["cases"]:
+        tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
+        assert tokens[SUBJECT] < tokens[step.STOCK]
+
+
 @pytest.mark.parametrize("case", range(2))
 def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
     """Runs the GPU cases on tiny sizes. Their sides run one by one, as on a GPU."""
