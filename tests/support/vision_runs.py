@@ -44,9 +44,9 @@ def tokenizer(image_token: str, **special: str) -> PreTrainedTokenizerFast:
 class PlaceholderProcessor(ProcessorMixin):
     """Replaces each image token of a text by as many as the image has features."""
 
-    def __init__(self, image_processor=None, tokenizer=None, types: bool = False):
-        """`types` is whether it returns `mm_token_type_ids`."""
-        self.image_processor, self.tokenizer, self.types = image_processor, tokenizer, types
+    def __init__(self, image_processor=None, tokenizer=None, types: bool = False, features: int | None = None):
+        """`types`: whether it returns `mm_token_type_ids`. `features`: their number for each image, if fixed."""
+        self.image_processor, self.tokenizer, self.types, self.features = image_processor, tokenizer, types, features
 
     def __call__(self, images=None, text=None, return_tensors=None, **options) -> BatchFeature:
         of_images: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class PlaceholderProcessor(ProcessorMixin):
         if images is not None:
             flat = [image for of_row in images for image in of_row]
             of_images = dict(self.image_processor(images=flat, return_tensors="pt"))
-            counts = self._counts(of_images)
+            counts = self._counts(of_images) if self.features is None else [self.features] * len(flat)
         remaining = iter(counts)
         token = self.tokenizer.image_token
         expanded = []
@@ -146,17 +146,53 @@ def _qwen() -> ProcessorMixin:
     return PlaceholderProcessor(images, tokenizer("<image>", start="<start>", end="<stop>"), types=True)
 
 
+def _glm() -> ProcessorMixin:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    size = dict(shortest_edge=512, longest_edge=2048)  # in pixels of two frames
+    images = Glm4vImageProcessorPil(patch_size=4, size=size)
+    return PlaceholderProcessor(images, tokenizer("<image>", start="<start>", end="<stop>"), types=True)
+
+
+def _llava_next() -> ProcessorMixin:
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    size = dict(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 16]])
+    return PlaceholderProcessor(LlavaNextImageProcessorPil(**size), tokenizer("<image>"), features=16 + 4 * 5)
+
+
+def _fixed(features: int) -> ProcessorMixin:
+    """Images as [images, 3, 16, 16], which is what most processors return."""
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    return PlaceholderProcessor(images, tokenizer("<image>"), features=features)
+
+
 AROUND = dict(vision_start_token_id=len(WORDS) - 3, vision_end_token_id=len(WORDS) - 2)
 QWEN = VisionFamily(_qwen, "<start> <image> <stop>", AROUND)
+GLM_AROUND = dict(image_start_token_id=len(WORDS) - 3, image_end_token_id=len(WORDS) - 2)
+GLM = VisionFamily(_glm, "<start> <image> <stop>", GLM_AROUND)
+FOUR, SIXTEEN = (VisionFamily(functools.partial(_fixed, n), "<image>") for n in (4, 16))
 FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(_gemma3, "<begin>", reason="the tokens of an image attend to each other in both directions"),
     "qwen2_vl": QWEN,
     "qwen2_5_vl": QWEN,
     "qwen3_vl": QWEN,
+    "qwen3_vl_moe": QWEN,
+    "glm4v": GLM,
+    "glm46v": GLM,
     "mistral3": VisionFamily(_mistral3, "<image>"),
+    "lighton_ocr": VisionFamily(_mistral3, "<image>"),
+    "llava_next": VisionFamily(_llava_next, "<image>"),
     "idefics3": VisionFamily(_idefics3, "<image>"),
     "smolvlm": VisionFamily(_idefics3, "<image>"),
     "llava": VisionFamily(_llava, "<image>"),
+    "vipllava": VisionFamily(_llava, "<image>"),
+    "deepseek_vl": SIXTEEN,
+    "internvl": FOUR,
+    "aya_vision": FOUR,
+    "cohere2_vision": FOUR,
 }
 """Maps a model type to how it takes images."""
 
