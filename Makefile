@@ -20,7 +20,7 @@ AXOLOTL := .venv-axolotl
 PACKAGING := .venv-packaging
 
 .PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
-	test-llamafactory test-swift test-axolotl measure-programs dist lint docs bench bench-llamafactory bench-ops bench-gpu clean
+	test-llamafactory test-swift test-axolotl measure-programs fuzz dist lint docs bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -32,6 +32,10 @@ test: $(READY) $(OLDEST_TRL)
 # Every combination of parameters.
 test-all: $(READY) $(OLDEST_TRL)
 	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest $(ARGS)
+
+# 100,000 random cases of the properties of which `make test` runs a seeded part.
+fuzz: $(READY)
+	FASTDPO_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 # The kernels compiled by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
 test-census: $(READY) $(OLDEST_TRITON)
