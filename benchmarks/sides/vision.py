@@ -5,7 +5,6 @@ The pictures are random numbers in the form that the processor of each family re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,9 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.trainer import TokenizedTrainer, TrainerStep, build_tokenizer, trainer_options
-from benchmarks.sides.workload import Workload
+from benchmarks.sides.workload import MERGED, PATCH, VisionWorkload
 
 IMAGE = w.FIRST_REGULAR_TOKEN - 1  # the placeholder
-PATCH = 16  # pixels
-MERGED = 2  # patches of a token, in each direction
-
-
-@dataclass(frozen=True)
-class VisionWorkload(Workload):
-    """Pairs with pictures in their prompts.
-
-    Attributes:
-        family: the model type.
-        images: number of pictures of each pair.
-        side: width and height of a picture in pixels.
-        tower: layers and hidden size of the image tower.
-    """
-
-    family: str = "qwen3_vl"
-    images: int = 1
-    side: int = 256
-    tower: tuple[int, int] = (6, 192)
-
-    @property
-    def tokens_of_image(self) -> int:
-        return (self.side // PATCH // MERGED) ** 2
 
 
 def build_model(workload: VisionWorkload, seed: int, attention: str = "sdpa") -> PreTrainedModel:

@@ -109,6 +109,31 @@ class GroupWorkload(Workload):
     trainer: str = "GRPO"
 
 
+PATCH = 16  # pixels of an image, in each direction
+MERGED = 2  # patches of a token, in each direction
+
+
+@dataclass(frozen=True)
+class VisionWorkload(Workload):
+    """Pairs with pictures in their prompts.
+
+    Attributes:
+        family: the model type.
+        images: number of pictures of each pair.
+        side: width and height of a picture in pixels.
+        tower: layers and hidden size of the image tower.
+    """
+
+    family: str = "qwen3_vl"
+    images: int = 1
+    side: int = 256
+    tower: tuple[int, int] = (6, 192)
+
+    @property
+    def tokens_of_image(self) -> int:
+        return (self.side // PATCH // MERGED) ** 2
+
+
 def draw_lengths(
     median: float,
     ratio: float,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.sides.vision import VisionWorkload
-from benchmarks.sides.workload import ModelSize, draw_lengths
+from benchmarks.sides.workload import ModelSize, VisionWorkload, draw_lengths
 from benchmarks.suites.step import BOUNDS, LABELLED, QUICK_SIZE, SPREAD, STOCK, LengthProfile, case_of
 
 FAMILIES = ("qwen3_vl", "smolvlm", "mistral3")

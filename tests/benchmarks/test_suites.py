@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,12 @@ from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES, step
 
 HERE = Path(__file__).parent
+
+
+def test_the_command_starts_without_trl():
+    """It is not there on some machines with a GPU, and cannot be imported before LLaMA-Factory."""
+    code = "import sys; sys.modules['trl'] = None; import benchmarks.run"
+    subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], check=True)
 
 
 def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
