@@ -192,7 +192,7 @@ def test_logits_that_differ_from_the_heads_output_fall_back_to_stock(three, capl
     assert_all_same(*runs)
 
 
-def test_a_multimodal_model_falls_back_to_stock(three, caplog):
+def test_the_text_of_a_multimodal_model_is_fused(three):
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     eye = CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
 
@@ -203,8 +203,7 @@ def test_a_multimodal_model_falls_back_to_stock(three, caplog):
         return model
 
     runs = three(prepare=seeing, max_steps=1)
-    assert runs[-1].calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert stock_path("policy", "LlavaForConditionalGeneration is a multimodal model") in caplog.text
+    assert_fused(runs[-1], policy=1, reference=1)
     assert_all_same(*runs)
 
 
