@@ -36,9 +36,11 @@ MODELS = {
         model=tiny_model(), reference=None, peft_config=LoraConfig(**{**LORA, "lora_dropout": 1e-9})
     ),
     "loaded adapter": lambda: dict(model=trained_adapter(), reference=None),
-    "not packed": lambda: dict(model=tiny_model("mamba", **MAMBA), reference=tiny_model("mamba", seed=1, **MAMBA)),
+    "recurrent": lambda: dict(model=tiny_model("mamba", **MAMBA), reference=tiny_model("mamba", seed=1, **MAMBA)),
+    "not packed": lambda: dict(model=tiny_model("bloom", **BLOOM), reference=tiny_model("bloom", seed=1, **BLOOM)),
 }
 MAMBA = dict(without=("head_dim", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"))
+BLOOM = dict(n_layer=2, n_head=4)
 OPTIONS = {
     "as it is": dict(),
     "ld_alpha": dict(ld_alpha=0.3),

@@ -44,15 +44,17 @@ def test_values_equal_the_definition(option, in_arrow, reference_calls):
     assert reference_calls() > 2
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gemma2", "granite", "gpt2", "phi", "mixtral", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "gemma2", "granite", "gpt2", "phi", "mixtral", "mistral", "falcon_mamba"]
+)
 def test_values_of_other_families(family, reference_calls):
-    """Tied weights, softcaps, scaled logits, learned positions, biases, experts and windows."""
+    """Tied weights, softcaps, scaled logits, learned positions, biases, experts, windows and states."""
     rows = tokens(12)
     assert_close(ref_logps.precompute(tiny_family(family), rows), exact(tiny_family(family), rows))
     assert reference_calls() == 1
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon_mamba"])
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
 def test_an_unsupported_model_runs_its_own_forward(family, reference_calls, caplog):
     rows = tokens(8)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
