@@ -27,21 +27,7 @@ IMAGE = w.FIRST_REGULAR_TOKEN - 1  # the placeholder
 def build_model(workload: VisionWorkload, seed: int, attention: str = "sdpa") -> PreTrainedModel:
     """A model with random weights that are equal in every process."""
     size, (depth, hidden) = workload.size, workload.tower
-    text = dict(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.hidden // size.heads,
-        max_position_embeddings=workload.max_length,
-        tie_word_embeddings=False,
-        pad_token_id=w.PAD,
-        eos_token_id=w.EOS,
-        bos_token_id=None,
-        use_cache=False,
-    )
+    text = w.decoder_entries(workload)
     vision: dict[str, Any] = dict(
         hidden_size=hidden, intermediate_size=3 * hidden, patch_size=PATCH, image_size=workload.side
     )

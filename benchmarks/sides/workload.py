@@ -170,12 +170,10 @@ def device() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTrainedModel:
-    """Builds a model with random weights that are equal in every process."""
+def decoder_entries(workload: Workload) -> dict[str, Any]:
+    """The entries of a decoder's configuration that all architectures have."""
     size = workload.size
-    kind, entries = ARCHITECTURES[workload.architecture]
-    config = AutoConfig.for_model(
-        kind,
+    return dict(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.mlp,
@@ -189,8 +187,13 @@ def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTr
         eos_token_id=EOS,
         bos_token_id=None,
         use_cache=False,
-        **entries(size),
     )
+
+
+def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+    """Builds a model with random weights that are equal in every process."""
+    kind, entries = ARCHITECTURES[workload.architecture]
+    config = AutoConfig.for_model(kind, **decoder_entries(workload), **entries(workload.size))
     torch.manual_seed(seed)
     with device():  # generating billions of random numbers takes minutes on a CPU
         dtype = getattr(torch, workload.weights)
