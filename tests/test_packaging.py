@@ -38,7 +38,8 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "metrics": {"checks", "ops"},
     "models": {"checks", "distributed", "logs", "ops", "packing"},
     "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing"},
-    "integrations": {"checks", "distributed", "logs", "models", "ops", "packing", "ref_logps"},
+    "lengths": {"checks", "ref_logps"},
+    "integrations": {"checks", "distributed", "lengths", "logs", "models", "ops", "packing", "ref_logps"},
     "run": {"checks", "integrations", "startup"},
 }
 

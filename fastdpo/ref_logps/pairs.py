@@ -62,7 +62,7 @@ class Pairs:
         require_dataset("precompute", dataset)
         self.max_length, self.truncation_mode = max_length, truncation_mode
         self._dataset: Any = dataset
-        self._arrow = self._dataset.select_columns(list(COLUMNS)) if hasattr(dataset, "select_columns") else None
+        self._arrow = arrow_columns(dataset)
         self._vocabulary = vocabulary
         self.lengths, self.digest = self._read()
 
@@ -117,7 +117,7 @@ class Pairs:
         the same for Arrow and for lists.
         """
         digest, lengths = hashlib.sha256(), [np.zeros((0, 3), np.int64)]
-        for columns in self._columns():
+        for columns in read_columns("precompute", self._dataset):
             first = sum(map(len, lengths))
             for name, (ids, sizes) in zip(COLUMNS, columns, strict=True):
                 self._check(name, ids, sizes, first)
@@ -137,18 +137,32 @@ class Pairs:
             rule = "not be negative" if self._vocabulary is None else f"lie from 0 to {self._vocabulary - 1}"
             raise ValueError(f"precompute: {name} must {rule}; got {ids[place]} in row {row}")
 
-    def _columns(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-        """Yields, for some rows at a time, the concatenated ids and the
-        lengths of each column, int64.
-        """
-        for start in range(0, len(self), ROWS_READ_AT_ONCE):
-            stop = min(start + ROWS_READ_AT_ONCE, len(self))
-            if self._arrow is not None:
-                table = self._arrow.with_format("arrow")[start:stop]
-                yield [_of_arrow(name, table[name].combine_chunks()) for name in COLUMNS]
-            else:
-                rows = self.rows(range(start, stop))
-                yield [_of_lists(name, [row[name] for row in rows]) for name in COLUMNS]
+
+def read_columns(op: str, dataset: Any) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+    """Yields, for `ROWS_READ_AT_ONCE` rows at a time, the concatenated ids and the lengths of each of
+    `COLUMNS`, int64.
+
+    Args:
+        op: the public function, for its error messages.
+        dataset: a `datasets.Dataset` or a sequence of mappings.
+
+    Raises:
+        ValueError: a column does not hold lists of ids.
+    """
+    arrow = arrow_columns(dataset)
+    for start in range(0, len(dataset), ROWS_READ_AT_ONCE):
+        stop = min(start + ROWS_READ_AT_ONCE, len(dataset))
+        if arrow is not None:
+            table = arrow.with_format("arrow")[start:stop]
+            yield [_of_arrow(op, name, table[name].combine_chunks()) for name in COLUMNS]
+        else:
+            rows = [dataset[i] for i in range(start, stop)]
+            yield [_of_lists(op, name, [_as_list(row[name]) for row in rows]) for name in COLUMNS]
+
+
+def arrow_columns(dataset: Any) -> Any:
+    """The columns of ids of a `datasets.Dataset`, or None for a sequence of mappings."""
+    return dataset.select_columns(list(COLUMNS)) if hasattr(dataset, "select_columns") else None
 
 
 def require_dataset(op: str, dataset: object) -> None:
@@ -194,32 +208,32 @@ def _as_list(ids: Sequence[int]) -> list[int]:
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[attr-defined]
 
 
-def _of_lists(name: str, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _of_lists(op: str, name: str, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     try:
         ids = np.array(list(chain.from_iterable(lists)) or np.zeros(0, np.int64))
     except (TypeError, ValueError) as error:
-        raise _not_ids(name, error) from error
+        raise _not_ids(op, name, error) from error
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise _not_ids(name, f"{ids.dtype} of {ids.ndim} dimensions")
+        raise _not_ids(op, name, f"{ids.dtype} of {ids.ndim} dimensions")
     return ids.astype(np.int64), np.array([len(x) for x in lists], np.int64)
 
 
-def _of_arrow(name: str, column) -> tuple[np.ndarray, np.ndarray]:
+def _of_arrow(op: str, name: str, column) -> tuple[np.ndarray, np.ndarray]:
     import pyarrow
 
     kind = column.type
     if not pyarrow.types.is_null(kind) and not hasattr(kind, "value_type"):
-        raise _not_ids(name, kind)
+        raise _not_ids(op, name, kind)
     ids = column.flatten() if hasattr(column, "flatten") else column
     if column.null_count or ids.null_count or not (pyarrow.types.is_integer(ids.type) or not len(ids)):
-        raise _not_ids(name, f"{kind}, {column.null_count + ids.null_count} of them missing")
+        raise _not_ids(op, name, f"{kind}, {column.null_count + ids.null_count} of them missing")
     lengths = column.value_lengths().to_numpy(zero_copy_only=False)
     ids = np.zeros(0) if not len(ids) else ids.to_numpy(zero_copy_only=False)
     return ids.astype(np.int64), lengths.astype(np.int64)
 
 
-def _not_ids(name: str, actual: object) -> ValueError:
+def _not_ids(op: str, name: str, actual: object) -> ValueError:
     return ValueError(
-        f"precompute: {name} must hold a list of token ids in every row; got {actual}. "
+        f"{op}: {name} must hold a list of token ids in every row; got {actual}. "
         "TRL's DPOTrainer makes these columns, see DPOTrainer.train_dataset"
     )

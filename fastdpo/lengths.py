@@ -1,0 +1,157 @@
+"""The lengths of the rows of a preference dataset, and how many tokens they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from . import checks
+from .ref_logps.pairs import TRUNCATIONS, read_columns, require_dataset
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class PairLengths:
+    """The lengths of N pairs after truncation. Every field is int64 [N].
+
+    Attributes:
+        chosen, rejected: tokens of the prompt and its completion.
+        chosen_answer, rejected_answer: tokens of the completion alone.
+        common: tokens that both rows begin with, found by comparing ids.
+    """
+
+    chosen: np.ndarray
+    rejected: np.ndarray
+    chosen_answer: np.ndarray
+    rejected_answer: np.ndarray
+    common: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.common)
+
+    def __getitem__(self, index: np.ndarray | slice) -> PairLengths:
+        """Some of the pairs."""
+        fields = self.chosen, self.rejected, self.chosen_answer, self.rejected_answer, self.common
+        return PairLengths(*(x[index] for x in fields))
+
+    @property
+    def longest(self) -> np.ndarray:
+        """Tokens of the longer row, int64 [N]."""
+        return np.maximum(self.chosen, self.rejected)
+
+    def packed(self, *, share: bool = True, store_all: bool = False) -> np.ndarray:
+        """Tokens that fastdpo computes, int64 [N]: the lengths of the layouts of `pack_pairs`.
+
+        Args:
+            share: store the common prefix of a pair once.
+            store_all: store every token, including the last one of a row, which no scored position
+                depends on. A router's auxiliary loss counts them.
+        """
+        chosen, rejected = self._needed(store_all)
+        return chosen + rejected - (np.minimum(self.common, np.minimum(chosen, rejected)) if share else 0)
+
+    def scored(self, *, share: bool = True) -> np.ndarray:
+        """Rows of the LM head that fastdpo computes, int64 [N].
+
+        Args:
+            share: score a position that both rows share, with the same next token, once.
+        """
+        labels = np.sum([answer - (row == answer) * (answer > 0) for row, answer in self._rows()], axis=0)
+        if not share:
+            return labels
+        starts = [np.maximum(row - answer - 1, 0) for row, answer in self._rows()]
+        shared = np.minimum(self.common, np.minimum(*self._needed(False)))
+        twice = np.minimum(shared, self.common - 1) - np.maximum(*starts)
+        return labels - np.maximum(twice, 0)
+
+    def _rows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        return (self.chosen, self.chosen_answer), (self.rejected, self.rejected_answer)
+
+    def _needed(self, store_all: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each row that a scored position depends on, or all of them."""
+        if store_all:
+            return self.chosen, self.rejected
+        # The last token is a label only. Nothing scores the first token of a row.
+        chosen, rejected = ((row - 1) * (np.minimum(answer, row - 1) > 0) for row, answer in self._rows())
+        return chosen, rejected
+
+
+def pair_lengths(
+    dataset: Dataset | Sequence[Mapping],
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    *,
+    op: str = "pair_lengths",
+    progress: bool = False,
+) -> PairLengths:
+    """Reads the lengths and common prefixes of a dataset as TRL's DPOTrainer prepares it.
+
+    Args:
+        dataset: has the columns prompt_ids, chosen_ids and rejected_ids.
+        max_length, truncation_mode: as in `DPOConfig`.
+        op: the public function, for error messages.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError, ValueError: an argument, or a column of the dataset, is malformed.
+    """
+    if max_length is not None:
+        rule = "be a positive integer or None"
+        checks.require_integer(op, "max_length", max_length, rule)
+        checks.require(max_length > 0, op, "max_length", rule, max_length)
+    rule = f"be one of {', '.join(TRUNCATIONS)}"
+    checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
+    require_dataset(op, dataset)
+    parts = [np.zeros((5, 0), np.int64)]
+    with tqdm(total=len(dataset), desc="Reading lengths", unit=" pairs", disable=not progress) as bar:
+        for columns in read_columns(op, dataset):
+            parts.append(_lengths(columns, max_length, truncation_mode == "keep_start"))
+            bar.update(parts[-1].shape[1])
+    return PairLengths(*np.concatenate(parts, 1))
+
+
+def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | None, from_start: bool) -> np.ndarray:
+    """The fields of `PairLengths` for the ids and lengths of some prompts and their completions."""
+    (_, prompt), *answers = columns
+    starts = [sizes.cumsum() - sizes for _, sizes in columns]
+    rows, kept_answers, skipped = [], [], []
+    for _, answer in answers:
+        whole = prompt + answer
+        row = whole if max_length is None else np.minimum(whole, max_length)
+        rows.append(row)
+        skipped.append(np.zeros_like(row) if from_start else whole - row)
+        kept_answers.append(np.maximum(row - prompt, 0) if from_start else np.minimum(answer, row))
+    shorter = np.minimum(*rows)
+    pair = np.repeat(np.arange(len(prompt)), shorter)
+    place = np.arange(len(pair)) - np.repeat(shorter.cumsum() - shorter, shorter)
+    chosen, rejected = (
+        _ids(columns[0][0], starts[0], prompt, ids, start, pair, place + skip[pair])
+        for (ids, _), start, skip in zip(answers, starts[1:], skipped, strict=True)
+    )
+    common = shorter.copy()
+    differing = np.flatnonzero(chosen != rejected)
+    np.minimum.at(common, pair[differing], place[differing])
+    return np.stack([*rows, *kept_answers, common])
+
+
+def _ids(
+    prompt_ids: np.ndarray,
+    prompt_start: np.ndarray,
+    prompt: np.ndarray,
+    answer_ids: np.ndarray,
+    answer_start: np.ndarray,
+    pair: np.ndarray,
+    place: np.ndarray,
+) -> np.ndarray:
+    """The ids at these places of prompts that are followed by their completions."""
+    in_prompt = place < prompt[pair]
+    ids = np.empty(len(pair), np.int64)
+    ids[in_prompt] = prompt_ids[(prompt_start[pair] + place)[in_prompt]]
+    ids[~in_prompt] = answer_ids[(answer_start[pair] + place - prompt[pair])[~in_prompt]]
+    return ids
