@@ -77,23 +77,25 @@ def layout_blocks(
     op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
 ) -> LayoutBlocks:
     """The rows in blocks of queries and of keys, for fastdpo's kernels."""
-    return _blocks.get(op, device, _bytes_of(rows), tokens, query_block, key_block)
+    return _blocks.get(op, device, bytes_of(rows), tokens, query_block, key_block)
 
 
 def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
     """The rows as sequences of variable length, for libraries of flash attention."""
-    return _varlen_layouts.get(op, device, _bytes_of(rows), tokens)
+    return _varlen_layouts.get(op, device, bytes_of(rows), tokens)
 
 
-def _bytes_of(rows: Tensor) -> bytes:
+def bytes_of(rows: Tensor) -> bytes:
+    """The content of rows [S, 4], as the key of a cache."""
     return rows.cpu().contiguous().numpy().tobytes()
 
 
-def _rows_from(content: bytes) -> Tensor:
+def rows_from(content: bytes) -> Tensor:
+    """The rows [S, 4] with this content."""
     return torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, 4) if content else torch.zeros(0, 4).int()
 
 
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """int32 on the device, without a synchronization."""
     x = x.int()
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
@@ -105,7 +107,7 @@ def _compute_blocks(
     from ..kernels.packed_attention import LayoutBlocks
 
     with torch.device("cpu"):  # independent of torch.set_default_device
-        rows = _rows_from(content)
+        rows = rows_from(content)
         checked_rows(op, rows, tokens)
         prefix, prefix_length, own, own_length = rows.long().unbind(1)
         row, first = _blocks_of_rows(own_length, query_block)
@@ -119,7 +121,7 @@ def _compute_blocks(
         keys = torch.stack([row, first], 1)[queries_seeing.argsort(descending=True, stable=True)]
         readers = overlap.nonzero()[:, 1]
         tensors = (rows, queries, keys, readers, _offsets(overlap.sum(1)))
-        return LayoutBlocks(*(_to_device(x, device) for x in tensors))
+        return LayoutBlocks(*(to_device(x, device) for x in tensors))
 
 
 def _blocks_of_rows(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +138,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 def _compute_varlen_layout(op: str, device: torch.device, content: bytes, tokens: int) -> VarlenLayout:
     with torch.device("cpu"):  # independent of torch.set_default_device
-        rows = _rows_from(content)
+        rows = rows_from(content)
         checked_rows(op, rows, tokens)
         prefix, prefix_length, own, own_length = rows.long().unbind(1)
         lengths = prefix_length + own_length
@@ -150,8 +152,8 @@ def _compute_varlen_layout(op: str, device: torch.device, content: bytes, tokens
             index = torch.where(in_prefix, prefix[row] + position, own[row] + position - prefix_length[row])
             first_reader = _offsets(index.bincount(minlength=tokens))
             tensors = (index, index.argsort(stable=True), first_reader)
-            places = KeyPlaces(*(_to_device(x, device) for x in tensors))
-        return VarlenLayout(_to_device(cu_queries, device), _to_device(cu_keys, device), max_queries, max_keys, places)
+            places = KeyPlaces(*(to_device(x, device) for x in tensors))
+        return VarlenLayout(to_device(cu_queries, device), to_device(cu_keys, device), max_queries, max_keys, places)
 
 
 _blocks = LayoutCache(_compute_blocks, CACHED_LAYOUTS)

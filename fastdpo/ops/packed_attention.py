@@ -1,5 +1,7 @@
 """Attention over a packed buffer: a row sees its prefix and, causally, itself.
 
+Rows whose tokens also see each other ahead, such as images, are split off first (`attention_islands`).
+
 On GPUs, a backend computes the whole layout at once (`attention_backends`). Elsewhere it is
 computed in pieces without copies (`attention_pieces`): each block of queries attends to its own row
 (causally) and to its prefix, and the results are merged by their log-sum-exps:
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from . import attention_islands
 from .attention_backends import prepare_call
 from .attention_calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
 from .attention_pieces import CpuFlashPieces, MatmulPieces, query_blocks
@@ -43,10 +46,25 @@ def _fwd(
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included."""
     options = AttentionOptions(scale, window, softcap)
+    rows, ahead = attention_islands.split(OP, rows, query.device)
+    out, lse = _fwd_of_rows(query, key, value, rows, sinks, options)
+    if ahead is None:
+        return out, lse
+    q, k = ahead.queries, ahead.keys
+    seen, seen_lse = _fwd_of_rows(query[q], key[k], value[k], ahead.rows, None, options._replace(window=None))
+    merged, lse[:, q] = _merge((out[q].transpose(0, 1), lse[:, q]), (seen.transpose(0, 1), seen_lse))
+    out[q] = merged.transpose(0, 1).to(out.dtype)
+    return out, lse
+
+
+def _fwd_of_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """As `_fwd`, of rows without islands."""
     call = prepare_call(query, value, rows, options)
     if call is not None:
         return call.forward(query, key, value, sinks)
-    out, lse = _empty_outputs(query, key, value, rows, sinks, scale, window, softcap)
+    out, lse = _empty_outputs(query, key, value, rows, sinks, *options)
     inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
     q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
     pieces = _pieces(query, value, options)
@@ -89,11 +107,14 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
     options = AttentionOptions(scale, window, softcap)
-    call = prepare_call(query, value, rows, options)
-    if call is not None:
-        gradients = call.backward(grad, query, key, value, out, lse)
-    else:
-        gradients = _bwd_in_pieces(grad, query, key, value, out, lse, rows, options)
+    rows, ahead = attention_islands.split(OP, rows, query.device)
+    gradients = _bwd_of_rows(grad, query, key, value, out, lse, rows, options)
+    if ahead is not None:
+        q, k = ahead.queries, ahead.keys
+        inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
+        seen = _bwd_of_rows(*inputs, ahead.rows, options._replace(window=None))
+        for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
+            total[tokens] += gradient
     dsinks = query.new_empty(0)
     if sinks is not None:
         wide = lse.dtype
@@ -102,7 +123,11 @@ def _bwd(
     return *gradients, dsinks
 
 
-def _bwd_in_pieces(grad, query, key, value, out, lse, rows, options) -> tuple[Tensor, Tensor, Tensor]:
+def _bwd_of_rows(grad, query, key, value, out, lse, rows, options) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value over rows without islands."""
+    call = prepare_call(query, value, rows, options)
+    if call is not None:
+        return call.backward(grad, query, key, value, out, lse)
     dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
     dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
     inputs = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
@@ -152,6 +177,9 @@ def packed_attention(
 ) -> Tensor:
     """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
 
+    The tokens of a row whose prefix ends where the row itself ends see each other in both
+    directions, as those of an image do in some models.
+
     Defined by `fastdpo.ops.reference.packed_attention`.
 
     On GPUs it runs a library of flash attention or fastdpo's kernels (see
@@ -169,11 +197,12 @@ def packed_attention(
         key: [T, H_kv, D], with H a multiple of H_kv (grouped queries).
         value: [T, H_kv, D_v].
         rows: int32 [S, 4], `Layout.rows`: (prefix start, prefix length, own start, own length). The
-            own tokens tile [0, T) in order. A prefix consists of the first tokens of its sequence.
+            own tokens tile [0, T) in order. A prefix consists of the first tokens of its sequence,
+            and ends before the own tokens or with the last of them.
             On the CPU or on the device of query. The host reads it, so the CPU is preferable.
         scale: multiplies the scores; any finite number, or None for `D ** -0.5`.
-        window: number of positions that a query sees, including its own (arXiv 2310.06825); None
-            for all.
+        window: number of positions that a query sees, including its own (arXiv 2310.06825) and
+            without those ahead; None for all.
         softcap: bounds the scores to `softcap * tanh(score / softcap)` (arXiv 2408.00118).
         sinks: [H] floating point, logits that take part in each head's softmax without a value
             (arXiv 2309.17453). Differentiable; never cast to a dtype below float32.

@@ -124,17 +124,21 @@ def packed_attention(
     """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
 
     A row's positions start at 0, run through its prefix and continue through its own tokens. A
-    query at position p sees the keys at positions k with p - window < k <= p. Scores are `scale *
+    query at position p sees the keys at positions k with p - window < k <= p. In a row whose prefix
+    ends where the row itself ends, it also sees the row's own keys at k > p. Scores are `scale *
     q.k`, or `softcap * tanh(scale * q.k / softcap)`. The sink of a head is one more score in its
     softmax, without a value.
     """
     visible = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)  # [T, T]
     for prefix, prefix_length, own, own_length in rows.tolist():
-        seen = [*range(prefix, prefix + prefix_length), *range(own, own + own_length)]
+        end = own + own_length
+        is_island = prefix + prefix_length == end
+        before = own - prefix if is_island else prefix_length
+        seen = [*range(prefix, prefix + before), *range(own, end)]
         position = torch.arange(len(seen), device=query.device)
-        distance = position[prefix_length:, None] - position  # [own_length, len(seen)]
+        distance = position[before:, None] - position  # [own_length, len(seen)]
         in_window = distance < (len(seen) if window is None else window)
-        visible[own : own + own_length, seen] = (distance >= 0) & in_window
+        visible[own:end, seen] = ((distance >= 0) | is_island) & in_window
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)

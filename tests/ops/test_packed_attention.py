@@ -133,6 +133,42 @@ def test_windows_around_every_boundary(window, heads, path):
     assert_accurate(rows, attention_inputs(rows, heads), window=window)
 
 
+ISLANDS = torch.tensor(
+    [
+        *([0, 0, 0, 3], [0, 7, 3, 4], [0, 7, 7, 2]),  # text, an image, text
+        *([0, 10, 9, 1], [0, 16, 10, 6], [0, 16, 16, 5]),  # an image of one token, and the next one right after it
+        [0, 14, 21, 3],  # a row that begins with a part of it
+        *([24, 7, 24, 7], [24, 7, 31, 2], [24, 9, 33, 140]),  # an image at the start of a row, and a long answer
+    ],
+    dtype=torch.int32,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", ["grouped", "wide values"])
+@pytest.mark.parametrize("features", FEATURES)
+def test_islands_are_as_accurate_as_eager(features, heads, dtype, path):
+    assert_accurate(ISLANDS, attention_inputs(ISLANDS, heads, dtype), **options_of(features, heads, dtype))
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 7, 150])
+def test_islands_see_ahead_in_any_window(window, path):
+    assert_accurate(ISLANDS, attention_inputs(ISLANDS), window=window)
+
+
+def test_islands_equal_attention_with_their_mask():
+    """One row of text, an image and text, next to torch's attention with a mask."""
+    rows = torch.tensor([[0, 0, 0, 4], [0, 9, 4, 5], [0, 9, 9, 3]], dtype=torch.int32)
+    query, key, value, _ = attention_inputs(rows)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    mask[4:9, 4:9] = True
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
+    torch.testing.assert_close(packed_attention(query, key, value, rows), expected)
+    causal = torch.tensor([[0, 0, 0, 12]], dtype=torch.int32)
+    assert error(packed_attention(query, key, value, causal), expected) > 0.05
+
+
 @pytest.mark.parametrize("window", [50, 129, 300, 450])
 def test_windows_of_several_blocks(window):
     """Shorter and longer than a block, as long as the prefix, shorter than prefix and completion."""
@@ -545,9 +581,9 @@ MISUSES = {  # arguments, exception, and pattern of the message
         rf"{TILE_RULE}",
     ),
     "a prefix that reaches into the row": (
-        dict(rows=rows_tensor([0, 0, 0, 3], [2, 2, 3, 1])),
+        dict(rows=rows_tensor([0, 0, 0, 2], [0, 3, 2, 2])),
         ValueError,
-        rf"{TILE_RULE} in order, each after its prefix; got \(2, 2, 3, 1\)",
+        rf"{TILE_RULE} in order, each after its prefix; got \(0, 3, 2, 2\)",
     ),
     "a negative prefix": (
         dict(rows=rows_tensor([0, 0, 0, 3], [-1, 2, 3, 1])),
