@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..packing import Layout, NotPackable
-from . import attention, probe
+from . import attention, islands, probe
 from .language_model import backbone, language_model, text_config
 from .probe import ProbeResult
 from .support import rope_depends_on_length
@@ -155,7 +155,9 @@ def _pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Cal
     inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
     inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
     inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
-    return _Packed(layout, inputs | {"position_ids": _position_ids(model, layout, kwargs)}, shared)
+    inputs["position_ids"] = _position_ids(model, layout, kwargs)
+    inputs["attention_mask"] = islands.attention_masks(model, layout, images.of_tokens, kwargs["attention_mask"])
+    return _Packed(layout, inputs, shared)
 
 
 def _examine(model: PreTrainedModel, images: Images, packed: _Packed, kwargs: dict) -> ProbeResult:
@@ -167,7 +169,6 @@ def _examine(model: PreTrainedModel, images: Images, packed: _Packed, kwargs: di
         reason = "images are normalised over the batch (BatchNorm)"
     elif images.of_images and rope_depends_on_length(text_config(model)):
         reason = "rotary embeddings depend on the length of the batch, and positions on its images"
-    reason = reason or _islands_reason(model, images, kwargs["attention_mask"])
     if reason is not None:
         return ProbeResult(reason)
     return probe.compare(model, packed.layout, padded_inputs(kwargs), packed.inputs)
@@ -212,22 +213,3 @@ def _position_ids(model: PreTrainedModel, layout: Layout, kwargs: dict) -> Tenso
     except Exception as error:  # models may want other arguments here
         raise NotPackable(f"positions of images cannot be computed: {type(error).__name__}: {error}") from error
     return layout.position_ids[None] if found is None else found.flatten(-2)[..., layout.token_index].unsqueeze(-2)
-
-
-def _islands_reason(model: PreTrainedModel, images: Images, real: Tensor) -> str | None:
-    """Returns why the model's own attention mask is not causal, or None if it is."""
-    make = getattr(type(model), "create_masks_for_generate", None)
-    if make is None or not images.of_tokens:
-        return None
-    embeddings = torch.empty(*real.shape, 0, device=real.device)
-    try:
-        made = make(model.config, embeddings, real != 0, None, None, **images.of_tokens)
-    except Exception as error:  # models may want other arguments here
-        return f"an attention mask cannot be made: {type(error).__name__}: {error}"
-    ahead = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).triu(1)
-    for mask in made.values() if isinstance(made, dict) else [made]:
-        if isinstance(mask, Tensor) and mask.dim() == 4:
-            sees = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
-            if (sees & ahead & (real != 0)[:, :, None] & (real != 0)[:, None]).any():
-                return "the tokens of an image attend to each other in both directions"
-    return None

@@ -13,9 +13,10 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl_runs import adapter, assert_fused, assert_same, assert_same_bits, train_both
 from vision_runs import FAMILIES, train_vision
 
-from fastdpo.models import images, probe, support
+from fastdpo.models import images, islands, probe, support
+from fastdpo.models.language_model import language_model
+from fastdpo.ops.attention_islands import is_island
 
-PACKED = [name for name, family in FAMILIES.items() if family.reason is None]
 STOCK = {("policy", "stock"): 2, ("reference", "stock"): 2}
 
 
@@ -63,7 +64,7 @@ def in_tower(name: str) -> bool:
     return any(part in name for part in ("vision", "visual"))
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_same_training(both, shared, name):
     stock, patched = both(name)
     assert any(in_tower(parameter) for parameter in stock.gradients[0])
@@ -86,21 +87,56 @@ def test_same_training_with_gradient_checkpointing(both, name, lora, use_reentra
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches_without_images(both, name):
-    """Images attend in both directions in Gemma 3, whose batches without images are packed, too."""
     stock, patched = both(name, images=(0, 0, 0, 0, 1, 0, 1, 2))
-    path = "fused" if name in PACKED else "stock"
-    expected = {("policy", "fused"): 1, ("reference", "fused"): 1}
-    for call in expected.copy():
-        expected[call[0], path] = expected.get((call[0], path), 0) + 1
-    assert patched.calls == expected
+    assert_fused(patched, policy=2, reference=2)
     assert_same(stock, patched)
 
 
-def test_images_that_attend_in_both_directions_fall_back_to_stock(both, caplog):
+ISLANDS = [name for name, family in FAMILIES.items() if family.islands]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ISLANDS)
+def test_images_that_attend_in_both_directions(both, monkeypatch, name, implementation):
+    """The masks of types of layers that have islands, and those that have none."""
+    stock_masks, found = islands.attention_masks, []
+
+    def attention_masks(*args):
+        masks = stock_masks(*args)
+        found.append({kind: bool(is_island(mask[0, 0]).any()) for kind, mask in masks.items()})
+        return masks
+
+    monkeypatch.setattr(islands, "attention_masks", attention_masks)
+    stock, patched = both(name, prepare=lambda model: with_attention(model, implementation))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    in_all = FAMILIES[name].islands == "all layers"
+    assert found == [{"full_attention": in_all, "sliding_attention": True}] * 4
+
+
+def with_attention(model, implementation):
+    language_model(model).set_attn_implementation(implementation)
+    return model
+
+
+def _seen_by_the_next_token(mask):
+    """Lets a token of text see the first token of the image after it."""
+    mask[:, :, 1, 2] = True
+    return mask
+
+
+def test_other_masks_fall_back_to_stock(both, monkeypatch, caplog):
+    kind = type(tiny_multimodal("gemma3"))
+    make = kind.create_masks_for_generate
+
+    def other_masks(*args, **options):
+        return {name: _seen_by_the_next_token(mask) for name, mask in make(*args, **options).items()}
+
+    monkeypatch.setattr(kind, "create_masks_for_generate", staticmethod(other_masks))
     stock, patched = both("gemma3")
     assert_same_bits(stock, patched)
     assert patched.calls == STOCK
-    assert caplog.text.count(FAMILIES["gemma3"].reason) == 2
+    assert caplog.text.count("a part of an image sees tokens that are not stored") == 2
 
 
 def other_images(batch):
@@ -192,7 +228,7 @@ def _one_dimension(monkeypatch):
 
 
 def _no_islands(monkeypatch):
-    monkeypatch.setattr(images, "_islands_reason", lambda *args: None)
+    monkeypatch.setattr(islands, "attention_masks", lambda model, layout, *args: layout.mask)
 
 
 SABOTAGES = [
@@ -200,6 +236,7 @@ SABOTAGES = [
     ("smolvlm", _equal_images, other_images),
     ("qwen3_vl", _one_dimension, None),
     ("gemma3", _no_islands, None),
+    ("gemma4", _no_islands, None),
 ]
 
 

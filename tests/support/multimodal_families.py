@@ -76,8 +76,8 @@ FUSED: dict[str, Family] = {
     "gemma3": Family("two rotary bases, alternating windows", SLIDING, TOWER, dict(mm_tokens_per_image=4)),
     "gemma4": Family(
         "inputs of each layer, different heads in full attention",
-        dict(**SLIDING, **EACH_LAYER, global_head_dim=8),
-        dict(TOWER, position_embedding_size=64),
+        dict(**SLIDING, **EACH_LAYER, global_head_dim=8, use_bidirectional_attention="vision"),
+        dict(TOWER, num_key_value_heads=2, head_dim=8, position_embedding_size=64, pooling_kernel_size=2),
     ),
     "qwen2_vl": Family("three positions", THREE, dict(QWEN, embed_dim=16, hidden_size=32)),
     "qwen2_5_vl": Family("three positions", THREE, QWEN),

@@ -33,7 +33,8 @@ def images_of(name: str) -> str:
     """What becomes of a family's images, if the tests train it on any."""
     if name not in FAMILIES:
         return ""
-    return "once" if FAMILIES[name].reason is None else f"no: {FAMILIES[name].reason}"
+    where = FAMILIES[name].islands
+    return f"once; both directions in {where}" if where else "once"
 
 
 def page() -> str:

@@ -54,7 +54,7 @@ class PlaceholderProcessor(ProcessorMixin):
         if images is not None:
             flat = [image for of_row in images for image in of_row]
             of_images = dict(self.image_processor(images=flat, return_tensors="pt"))
-            counts = self._counts(of_images) if self.features is None else [self.features] * len(flat)
+            counts = [self.features] * len(flat) if self.features is not None else self._counts(of_images)
         remaining = iter(counts)
         token = self.tokenizer.image_token
         expanded = []
@@ -67,6 +67,8 @@ class PlaceholderProcessor(ProcessorMixin):
         return BatchFeature({**tokens, **of_images})
 
     def _counts(self, of_images: dict[str, torch.Tensor]) -> list[int]:
+        if "num_soft_tokens_per_image" in of_images:
+            return of_images.pop("num_soft_tokens_per_image").tolist()
         if "image_grid_thw" in of_images:
             merged = self.image_processor.merge_size**2
             return [int(grid.prod()) // merged for grid in of_images["image_grid_thw"]]
@@ -82,13 +84,13 @@ class VisionFamily:
         processor: builds a processor of images of 16 x 16 pixels.
         image: the text that stands for an image.
         rest: entries of the model's configuration.
-        reason: why batches with images fall back, or None if they are packed.
+        islands: in which layers the tokens of an image see each other in both directions.
     """
 
     processor: Callable[[], ProcessorMixin]
     image: str
     rest: dict[str, Any] = field(default_factory=dict)
-    reason: str | None = None
+    islands: str = ""
 
 
 def _llava() -> ProcessorMixin:
@@ -130,6 +132,13 @@ def _gemma3() -> ProcessorMixin:
     size = {"height": 16, "width": 16}
     special = dict(boi_token="<begin>", eoi_token="<end>")
     return Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer("<image>", **special), image_seq_length=4)
+
+
+def _gemma4() -> ProcessorMixin:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)  # 8 x 8
+    return PlaceholderProcessor(images, tokenizer("<image>"), types=True)
 
 
 def _mistral3() -> ProcessorMixin:
@@ -175,7 +184,8 @@ GLM_AROUND = dict(image_start_token_id=len(WORDS) - 3, image_end_token_id=len(WO
 GLM = VisionFamily(_glm, "<start> <image> <stop>", GLM_AROUND)
 FOUR, SIXTEEN = (VisionFamily(functools.partial(_fixed, n), "<image>") for n in (4, 16))
 FAMILIES: dict[str, VisionFamily] = {
-    "gemma3": VisionFamily(_gemma3, "<begin>", reason="the tokens of an image attend to each other in both directions"),
+    "gemma3": VisionFamily(_gemma3, "<begin>", islands="all layers"),
+    "gemma4": VisionFamily(_gemma4, "<image>", islands="layers with a window"),
     "qwen2_vl": QWEN,
     "qwen2_5_vl": QWEN,
     "qwen3_vl": QWEN,
