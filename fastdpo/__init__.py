@@ -9,6 +9,7 @@ from . import metrics, ops
 from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
 from .models import attention
 from .models.fallback import NotFused, calls
+from .models.verification import VerificationError
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "PatchError",
     "PatchReport",
     "Seam",
+    "VerificationError",
     "attention",
     "calls",
     "metrics",

@@ -63,6 +63,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         metavar="DIRECTORY",
         help="remember reference log-probabilities in this directory, or in this process: yes",
     )
+    runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
+    runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     runner.set_defaults(start=_run)
@@ -72,13 +74,15 @@ def _run(args: argparse.Namespace) -> None:
     options: dict[str, object] = {}
     if args.no_share_prompts:
         options["share_prompts"] = False
+    if args.verify:
+        options["verify"] = True
     if args.memory_budget is not None:
         options["memory_budget"] = args.memory_budget
     if args.reference_memory is not None:
         options["reference_memory"] = args.reference_memory == "yes" or args.reference_memory
     try:
         command = args.program if args.module is None else ["-m", *args.module]
-        run.run(command, args.only, **options)
+        run.run(command, args.only, strict=args.strict, **options)
     except ValueError as error:
         sys.exit(f"fastdpo {error}")
 

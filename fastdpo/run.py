@@ -21,16 +21,19 @@ from typing import Any, NoReturn
 from . import checks
 from .integrations.arguments import checked_options
 from .integrations.patching import LINES, targeted_trainers
+from .models import fallback
 from .startup.sitecustomize import VARIABLE
 
 
-def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> NoReturn:
+def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = False, **options: Any) -> NoReturn:
     """Replaces this process by a training program whose trainers are patched.
 
     Args:
         command: a script (`train.py ...`), a module (`-m package.module ...`) or a console command
             (`trl dpo ...`), followed by its arguments.
         targets: names of trainers or packages to patch, as in `fastdpo.patch`.
+        strict: set `FASTDPO_STRICT=1` for the program, so that everything that is not fused is an
+            error.
         options: other arguments of `fastdpo.patch`, by name.
 
     Raises:
@@ -41,6 +44,7 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
     if not is_sequence or not all(isinstance(word, str) for word in command):
         raise TypeError(f"run: command must be a sequence of strings; got {checks.shown(command)}")
     program = _program(command)
+    checks.require_flags("run", strict=strict)
     checked = asdict(checked_options("run", **options))
     if not isinstance(checked["reference_memory"], bool):
         checked["reference_memory"] = str(checked["reference_memory"].resolve())
@@ -56,6 +60,8 @@ def run(command: Sequence[str], targets: Sequence[str] = (), **options: Any) -> 
     startup = str(Path(__file__).parent / "startup")
     paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {VARIABLE: json.dumps(settings), "PYTHONPATH": os.pathsep.join(paths)}
+    if strict:
+        os.environ[fallback.STRICT] = "1"
     sys.stdout.flush()
     if sys.platform == "win32":  # exec would return to the shell at once
         sys.exit(subprocess.run(program).returncode)

@@ -34,13 +34,14 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "packing": {"checks"},
     "distributed": set(),
     "logs": set(),
+    "testing": set(),
     "ops": {"checks", "kernels", "logs", "packing"},
     "metrics": {"checks", "ops"},
-    "models": {"checks", "distributed", "logs", "ops", "packing"},
+    "models": {"checks", "distributed", "logs", "ops", "packing", "testing"},
     "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing"},
     "lengths": {"checks", "ref_logps"},
     "integrations": {"checks", "distributed", "lengths", "logs", "models", "ops", "packing", "ref_logps"},
-    "run": {"checks", "integrations", "startup"},
+    "run": {"checks", "integrations", "models", "startup"},
 }
 
 

@@ -106,3 +106,25 @@ def test_misuse_is_an_error_of_one_line(command, message):
     assert done.returncode == 1
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+WRONG = """
+from fastdpo.models import head
+
+right = head.linear_logps
+
+def wrong(*args, **kwargs):
+    scored = right(*args, **kwargs)
+    return scored._replace(logps=scored.logps * 1.01)
+
+head.linear_logps = wrong
+"""
+
+
+def test_strict_and_verified(tmp_path):
+    (tmp_path / "planted.py").write_text(WRONG + TRAIN)
+    done = run("--verify", "--strict", tmp_path / "planted.py", tmp_path / "out")
+    assert done.returncode == 1
+    assert "VerificationError: fastdpo: trl.DPOTrainer (policy): the fused path differs" in done.stderr
+    (tmp_path / "strict.py").write_text("import os; print(os.environ['FASTDPO_STRICT'])")
+    assert run("--strict", tmp_path / "strict.py").stdout == "1\n"

@@ -57,9 +57,8 @@ def install(
             integration,
             role,
             outputs=statistics if role == "policy" else (),
-            share_prompts=options.share_prompts,
             groups=groups,
-            memory_budget=options.memory_budget,
+            **options.of_forward(),
         )
         forward.install(
             model, request, functools.partial(make_output or results_of, text_config(model)), prior_scores=False

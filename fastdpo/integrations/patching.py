@@ -177,6 +177,7 @@ def patch(
     share_prompts: bool = True,
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
+    verify: bool = False,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
     head.
@@ -203,6 +204,10 @@ def patch(
             DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is patched. Disabled,
             with a logged reason, where the reference is trained or random, and where ranks run it
             together.
+        verify: compare the first fused calls of each model of a trainer with stock ones, and raise
+            `VerificationError` if they differ by more than rounding explains, before any weight is
+            changed. Costs two more forward and backward passes, once. The training ends in the same
+            weights as without.
 
     Returns:
         The report.
@@ -214,7 +219,11 @@ def patch(
             Nothing is changed then.
     """
     options = checked_options(
-        "patch", share_prompts=share_prompts, memory_budget=memory_budget, reference_memory=reference_memory
+        "patch",
+        share_prompts=share_prompts,
+        memory_budget=memory_budget,
+        reference_memory=reference_memory,
+        verify=verify,
     )
     names = targeted_trainers("patch", targets)
     examined: dict[str, _Examined] = {}
@@ -282,13 +291,18 @@ def patched(
     share_prompts: bool = True,
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
+    verify: bool = False,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of
     `patch`, and keeps earlier patches.
     """
     before = set(_patched)
     report = patch(
-        *targets, share_prompts=share_prompts, memory_budget=memory_budget, reference_memory=reference_memory
+        *targets,
+        share_prompts=share_prompts,
+        memory_budget=memory_budget,
+        reference_memory=reference_memory,
+        verify=verify,
     )
     try:
         yield report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..ops.linear_logps import MEMORY_BUDGET
 
@@ -24,11 +24,17 @@ class PatchOptions:
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
         reference_memory: remember the reference's log-probabilities of each pair: not at all, in
             this process, or in a directory.
+        verify: compare the first fused calls of each model with stock ones.
     """
 
     share_prompts: bool = True
     memory_budget: int = MEMORY_BUDGET
     reference_memory: bool | Path = False
+    verify: bool = False
+
+    def of_forward(self) -> dict[str, Any]:
+        """Those that are options of a fused forward (`models.forward.Request`)."""
+        return dict(share_prompts=self.share_prompts, memory_budget=self.memory_budget, verify=self.verify)
 
 
 class TrainerLine(Protocol):

@@ -25,6 +25,9 @@ The path is one of
 - "remembered": the reference memory had the log-probabilities, and no model ran.
 """
 
+STRICT = "FASTDPO_STRICT"
+"""The environment variable that turns every fallback into an error."""
+
 _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
 
 
@@ -55,7 +58,7 @@ class NotFused(RuntimeError):
 
 def strict() -> bool:
     """Whether `FASTDPO_STRICT` turns every fallback into an error."""
-    return os.environ.get("FASTDPO_STRICT", "0") not in ("", "0")
+    return os.environ.get(STRICT, "0") not in ("", "0")
 
 
 def report(message: str) -> None:

@@ -15,8 +15,8 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from .. import packing
 from ..logs import logger
+from ..ops import reference
 from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
-from . import attention, fallback, head, images, probe, support
+from . import attention, fallback, head, images, probe, support, verification
 from .fallback import calls
 from .language_model import backbone, text_config
 from .layouts import Groups, layout_of, padded_batch
@@ -67,6 +68,8 @@ class Request(NamedTuple):
         groups: which rows of a batch are a group.
         images: whether batches may hold images, those of the first rows of all pairs first.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+        verify: whether the first fused call with gradients and the first one without are compared
+            with the prior forward.
     """
 
     integration: str
@@ -79,6 +82,7 @@ class Request(NamedTuple):
     groups: Groups = "pairs"
     images: bool = False
     memory_budget: int = MEMORY_BUDGET
+    verify: bool = False
 
 
 class ScoredBatch(NamedTuple):
@@ -125,6 +129,7 @@ class _FusedForward:
         logit_transform: (softcap, logit_scale) of the model.
         disabled_reason: why all calls go to the prior forward, whatever becomes of the model.
         choose: `_choose`, excluded from compilation.
+        verify: `_verify`, excluded from compilation.
         inner: an earlier fused forward, if other code has wrapped it since.
         prior_attention: the attention implementation to restore; None if the model is not switched.
         forward: the function that is the model's forward now.
@@ -134,6 +139,7 @@ class _FusedForward:
         image_batches: packs batches with images.
         logged: reasons that have been logged.
         was_called: whether an integration has called the model, or has left a call to its trainer.
+        verified: whether calls with gradients (True) and without (False) have been verified.
     """
 
     request: Request
@@ -143,6 +149,7 @@ class _FusedForward:
     logit_transform: tuple[float | None, float]
     disabled_reason: str | None
     choose: Callable[..., _RunnableBatch | None]
+    verify: Callable[..., None]
     inner: _FusedForward | None
     prior_attention: str | None = None
     forward: Callable | None = None
@@ -153,6 +160,7 @@ class _FusedForward:
     image_batches: images.ImageBatches = field(default_factory=images.ImageBatches)
     logged: set[str] = field(default_factory=set)
     was_called: bool = False
+    verified: set[bool] = field(default_factory=set)
 
     def unsupported_reason(self) -> str | None:
         """Why all calls fall back, as far as is known."""
@@ -181,12 +189,13 @@ def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *
     # rather than at import keeps Triton, which Dynamo imports, out of `import fastdpo`.
     choose = torch.compiler.disable(_choose, reason="packing works on the host")
     choose = cast(Callable[..., "_RunnableBatch | None"], choose)
+    verify = cast(Callable[..., None], torch.compiler.disable(_verify, reason="it runs once"))
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
     transform = support.logit_transform(text_config(model))
     inner = _state_of(model)
-    fused = _FusedForward(request, make_output, model.forward, prior_scores, transform, reason, choose, inner)
+    fused = _FusedForward(request, make_output, model.forward, prior_scores, transform, reason, choose, verify, inner)
     if reason is not None:
         _log_once(fused, reason)
 
@@ -283,10 +292,12 @@ def _model_of(model: nn.Module, integration: str) -> PreTrainedModel | None:
 def _call(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> object:
     batch = fused.choose(model, fused, args, kwargs)
     if batch is not None:
+        if fused.request.verify and torch.is_grad_enabled() not in fused.verified:
+            fused.verify(model, fused, batch, args, kwargs)
         return fused.make_output(_score(model, fused, batch, kwargs), kwargs)
     if fused.prior_scores:
         return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
-    return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
+    return _prior_logits(fused, args, kwargs)
 
 
 def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _RunnableBatch | None:
@@ -349,10 +360,60 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
             outputs=request.outputs,
             memory_budget=request.memory_budget,
         )
-    labels = kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
     logps = TokenLogps(**{name: layout.unpack(x) for name, x in scored._asdict().items() if x is not None})
-    label_mask = labels.to(hidden.device) != packing.IGNORE_INDEX
+    label_mask = _shifted_labels(kwargs).to(hidden.device) != packing.IGNORE_INDEX
     return ScoredBatch(logps, label_mask, output.router_logits if routed else None, layout.multiplicity[None])
+
+
+def _shifted_labels(kwargs: dict) -> Tensor:
+    """The target of each position, [R, W]."""
+    return kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+
+
+def _verify(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, args: tuple, kwargs: dict) -> None:
+    """Compares a call that is about to run with the same call of the prior forward."""
+    name = f"{fused.request.integration} ({fused.request.role})"
+    if support.is_sharded(model):
+        fallback.report(f"{name}: not verified, several ranks run the model together")
+        fused.verified.add(torch.is_grad_enabled())
+        return
+
+    @contextmanager
+    def as_before() -> Iterator[None]:
+        _restore(model, fused)
+        try:
+            yield
+        finally:
+            _switch_attention(model, fused)
+            head.install(head.head_of(model))
+
+    verification.verify(
+        model,
+        name,
+        _shifted_labels(kwargs) != packing.IGNORE_INDEX,
+        stock=lambda: _prior_logps(fused, args, kwargs),
+        fused=lambda: _score(model, fused, batch, kwargs).logps,
+        as_before=as_before,
+        is_random=fused.probe_result is not None and fused.probe_result.is_random,
+    )
+    fused.verified.add(torch.is_grad_enabled())
+
+
+def _prior_logps(fused: _FusedForward, args: tuple, kwargs: dict) -> TokenLogps:
+    """What the prior forward computes of a batch, [R, W]."""
+    statistics = fused.request.outputs
+    if fused.prior_scores:
+        output = fused.prior_forward(*args, fused_lm_head=True, **kwargs)
+        return TokenLogps(output.log_probs, **{name: getattr(output, name) for name in statistics})
+    logits = _prior_logits(fused, args, kwargs).logits
+    logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
+    targets = _shifted_labels(kwargs).to(logits.device)
+    temperature = fused.request.temperature
+    return reference.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics))
+
+
+def _prior_logits(fused: _FusedForward, args: tuple, kwargs: dict) -> Any:
+    return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 
 def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> str | None:

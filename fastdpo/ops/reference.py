@@ -2,7 +2,7 @@
 
 The tests compare each op with these definitions: in float64 they are the exact values, and in the
 op's dtype they give the error of plain PyTorch. They are neither fast nor memory-efficient, and the
-library does not call them.
+library calls them only to check itself.
 
 Dimensions: N scored tokens, V vocabulary, D hidden size, T packed tokens, H query heads, H_kv key
 heads, D_v head size of values, S sequences, B padded rows of length L.

@@ -78,6 +78,7 @@ MALFORMED = [
     ("share_prompts", "no", TypeError, "share_prompts must be True or False; got 'no'"),
     ("share_prompts", None, TypeError, "share_prompts must be True or False; got None"),
     ("share_prompts", 1, TypeError, "share_prompts must be True or False; got 1"),
+    ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
     ("memory_budget", -1, ValueError, BYTES + "-1"),
     ("memory_budget", math.nan, TypeError, BYTES + "nan"),

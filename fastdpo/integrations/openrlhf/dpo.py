@@ -174,8 +174,7 @@ def _install(actor: Actor, role: str, options: PatchOptions) -> None:
         NAME,
         role,
         temperature=actor.temperature,
-        share_prompts=options.share_prompts,
-        memory_budget=options.memory_budget,
+        **options.of_forward(),
     )
     forward.install(base, request, functools.partial(results_of, text_config(base)), prior_scores=False)
 

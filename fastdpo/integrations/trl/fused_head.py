@@ -80,10 +80,9 @@ def replace(
             outputs=tuple(name for name in outputs if name in _STATISTICS),
             temperature=temperature,
             float32_head=cast_lm_head_to_fp32,
-            share_prompts=options.share_prompts,
             groups=groups,
             images=images,
-            memory_budget=options.memory_budget,
+            **options.of_forward(),
         )
         forward.install(model, request, functools.partial(_make_output, text_config(model)))
 

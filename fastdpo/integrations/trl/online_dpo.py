@@ -135,7 +135,7 @@ def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:
     if state is None:
         return
     for role, model in new_models(trainer, state.models):
-        request = Request(ONLINE_DPO, role, share_prompts=options.share_prompts, memory_budget=options.memory_budget)
+        request = Request(ONLINE_DPO, role, **options.of_forward())
         forward.install(model, request, _make_output, prior_scores=False)
 
 

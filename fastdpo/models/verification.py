@@ -1,0 +1,182 @@
+"""Compares the first fused call of a model with the same call of the forward that it had before.
+
+Log-probabilities, the statistics that come with them, and the gradient of a random weighted sum of
+log-probabilities must agree up to rounding. Every loss of a trainer is a function of these
+log-probabilities, and its gradient is linear in theirs. The bound comes from a second run of the
+earlier forward that differs from the first in its rounding only (see `rounding`).
+
+Neither random states nor gradients nor counters are changed. Up to one gradient is held at a time,
+as in a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..logs import logger
+from ..ops.results import TokenLogps
+from ..testing import error
+from . import gradients, rounding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LABELS = {"logps": "log-probabilities", "mean_logits": "mean logits", "log_sum_sq_probs": "sums of squares"}
+
+
+class VerificationError(RuntimeError):
+    """With `patch(verify=True)`: the first fused call of a model, or the first loss of a trainer,
+    differs from the stock one by more than rounding explains. No weight has been changed.
+    """
+
+
+class Difference(NamedTuple):
+    """A quantity of the fused and the stock side.
+
+    Attributes:
+        name: of the quantity.
+        size: the relative difference of the two sides, `||fused - stock|| / ||stock||`.
+        allowed: the largest difference that rounding explains.
+        detail: where it is largest, or "".
+    """
+
+    name: str
+    size: float
+    allowed: float
+    detail: str = ""
+
+    @property
+    def explained(self) -> bool:
+        return self.size <= self.allowed  # not for NaN
+
+    def __str__(self) -> str:
+        return f"{self.name} by {self.size:.1e} (at most {self.allowed:.1e}{self.detail})"
+
+
+class _Outcome(NamedTuple):
+    """What one side computes: values of scored tokens [N], and sketches of gradients."""
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+Score = Callable[[], TokenLogps]
+"""Scores the batch: results of shape [R, W], zero where nothing is scored."""
+
+
+def verify(
+    model: PreTrainedModel,
+    name: str,
+    label_mask: Tensor,
+    stock: Score,
+    fused: Score,
+    as_before: Callable[[], AbstractContextManager[None]],
+    is_random: bool = False,
+) -> None:
+    """Verifies one call, with gradients if they are enabled.
+
+    Args:
+        model: the causal LM.
+        name: of the call, for messages.
+        label_mask: bool [R, W], where a token is scored.
+        stock, fused: score the batch on either side.
+        as_before: a context in which the model is as it was before its forward was replaced. Stock
+            results and gradients are computed in it.
+        is_random: whether the model draws random numbers outside of dropout modules. It is then
+            verified in evaluation mode.
+
+    Raises:
+        VerificationError: a difference is beyond rounding.
+    """
+    unit = rounding.unit_of(model)
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    random_states = torch.random.fork_rng(devices=list(cuda))
+    with random_states, _without_dropout(model, is_random), _without_reentrant_checkpoints(model):
+        with as_before():
+            expected = _outcome(model, label_mask, stock)
+            with rounding.perturbed(model):
+                rounded = _outcome(model, label_mask, stock)
+        found = _outcome(model, label_mask, fused)
+    differences = list(_differences(label_mask, found, expected, rounded, unit))
+    raise_if_unexplained(name, differences)
+    logger.info("fastdpo: %s: verified; differs in %s", name, ", ".join(map(str, differences)))
+
+
+def raise_if_unexplained(name: str, differences: list[Difference]) -> None:
+    wrong = [x for x in differences if not x.explained]
+    if wrong:
+        raise VerificationError(
+            f"fastdpo: {name}: the fused path differs from the stock path by more than rounding explains, in "
+            f"{', '.join(map(str, wrong))}. No weight has been changed. Train without fastdpo, and report this"
+        )
+
+
+@contextmanager
+def _without_dropout(model: nn.Module, evaluating: bool) -> Iterator[None]:
+    """In the block, dropout modules keep all values: two layouts of a batch would not drop the same
+    ones. In evaluation mode, if `evaluating`, nothing else is dropped either.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                undo.callback(setattr, module, "p", module.p)
+                module.p = 0.0
+            if evaluating:
+                undo.callback(setattr, module, "training", module.training)
+                module.training = False
+        yield
+
+
+@contextmanager
+def _without_reentrant_checkpoints(model: nn.Module) -> Iterator[None]:
+    """In the block, activations are checkpointed in the form that works with `torch.autograd.grad`."""
+    name = "_gradient_checkpointing_func"
+    with ExitStack() as undo:
+        for module in model.modules():
+            function = vars(module).get(name)
+            if isinstance(function, functools.partial) and function.keywords.get("use_reentrant"):
+                undo.callback(setattr, module, name, function)
+                setattr(module, name, functools.partial(function, use_reentrant=False))
+        yield
+
+
+def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outcome:
+    torch.manual_seed(0)
+    scored = score()
+    values = {name: x for name, x in scored._asdict().items() if x is not None and x.is_floating_point()}
+    values = {_LABELS.get(name, name): x.detach()[label_mask].double().cpu() for name, x in values.items()}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not torch.is_grad_enabled() or not scored.logps.requires_grad or not trained:
+        return _Outcome(values, {})
+    logps = scored.logps[label_mask]
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(1))
+    total = (logps * weights.to(logps)).sum()
+    names, parameters = zip(*trained, strict=True)
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    named = ((name, x) for name, x in zip(names, found, strict=True) if x is not None)
+    return _Outcome(values, gradients.sketches(named, gradients.groups_of(model)))
+
+
+def _differences(
+    label_mask: Tensor, found: _Outcome, expected: _Outcome, rounded: _Outcome, unit: float
+) -> Iterator[Difference]:
+    for name, x in expected.values.items():
+        size = error(found.values[name], x)
+        bound = rounding.allowed(error(rounded.values[name], x), unit)
+        yield Difference(name, size, bound, "" if size <= bound else _place(label_mask, found.values[name], x))
+    for group in (x for x in gradients.GROUPS if x in expected.gradients or x in found.gradients):
+        sides = (side.gradients.get(group, torch.zeros(gradients.SIZE)) for side in (found, expected, rounded))
+        fused, stock, other = sides
+        yield Difference(f"gradient of {group}", error(fused, stock), rounding.allowed(error(other, stock), unit))
+
+
+def _place(label_mask: Tensor, found: Tensor, expected: Tensor) -> str:
+    worst = int((found - expected).abs().nan_to_num(torch.inf).argmax())
+    row, position = label_mask.nonzero()[worst].tolist()
+    return f"; row {row}, token {position + 1}: {float(found[worst]):.6g}, stock {float(expected[worst]):.6g}"

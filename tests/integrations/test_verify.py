@@ -1,0 +1,191 @@
+"""`patch(verify=True)` raises before the first step if the fused path is wrong, and changes nothing if it is right."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl_group_runs import train_group
+from trl_kto_runs import train_kto
+from trl_online_runs import train_online, writer
+from trl_reference_free_runs import train_cpo
+from trl_runs import LORA, Run, assert_same_bits, tiny_model, train
+from trl_sft_runs import train_sft
+
+import fastdpo
+from fastdpo import VerificationError
+from fastdpo.models import forward, gradients, head, support
+
+SOFTCAPPED = dict(kind="gemma2", final_logit_softcapping=2.0)
+
+
+def models(**tiny):
+    return [tiny_model(seed=seed, **tiny) for seed in range(2)]
+
+
+def run(directory: Path, verify: bool, pair: list, train=train, trainer="trl.DPOTrainer", **options) -> Run:
+    """A patched training of models, of which the second is a reference."""
+    torch.manual_seed(7)
+    with fastdpo.patched(trainer, verify=verify):
+        return train(directory, *pair, **options)
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+OPTIONS = {
+    "as it is": {},
+    "adapters with dropout": dict(
+        reference=False, peft_config=LoraConfig(**{**LORA, "lora_dropout": 0.3}), gradient_accumulation_steps=2
+    ),
+    "reentrant checkpoints": dict(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}, optim="adamw_torch"
+    ),
+    "checkpoints in bfloat16": dict(gradient_checkpointing=True, bf16=True),
+    "dropout": dict(tiny=dict(kind="gpt2", resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.0)),
+    "precomputed": dict(precompute_ref_log_probs=True, loss_type="ipo"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_verified_training_ends_in_the_same_weights(name, tmp_path, caplog):
+    options = dict(OPTIONS[name])
+    tiny, reference = options.pop("tiny", {}), options.pop("reference", True)
+    runs, ends = [], []
+    caplog.set_level(logging.INFO, "fastdpo")
+    for verify in (False, True):
+        pair = models(**tiny)
+        runs.append(run(tmp_path / str(verify), verify, [pair[0], pair[1] if reference else None], **options))
+        ends.append(weights(pair[0]))
+    assert_same_bits(*runs)
+    assert runs[0].logs == runs[1].logs
+    assert runs[0].calls == runs[1].calls
+    assert {path for _, path in runs[0].calls} == {"fused"}
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
+    messages = [x for x in caplog.messages if "verified" in x]
+    assert len(messages) == 2, messages
+    assert sum("gradient of" in x for x in messages) == 1
+
+
+TRAINERS = {
+    "trl.KTOTrainer": (train_kto, models, {}),
+    "trl.SFTTrainer": (train_sft, lambda: models()[:1], {}),
+    "trl.CPOTrainer": (train_cpo, lambda: models()[:1], {}),
+    "trl.GRPOTrainer": (train_group, lambda: [writer(0)], dict(steps_per_generation=2, num_iterations=2)),
+    "trl.OnlineDPOTrainer": (train_online, lambda: [writer(0), writer(1)], {}),
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_trainer_can_be_verified(trainer, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "fastdpo")
+    train, build, options = TRAINERS[trainer]
+    ends = []
+    for verify in (False, True):
+        pair = build()
+        run(tmp_path / str(verify), verify, pair, train, trainer, max_steps=2, **options)
+        ends.append(weights(pair[0]))
+    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
+    assert any("verified" in x and "gradient of MLP" in x for x in caplog.messages)
+
+
+def plant_targets_off_by_one(monkeypatch):
+    right = forward._layout
+
+    def wrong(*args, **kwargs):
+        layout = right(*args, **kwargs)
+        return replace(layout, score_index=(layout.score_index - 1).clamp(min=0))
+
+    monkeypatch.setattr(forward, "_layout", wrong)
+
+
+def plant_a_head_without_softcap(monkeypatch):
+    monkeypatch.setattr(support, "logit_transform", lambda config: (None, 1.0))
+
+
+def plant_scaled_gradients(monkeypatch):
+    right = head.linear_logps
+
+    def wrong(hidden, *args, **kwargs):
+        return right(hidden.detach() + 1.001 * (hidden - hidden.detach()), *args, **kwargs)
+
+    monkeypatch.setattr(head, "linear_logps", wrong)
+
+
+def plant_a_wrong_statistic(monkeypatch):
+    right = head.linear_logps
+
+    def wrong(*args, **kwargs):
+        scored = right(*args, **kwargs)
+        return scored if scored.entropy is None else scored._replace(entropy=scored.entropy * (1 + 1e-3))
+
+    monkeypatch.setattr(head, "linear_logps", wrong)
+
+
+WRONG = {
+    "targets": (plant_targets_off_by_one, {}, "log-probabilities by .* row .*, token .*gradient of attention"),
+    "softcap": (plant_a_head_without_softcap, SOFTCAPPED, "log-probabilities by .*gradient of head"),
+    "gradients": (plant_scaled_gradients, {}, r"in gradient of embeddings by 1\.0e-03 \(at most .*gradient of MLP"),
+    "statistic": (plant_a_wrong_statistic, {}, r"in entropy by 1\.0e-03"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_op_ends_the_training_before_its_first_step(name, tmp_path, monkeypatch):
+    plant, tiny, message = WRONG[name]
+    plant(monkeypatch)
+    pair = models(**tiny)
+    before = weights(pair[0])
+    with pytest.raises(VerificationError, match=message) as raised:
+        run(tmp_path, True, pair)
+    assert str(raised.value).startswith("fastdpo: trl.DPOTrainer (policy): the fused path differs")
+    assert all(torch.equal(before[k], p) for k, p in pair[0].named_parameters())
+    assert all(p.grad is None for p in pair[0].parameters())
+    run(tmp_path / "unverified", False, models(**tiny), max_steps=1)  # nothing else would have noticed
+
+
+def test_a_wrong_reference_is_found(tmp_path, monkeypatch):
+    right = head.linear_logps
+
+    def wrong(hidden, *args, **kwargs):
+        scored = right(hidden, *args, **kwargs)
+        return scored if torch.is_grad_enabled() else scored._replace(logps=scored.logps + 0.01)
+
+    monkeypatch.setattr(head, "linear_logps", wrong)
+    with pytest.raises(VerificationError, match=r"\(reference\): .* log-probabilities by"):
+        run(tmp_path, True, models())
+    policy = tiny_model()
+    with pytest.raises(VerificationError, match="log-probabilities by"):  # the policy without its adapters
+        run(tmp_path / "adapters", True, [policy, None], peft_config=LoraConfig(**LORA))
+
+
+def test_sketches_have_the_norms_of_gradients():
+    """Those of differences, too, over the parameters of a group."""
+    model = tiny_model("llama")
+    generator = torch.Generator().manual_seed(3)
+    draw = [{name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()} for _ in "ab"]
+    groups = gradients.groups_of(model)
+    a, b = (gradients.sketches(draw[i].items(), groups) for i in range(2))
+    assert list(a) == ["embeddings", "attention", "MLP", "norms", "head"]
+    for group in a:
+        names = [name for name in draw[0] if groups[name] == group]
+        for sketch, chosen in ((a[group], draw[0]), (a[group] - b[group], None)):
+            x = torch.cat([(draw[0][n] - draw[1][n] if chosen is None else chosen[n]).flatten() for n in names])
+            assert float(sketch.norm() / x.double().norm()) == pytest.approx(1, abs=0.06)
+
+
+def test_groups_of_parameters():
+    from peft import get_peft_model
+
+    kinds = {"gpt2": "wpe", "qwen3_moe": "experts", "opt": "fc1", "gpt_neox": "dense_4h_to_h"}
+    for kind in kinds:
+        groups = gradients.groups_of(tiny_model(kind, without=("head_dim",) if kind != "qwen3_moe" else ()))
+        assert set(groups.values()) <= {"embeddings", "attention", "MLP", "norms", "head"}, (kind, groups)
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    trained = [name for name, p in model.base_model.model.named_parameters() if p.requires_grad]
+    groups = gradients.groups_of(model.base_model.model)
+    assert {groups[name] for name in trained} == {"adapters"}
