@@ -60,16 +60,19 @@ for pairs in (bar := tqdm(itertools.islice(batches, args.steps), total=args.step
     layout = ops.pack_pairs(ids, mask, labels)
     inputs = attention.packed_inputs(policy, layout, ids)
     hidden = policy.base_model(**inputs).last_hidden_state[0]  # [T, D]
-    logps = ops.linear_logps(hidden[layout.score_index], policy.get_output_embeddings().weight, layout.targets).logps
-    chosen, rejected = layout.unpack(logps).sum(1).chunk(2)  # [B] each
-    reference = (torch.tensor([pair[f"ref_{name}_logps"] for pair in pairs]) for name in NAMES)
-    objective = ops.PreferenceObjective(beta=args.beta)
-    loss = ops.preference_loss(chosen, rejected, *reference, objective=objective)
-    loss.loss.backward()
+    result = ops.linear_preference_loss(
+        hidden[layout.label_index],
+        policy.get_output_embeddings().weight,
+        layout.labels,
+        layout.label_bounds,
+        *(torch.tensor([pair[f"ref_{name}_logps"] for pair in pairs]) for name in NAMES),
+        objective=ops.PreferenceObjective(beta=args.beta),
+    )
+    result.loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
-    means.update_pairs(loss, chosen, rejected)
+    means.update_pairs(result.pairs, result.chosen_logps, result.rejected_logps)
     if bar.n % 10 == 9 or bar.n == args.steps - 1:
         logged = means.compute()
         bar.set_postfix({name: f"{logged[name]:.4f}" for name in ("loss", "rewards/margins", "rewards/accuracies")})

@@ -47,6 +47,7 @@ class Layout:
         padded_shape: (R, L).
         output_shape: (R, W), with W = L - 1, or W = L for shifted labels.
         multiplicity: int64 [T], the number of rows that contain each packed token.
+        label_bounds: int64 [R + 1] on the CPU, the start of each row's labels among all M, and M.
     """
 
     token_index: Tensor
@@ -59,6 +60,17 @@ class Layout:
     padded_shape: tuple[int, int]
     output_shape: tuple[int, int]
     multiplicity: Tensor
+    label_bounds: Tensor
+
+    @property
+    def label_index(self) -> Tensor:
+        """int64 [M], the packed token that predicts each label, row by row."""
+        return self.score_index[self.output_source]
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [M], the labels that are scored, row by row."""
+        return self.targets[self.output_source]
 
     def pack(self, padded: Tensor) -> Tensor:
         """Packs values per token [R, L], such as ids, to [1, T].
@@ -238,6 +250,7 @@ def pack(
         (n_rows, length),
         (n_rows, scored.shape[1]),
         multiplicity,
+        _bounds(scored.sum(1)),
     )
 
 
@@ -263,7 +276,13 @@ def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shi
         output_shape=(n_rows, targets.shape[1]),
         multiplicity=(attention_mask != 0).flatten().long(),
         padded_shape=(n_rows, length),
+        label_bounds=_bounds((targets != IGNORE_INDEX).sum(1).cpu()),
     )
+
+
+def _bounds(counts: Tensor) -> Tensor:
+    """[R + 1] the sums of the counts [R] up to each row."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from . import ops
 from .ops import reference
@@ -23,6 +24,7 @@ HEAD_SIZE = 32
 _TARGETS = torch.arange(N) * 7 % V
 _TARGETS[::5] = ops.IGNORE_INDEX
 _CU_SEQLENS = torch.tensor([0, 11, 12, 30, N], dtype=torch.int32)
+_REF = torch.tensor([[-30.0, -5.0], [-80.0, -20.0]])
 _ROWS = torch.tensor([[0, 0, 0, 9], [0, 9, 9, 12], [0, 9, 21, 3], [24, 0, 24, 13]], dtype=torch.int32)
 """A prompt, two completions of it, and a row without a prefix."""
 
@@ -39,6 +41,10 @@ _CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "sequence_logps": (("logits",), dict(targets=_TARGETS, cu_seqlens=_CU_SEQLENS)),
     "linear_logps": (("hidden", "weight"), dict(targets=_TARGETS, outputs=("logps", "mean_logits"))),
     "linear_sequence_logps": (("hidden", "weight"), dict(targets=_TARGETS, cu_seqlens=_CU_SEQLENS)),
+    "linear_preference_loss": (
+        ("hidden", "weight"),
+        dict(targets=_TARGETS, cu_seqlens=_CU_SEQLENS, ref_chosen_logps=_REF[0], ref_rejected_logps=_REF[1]),
+    ),
     "packed_attention": (("query", "key", "value"), dict(rows=_ROWS, window=8)),
 }
 """Of each op: the arguments with gradients, and the others."""
@@ -74,7 +80,7 @@ def _failure(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     def outcome(op: Callable, dtype: torch.dtype, others: dict[str, Any]) -> list[Tensor]:
         inputs = [x.detach().to(dtype).requires_grad_() for x in values.values()]
         output = op(*inputs, **others)
-        results = [output] if isinstance(output, Tensor) else [x for x in output if x is not None]
+        results = [x for x in tree_leaves(output) if x is not None]
         trained = [x for x in results if x.requires_grad]
         ones = [torch.ones_like(x) for x in trained]
         return [*results, *torch.autograd.grad(trained, inputs, ones)]

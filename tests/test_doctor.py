@@ -37,7 +37,7 @@ def test_the_command_finds_this_machine_well(tmp_path):
     assert sections["packages"]["torch"] == OK
     assert sections["trainers"] == {"trl.DPOTrainer": OK}
     assert set(sections["ops on cpu"].values()) == {OK}
-    assert len(sections["ops on cpu"]) == 2 * 5
+    assert len(sections["ops on cpu"]) == 2 * 6
     assert sections[f"model {tmp_path / 'model'}"] == {"packing and fused head": OK, "shared prompts": OK}
 
 
@@ -77,7 +77,10 @@ def test_trainers_that_nobody_asked_for_may_be_missing(monkeypatch):
     assert "  ok      trl.DPOTrainer" in doctor.as_text(report)
 
 
-@pytest.mark.parametrize("op", ["token_logps", "sequence_logps", "linear_logps", "linear_sequence_logps"])
+HEADS = ["token_logps", "sequence_logps", "linear_logps", "linear_sequence_logps", "linear_preference_loss"]
+
+
+@pytest.mark.parametrize("op", HEADS)
 def test_a_wrong_result_is_found(op, monkeypatch):
     right = getattr(ops, op)
     monkeypatch.setattr(ops, op, lambda *args, **kwargs: _scaled(right(*args, **kwargs)))
@@ -87,7 +90,8 @@ def test_a_wrong_result_is_found(op, monkeypatch):
 
 
 def _scaled(output):
-    return output._replace(**{output._fields[0]: output[0] * (1 + 1e-4)})
+    first = output[0]
+    return output._replace(**{output._fields[0]: _scaled(first) if isinstance(first, tuple) else first * (1 + 1e-4)})
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):

@@ -210,6 +210,19 @@ FUNCTIONS = {
         dict(**HEAD, cu_seqlens=(BOUNDS, required(BOUNDS_KIND)), **HEAD_OPTIONS),
         ("linear_logps",),
     ),
+    "linear_preference_loss": Function(
+        ops.linear_preference_loss,
+        dict(
+            **HEAD,
+            cu_seqlens=(torch.tensor([0, 1, 2, 3, 4]), required(BOUNDS_KIND)),
+            ref_chosen_logps=LOGPS["ref_chosen_logps"],
+            ref_rejected_logps=LOGPS["ref_rejected_logps"],
+            objective=(ops.PreferenceObjective("ipo"), required(OBJECT)),
+            weights=(FLOATS[:2], FLOAT),
+            **HEAD_OPTIONS,
+            outputs=(("entropy",), NAMES),
+        ),
+    ),
     "packed_attention": Function(
         ops.packed_attention,
         dict(
@@ -403,7 +416,15 @@ def test_sizes_of_zero():
     assert ops.token_logps(torch.ones(0, 5), empty).logps.shape == (0,)
 
 
-ON_META = ["linear_logps", "linear_sequence_logps", "packed_attention", "pack", "pack_pairs", "Layout.pack"]
+ON_META = [
+    "linear_logps",
+    "linear_sequence_logps",
+    "linear_preference_loss",
+    "packed_attention",
+    "pack",
+    "pack_pairs",
+    "Layout.pack",
+]
 
 
 @pytest.mark.parametrize("name", ON_META)

@@ -9,6 +9,7 @@ losses are plain PyTorch over log-probabilities [P] and serve as their own defin
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import reference
 from .linear_logps import MEMORY_BUDGET, linear_logps
+from .linear_preference_loss import linear_preference_loss
 from .packed_attention import packed_attention
 from .preference_loss import (
     PreferenceLoss,
@@ -17,7 +18,7 @@ from .preference_loss import (
     preference_loss,
     wpo_weights,
 )
-from .results import SequenceLogps, TokenLogps
+from .results import LinearPreferenceLoss, SequenceLogps, TokenLogps
 from .sequence_logps import linear_sequence_logps, sequence_logps
 from .token_logps import token_logps
 
@@ -25,6 +26,7 @@ __all__ = [
     "IGNORE_INDEX",
     "MEMORY_BUDGET",
     "Layout",
+    "LinearPreferenceLoss",
     "NotPackable",
     "PreferenceLoss",
     "PreferenceObjective",
@@ -32,6 +34,7 @@ __all__ = [
     "TokenLogps",
     "length_desensitized_logps",
     "linear_logps",
+    "linear_preference_loss",
     "linear_sequence_logps",
     "pack",
     "pack_pairs",

@@ -33,7 +33,7 @@ MEMORY_BUDGET = 512 << 20
 
 
 @torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
-def _fwd(
+def linear_logps_fwd(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -78,13 +78,13 @@ def _empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobia
     return [kept, jacobian, *empty_results(hidden, statistics)]
 
 
-@_fwd.register_fake
+@linear_logps_fwd.register_fake
 def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
     return _empty_outputs(hidden, weight, compute_dtype, *options)
 
 
 @torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=("main_grad",))
-def _bwd(
+def linear_logps_bwd(
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
     kept: Tensor,
@@ -152,7 +152,7 @@ def _bwd(
         return grads
 
 
-@_bwd.register_fake
+@linear_logps_bwd.register_fake
 def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
     return empty_gradients(hidden, weight, bias, needs)
 
@@ -176,7 +176,9 @@ class _LinearLogps(torch.autograd.Function):
     ):
         ctx.set_materialize_grads(False)
         scalars = softcap, logit_scale, temperature, compute_dtype
-        kept, jacobian, *results = _fwd(hidden, weight, bias, targets, *scalars, statistics, keep, form_jacobian)
+        kept, jacobian, *results = linear_logps_fwd(
+            hidden, weight, bias, targets, *scalars, statistics, keep, form_jacobian
+        )
         logps, shift, others, total, *extra = results
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, targets, jacobian, logps, shift, others, total)
@@ -187,7 +189,7 @@ class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
         hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept = _take_kept(ctx)
+        kept = take_kept(ctx)
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
             return (None,) * 12
@@ -195,20 +197,21 @@ class _LinearLogps(torch.autograd.Function):
         main_grad = ctx.main_grad if needs_weight else None
         needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
         call = HeadCall(hidden, weight, bias, targets, *ctx.scalars)
-        grads = _bwd(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call)
+        grads = linear_logps_bwd(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *[None] * 9
 
 
-def _take_kept(ctx: Any) -> Tensor:
-    """Returns the gradient tiles of the forward, and frees them unless the graph is retained.
+def take_kept(ctx: Any) -> Any:
+    """Returns what the forward kept, such as gradient tiles, and frees it unless the graph is
+    retained.
 
-    Autograd does not save these tiles, so hooks on saved tensors do not move them to the host with
-    the activations.
+    Autograd does not save these tensors, so hooks on saved tensors do not move them to the host
+    with the activations.
     """
-    tiles = ctx.kept
+    kept = ctx.kept
     if not (torch.compiler.is_compiling() or _retains_graph()):
         ctx.kept = None
-    return tiles
+    return kept
 
 
 def linear_logps(
@@ -290,15 +293,10 @@ def linear_logps(
         ValueError: a shape, device or value breaks a rule above; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    checks.require_tensors(OP, hidden=hidden, weight=weight, targets=targets)
-    checks.require_tensors_or_none(OP, bias=bias, main_grad=main_grad)
-    checks.require_values(OP, hidden=hidden)
-    checks.require_transform(OP, softcap, logit_scale, temperature)
-    _check(hidden, weight, targets, bias, memory_budget)
+    check_head(OP, hidden, weight, targets, bias, softcap, logit_scale, temperature, memory_budget)
+    checks.require_tensors_or_none(OP, main_grad=main_grad)
     statistics = requested_statistics(OP, outputs)
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    compute_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    compute_dtype = compute_dtype_of(hidden)
     checks.require_same_device(OP, weight=weight, main_grad=main_grad)
     if main_grad is not None:
         wide = accumulation_dtype(compute_dtype)
@@ -314,23 +312,39 @@ def linear_logps(
     return named_results(logps, extra, statistics, targets.shape)
 
 
-def _check(
+def compute_dtype_of(hidden: Tensor) -> torch.dtype:
+    """The dtype in which a head multiplies: that of `hidden`, or autocast's."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else hidden.dtype
+
+
+def check_head(
+    op: str,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
     memory_budget: int,
 ) -> None:
-    checks.require_floating(OP, hidden=hidden, weight=weight, bias=bias)
+    """The checks of a head's arguments, which `linear_logps` documents."""
+    checks.require_tensors(op, hidden=hidden, weight=weight, targets=targets)
+    checks.require_tensors_or_none(op, bias=bias)
+    checks.require_values(op, hidden=hidden)
+    checks.require_transform(op, softcap, logit_scale, temperature)
+    checks.require_floating(op, hidden=hidden, weight=weight, bias=bias)
     is_matrix = hidden.dim() == 2 and hidden.shape[1] > 0
-    checks.require(is_matrix, OP, "hidden", "be [N, D], D > 0", list(hidden.shape))
-    checks.require_no_dtensor(OP, weight=weight, bias=bias)
+    checks.require(is_matrix, op, "hidden", "be [N, D], D > 0", list(hidden.shape))
+    checks.require_no_dtensor(op, weight=weight, bias=bias)
     d = hidden.shape[1]
     matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
     expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
-    checks.require(matches, OP, "weight", expected, list(weight.shape), d)
+    checks.require(matches, op, "weight", expected, list(weight.shape), d)
     if bias is not None:
-        checks.require(tuple(bias.shape) == (len(weight),), OP, "bias", "be [{}]", list(bias.shape), len(weight))
-    checks.require_targets(OP, targets, hidden.shape[:1])
-    checks.require_same_device(OP, hidden=hidden, weight=weight, bias=bias, targets=targets)
-    checks.require_bytes(OP, memory_budget=memory_budget)
+        checks.require(tuple(bias.shape) == (len(weight),), op, "bias", "be [{}]", list(bias.shape), len(weight))
+    checks.require_targets(op, targets, hidden.shape[:1])
+    checks.require_same_device(op, hidden=hidden, weight=weight, bias=bias, targets=targets)
+    checks.require_bytes(op, memory_budget=memory_budget)

@@ -429,9 +429,7 @@ def preference_loss(
     required = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
     checks.require_tensors(OP, **{name: given[name] for name in required})
     checks.require_tensors_or_none(OP, **given)
-    is_objective = isinstance(objective, PreferenceObjective)
-    rule = 'be a PreferenceObjective, such as PreferenceObjective(loss_type="ipo")'
-    checks.require(is_objective, OP, "objective", rule, objective, error=TypeError)
+    require_objective(OP, objective)
     checks.require_floating(OP, **floating)
     for name, x in lengths.items():
         is_number = x is None or not (x.dtype.is_complex or x.dtype == torch.bool)
@@ -448,7 +446,7 @@ def preference_loss(
     unsorted = weights is None or not any(loss in SORTED for loss in objective.losses)
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
-    dtype = reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in floating.values() if x is not None))
+    dtype = loss_dtype(*floating.values())
     chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
     ref_chosen, ref_rejected = ref_chosen_logps.detach().to(dtype), ref_rejected_logps.detach().to(dtype)
     score = DIVERGENCES[objective.f_divergence_type]
@@ -476,6 +474,17 @@ def preference_loss(
         chosen_rewards=objective.beta * pairs.chosen_logratios.detach(),
         rejected_rewards=objective.beta * pairs.rejected_logratios.detach(),
     )
+
+
+def require_objective(op: str, objective: object) -> None:
+    rule = 'be a PreferenceObjective, such as PreferenceObjective(loss_type="ipo")'
+    is_objective = isinstance(objective, PreferenceObjective)
+    checks.require(is_objective, op, "objective", rule, checks.shown(objective), error=TypeError)
+
+
+def loss_dtype(*inputs: Tensor | None) -> torch.dtype:
+    """The dtype of losses: float32, or float64 if any of these inputs is."""
+    return reduce(torch.promote_types, (accumulation_dtype(x.dtype) for x in inputs if x is not None))
 
 
 def length_desensitized_logps(logps: Tensor, mask: Tensor, ld_alpha: float) -> Tensor:

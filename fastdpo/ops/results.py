@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from .dtypes import accumulation_dtype
+from .preference_loss import PreferenceLoss
 
 STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 """The statistics that can be requested, in the order in which custom ops and kernels return them.
@@ -50,6 +51,27 @@ class SequenceLogps(NamedTuple):
 
     logps: Tensor
     lengths: Tensor
+
+
+class LinearPreferenceLoss(NamedTuple):
+    """The loss of preference pairs, and the log-probabilities that it was computed from. Only the
+    scalar `loss` is differentiable.
+
+    Attributes:
+        pairs: the losses and rewards, [P].
+        chosen_logps, rejected_logps: [P] the summed log-probabilities, in nats.
+        tokens: the log-probabilities and statistics of the tokens, [N].
+    """
+
+    pairs: PreferenceLoss
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    tokens: TokenLogps
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the pairs, a scalar."""
+        return self.pairs.loss
 
 
 def requested_statistics(op: str, outputs: Sequence[str]) -> str:

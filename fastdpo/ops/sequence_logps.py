@@ -17,13 +17,13 @@ from .token_logps import token_logps
 
 
 @torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
-def _fwd(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+def segment_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sums [S] of values [N], in float64 and in a fixed order."""
     sums = torch.segment_reduce(values.double(), "sum", lengths=cu_seqlens.diff(), unsafe=True, initial=0)
     return sums.to(values.dtype)
 
 
-@_fwd.register_fake
+@segment_sums.register_fake
 def _(values, cu_seqlens):
     return values.new_empty(cu_seqlens.shape[0] - 1)
 
@@ -43,7 +43,7 @@ class _SegmentSums(torch.autograd.Function):
     def forward(ctx, values, cu_seqlens):
         ctx.save_for_backward(cu_seqlens)
         ctx.tokens = values.shape[0]
-        return _fwd(values, cu_seqlens)
+        return segment_sums(values, cu_seqlens)
 
     @staticmethod
     def backward(ctx, grad):
@@ -138,15 +138,24 @@ def linear_sequence_logps(
 
 
 def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> SequenceLogps:
+    checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
+    require_bounds(op, cu_seqlens, targets.numel())
+    bounds = cu_seqlens.long()
+    return SequenceLogps(_SegmentSums.apply(logps.reshape(-1), bounds), target_counts(targets, bounds))
+
+
+def require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
+    """Requires the bounds [S + 1] of sequences of `tokens` tokens in total."""
     checks.require_ints(op, cu_seqlens=cu_seqlens)
     checks.require(
         cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0, op, "cu_seqlens", "be [S + 1]", list(cu_seqlens.shape)
     )
-    checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
-    bounds = cu_seqlens.long()
-    if is_host(bounds.device) and not torch.compiler.is_compiling():  # on other devices this check would synchronize
-        ordered = bounds[0] == 0 and bounds[-1] == targets.numel() and bool((bounds.diff() >= 0).all())
-        checks.require(bool(ordered), op, "cu_seqlens", "increase from 0 to {}", bounds.tolist(), targets.numel())
+    if is_host(cu_seqlens.device) and not torch.compiler.is_compiling():  # elsewhere this check would synchronize
+        ordered = cu_seqlens[0] == 0 and cu_seqlens[-1] == tokens and bool((cu_seqlens.diff() >= 0).all())
+        checks.require(bool(ordered), op, "cu_seqlens", "increase from 0 to {}", cu_seqlens.tolist(), tokens)
+
+
+def target_counts(targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 [S], the number of targets of each sequence that are not -100."""
     scored = (targets != IGNORE_INDEX).reshape(-1)
-    counts = torch.nn.functional.pad(scored.long().cumsum(0), (1, 0))[bounds].diff()
-    return SequenceLogps(_SegmentSums.apply(logps.reshape(-1), bounds), counts)
+    return torch.nn.functional.pad(scored.long().cumsum(0), (1, 0))[cu_seqlens].diff()

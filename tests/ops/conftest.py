@@ -20,6 +20,7 @@ class Trace(NamedTuple):
     largest: int  # bytes of the largest allocation
     products: int  # number of matrix products
     product_dtypes: set[str]  # dtypes of their operands
+    flops: int  # floating-point operations of the matrix products, two for each multiplication
 
 
 @pytest.fixture
@@ -63,6 +64,8 @@ def trace(tmp_path, device):
         held = list(accumulate(sizes, initial=0))
         products = [event for event in events if event["name"] in ("aten::mm", "aten::addmm")]
         dtypes = {dtype for event in products for dtype in event["args"]["Input type"] if dtype not in ("", "Scalar")}
-        return result, Trace(max(held), held[-1], max(sizes, default=0), len(products), dtypes)
+        shapes = [event["args"]["Input Dims"][event["name"] == "aten::addmm" :][:2] for event in products]
+        flops = sum(2 * n * k * m for (n, k), (_, m) in shapes)
+        return result, Trace(max(held), held[-1], max(sizes, default=0), len(products), dtypes, flops)
 
     return call

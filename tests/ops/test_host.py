@@ -10,7 +10,7 @@ from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
 from fastdpo.ops.head_tiles import TileFormat
-from fastdpo.ops.linear_logps import MEMORY_BUDGET, _bwd, _fwd
+from fastdpo.ops.linear_logps import MEMORY_BUDGET, linear_logps_bwd, linear_logps_fwd
 from fastdpo.ops.results import STATISTICS
 from fastdpo.ops.token_logps import _bwd as token_bwd
 from fastdpo.ops.token_logps import _fwd as token_fwd
@@ -73,7 +73,7 @@ def test_a_head_does_not_synchronize(mode, statistics, launches):
     tiles = TileFormat.of(empty(V, D), torch.bfloat16)
     keep = {"kept": N, "recomputed": tiles.rows_within(N, MEMORY_BUDGET)}.get(mode, 0)
     inputs, options = head_arguments(), (*TRANSFORM, torch.bfloat16)
-    kept, jacobian, *results = _fwd._init_fn(*inputs, *options, statistics, keep, mode == "frozen")
+    kept, jacobian, *results = linear_logps_fwd._init_fn(*inputs, *options, statistics, keep, mode == "frozen")
     steps = -(-N // tiles.rows)
     assert len(launches["forward"]) == len(launches["targets"]) == steps > 1
     assert sum(rows for (rows,) in launches["forward"]) == N
@@ -82,7 +82,7 @@ def test_a_head_does_not_synchronize(mode, statistics, launches):
     of_entropy = empty(N) if statistics and mode != "kept" else None
     needs = [True, mode != "frozen", False]
     upstream = empty(N), of_entropy
-    grads = _bwd._init_fn(*upstream, kept, jacobian, results[:4], needs, None, *inputs, *options)
+    grads = linear_logps_bwd._init_fn(*upstream, kept, jacobian, results[:4], needs, None, *inputs, *options)
     assert [x.shape for x in grads[:2]] == [(N, D), (V, D) if needs[1] else (0,)]
     multiplied_again = steps if of_entropy is not None else steps - -(-keep // tiles.rows)
     assert len(launches["backward"]) == (0 if mode == "frozen" and of_entropy is None else multiplied_again)
