@@ -56,7 +56,20 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         usage="fastdpo run [options] script.py|-m module|command [arguments]",
     )
     runner.add_argument("--only", action="append", default=[], metavar="TRAINER", help="patch only this trainer")
-    runner.add_argument("--no-share-prompts", action="store_true", help="compute a prompt for each of its answers")
+    sharing = runner.add_mutually_exclusive_group()
+    sharing.add_argument(
+        "--no-share-prompts",
+        dest="share_prompts",
+        action="store_false",
+        help="compute a prompt for each of its answers",
+    )
+    sharing.add_argument(
+        "--no-share-random-prompts",
+        dest="share_prompts",
+        action="store_const",
+        const="deterministic",
+        help="do so while dropout is active",
+    )
     runner.add_argument("--memory-budget", type=int, metavar="BYTES", help="gradient tiles of the head to keep")
     runner.add_argument(
         "--reference-memory",
@@ -71,9 +84,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    options: dict[str, object] = {}
-    if args.no_share_prompts:
-        options["share_prompts"] = False
+    options: dict[str, object] = {"share_prompts": args.share_prompts}
     if args.verify:
         options["verify"] = True
     if args.memory_budget is not None:

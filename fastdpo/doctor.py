@@ -210,6 +210,7 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
             model.train()
             model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
         reasons = forward.logged_reasons(model, NAME)
+        is_random = forward.is_random(model, NAME)
     finally:
         model.train(was_training)
         forward.uninstall_all(NAME)
@@ -218,8 +219,7 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
         yield Finding(FAILED, what, "; ".join(sorted(reasons)))
         return
     yield Finding(OK, what, type(model).__name__)
-    shared = int(batches[0].multiplicity.max()) > 1
-    yield Finding(OK, "shared prompts") if shared else Finding(OFF, "shared prompts", "while dropout is active")
+    yield Finding(OK, "shared prompts", "one dropout mask for both rows" if is_random else "")
 
 
 def _cache(directory: Path) -> Iterator[Finding]:

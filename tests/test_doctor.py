@@ -121,12 +121,12 @@ def llama(**options):
     return LlamaForCausalLM(LlamaConfig(**sizes, **options))
 
 
-def test_a_model_that_does_not_share_prompts():
+def test_a_model_with_dropout():
     model = llama().eval()
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
     findings = list(doctor.model_findings(model))
-    assert statuses(findings) == {"packing and fused head": OK, "shared prompts": OFF}
-    assert findings[1].detail == "while dropout is active"
+    assert statuses(findings) == {"packing and fused head": OK, "shared prompts": OK}
+    assert findings[1].detail == "one dropout mask for both rows"
     assert not model.training
 
 

@@ -53,8 +53,9 @@ def test_a_script_trains_fused_with_its_arguments_and_exit_code(script, tmp_path
     assert done.stderr.count(f"{ON} (") == done.stderr.count(CALLS) == 1
 
 
-def test_a_module_trains_fused_without_shared_prompts(script, tmp_path):
-    done = run("--no-share-prompts", "-m", "train", tmp_path / "out", path=(tmp_path,))
+@pytest.mark.parametrize("option", ["--no-share-prompts", "--no-share-random-prompts"])
+def test_a_module_trains_fused_with_an_option(script, tmp_path, option):
+    done = run(option, "-m", "train", tmp_path / "out", path=(tmp_path,))
     assert done.returncode == 3, done.stderr
     assert CALLS in done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from .. import checks
+from ..models.layouts import SharePrompts
 from ..ops.linear_logps import MEMORY_BUDGET
 from .protocol import PatchOptions
 
@@ -12,7 +13,7 @@ from .protocol import PatchOptions
 def checked_options(
     op: str,
     *,
-    share_prompts: bool = True,
+    share_prompts: SharePrompts = True,
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
@@ -29,7 +30,12 @@ def checked_options(
     Raises:
         TypeError, ValueError: an option has the wrong type or value.
     """
-    checks.require_flags(op, share_prompts=share_prompts, verify=verify)
+    checks.require_flags(op, verify=verify)
+    if not isinstance(share_prompts, bool) and not (
+        isinstance(share_prompts, str) and share_prompts == "deterministic"
+    ):
+        error = ValueError if isinstance(share_prompts, str) else TypeError
+        raise error(f'{op}: share_prompts must be True, False or "deterministic"; got {checks.shown(share_prompts)}')
     checks.require_bytes(op, memory_budget=memory_budget)
     memory = reference_memory
     if not isinstance(memory, bool):

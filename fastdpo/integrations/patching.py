@@ -19,6 +19,7 @@ from packaging.version import Version
 from .. import checks
 from ..logs import logger, warn
 from ..models import fallback, forward
+from ..models.layouts import SharePrompts
 from ..ops.linear_logps import MEMORY_BUDGET
 from .arguments import checked_options
 from .protocol import STATE, PatchOptions, TrainerLine
@@ -174,7 +175,7 @@ _said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def patch(
     *targets: Target | Sequence[Target],
-    share_prompts: bool = True,
+    share_prompts: SharePrompts = True,
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
@@ -195,7 +196,9 @@ def patch(
             of packages ("trl"): all trainers of the package that are supported in the installed
             version. Lists of them are accepted, too. Default: the preference trainers of all
             packages that are installed.
-        share_prompts: compute the tokens that the two answers to a prompt begin with once.
+        share_prompts: compute the tokens that the two answers to a prompt begin with once. With
+            dropout, they then draw the same values for these tokens; "deterministic" shares them
+            only where nothing is drawn.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward
             (`ops.linear_logps`), an integer.
         reference_memory: remember the reference's log-probabilities of each pair when they are
@@ -288,7 +291,7 @@ def unpatch() -> None:
 @contextmanager
 def patched(
     *targets: Target | Sequence[Target],
-    share_prompts: bool = True,
+    share_prompts: SharePrompts = True,
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,

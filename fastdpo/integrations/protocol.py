@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..models.layouts import SharePrompts
 from ..ops.linear_logps import MEMORY_BUDGET
 
 STATE = "_fastdpo_state"
@@ -20,14 +21,15 @@ class PatchOptions:
     """The options of `patch()`.
 
     Attributes:
-        share_prompts: compute the tokens that the two answers to a prompt begin with once.
+        share_prompts: compute the tokens that the answers to a prompt begin with once: True, False,
+            or "deterministic", unless dropout or other noise is active.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
         reference_memory: remember the reference's log-probabilities of each pair: not at all, in
             this process, or in a directory.
         verify: compare the first fused calls of each model with stock ones.
     """
 
-    share_prompts: bool = True
+    share_prompts: SharePrompts = True
     memory_budget: int = MEMORY_BUDGET
     reference_memory: bool | Path = False
     verify: bool = False

@@ -33,7 +33,7 @@ from ..packing import Layout, NotPackable
 from . import attention, fallback, head, images, probe, support, verification
 from .fallback import calls
 from .language_model import backbone, text_config
-from .layouts import Groups, layout_of, padded_batch
+from .layouts import Groups, SharePrompts, layout_of, padded_batch
 from .probe import ProbeResult
 from .router import returns_router_logits
 from .structure import Structure
@@ -64,7 +64,8 @@ class Request(NamedTuple):
         outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
         temperature: divides the logits.
         float32_head: whether the head computes in float32.
-        share_prompts: whether tokens that rows of the same group begin with are computed once.
+        share_prompts: whether tokens that rows of the same group begin with are computed once;
+            "deterministic": unless dropout or other noise is active.
         groups: which rows of a batch are a group.
         images: whether batches may hold images, those of the first rows of all pairs first.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
@@ -78,7 +79,7 @@ class Request(NamedTuple):
     outputs: tuple[str, ...] = ()
     temperature: float = 1.0
     float32_head: bool = False
-    share_prompts: bool = True
+    share_prompts: SharePrompts = True
     groups: Groups = "pairs"
     images: bool = False
     memory_budget: int = MEMORY_BUDGET
@@ -261,6 +262,12 @@ def disabled_reason(model: nn.Module, integration: str) -> str | None:
     """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
     base = _model_of(model, integration)
     return None if base is None else vars(base)[ATTRIBUTE].unsupported_reason()
+
+
+def is_random(model: nn.Module, integration: str) -> bool:
+    """Whether a model draws random numbers in training mode, as far as is known before its first call."""
+    base = _model_of(model, integration)
+    return base is not None and _is_random(base, vars(base)[ATTRIBUTE])
 
 
 def logged_reasons(model: nn.Module, integration: str) -> frozenset[str]:
@@ -482,13 +489,16 @@ def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _Runn
         raise NotPackable("ranks that run a model together run its images padded")
 
     make_layout = functools.partial(_layout, model, fused, kwargs)
-    return _RunnableBatch(*fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout))
+    share_random = fused.request.share_prompts != "deterministic"
+    packed = fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout, share_random=share_random)
+    return _RunnableBatch(*packed)
 
 
 def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: bool = True) -> Layout:
-    batch, share = padded_batch(kwargs), share and fused.request.share_prompts
-    if share and model.training and _has_dropout(model, fused):
-        share = False  # dropout would differ between the two copies of a prompt
+    batch, requested = padded_batch(kwargs), fused.request.share_prompts
+    share = share and requested is not False
+    if share and requested == "deterministic" and model.training and _is_random(model, fused):
+        share = False
         if "dropout" not in fused.logged:
             fused.logged.add("dropout")
             name, role = fused.request.integration, fused.request.role
@@ -499,12 +509,12 @@ def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: b
     return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
 
 
-def _has_dropout(model: PreTrainedModel, fused: _FusedForward) -> bool:
+def _is_random(model: PreTrainedModel, fused: _FusedForward) -> bool:
     """Whether training is random. The probe misses dropout in an
     adapter whose weights are still zero.
     """
-    is_random = fused.probe_result is not None and fused.probe_result.is_random
-    return is_random or any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    seen = fused.probe_result is not None and fused.probe_result.is_random
+    return seen or any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
 
 
 def _kind_of_call(model: PreTrainedModel, fused: _FusedForward) -> str:

@@ -99,7 +99,14 @@ class ImageBatches:
     results: dict[tuple[int, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
 
     def pack(
-        self, model: PreTrainedModel, structure: int, images: Images, kwargs: dict, make_layout: Callable[..., Layout]
+        self,
+        model: PreTrainedModel,
+        structure: int,
+        images: Images,
+        kwargs: dict,
+        make_layout: Callable[..., Layout],
+        *,
+        share_random: bool = True,
     ) -> tuple[Layout, dict[str, Any]]:
         """The layout of a batch, and the arguments of the model's backbone for its packed tokens.
 
@@ -110,6 +117,8 @@ class ImageBatches:
             kwargs: the arguments of the call on the padded batch.
             make_layout: makes a layout, in which pairs share no prefix if it is called with
                 `share=False`.
+            share_random: whether pairs share images and prefixes in a model that is random, as with
+                dropout.
 
         Raises:
             NotPackable: the batch has no packed form.
@@ -124,7 +133,7 @@ class ImageBatches:
             raise NotPackable(result.unsupported_reason)
         if model.training and result.attention_dropout:
             raise NotPackable("attention dropout is active")
-        if model.training and result.is_random and packed.shared:
+        if model.training and result.is_random and packed.shared and not share_random:
             packed = _pack(model, images, kwargs, functools.partial(make_layout, share=False))
         return packed.layout, packed.inputs
 

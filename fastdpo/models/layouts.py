@@ -42,6 +42,9 @@ def padded_batch(kwargs: dict) -> PaddedBatch:
     return PaddedBatch(kwargs["input_ids"], kwargs["attention_mask"], labels, shifted)
 
 
+SharePrompts = bool | Literal["deterministic"]
+"""Whether rows share what they begin with: always, never, or only where a model is not random."""
+
 Groups = Literal["pairs", "prompts"]
 """Which rows of a batch may share the tokens that they begin with: rows i and i + R/2, or all rows
 with the same tokens up to their first label.

@@ -73,11 +73,12 @@ def test_an_empty_list_does_not_mean_all(empty):
 
 
 BYTES = "memory_budget must be a number of bytes, an int of 0 or more; got "
+SHARING = 'share_prompts must be True, False or "deterministic"; got '
 DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
 MALFORMED = [
-    ("share_prompts", "no", TypeError, "share_prompts must be True or False; got 'no'"),
-    ("share_prompts", None, TypeError, "share_prompts must be True or False; got None"),
-    ("share_prompts", 1, TypeError, "share_prompts must be True or False; got 1"),
+    ("share_prompts", "no", ValueError, SHARING + "'no'"),
+    ("share_prompts", None, TypeError, SHARING + "None"),
+    ("share_prompts", 1, TypeError, SHARING + "1"),
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
     ("memory_budget", -1, ValueError, BYTES + "-1"),

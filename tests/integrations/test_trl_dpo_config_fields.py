@@ -30,7 +30,7 @@ OF_DPO = {
     "activation_offloading": run_by("models", "test_saved_activations_may_be_moved"),
     "beta": LOSS_ONLY,
     "dataset_num_proc": UNTOUCHED,
-    "disable_dropout": run_by("models", "test_dropout_is_packed_but_not_shared"),
+    "disable_dropout": run_by("models", "test_dropout_is_packed"),
     "discopop_tau": LOSS_ONLY,
     "f_alpha_divergence_coef": LOSS_ONLY,
     "f_divergence_type": LOSS_ONLY,

@@ -184,10 +184,11 @@ def test_truncated_completions(both):
     assert_fused(patched, policy=2, reference=2)
 
 
-def test_pairs_share_nothing_with_dropout(both, shared):
-    _, patched = both("smolvlm", disable_dropout=False, **adapter(lora_dropout=0.1))
+@pytest.mark.parametrize("sharing", [True, "deterministic"])
+def test_dropout(both, shared, sharing):
+    _, patched = both("smolvlm", disable_dropout=False, share_prompts=sharing, **adapter(lora_dropout=0.1))
     assert_fused(patched, policy=2, reference=2)
-    assert shared == [False] * 4, "the reference is the policy without its adapter, in its mode"
+    assert shared == [sharing is True] * 4, "the reference is the policy without its adapter, in its mode"
 
 
 def test_reference_memory_is_disabled(both, caplog):

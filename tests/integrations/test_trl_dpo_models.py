@@ -153,17 +153,21 @@ def test_attention_dropout_falls_back_to_stock(both, caplog):
     assert "attention dropout is active" in caplog.text
 
 
-def test_dropout_is_packed_but_not_shared(tmp_path):
+def test_dropout_is_packed(tmp_path):
     """Counts tokens: a new adapter's output is 0, so that dropout shows only from step 2 on."""
     lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.2)
     tokens = {}
-    for disabled in (True, False):
+    for sharing, disabled in ((True, True), (True, False), ("deterministic", False)):
         model, widths = tiny_model(), []
         model.model.register_forward_pre_hook(
             lambda module, args, kwargs, widths=widths: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
-        with fastdpo.patched():
-            run = train(tmp_path / str(disabled), model, None, peft_config=lora, disable_dropout=disabled, max_steps=2)
+        with fastdpo.patched(share_prompts=sharing):
+            run = train(
+                tmp_path / f"{sharing}{disabled}", model, None, peft_config=lora, disable_dropout=disabled, max_steps=2
+            )
         assert_fused(run, policy=2, reference=2)
-        tokens[disabled] = widths[-4:]  # policy and reference in each step
-    assert all(alone > shared for alone, shared in zip(tokens[False], tokens[True], strict=True))
+        tokens[sharing, disabled] = widths[-4:]  # policy and reference in each step
+    assert tokens[True, False] == tokens[True, True]
+    deterministic = tokens["deterministic", False]
+    assert all(alone > shared for alone, shared in zip(deterministic, tokens[True, False], strict=True))

@@ -32,6 +32,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 import fastdpo
+from fastdpo.models.layouts import SharePrompts
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
 NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos", "step_time")
@@ -237,10 +238,11 @@ def train_both(
     trainer: str = "trl.DPOTrainer",
     train: Callable[..., Run] = train,
     reference_memory: bool = False,
+    share_prompts: SharePrompts = True,
     build: Callable[..., PreTrainedModel] = tiny_model,
     **options,
 ) -> list[Run]:
-    """Trains stock, then patched, with an option of `patch`, from the same initial weights.
+    """Trains stock, then patched, with two options of `patch`, from the same initial weights.
 
     `build` makes each model of its kind, a seed and the entries of `tiny`. `prepare` is applied to
     it before a trainer is created with it. `train` is called with a directory, policy, reference
@@ -253,7 +255,7 @@ def train_both(
 
     stock = once("stock")
     stock.in_float64 = functools.partial(once, "float64", double)
-    with fastdpo.patched(trainer, reference_memory=reference_memory):
+    with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts):
         return [stock, once("patched")]
 
 

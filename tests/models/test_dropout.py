@@ -1,0 +1,167 @@
+"""Shared prompts under dropout: each row has the distribution that it has in the padded batch."""
+
+import json
+
+import pytest
+import torch
+from families import FUSED, kind
+from peft import LoraConfig, get_peft_model
+from trl_runs import LORA, tiny_model
+
+from benchmarks import dropout
+from benchmarks.dropout import (
+    Pairs,
+    distribution_p_value,
+    draw,
+    fused_score,
+    install,
+    larger_variance_p_value,
+    mean_p_value,
+    stock_score,
+)
+from fastdpo.models import forward
+from fastdpo.packing import IGNORE_INDEX
+
+PROMPT = 14
+LEVEL = 1e-3
+"""A test fails if its p-value is smaller. Seeds are fixed, so that a test that has passed
+will pass again.
+"""
+
+P = 0.2
+CALLS, COPIES = 5, 40
+
+
+def rows(answers=(7, 7)):
+    """Pairs with equal prompts and random answers."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, *both = (torch.randint(3, 97, (2, n), generator=generator) for n in (PROMPT, *answers))
+    ids = torch.cat([torch.cat([prompts, answer], 1) for answer in both])
+    labels = ids.clone()
+    labels[:, :PROMPT] = IGNORE_INDEX
+    return Pairs(ids, labels)
+
+
+def with_adapter(name: str):
+    model = tiny_model(kind(name), **FUSED[name][1]) if name in FUSED else tiny_model(name)
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(**LORA | dict(lora_dropout=P)))
+
+
+def gpt2():
+    return tiny_model("gpt2", **FUSED["gpt2"][1] | dict(resid_pdrop=P, embd_pdrop=P, attn_pdrop=0.0))
+
+
+MODELS = {
+    "adapter": lambda: with_adapter("llama"),
+    "hidden states": gpt2,
+    "experts": lambda: with_adapter("mixtral"),
+    "hybrid": lambda: with_adapter("falcon_h1"),
+}
+
+
+def draws(name, score=fused_score, calls=CALLS, seed=0, **request):
+    model = MODELS[name]()
+    if score is fused_score:
+        install(model, **request)
+    return draw(model, rows(), score, calls=calls, copies=COPIES, seed=seed)
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """The layouts of all calls."""
+    stock, recorded = forward.layout_of, []
+
+    def layout_of(*args, **options):
+        recorded.append(stock(*args, **options))
+        return recorded[-1]
+
+    monkeypatch.setattr(forward, "layout_of", layout_of)
+    return recorded
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_expectations_are_those_of_padded_rows(name, layouts):
+    stock, shared = draws(name, stock_score), draws(name, seed=1)
+    assert all(layout.multiplicity.max() == 2 for layout in layouts)
+    assert distribution_p_value(stock.logps, shared.logps) > LEVEL
+    assert mean_p_value(stock.logps, shared.logps) > LEVEL
+    assert mean_p_value(stock.slopes, shared.slopes) > LEVEL
+    assert mean_p_value(stock.loss_slopes, shared.loss_slopes) > LEVEL
+    assert larger_variance_p_value(shared.margins(), stock.margins()) > LEVEL
+    assert stock.margins().std(0).min() > 0.1, "nothing is drawn"
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_pair_of_a_batch_draws_its_own_masks(share):
+    """So that copies of a pair are independent draws."""
+    logps = draws("hidden states", calls=1, share_prompts=share).logps
+    assert len(logps[:, 0, 0].unique()) == len(logps)
+
+
+def test_a_deterministic_prompt_is_not_shared(layouts):
+    unshared = draws("adapter", calls=1, share_prompts="deterministic")
+    assert all(layout.multiplicity.max() == 1 for layout in layouts)
+    alone = draws("adapter", calls=1, share_prompts=False)
+    assert torch.equal(unshared.logps, alone.logps)
+    assert torch.equal(unshared.loss_slopes, alone.loss_slopes)
+
+
+class OtherScale(torch.nn.Dropout):
+    """Dropout that does not divide by 1 - p."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 - self.p)
+
+
+class OtherPrompt(torch.nn.Dropout):
+    """Dropout that drops twice as much of what rows share."""
+
+    layouts: list
+
+    def forward(self, x):
+        if not self.layouts or self.layouts[-1].multiplicity.numel() != x.shape[1]:  # the probe
+            return super().forward(x)
+        shared = (self.layouts[-1].multiplicity > 1)[None, :, None]
+        return torch.where(shared, torch.nn.functional.dropout(x, 2 * self.p, self.training), super().forward(x))
+
+
+@pytest.mark.parametrize("wrong", [OtherScale, OtherPrompt])
+def test_the_comparison_notices_wrong_dropout(wrong, layouts):
+    stock = draws("adapter", stock_score)
+    OtherPrompt.layouts = layouts
+    model = MODELS["adapter"]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.__class__ = wrong
+    install(model)
+    shared = draw(model, rows(), fused_score, calls=CALLS, copies=COPIES)
+    assert distribution_p_value(stock.logps, shared.logps) < LEVEL / 10
+
+
+def test_the_comparison_notices_a_larger_variance():
+    margins = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    assert larger_variance_p_value(margins, margins) == 1
+    assert larger_variance_p_value(1.3 * margins, margins) < LEVEL
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_masks_again(reentrant):
+    def gradients(checkpointing):
+        model = MODELS["adapter"]()
+        install(model)
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        torch.manual_seed(0)
+        fused_score(model, rows()).sum().backward()
+        return [x.grad for x in model.parameters() if x.requires_grad]
+
+    for a, b in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_page_is_up_to_date():
+    page = dropout.PAGE.read_text()
+    assert page == dropout.with_tables(page, json.loads(dropout.RESULT.read_text()))
