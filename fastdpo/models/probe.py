@@ -104,6 +104,9 @@ def _compare(
     device = padded["input_ids"].device
     rounding_error = _rounding_error(model, device)
 
+    if function_probe.refuse_wrong_kernels(model, device):
+        attention.switch(model)
+
     def run(inputs: dict[str, Any]) -> Tensor:
         return backbone(model)(**inputs).last_hidden_state.flatten(0, 1)
 

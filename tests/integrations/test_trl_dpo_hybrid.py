@@ -29,8 +29,8 @@ def shared(monkeypatch) -> list[bool]:
     """Whether states were shared, for each call of a scan."""
     found, stock = [], Segments.sequences
 
-    def sequences(self, chunk):
-        result = stock(self, chunk)
+    def sequences(self, *options):
+        result = stock(self, *options)
         found.append(result.parents is not None)
         return result
 

@@ -66,7 +66,7 @@ def apart(segments: Segments) -> Segments:
 
 
 def lose_states(monkeypatch) -> None:
-    monkeypatch.setattr(Segments, "sequences", lambda self, chunk: apart(self).whole_rows)
+    monkeypatch.setattr(Segments, "sequences", lambda self, *options: apart(self).whole_rows)
 
 
 def swap_states(monkeypatch) -> None:

@@ -19,6 +19,7 @@ class Convolution:
     """`causal_conv1d_fn(x, weight, ...)` with x [B, D, T] and weight [D, K]."""
 
     time = 2
+    kernel_arguments = frozenset({"weight"})
 
     def run(self, original: Callable, segments: Segments, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The function's result for the packed tokens x [1, D, T]."""

@@ -50,10 +50,12 @@ def functions_of(mixer: nn.Module) -> dict[str, Any]:
 
 def called_by(mixer: nn.Module) -> frozenset[str]:
     """The names of the known functions that a mixer must call on packed tokens. None of them if it runs
-    on whole rows: it calls no known function, or kernels, which get the rows that they expect.
+    on whole rows: it calls no known function, or one that cannot take packed tokens.
     """
+    file = forward_of(type(mixer)).__globals__["__name__"]
     functions = {name: x for name, x in functions_of(mixer).items() if name not in known.WHOLE_MIXERS}
-    return frozenset(functions) if all(map(known.is_torch, functions.values())) else frozenset()
+    packed = all(known.runs_packed(name, x, file) for name, x in functions.items())
+    return frozenset(functions) if packed else frozenset()
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...logs import warn
 from . import running
 from .finding import called_by, functions_of, mixers_of
+from .implementations import calls_kernel, refuse
 from .known import KNOWN, wrapper
 from .running import RunningMixer
 from .segments import Segments, gather, gather_all
@@ -34,12 +36,33 @@ LARGEST_ERROR = 1e-3
 state or halo changes them by 0.1 or more. Products in TF32 differ by less than this.
 """
 
+LARGEST_ERROR_OF_KERNELS = 2e-2
+"""Kernels multiply in TF32 or bfloat16, in several steps one after the other."""
+
 
 def unsupported_reason(model: PreTrainedModel, device: torch.device) -> str | None:
     """How a known function of a model's mixers differs on packed tokens; None if none does."""
+    return next(filter(None, (difference(name, x, device) for name, x in _functions(model))), None)
+
+
+def refuse_wrong_kernels(model: PreTrainedModel, device: torch.device) -> bool:
+    """Excludes kernels that give other results on packed tokens, and logs why.
+
+    Returns:
+        Whether there are any. Once the model has been switched again, the mixers that call them run
+        on whole rows.
+    """
+    wrong = {x: reason for name, x in _functions(model) if calls_kernel(x) and (reason := difference(name, x, device))}
+    for function, reason in wrong.items():
+        refuse(function)
+        warn(f"mixers of {type(model).__name__} run on whole rows, since the kernel of {reason}")
+    return bool(wrong)
+
+
+def _functions(model: PreTrainedModel) -> list[tuple[str, Callable]]:
+    """The known functions that a model's mixers call on packed tokens, by name."""
     found = {(name, functions_of(mixer)[name]) for mixer in mixers_of(model) for name in called_by(mixer)}
-    reasons = (difference(name, function, device) for name, function in sorted(found, key=lambda each: each[0]))
-    return next(filter(None, reasons), None)
+    return sorted(found, key=lambda each: each[0])
 
 
 @functools.cache
@@ -53,7 +76,7 @@ def difference(name: str, original: Callable, device: torch.device) -> str | Non
     except Exception as error:  # kernels raise anything for arguments that they do not expect
         return f"{name} cannot be run on packed tokens: {type(error).__name__}: {error}"
     error = max(((x - y).norm() / y.norm()).item() for x, y in zip(packed, whole, strict=True))
-    if error <= LARGEST_ERROR:
+    if error <= (LARGEST_ERROR_OF_KERNELS if calls_kernel(original) else LARGEST_ERROR):
         return None
     return f"{name} gives other results on packed tokens than on whole rows (relative difference {error:.2g})"
 

@@ -15,7 +15,7 @@ from ...packing import is_layout
 from . import modeling_files, running
 from .finding import called_by, mixers_of
 from .running import RunningMixer
-from .segments import Segments, collect, gather_all, segments_of
+from .segments import collect, gather_all, segments_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ def switch(model: PreTrainedModel) -> None:
     for mixer in mixers:
         before, after = (enter, leave) if called_by(mixer) else (unfold, fold)
         if before not in mixer._forward_pre_hooks.values():
+            _remove_hooks(mixer)
             mixer.register_forward_pre_hook(before, with_kwargs=True)
             mixer.register_forward_hook(after, always_call=True)
 
@@ -36,11 +37,7 @@ def switch(model: PreTrainedModel) -> None:
 def restore(model: PreTrainedModel) -> None:
     """Undoes `switch`. Works for copies of a switched model, too."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [number for number, hook in hooks.items() if is_hook(hook)]:
-                del hooks[number]
-                for flags in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
-                    flags.pop(number, None)
+        _remove_hooks(module)
     modeling_files.restore(model)
 
 
@@ -50,11 +47,16 @@ def is_hook(hook: Callable) -> bool:
 
 
 def enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Takes a layout from the arguments of a mixer that calls known functions."""
+    """Takes a layout from the arguments of a mixer that calls known functions.
+
+    Raises:
+        RuntimeError: the functions have been replaced since the model was switched, by some that
+            may not take packed tokens.
+    """
     layout, hidden = _layout_and_hidden(args, kwargs)
     if layout is None:
         return None
-    _begin(mixer, layout, hidden.device)
+    _begin_packed(mixer, layout, hidden.device)
     return _without(layout, args, kwargs)
 
 
@@ -75,13 +77,20 @@ def unfold(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     layout, hidden = _layout_and_hidden(args, kwargs)
     if layout is None:
         return None
-    segments = _begin(mixer, layout, hidden.device)
-    return _gather_rows(segments, _without(layout, args, kwargs))
+    return _begin_whole_rows(layout, hidden.device, _without(layout, args, kwargs))
 
 
 def fold(mixer: nn.Module, args: tuple, output: Any) -> Any:
     """Puts the results of whole rows back in the order of packed tokens."""
     return _collect_rows(mixer, output)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if is_hook(hook)]:
+            del hooks[number]
+            for flags in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                flags.pop(number, None)
 
 
 def _layout_and_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor]:
@@ -97,7 +106,9 @@ def _without(layout: Tensor, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
 
 
 @torch.compiler.disable(reason="its indices depend on a layout")
-def _gather_rows(segments: Segments, arguments: tuple) -> tuple:
+def _begin_whole_rows(layout: Tensor, device: torch.device, arguments: tuple) -> tuple:
+    segments = segments_of(layout, device)
+    running.begin(RunningMixer(segments, frozenset()))
     (index,) = segments.whole_rows.batches
     return gather_all(arguments, 1, segments.tokens, index)
 
@@ -108,7 +119,8 @@ def _collect_rows(mixer: nn.Module, output: Any) -> Any:
     if ran is None or output is None:  # None: the mixer raised
         return output
     running.record(mixer)
-    (index,), place, _ = ran.segments.whole_rows
+    sequences = ran.segments.whole_rows
+    (index,), place = sequences.batches, sequences.place
 
     def collected(x: Any) -> Any:
         return collect([x], 1, place) if isinstance(x, Tensor) and x.shape[:2] == index.shape else x
@@ -117,10 +129,11 @@ def _collect_rows(mixer: nn.Module, output: Any) -> Any:
 
 
 @torch.compiler.disable(reason="a layout is read on the host")
-def _begin(mixer: nn.Module, layout: Tensor, device: torch.device) -> Segments:
-    segments = segments_of(layout, device)
-    running.begin(RunningMixer(segments, called_by(mixer)))
-    return segments
+def _begin_packed(mixer: nn.Module, layout: Tensor, device: torch.device) -> None:
+    expected = called_by(mixer)
+    if not expected:
+        raise RuntimeError(f"the functions that {type(mixer).__name__} calls have been replaced since it was examined")
+    running.begin(RunningMixer(segments_of(layout, device), expected))
 
 
 @torch.compiler.disable(reason="see `running`")

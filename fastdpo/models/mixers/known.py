@@ -1,19 +1,17 @@
 """The functions that modeling files call by global names and that run on packed tokens.
 
-transformers chooses what such a name stands for when the modeling file is imported: PyTorch code,
-or a kernel of another package if that is installed.
+Such a function calls PyTorch code, or the kernel of a package if that is installed.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 
+from . import implementations
 from .convolutions import Convolution
 from .running import running
 from .scans import SCANS, Scan
@@ -61,8 +59,20 @@ def original_of(function: Any) -> Any:
     return getattr(function, _ORIGINAL, function)
 
 
-def is_torch(original: object) -> bool:
-    """Whether what a known name stands for is PyTorch code, and not a kernel."""
-    if not isinstance(original, FunctionType):
+def runs_packed(name: str, original: Any, file: str) -> bool:
+    """Whether packed tokens may reach what a known name stands for.
+
+    PyTorch code takes them, and so does the kernel that transformers calls instead, if it has the
+    arguments for states. Kernels of the Hugging Face Hub and functions of other code do not.
+
+    Args:
+        name: one of `KNOWN`.
+        original: what it stands for.
+        file: the name of the modeling file's module.
+    """
+    if not implementations.is_function_of(original, file) or implementations.is_refused(original):
         return False
-    return not inspect.getclosurevars(original).nonlocals.get("is_new_implementation", False)
+    if not implementations.calls_kernel(original):
+        return True
+    kernel = implementations.kernel_of(original)
+    return kernel is not None and implementations.takes(kernel, KNOWN[name].kernel_arguments)

@@ -26,22 +26,39 @@ class Halos(NamedTuple):
     keep: Tensor
 
 
+class Bounds(NamedTuple):
+    """Where the sequences of one row begin and end, under the names of the kernels' arguments.
+
+    Attributes:
+        cu_seqlens: int64 [S + 1], on the device of the tokens.
+        cu_seqlens_cpu: the same on the CPU.
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
+
+
 class Sequences(NamedTuple):
     """Batches of sequences that contain all packed tokens.
 
     Attributes:
-        batches: one or two of int64 [B, L], packed tokens; T, a token of zeros, at padding.
+        batches: one or two of int64 [B, L], packed tokens; T, a token of zeros, at padding. With
+            `bounds`, [1, L] without padding.
         place: int64 [T], where each packed token is in the flattened batches.
         parents: int64 [B] for each sequence of the second batch, the sequence of the first one in
             whose final state it begins; None if there is one batch.
+        bounds: of the sequences in each batch; None if each sequence is a row of its own.
     """
 
     batches: tuple[Tensor, ...]
     place: Tensor
     parents: Tensor | None = None
+    bounds: tuple[Bounds, ...] | None = None
 
     def chunks(self, size: int) -> int:
         """Number of chunks of this many tokens that a scan computes, padding included."""
+        if self.bounds is not None:
+            return sum(-(-length // size) for each in self.bounds for length in each.cu_seqlens_cpu.diff().tolist())
         return sum(len(batch) * -(-batch.shape[1] // size) for batch in self.batches)
 
 
@@ -93,16 +110,28 @@ class Segments:
         branches = _padded(self._branches, self.tokens)
         return self._sequences(roots, branches)._replace(parents=self._move(np.array(self._parents)))
 
-    def sequences(self, chunk: int | None) -> Sequences:
+    @cached_property
+    def whole_rows_in_one(self) -> Sequences:
+        """`whole_rows` one behind the other."""
+        return self._in_one_row(self._rows)
+
+    @cached_property
+    def shared_in_one(self) -> Sequences:
+        """`shared`, with all roots in one row and all branches in another."""
+        return self._in_one_row(self._roots, self._branches)._replace(parents=self._move(np.array(self._parents)))
+
+    def sequences(self, chunk: int | None, in_one_row: bool = False) -> Sequences:
         """The sequences that need the fewest chunks of a scan.
 
         Args:
             chunk: number of tokens that the scan computes at once; None if it takes no initial
                 state and therefore needs whole rows.
+            in_one_row: whether the scan takes several sequences in one row.
         """
         if chunk is None or not self._branches:
-            return self.whole_rows
-        return min(self.whole_rows, self.shared, key=lambda sequences: sequences.chunks(chunk))
+            return self.whole_rows_in_one if in_one_row else self.whole_rows
+        both = (self.whole_rows_in_one, self.shared_in_one) if in_one_row else (self.whole_rows, self.shared)
+        return min(both, key=lambda sequences: sequences.chunks(chunk))
 
     def halos(self, reach: int) -> Halos:
         """The segments, each behind the `reach` tokens that precede it."""
@@ -117,6 +146,11 @@ class Segments:
                 end += reach + len(segment)
             self._halos[reach] = Halos(self._move(np.concatenate(pieces)[None]), self._move(keep))
         return self._halos[reach]
+
+    def _in_one_row(self, *groups: list[np.ndarray]) -> Sequences:
+        bounds = [np.cumsum([0, *map(len, group)]) for group in groups]
+        sequences = self._sequences(*(np.concatenate(group)[None] for group in groups))
+        return sequences._replace(bounds=tuple(Bounds(self._move(x), torch.from_numpy(x)) for x in bounds))
 
     def _sequences(self, *batches: np.ndarray) -> Sequences:
         flat = np.concatenate([batch.ravel() for batch in batches])
