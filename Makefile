@@ -105,6 +105,7 @@ docs: $(READY)
 	$(BIN)/python tests/support/support_tables.py
 	$(BIN)/python tests/support/multimodal_tables.py
 	$(BIN)/python docs/draw_layout.py
+	$(BIN)/python tests/support/reason_sections.py
 
 SUITES ?= step bf16 evaluation precompute online kto grpo vision head attention memory scaling
 

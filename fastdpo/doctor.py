@@ -142,7 +142,7 @@ def _devices() -> Iterator[Finding]:
 def _trainers(targets: Sequence[str]) -> Iterator[Finding]:
     for seam in patching.examine(*targets).seams:
         status = OK if seam.on else FAILED if targets else OFF
-        yield Finding(status, seam.name, ": ".join(filter(None, (seam.version, seam.reason))))
+        yield Finding(status, seam.name, ": ".join(filter(None, (seam.version, seam.reason and seam.reason.named))))
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
@@ -216,7 +216,7 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
         forward.uninstall_all(NAME)
     what = "packing and fused head"
     if not batches:
-        yield Finding(FAILED, what, "; ".join(sorted(reasons)))
+        yield Finding(FAILED, what, "; ".join(sorted(reason.named for reason in reasons)))
         return
     yield Finding(OK, what, type(model).__name__)
     yield Finding(OK, "shared prompts", "one dropout mask for both rows" if is_random else "")

@@ -15,13 +15,22 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .reasons import Reason
 
 IGNORE_INDEX = -100
 MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 
 
 class NotPackable(ValueError):
-    """The batch has no packed form and must be run padded. The message is the reason."""
+    """The batch has no packed form and must be run padded.
+
+    Attributes:
+        reason: why.
+    """
+
+    def __init__(self, reason: Reason):
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,7 @@ def pack(
         checks.require_integer("pack", "reach", reach, "be an int or None")
 
     if 0 in input_ids.shape:
-        raise NotPackable("no token is real")
+        raise NotPackable(Reason("no-tokens"))
 
     device = input_ids.device
     ids, real, targets = _to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
@@ -319,13 +328,13 @@ def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Ten
     lengths = real.sum(1)
     offset, end = _span(real)
     if ((end - offset != lengths) & (lengths > 0)).any():
-        raise NotPackable("an attention mask has holes")
+        raise NotPackable(Reason("mask-holes"))
     first, last = _span(scored)
     any_scored = scored.any(1)
     if (any_scored & ((first < offset) | (last > offset + lengths))).any():
-        raise NotPackable("a label is scored by a padding position")
+        raise NotPackable(Reason("label-at-padding"))
     if not lengths.any():
-        raise NotPackable("no token is real")
+        raise NotPackable(Reason("no-tokens"))
     need = lengths if store_all else torch.where(any_scored, last - offset, 0)
     if not need.any():  # keep one token, so that a batch without labels has a differentiable zero
         need = need.index_fill(0, lengths.argmax(), 1)

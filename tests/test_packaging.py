@@ -31,16 +31,17 @@ ROOT = Path(__file__).parents[1]
 ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
     "checks": set(),
-    "packing": {"checks"},
+    "reasons": set(),
+    "packing": {"checks", "reasons"},
     "distributed": set(),
     "logs": set(),
     "testing": set(),
     "ops": {"checks", "kernels", "logs", "packing"},
     "metrics": {"checks", "ops"},
-    "models": {"checks", "distributed", "logs", "ops", "packing", "testing"},
-    "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing"},
+    "models": {"checks", "distributed", "logs", "ops", "packing", "reasons", "testing"},
+    "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing", "reasons"},
     "lengths": {"checks", "ref_logps"},
-    "integrations": {"checks", "distributed", "lengths", "logs", "models", "ops", "packing", "ref_logps"},
+    "integrations": {"checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "ref_logps"},
     "run": {"checks", "integrations", "models", "startup"},
 }
 
@@ -105,7 +106,7 @@ def metadata(wheel) -> Message:
 def package_files() -> set[str]:
     """The files of the package under their names in the wheel."""
     tracked = subprocess.run(["git", "ls-files", "fastdpo", "kernels"], cwd=ROOT, capture_output=True, text=True)
-    names = {name for name in tracked.stdout.split() if name.endswith((".py", "py.typed"))}
+    names = {name for name in tracked.stdout.split() if name.endswith((".py", ".toml", "py.typed"))}
     return {f"fastdpo/{name}" if name.startswith("kernels/") else name for name in names}
 
 

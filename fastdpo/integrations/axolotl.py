@@ -18,6 +18,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 
 from ..models import fallback
+from ..reasons import Reason
 from .patching import PatchReport, patch
 from .protocol import STATE
 
@@ -45,7 +46,8 @@ class FastDPOPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Prints the report, or says that the trainer is another one, such as that of `rl: kto`."""
         if STATE not in vars(trainer):
-            fallback.report(f"{TRAINER} ({type(trainer).__name__}): not fused, it is not a {TRAINER}")
+            reason = Reason("other-trainer", trainer=TRAINER)
+            fallback.report(f"{TRAINER} ({type(trainer).__name__}): not fused, {reason.named}")
         elif vars(trainer)[STATE] is not None:  # else its line has said why
             _print(self._report)
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ..logs import logger
 from ..models import fallback, forward
 from ..models.functions import closure_contents, inner_function
+from ..reasons import Reason
 from .protocol import STATE
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
 
 
-def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> str | None:
+def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> Reason | None:
     """Returns why no call of a trainer can be fused, or None if that cannot be seen from its class.
 
     Args:
@@ -43,7 +44,7 @@ def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> str | 
                 continue
             named = _reachable_names(vars(owner)[name], subclasses)
             if named is not None and named.isdisjoint(path[i:]):
-                return f"{owner.__name__}.{name} does not call {stock.__name__}.{name}"
+                return Reason("bypassed", override=f"{owner.__name__}.{name}", stock=f"{stock.__name__}.{name}")
             if named is None or name not in named:  # it does not reach the next override
                 break
     return None
@@ -69,15 +70,14 @@ def report_skipped_init(trainer: Any, integration: str, stock: type, path: tuple
     Such a trainer is not patched. Trainers created before `patch()` have an accelerator already.
     """
     if STATE not in vars(trainer) and "accelerator" not in vars(trainer):
-        name = type(trainer).__name__
-        reason = bypass_reason(trainer, stock, path) or f"{name} does not call {stock.__name__}.__init__"
-        leave_unpatched(trainer, integration, reason)
+        skipped = Reason("bypassed", override=type(trainer).__name__, stock=f"{stock.__name__}.__init__")
+        leave_unpatched(trainer, integration, bypass_reason(trainer, stock, path) or skipped)
 
 
-def leave_unpatched(trainer: Any, integration: str, reason: str) -> None:
+def leave_unpatched(trainer: Any, integration: str, reason: Reason) -> None:
     """Marks a trainer as unpatched, and reports why."""
     vars(trainer)[STATE] = None
-    fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason}")
+    fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
 
 
 def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
@@ -86,8 +86,8 @@ def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
     A call that has fallen back counts, since it has reported its own reason.
     """
     if not forward.was_called(policy, integration):
-        reason = "no call of the policy has reached fastdpo before the first log"
-        fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason}")
+        reason = Reason("no-call")
+        fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
 
 
 def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:

@@ -19,6 +19,7 @@ from ..models.forward import Request, ScoredBatch
 from ..models.language_model import text_config
 from ..models.layouts import Groups
 from ..models.router import router_loss
+from ..reasons import Reason
 from .protocol import PatchOptions
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def install(
 def score(
     model: Any,
     integration: str,
-    inputs: Inputs | str,
+    inputs: Inputs | Reason,
     results: Callable[[Inputs, dict[str, Tensor]], T],
     stock: Callable[[Callable], T],
 ) -> T:
@@ -84,7 +85,7 @@ def score(
         stock: the trainer's own function of a model. If the call fell back, it is given a function
             that returns the output of that call, with logits.
     """
-    if isinstance(inputs, str):
+    if isinstance(inputs, Reason):
         forward.record_fallback(model, integration, inputs)
         return stock(model)
     output = model(**inputs, fused_lm_head=True)
@@ -93,10 +94,15 @@ def score(
     return stock(lambda *args, **kwargs: output)
 
 
-def liger_reason(config: Any) -> str | None:
+def liger_reason(config: Any) -> Reason | None:
     """Why a trainer with this configuration cannot be fused: Liger replaces its head or its loss."""
-    options = ("use_liger_loss", "use_liger_kernel")
-    return next((f"{name} is set" for name in options if getattr(config, name, False)), None)
+    return option_reason(config, ("use_liger_loss", "use_liger_kernel"))
+
+
+def option_reason(config: Any, options: Iterable[str]) -> Reason | None:
+    """Why a trainer with this configuration cannot be fused: the first of these options that is set."""
+    set_ones = (name for name in options if getattr(config, name, False))
+    return next((Reason("incompatible-option", option=name) for name in set_ones), None)
 
 
 def results_of(config: Any, scored: ScoredBatch, kwargs: dict) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from ..logs import logger, warn
 from ..models import fallback, forward
 from ..models.layouts import SharePrompts
 from ..ops.linear_logps import MEMORY_BUDGET
+from ..reasons import Reason
 from .arguments import checked_options
 from .protocol import STATE, PatchOptions, TrainerLine
 from .replacements import existing_instances
@@ -112,7 +113,7 @@ class Seam:
 
     name: str
     version: str | None
-    reason: str | None
+    reason: Reason | None
     stock_trainers: tuple[str, ...] = ()
 
     @property
@@ -120,9 +121,8 @@ class Seam:
         return self.reason is None
 
     def __str__(self) -> str:
-        text = (
-            f"{self.name}{f' ({self.version})' if self.version else ''}: {'on' if self.on else f'off, {self.reason}'}"
-        )
+        state = "on" if self.reason is None else f"off, {self.reason.named}"
+        text = f"{self.name}{f' ({self.version})' if self.version else ''}: {state}"
         if self.stock_trainers:
             text += f"; created before patch() and not patched: {', '.join(self.stock_trainers)}"
         return text
@@ -396,7 +396,7 @@ def _version(package: str) -> str | None:
 
 
 def _examine(name: str, is_targeted: bool) -> _Examined:
-    def off(version: str | None, reason: str) -> _Examined:
+    def off(version: str | None, reason: Reason) -> _Examined:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
 
     lines = [line for line in LINES if line.trainer == name]
@@ -404,21 +404,20 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     distribution = DISTRIBUTIONS.get(package, package)
     version = _version(package)
     if version is None:
-        return off(None, f"{distribution} is not installed")
+        return off(None, Reason("not-installed", distribution=distribution))
     line = next((line for line in lines if _supports(line, version)), None)
     if line is None:
         reason = unsupported_version_reason(distribution, version, [line.versions for line in lines])
         return off(version, reason)
     imported = any(module in sys.modules for module in line.trainer_modules)
     if package in CHANGING_OTHERS and not is_targeted and not imported:
-        reason = f"the program has not imported it yet: call patch() later, or patch({package!r})"
-        return off(version, reason)
+        return off(version, Reason("not-imported", package=package))
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     earlier = set(sys.modules)
     try:
         reason = module.unsupported_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
-        reason = " ".join(f"{package} cannot be imported: {error}".split())  # in one line
+        reason = Reason("import-error", package=package, error=" ".join(str(error).split()))  # in one line
         new = sys.modules.keys() - earlier
         for module_name in (x for x in new if x.partition(".")[0] == package):
             del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's

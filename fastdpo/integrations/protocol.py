@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ..models.layouts import SharePrompts
 from ..ops.linear_logps import MEMORY_BUDGET
+from ..reasons import Reason
 
 STATE = "_fastdpo_state"
 """The attribute of a trainer that holds the state of its trainer line.
@@ -44,7 +45,7 @@ class TrainerLine(Protocol):
     trainer class in a range of versions.
     """
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> Reason | None:
         """Compares the functions to be replaced with those that were tested.
 
         Returns what differs, or None. Changes nothing. May raise ImportError.

@@ -18,6 +18,7 @@ from ..models import fallback
 from ..models.fallback import calls
 from ..models.fingerprint import Fingerprint, fingerprint
 from ..models.structure import Structure
+from ..reasons import Reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +51,7 @@ class Memory:
         self._values: dict[bytes, Pair] = {}
         self._new: dict[bytes, Pair] = {}
 
-    def start(self, unsupported_reason: str | None, key: Callable[[], str]) -> None:
+    def start(self, unsupported_reason: Reason | None, key: Callable[[], str]) -> None:
         """Disables the memory if there is a reason to, and otherwise reads the values in the
         directory.
 
@@ -66,9 +67,9 @@ class Memory:
         else:
             self._read()
 
-    def disable(self, reason: str) -> None:
+    def disable(self, reason: Reason) -> None:
         self.enabled, self._values, self._new = False, {}, {}
-        fallback.report(f"{self._integration}: reference_memory is disabled, {reason}")
+        fallback.report(f"{self._integration}: reference_memory is disabled, {reason.named}")
 
     def log_probs(
         self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor]
@@ -91,7 +92,7 @@ class Memory:
             new: dict[bytes, Pair] = {digests[i]: (pair[0], pair[1]) for i, pair in zip(missing, computed, strict=True)}
             values = [new.get(digest) or self._values[digest] for digest in digests]
             if not all(map(torch.equal, before, _random_states(reference.device))):
-                self.disable("it draws random numbers (dropout, noise or jitter)")
+                self.disable(Reason("random-reference"))
             if self.enabled:
                 finite = {digest: pair for digest, pair in new.items() if all(map(math.isfinite, pair))}
                 self._values |= finite
@@ -117,7 +118,7 @@ class Memory:
         try:
             current = fingerprint(reference, self._structure)
         except (RuntimeError, NotImplementedError) as error:
-            self.disable(f"the reference's tensors cannot be read: {error}")
+            self.disable(Reason("unreadable-reference", error=error))
             return
         if self._fingerprint is not None and current != self._fingerprint:
             self._clear()
@@ -145,7 +146,7 @@ class Memory:
         try:
             self._key = self._make_key()
         except NotImplementedError as error:
-            self._keep_in_ram(str(error))
+            self._keep_in_ram(Reason("no-key", error=error))
             return
         directory = self._directory / self._key
         try:
@@ -153,7 +154,7 @@ class Memory:
         except (ValueError, OSError) as error:
             if not self._reference_has_changed:  # at the start, when raising loses no work
                 raise
-            self._keep_in_ram(str(error))
+            self._keep_in_ram(Reason("cache-file", done="read", error=error))
             return
         reason = shards.unusable_reason(directory)
         if reason is None:
@@ -166,12 +167,12 @@ class Memory:
             try:
                 _write(self._directory / self._key, self._key, self._new)
             except OSError as error:
-                self._keep_in_ram(f"a file cannot be written: {error}")
+                self._keep_in_ram(Reason("cache-file", done="written", error=error))
         self._new = {}
 
-    def _keep_in_ram(self, reason: str) -> None:
+    def _keep_in_ram(self, reason: Reason) -> None:
         self._directory = None
-        warn(f"{self._integration}: reference_memory is kept in RAM, not on disk: {reason}")
+        warn(f"{self._integration}: reference_memory is kept in RAM, not on disk: {reason.named}")
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 
+from ..reasons import Reason
 
-def signature_difference(owner: object, name: str, expected: list[str], *, exact: bool = True) -> str | None:
+
+def signature_difference(owner: object, name: str, expected: list[str], *, exact: bool = True) -> Reason | None:
     """Returns how the parameters of a function differ from the expected ones, or None.
 
     Args:
@@ -20,10 +22,11 @@ def signature_difference(owner: object, name: str, expected: list[str], *, exact
     if compared == expected:
         return None
     rule = "have" if exact else "begin with"
-    return f"{getattr(owner, '__name__', owner)}.{name} must {rule} the parameters {expected}; got {parameters}"
+    function = f"{getattr(owner, '__name__', owner)}.{name}"
+    return Reason("different-code", difference=f"{function} must {rule} the parameters {expected}; got {parameters}")
 
 
-def first_difference(owner: object, parameters: dict[str, list[str]], *, exact: bool = True) -> str | None:
+def first_difference(owner: object, parameters: dict[str, list[str]], *, exact: bool = True) -> Reason | None:
     """The first `signature_difference` among functions, given their parameters by name."""
     differences = (signature_difference(owner, name, expected, exact=exact) for name, expected in parameters.items())
     return next((each for each in differences if each is not None), None)

@@ -8,8 +8,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from ..reasons import Reason
 
-def unsupported_version_reason(package: str, version: str, supported: list[str]) -> str:
+
+def unsupported_version_reason(package: str, version: str, supported: list[str]) -> Reason:
     """Returns why an installed version is not supported, with the versions to install instead.
 
     If an installed distribution requires the version that is there and cannot run with the newest
@@ -23,10 +25,10 @@ def unsupported_version_reason(package: str, version: str, supported: list[str])
     requirements = _requirements_on(package, version)
     for distribution, specifier in requirements:
         if not _overlap(specifier, supported[0]):
-            return f"this version is not supported, and {distribution} requires {package}{specifier}"
+            return Reason("required-version", distribution=distribution, requirement=f"{package}{specifier}")
     possible = [x for x in supported if all(_overlap(specifier, x) for _, specifier in requirements)]
     install = " or ".join(f"'{package}{x}'" for x in joined(possible))
-    return f"this version is not supported: install {install}"
+    return Reason("unsupported-version", versions=install)
 
 
 def joined(specifiers: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ from ..ops import reference
 from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
+from ..reasons import Reason
 from . import attention, fallback, head, images, probe, support, verification
 from .fallback import calls
 from .language_model import backbone, text_config
@@ -138,9 +139,10 @@ class _FusedForward:
         probe_result: of the model as it is; None before its first call.
         examined: the hash of the structure that the model has.
         image_batches: packs batches with images.
-        logged: reasons that have been logged.
+        logged: reasons that have been logged, for which calls have fallen back.
         was_called: whether an integration has called the model, or has left a call to its trainer.
         verified: whether calls with gradients (True) and without (False) have been verified.
+        has_logged_dropout: whether it was logged that prompts are not shared.
     """
 
     request: Request
@@ -148,7 +150,7 @@ class _FusedForward:
     prior_forward: Callable
     prior_scores: bool
     logit_transform: tuple[float | None, float]
-    disabled_reason: str | None
+    disabled_reason: Reason | None
     choose: Callable[..., _RunnableBatch | None]
     verify: Callable[..., None]
     inner: _FusedForward | None
@@ -159,11 +161,12 @@ class _FusedForward:
     probe_result: ProbeResult | None = None
     examined: int = 0
     image_batches: images.ImageBatches = field(default_factory=images.ImageBatches)
-    logged: set[str] = field(default_factory=set)
+    logged: set[Reason] = field(default_factory=set)
     was_called: bool = False
     verified: set[bool] = field(default_factory=set)
+    has_logged_dropout: bool = False
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> Reason | None:
         """Why all calls fall back, as far as is known."""
         if self.disabled_reason is not None or self.probe_result is None:
             return self.disabled_reason
@@ -230,7 +233,7 @@ def uninstall(model: PreTrainedModel) -> None:
         if fused.inner is not None:
             vars(model)[ATTRIBUTE] = fused.inner
     else:  # other code has wrapped our forward: stay in its chain, and pass calls on
-        fused.disabled_reason = "fastdpo was unpatched"
+        fused.disabled_reason = Reason("unpatched")
     _restore(model, fused)
 
 
@@ -258,7 +261,7 @@ def is_fused(model: nn.Module) -> bool:
     return any(fused is not None and fused.unsupported_reason() is None for fused in states)
 
 
-def disabled_reason(model: nn.Module, integration: str) -> str | None:
+def disabled_reason(model: nn.Module, integration: str) -> Reason | None:
     """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
     base = _model_of(model, integration)
     return None if base is None else vars(base)[ATTRIBUTE].unsupported_reason()
@@ -270,13 +273,13 @@ def is_random(model: nn.Module, integration: str) -> bool:
     return base is not None and _is_random(base, vars(base)[ATTRIBUTE])
 
 
-def logged_reasons(model: nn.Module, integration: str) -> frozenset[str]:
+def logged_reasons(model: nn.Module, integration: str) -> frozenset[Reason]:
     """The reasons for which calls of a model have fallen back so far."""
     base = _model_of(model, integration)
     return frozenset() if base is None else frozenset(vars(base)[ATTRIBUTE].logged)
 
 
-def record_fallback(model: nn.Module, integration: str, reason: str) -> None:
+def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     """Counts and logs a call that an integration leaves to its trainer before the model sees it."""
     base = cast("PreTrainedModel", _model_of(model, integration))
     fused = vars(base)[ATTRIBUTE]
@@ -315,7 +318,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
     if reason is not None and fused.probe_result is None:  # other ranks may not have this reason
         fused.probe_result = _examine(model, fused, torch.device("cpu"))
     if reason is None and model not in _models:
-        reason = "the model is a copy of a patched model"
+        reason = Reason("copied-model")
     if reason is None:
         others = images.ARGUMENTS if fused.request.images else ()
         reason = support.call_unsupported_reason(
@@ -327,7 +330,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
             if reason is None:
                 batch, path = _packed(model, fused, kwargs), "fused"
         except NotPackable as error:
-            reason = str(error)
+            reason = error.reason
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
                 head.install(head.head_of(model))
                 layout = packing.padded_layout(*padded_batch(kwargs))
@@ -423,7 +426,7 @@ def _prior_logits(fused: _FusedForward, args: tuple, kwargs: dict) -> Any:
     return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 
-def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> str | None:
+def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> Reason | None:
     """Switches attention and head of a supported model. Returns why the model as it is now is not
     supported.
 
@@ -435,7 +438,7 @@ def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device)
             reason = fused.unsupported_reason()
             if reason is not None:
                 return reason
-            raise NotPackable("the model has changed, and ranks that run it together cannot probe it one by one")
+            raise NotPackable(Reason("changed-model"))
         if len(fused.probe_results) >= MAX_PROBE_RESULTS:
             fused.probe_results.clear()
             fused.image_batches.results.clear()
@@ -445,7 +448,7 @@ def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device)
         _restore(model, fused)
         return fused.probe_result.unsupported_reason
     if model.training and fused.probe_result.attention_dropout:
-        return "attention dropout is active"
+        return Reason("attention-dropout")
     _switch_attention(model, fused)
     head.install(head.head_of(model))
     return None
@@ -486,7 +489,7 @@ def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _Runn
         layout = _layout(model, fused, kwargs)
         return _RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]))
     if support.is_sharded(model):
-        raise NotPackable("ranks that run a model together run its images padded")
+        raise NotPackable(Reason("image-ranks"))
 
     make_layout = functools.partial(_layout, model, fused, kwargs)
     share_random = fused.request.share_prompts != "deterministic"
@@ -498,11 +501,11 @@ def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: b
     batch, requested = padded_batch(kwargs), fused.request.share_prompts
     share = share and requested is not False
     if share and requested == "deterministic" and model.training and _is_random(model, fused):
-        share = False
-        if "dropout" not in fused.logged:
-            fused.logged.add("dropout")
+        share, reason = False, Reason("dropout")
+        if not fused.has_logged_dropout:
+            fused.has_logged_dropout = True
             name, role = fused.request.integration, fused.request.role
-            logger.info("%s (%s): dropout is active, so prompts are not shared", name, role)
+            logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, reason.named)
     # All positions of the padded rows count, padding included.
     reach = batch.input_ids.shape[1] if support.rope_depends_on_length(text_config(model)) else None
     groups = fused.request.groups if share else None
@@ -538,8 +541,8 @@ def _adapter_is_reference(model: PreTrainedModel) -> bool:
     return layer is not None and (layer.disable_adapters or "ref" in layer.active_adapters)
 
 
-def _log_once(fused: _FusedForward, reason: str) -> None:
+def _log_once(fused: _FusedForward, reason: Reason) -> None:
     """Reports a fallback, each reason once. In strict mode, raises each time."""
     if fallback.strict() or reason not in fused.logged:
         fused.logged.add(reason)
-        fallback.report(f"{fused.request.integration} ({fused.request.role}): not fused, {reason}")
+        fallback.report(f"{fused.request.integration} ({fused.request.role}): not fused, {reason.named}")

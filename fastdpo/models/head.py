@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..ops.linear_logps import linear_logps
+from ..reasons import Reason
 from .functions import inner_function, module_of, name_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, model.get_output_embeddings())
 
 
-def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> str | None:
+def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reason | None:
     """Returns why a head cannot score targets itself, or None if it can. Changes nothing.
 
     Args:
@@ -51,15 +52,15 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> str 
         float32: whether it scores in float32. A head that TRL has cast to float32 can do so, too.
     """
     if head is None:
-        return "the model has no head"
+        return Reason("no-head")
     if not _is_linear(type(head)):
-        return f"the head must be a plain nn.Linear; it is {type(head).__name__}"
+        return Reason("head-type", kind=type(head).__name__)
     replaced = _replaced_forward(head)
     if replaced is not None and not (float32 and replaced.endswith(CAST)):
-        return f"the head's forward was replaced by {replaced}"
+        return Reason("head-forward", function=replaced)
     hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_hook_of_engine(hook)})
     if hooks:
-        return f"the head has hooks: {', '.join(hooks)}"
+        return Reason("head-hooks", hooks=", ".join(hooks))
     return _weight_unsupported_reason(cast(nn.Linear, head))
 
 
@@ -140,16 +141,16 @@ def _replaced_forward(head: nn.Module) -> str | None:
     return None
 
 
-def _weight_unsupported_reason(head: nn.Linear) -> str | None:
+def _weight_unsupported_reason(head: nn.Linear) -> Reason | None:
     weight = _weight(head)
     if weight is None:
-        return "the head has no weight among its parameters"
+        return Reason("no-head-weight")
     if weight.device.type == "meta":
-        return "the head's weight is offloaded"
+        return Reason("offloaded-head")
     if isinstance(weight, DTensor):
         shards = sum(isinstance(placement, Shard) for placement in weight.placements)
         if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 gathers the whole weight when the head is called
-            return "the head is split across ranks (tensor parallelism)"
+            return Reason("split-head")
     return None
 
 

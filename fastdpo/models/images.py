@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..packing import Layout, NotPackable
+from ..reasons import Reason
 from . import attention, islands, probe
 from .language_model import backbone, language_model, text_config
 from .probe import ProbeResult
@@ -67,17 +68,17 @@ def images_of(kwargs: dict) -> Images | None:
     return images if any(images) else None
 
 
-def unsupported_reason(model: PreTrainedModel, kwargs: dict) -> str | None:
+def unsupported_reason(model: PreTrainedModel, kwargs: dict) -> Reason | None:
     """Returns why the arguments of a call cannot be packed for this model, or None if they can."""
     images = images_of(kwargs)
     if images is None:
         return None
     if language_model(model) is model:
-        return f"argument {', '.join([*images.of_tokens, *images.of_images])} is not supported for a model of text"
+        return Reason("text-model", names=", ".join([*images.of_tokens, *images.of_images]))
     others = [name for name in ARGUMENTS if kwargs.get(name) is not None and not isinstance(kwargs[name], Tensor)]
     others = others or [name for name, x in images.of_tokens.items() if x.shape != kwargs["input_ids"].shape]
     if others:
-        return f"argument {', '.join(others)} is neither of tokens nor of images"
+        return Reason("image-arguments", names=", ".join(others))
     return None
 
 
@@ -132,7 +133,7 @@ class ImageBatches:
         if result.unsupported_reason is not None:
             raise NotPackable(result.unsupported_reason)
         if model.training and result.attention_dropout:
-            raise NotPackable("attention dropout is active")
+            raise NotPackable(Reason("attention-dropout"))
         if model.training and result.is_random and packed.shared and not share_random:
             packed = _pack(model, images, kwargs, functools.partial(make_layout, share=False))
         return packed.layout, packed.inputs
@@ -154,13 +155,13 @@ class _Packed(NamedTuple):
 
 def _pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> _Packed:
     if images.of_images and _placeholder(model) is None:
-        raise NotPackable("the configuration does not tell which tokens stand for images")
+        raise NotPackable(Reason("image-placeholder"))
     for shared in (True, False) if images.are_repeated() else (False,):
         layout = make_layout() if shared else make_layout(share=False)
         if not images.of_images or _stores_placeholders_once(model, layout, kwargs, shared):
             break
     else:
-        raise NotPackable("a row with images has no labels")
+        raise NotPackable(Reason("image-labels"))
     inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
     inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
     inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
@@ -175,9 +176,9 @@ def _examine(model: PreTrainedModel, images: Images, packed: _Packed, kwargs: di
     """
     reason = None
     if images.of_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        reason = "images are normalised over the batch (BatchNorm)"
+        reason = Reason("image-norm")
     elif images.of_images and rope_depends_on_length(text_config(model)):
-        reason = "rotary embeddings depend on the length of the batch, and positions on its images"
+        reason = Reason("image-rope")
     if reason is not None:
         return ProbeResult(reason)
     return probe.compare(model, packed.layout, padded_inputs(kwargs), packed.inputs)
@@ -220,5 +221,5 @@ def _position_ids(model: PreTrainedModel, layout: Layout, kwargs: dict) -> Tenso
     try:
         found = compute(**{name: kwargs.get(name) for name in inspect.signature(compute).parameters})
     except Exception as error:  # models may want other arguments here
-        raise NotPackable(f"positions of images cannot be computed: {type(error).__name__}: {error}") from error
+        raise NotPackable(Reason("image-positions", error=f"{type(error).__name__}: {error}")) from error
     return layout.position_ids[None] if found is None else found.flatten(-2)[..., layout.token_index].unsqueeze(-2)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..packing import Layout, NotPackable
+from ..reasons import Reason
 from .language_model import text_config
 from .mixers import finding
 from .support import attention_window
@@ -48,7 +49,7 @@ def attention_masks(
     try:
         made = make(model.config, embeddings, real, None, None, **of_tokens)
     except Exception as error:  # models may want other arguments here
-        raise NotPackable(f"an attention mask cannot be made: {type(error).__name__}: {error}") from error
+        raise NotPackable(Reason("image-mask", error=f"{type(error).__name__}: {error}")) from error
     if not isinstance(made, dict):
         return _with_islands(model, layout, _ahead(made, real, None))
     window = attention_window(text_config(model))
@@ -69,7 +70,7 @@ def _ahead(mask: Any, real: Tensor, window: int | None) -> Tensor | None:
     if window is not None:
         rebuilt &= at > at[:, None] - window
     if ((visible != rebuilt) & real[..., None]).any():
-        raise NotPackable("its attention is neither causal nor in both directions inside of images only")
+        raise NotPackable(Reason("image-attention"))
     ahead = (last - at) * real
     return ahead if ahead.any() else None
 
@@ -79,7 +80,7 @@ def _with_islands(model: PreTrainedModel, layout: Layout, ahead: Tensor | None) 
     if ahead is None:
         return layout.mask
     if finding.mixers_of(model):
-        raise NotPackable("the tokens of an image see each other in both directions next to recurrences")
+        raise NotPackable(Reason("image-recurrence"))
     seen = layout.pack(ahead)[0].tolist()
     pieces = []
     for prefix, prefix_length, own, own_length in layout.rows.tolist():
@@ -88,12 +89,12 @@ def _with_islands(model: PreTrainedModel, layout: Layout, ahead: Tensor | None) 
             pieces.append((prefix, prefix_length, own, own_length))
             continue
         if prefix_length:
-            raise NotPackable("a pair does not share the tokens of an image that see each other in both directions")
+            raise NotPackable(Reason("unshared-image"))
         while start < end:
             stop = start + seen[start] + 1 if seen[start] else next((i for i in range(start, end) if seen[i]), end)
             expected = range(seen[start], -1, -1) if seen[start] else [0] * (stop - start)
             if seen[start:stop] != list(expected):
-                raise NotPackable("a part of an image sees tokens that are not stored")
+                raise NotPackable(Reason("cut-image"))
             pieces.append((own, (stop if seen[start] else start) - own, start, stop - start))
             start = stop
     return torch.tensor(pieces, dtype=torch.int32, device="cpu")[None, None]

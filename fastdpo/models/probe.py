@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import packing
+from ..reasons import Reason
 from . import attention
 from .language_model import backbone, text_config
 from .mixers import finding, function_probe
@@ -54,7 +55,7 @@ class ProbeResult(NamedTuple):
         attention_dropout: dropout of attention weights in training mode.
     """
 
-    unsupported_reason: str | None
+    unsupported_reason: Reason | None
     is_random: bool = False
     attention_dropout: float = 0.0
 
@@ -92,9 +93,9 @@ def compare(
         with torch.no_grad(), preserved_buffers(model) as written:
             result = _compare(model, layout, padded, packed)
     except _CannotRun as error:
-        return ProbeResult(str(error))
+        return ProbeResult(error.reason)
     if result.unsupported_reason is None and written:
-        return ProbeResult(f"running {type(model).__name__} writes to its buffers: {', '.join(written)}")
+        return ProbeResult(Reason("written-buffers", model=type(model).__name__, buffers=", ".join(written)))
     return result
 
 
@@ -138,7 +139,11 @@ def _compare(
 
 
 class _CannotRun(Exception):
-    """A model has raised an error for the rows of the probe. The message is the reason."""
+    """A model has raised an error for the rows of the probe."""
+
+    def __init__(self, reason: Reason):
+        super().__init__(reason)
+        self.reason = reason
 
 
 @contextmanager
@@ -149,7 +154,8 @@ def _running(model: PreTrainedModel, batch: str) -> Iterator[None]:
         raise
     except Exception as error:  # models raise anything for rows or attention masks that they do not expect
         name = type(model).__name__
-        raise _CannotRun(f"{name} cannot be run on {batch}: {type(error).__name__}: {error}") from error
+        message = f"{type(error).__name__}: {error}"
+        raise _CannotRun(Reason("cannot-run", model=name, batch=batch, error=message)) from error
 
 
 @contextmanager
@@ -168,7 +174,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
                 x.copy_(copy)
 
 
-def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
+def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
     """Returns how logits of a model's class differ from its head and `logit_transform`, or None if
     they do not.
 
@@ -187,7 +193,7 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> str | None:
     error = ((logits - expected).norm() / expected.norm().clamp(min=1e-30)).item()
     if error <= ROUNDING_FACTOR * _rounding_error(model, device):
         return None
-    return f"the head of {type(model).__name__} gives other logits than its forward (relative difference {error:.2g})"
+    return Reason("different-logits", model=type(model).__name__, error=error)
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -214,31 +220,28 @@ def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor,
     return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long(), torch.tensor([0, 0, 0, 1, 1])
 
 
-def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> str | None:
+def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> Reason | None:
     """Returns which layers did not receive the layout or the window, or None if all did."""
     mixers = finding.mixers_of(model)
     missed = [mixer for mixer in mixers if mixer not in recorded.mixers]
     if missed:
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in missed}))
-        return (
-            f"{len(missed)} of {len(mixers)} mixers of {type(model).__name__} did not get the packed layout ({kinds})"
-        )
+        name = type(model).__name__
+        return Reason("missed-mixers", missed=len(missed), all=len(mixers), model=name, kinds=kinds)
     config = text_config(model)
     layers = len(finding.attention_modules(model)) if mixers else config.num_hidden_layers
     window = attention_window(config)
     if recorded.others or recorded.layouts < layers:
-        return (
-            f"{recorded.layouts} attention calls of {type(model).__name__}'s {layers} layers got the packed layout, "
-            f"{recorded.others} did not"
-        )
+        name, layouts, others = type(model).__name__, recorded.layouts, recorded.others
+        return Reason("missed-attention", layouts=layouts, model=name, layers=layers, others=others)
     if window is not None and window > LONGEST_PROBE and window not in recorded.windows:
-        return f"the window of {window} tokens is not passed to the attention"
+        return Reason("missed-window", window=window)
     return None
 
 
 def _difference(
     model: PreTrainedModel, layout: packing.Layout, packed: Tensor, padded: Tensor, perturbed: Tensor
-) -> str | None:
+) -> Reason | None:
     """Returns how packed hidden states [M, D] differ from padded ones
     by more than rounding, or None.
     """
@@ -247,10 +250,7 @@ def _difference(
     tolerance = min(ROUNDING_FACTOR * _worst_error(layout, perturbed, padded, starts), LARGEST_TOLERANCE)
     if error <= tolerance:
         return None
-    return (
-        f"the packed hidden states of {type(model).__name__} differ from its padded ones by {error:.2g} of their norm "
-        f"(allowed by rounding: {tolerance:.2g})"
-    )
+    return Reason("different-states", model=type(model).__name__, error=error, allowed=tolerance)
 
 
 def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor, starts: bool) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_objects
+from ..reasons import Reason
 from . import attention, head
 from .functions import inner_function, module_of, name_of
 from .language_model import language_model, text_config
@@ -36,75 +37,73 @@ NEUTRAL_WRAPPERS = ("accelerate.", "torch.", "deepspeed.", "fastdpo.")
 """Packages that wrap a forward for precision, device placement or counting, and keep its logits."""
 
 
-def unsupported_reason(model: PreTrainedModel) -> str | None:
+def unsupported_reason(model: PreTrainedModel) -> Reason | None:
     """Returns why a model's configuration or modules rule out packing, or None if nothing is known."""
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        return f"{name} is an encoder-decoder"
+        return Reason("encoder-decoder", model=name)
     if config.get_text_config() is not config:
         text = language_model(model)
-        return (
-            f"{name} has no language model with its text configuration" if text is model else unsupported_reason(text)
-        )
+        return Reason("no-language-model", model=name) if text is model else unsupported_reason(text)
     if getattr(config, "cross_attention_layers", None):
-        return f"{name} attends to images by cross-attention"
+        return Reason("cross-attention", model=name)
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return f"{name} attends in both directions"
+        return Reason("bidirectional", model=name)
     if getattr(config, "alibi", False):
-        return f"{name} biases its attention by distance (ALiBi)"
+        return Reason("alibi", model=name)
     if not model._can_set_attn_implementation():
-        return f"{name} does not let its attention implementation be set"
+        return Reason("fixed-attention", model=name)
     reason = finding.unsupported_reason(model)
     if reason is not None:
         return reason
     supported_layers = LAYER_TYPES_WITH_MIXERS if finding.mixers_of(model) else LAYER_TYPES
     other_layers = set(getattr(config, "layer_types", None) or ()) - supported_layers
     if other_layers:
-        return f"layers of type {', '.join(sorted(other_layers))} are not supported"
+        return Reason("layer-types", types=", ".join(sorted(other_layers)))
     prior = attention.implementation(model)
     if prior not in attention.SUPPORTED_PRIORS:
         supported = ", ".join(attention.SUPPORTED_PRIORS)
-        return f"attention implementation {prior!r} is not supported yet (supported: {supported})"
+        return Reason("attention-implementation", given=prior, supported=supported)
     if getattr(config, "reorder_and_upcast_attn", False):
-        return "reorder_and_upcast_attn selects the attention by the name of its implementation"
+        return Reason("upcast-attention")
     return None
 
 
 def call_unsupported_reason(
     model: PreTrainedModel, args: tuple, kwargs: dict, *, float32_head: bool = False, others: Collection[str] = ()
-) -> str | None:
+) -> Reason | None:
     """Returns why the fused forward cannot take the arguments of a call, or None if it can.
 
     `float32_head` is that of the `Request`. `others` are arguments that are examined elsewhere.
     """
     if args:
-        return "the model was called with positional arguments"
+        return Reason("positional-arguments")
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if ids is None or mask is None:
-        return "the model was called without input_ids or without attention_mask"
+        return Reason("no-input-ids")
     if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
-        return "the model was called without labels"
+        return Reason("no-labels")
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
     unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
     if unknown:
-        return f"argument {', '.join(unknown)} is not supported yet"
+        return Reason("unsupported-argument", names=", ".join(unknown))
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        return f"attention_mask must have one entry per token; got {kind}"
+        return Reason("attention-mask", given=kind)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
-        return "NEFTune's noise depends on the padded length"
+        return Reason("neftune")
     if _sequences_are_split():
-        return "sequences are split across ranks (context or sequence parallelism)"
+        return Reason("split-sequences", method="context or sequence parallelism")
     return head.unsupported_reason(head.head_of(model), float32=float32_head)
 
 
-def forward_unsupported_reason(model: PreTrainedModel) -> str | None:
+def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
     """Returns why a model's logits are not those of its class's forward, or None if they are."""
     forward = vars(model).get("forward")
     while forward is not None and inner_function(forward) is not type(model).forward:
         if not module_of(forward).startswith(NEUTRAL_WRAPPERS):
-            return f"its forward was replaced by {name_of(forward)}"
+            return Reason("replaced-forward", function=name_of(forward))
         forward = getattr(forward, "__wrapped__", None)
     return None
 
@@ -160,7 +159,7 @@ def is_sharded(model: nn.Module) -> bool:
     return in_units or any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in model.parameters())
 
 
-def shared_reason(model: nn.Module, reason: str | None) -> str | None:
+def shared_reason(model: nn.Module, reason: Reason | None) -> Reason | None:
     """The reason of the first rank that has one, where ranks run a model together: they must take
     the same path.
 

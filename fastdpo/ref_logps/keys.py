@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..models.adapters import active_adapters
+from ..reasons import Reason
 from .digests import canonical_json, config_digest, tensor_digest
 from .module_state import ModuleStates, NotCacheable
 
@@ -66,7 +67,7 @@ def model_digest(model: PreTrainedModel) -> str:
     return hashlib.sha256(canonical_json(whole).encode()).hexdigest()
 
 
-def uncacheable_reason(model: nn.Module) -> str | None:
+def uncacheable_reason(model: nn.Module) -> Reason | None:
     """Returns why values of a model cannot be cached, or None if they can. Runs no collective.
 
     Args:
@@ -76,7 +77,7 @@ def uncacheable_reason(model: nn.Module) -> str | None:
     from .scoring import base_of
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return "FSDP version 1 flattens the parameters of the model"
+        return Reason("fsdp1")
     base = base_of(model)
     inside = set(base.modules())
     try:
@@ -86,5 +87,7 @@ def uncacheable_reason(model: nn.Module) -> str | None:
             if module not in inside:  # a wrapper of the model
                 states.add_functions(name, module)
     except NotCacheable as error:
-        return str(error)
-    return None if len(states.entries) == n_entries else f"a wrapper of the model runs {states.entries[-1]}"
+        return Reason("no-key", error=error)
+    if len(states.entries) == n_entries:
+        return None
+    return Reason("wrapped-reference", function=states.entries[-1])

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..distributed import gather_objects, rank_and_world_size
 from ..logs import warn
 from ..models import fallback
+from ..reasons import Reason
 from .pairs import Pairs, batches
 from .ranks import cache_disabled, merge, read_on_all_ranks
 from .shards import MISSING, Shards, missing, remove_leftovers, unusable_reason
@@ -105,12 +106,13 @@ def _lock(shards: Shards, stack: ExitStack) -> bool:
     All ranks take part in a short collective after each attempt. A collective that lasted as long
     as the wait would exceed the time limit of the process group.
     """
-    held, failure = "held", None
+    held = "held"
+    failure: Reason | None = None
     if rank_and_world_size()[0] == 0:
         try:
             stack.enter_context(shards.lock(lambda: gather_objects(held)))
         except (OSError, NotImplementedError) as error:  # NotImplementedError: not on this file system
-            failure = f"the lock in {shards.directory} failed: {error}"
+            failure = Reason("cache-lock", directory=shards.directory, error=error)
         gather_objects(failure)
     else:
         while (failure := gather_objects(None)[0]) == held:
@@ -121,7 +123,7 @@ def _lock(shards: Shards, stack: ExitStack) -> bool:
 
 def _fill(
     values: Tensor, score: Score, pairs: Pairs, shards: Shards | None, bounds: Bounds, description: str
-) -> str | None:
+) -> Reason | None:
     """Computes this rank's part of the missing values. Returns why
     they could not be stored, or None.
     """
@@ -133,7 +135,7 @@ def _fill(
     todo &= sizes.scored
     todo_batches = batches(todo.nonzero()[0], sizes, *bounds)
     pending: list[int] = empty.tolist() if rank == 0 else []
-    failure: str | None = None
+    failure: Reason | None = None
 
     def store() -> None:
         nonlocal failure
@@ -165,16 +167,16 @@ def _fill(
     return failure
 
 
-def _failure(write: Callable[[], None]) -> str | None:
+def _failure(write: Callable[[], None]) -> Reason | None:
     """Calls `write`. Returns why it failed, and logs it, or None. The
     run continues without the cache.
     """
     try:
         write()
     except (OSError, ValueError) as error:  # ValueError: a stored file cannot be read any more
-        reason = f"values cannot be stored any more: {error}"
+        reason = Reason("cache-file", done="written any more", error=error)
         if not fallback.strict():  # every rank raises it at the end
-            warn(f"reference log-probabilities: {reason}")
+            warn(f"reference log-probabilities: not cached, {reason.named}")
         return reason
     return None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..distributed import gather_objects, rank_and_world_size
 from ..models import fallback
+from ..reasons import Reason
 
 
 def require_equal_work(*work: object) -> None:
@@ -28,11 +29,11 @@ def require_equal_work(*work: object) -> None:
         )
 
 
-def cache_disabled(reason: str | None) -> bool:
+def cache_disabled(reason: Reason | None) -> bool:
     """Whether any rank has a reason to continue without the cache. Logs
     it once, or raises in strict mode.
     """
-    reasons = sorted({each for each in gather_objects(reason) if each is not None})
+    reasons = sorted({each.named for each in gather_objects(reason) if each is not None})
     if reasons and (fallback.strict() or rank_and_world_size()[0] == 0):
         fallback.report(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
     return bool(reasons)

@@ -34,6 +34,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..logs import logger, warn
+from ..reasons import Reason
 
 try:
     import fcntl
@@ -157,7 +158,7 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def unusable_reason(directory: Path) -> str | None:
+def unusable_reason(directory: Path) -> Reason | None:
     """Returns why files cannot be stored in a directory, or None if they
     can. Creates the directory if needed.
     """
@@ -167,7 +168,7 @@ def unusable_reason(directory: Path) -> str | None:
         with _temporary(directory, bytes(4096)) as probe:
             probe.unlink()
     except OSError as error:
-        return f"{directory} is not writable: {error}"
+        return Reason("cache-directory", directory=directory, error=error)
     return None
 
 

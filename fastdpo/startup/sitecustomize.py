@@ -83,7 +83,7 @@ def _report_calls(trainer: str) -> None:
 
 def _report_nothing(imported: Path, supported: str) -> None:
     if not imported.exists() or not imported.read_text():
-        _print(f"fastdpo: off, the program has imported none of {supported}")
+        _print(f"fastdpo: off, the program has imported none of {supported} [nothing-imported]")
     imported.unlink(missing_ok=True)
 
 

@@ -14,9 +14,10 @@ from trl_runs import build, tiny_model
 
 import fastdpo
 from fastdpo.integrations.trl import online_dpo
+from fastdpo.reasons import Reason
 
 ROOT = Path(__file__).parents[2]
-CHANGED = "its forward has another parameter"
+CHANGED = Reason("different-code", difference="its forward has another parameter")
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_a_trainer_that_is_off_is_warned_about_once(monkeypatch, messages):
     (warning,) = messages(logging.WARNING)
     assert warning == str(first) == str(second)
     assert warning.startswith("fastdpo: trl.DPOTrainer (1.16.0): on | ")
-    assert f"trl.OnlineDPOTrainer (1.16.0): off, {CHANGED}" in warning
+    assert f"trl.OnlineDPOTrainer (1.16.0): off, {CHANGED.named}" in warning
     assert len(messages(logging.INFO)) == 2
     fastdpo.unpatch()
     fastdpo.patch()
@@ -114,14 +115,15 @@ def test_no_package_at_all_is_a_warning(monkeypatch, messages):
     monkeypatch.setattr(importlib.metadata, "version", missing)
     fastdpo.patch()
     (warning,) = messages(logging.WARNING)
-    assert warning.startswith("fastdpo: trl.DPOTrainer: off, trl is not installed | ")
+    assert warning.startswith("fastdpo: trl.DPOTrainer: off, trl is not installed [not-installed] | ")
 
 
 def test_a_program_without_logging_prints_the_warning():
     code = """
 import fastdpo
 from fastdpo.integrations.trl import kto
-kto.unsupported_reason = lambda: "it differs"
+from fastdpo.reasons import Reason
+kto.unsupported_reason = lambda: Reason("different-code", difference="it differs")
 fastdpo.patch()
 fastdpo.patch()
 """
@@ -129,7 +131,7 @@ fastdpo.patch()
     lines = [line for line in done.stderr.splitlines() if "fastdpo" in line]
     assert len(lines) == 1
     assert lines[0].startswith("fastdpo: trl.DPOTrainer")
-    assert lines[0].endswith("trl.KTOTrainer (1.16.0): off, it differs")
+    assert lines[0].endswith(": it differs [different-code]")
 
 
 def test_every_warning_of_the_library_begins_with_its_name():

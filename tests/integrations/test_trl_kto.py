@@ -156,7 +156,7 @@ def test_attention_dropout_falls_back_to_stock_and_its_reference_is_fused(both, 
 
     stock, patched = both(tiny=dict(attention_dropout=0.1), disable_dropout=False, prepare=loaded)
     assert patched.calls == {("policy", "stock"): 6, ("reference", "fused"): 3}
-    assert caplog.text.count("trl.KTOTrainer (policy): not fused, attention dropout is active") == 1
+    assert caplog.text.count("trl.KTOTrainer (policy): not fused, attention dropout is active [attention-dropout]") == 1
     assert_same(stock, patched)
 
 

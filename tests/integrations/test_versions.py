@@ -30,7 +30,7 @@ def test_a_package_whose_import_fails_is_off_with_the_reason(tmp_path):
         capture_output=True,
         text=True,
     )
-    off = "(0.24.0): off, trl cannot be imported: Failed to import: no mergekit"
+    off = "(0.24.0): off, trl cannot be imported: Failed to import: no mergekit [import-error]"
     assert run.stdout == f"fastdpo: trl.DPOTrainer {off} | trl.OnlineDPOTrainer {off}\n", run.stderr
     assert "PatchError: patch: fastdpo: trl.DPOTrainer" in run.stderr
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...reasons import Reason
 from ..protocol import PatchOptions
 from .scoring import INPUTS, ScoringLine, mean_logits_of, scored_tokens
 
@@ -31,11 +32,11 @@ _line = ScoringLine(
 )
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     from llamafactory.extras.misc import is_env_enabled
 
     if is_env_enabled("USE_MCA"):
-        return "with USE_MCA, LLaMA-Factory trains by the trainer of another package"
+        return Reason("use-mca")
     return _line.unsupported_reason(trainer_class())
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.fallback import counting_calls_as
+from ...reasons import Reason
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import PatchOptions
 from .scoring import INPUTS, ScoringLine, ScoringState, mean_logits_of, scored_tokens
@@ -37,7 +38,7 @@ _line = ScoringLine(
 )
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     return _line.unsupported_reason(trainer_class())
 
 

@@ -23,6 +23,7 @@ from ...models import forward
 from ...models.functions import module_of
 from ...models.layouts import Groups
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ...ref_logps.scoring import base_of
 from .. import concatenated
 from ..bypass import leave_unpatched, left_unpatched, report_if_unused
@@ -83,7 +84,7 @@ class ScoringLine:
         self._path, self._parameters = path, parameters
         self._trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
-    def unsupported_reason(self, stock: type) -> str | None:
+    def unsupported_reason(self, stock: type) -> Reason | None:
         """Returns how a trainer class differs from the one that was tested, or None."""
         return first_difference(stock, {**_PARAMETERS, **self._parameters})
 
@@ -144,7 +145,8 @@ class ScoringLine:
         if state is None or not forward.is_installed(model, self.integration):
             return None
         if others:
-            forward.record_fallback(model, self.integration, f"batches also hold {', '.join(sorted(others))}")
+            reason = Reason("batch-entries", names=", ".join(sorted(others)))
+            forward.record_fallback(model, self.integration, reason)
             return None
         output = model(**inputs, return_dict=True, use_cache=False, fused_lm_head=True)
         state.has_fused |= "log_probs" in output
@@ -180,14 +182,14 @@ class _RenamedLogits(dict):
         super().__setitem__(name.replace("logits/", "completion_logits/"), value)
 
 
-def _replaced_kernels(args: Any, *models: nn.Module) -> str | None:
+def _replaced_kernels(args: Any, *models: nn.Module) -> Reason | None:
     """Returns which package has replaced modules of the models or is about to, or None."""
     if getattr(args, "use_liger_kernel", False):
-        return "use_liger_kernel is set"
+        return Reason("incompatible-option", option="use_liger_kernel")
     for model in models:
         kinds = {type(module) for module in model.modules()}
         owners = {owner for kind in kinds for owner in (kind.__module__, module_of(kind.forward))}
         names = sorted({_KERNELS[owner] for owner in (x.partition(".")[0] for x in owners) if owner in _KERNELS})
         if names:
-            return f"{names[0]} has replaced modules of {type(base_of(model)).__name__}"
+            return Reason("replaced-kernels", package=names[0], model=type(base_of(model)).__name__)
     return None

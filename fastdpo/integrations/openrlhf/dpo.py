@@ -23,6 +23,7 @@ from torch import Tensor
 from ...models import forward
 from ...models.forward import Request
 from ...models.language_model import text_config
+from ...reasons import Reason
 from ..bypass import left_unpatched, report_if_unused
 from ..concatenated import results_of
 from ..last_result import LastResult
@@ -61,7 +62,7 @@ class _OpenRLHFState:
     rows: LastResult[PairRows] = field(default_factory=LastResult)
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how OpenRLHF differs from the versions that this module was tested with, or None."""
     from openrlhf.trainer.dpo_trainer import DPOTrainer
     from openrlhf.utils.deepspeed import DeepspeedStrategy
@@ -179,10 +180,10 @@ def _install(actor: Actor, role: str, options: PatchOptions) -> None:
     forward.install(base, request, functools.partial(results_of, text_config(base)), prior_scores=False)
 
 
-def _strategy_unsupported_reason(trainer: DPOTrainer) -> str | None:
+def _strategy_unsupported_reason(trainer: DPOTrainer) -> Reason | None:
     strategy = trainer.strategy
     if strategy.ring_attn_group is not None:
-        return "sequences are split across ranks (ring attention)"
+        return Reason("split-sequences", method="ring attention")
     if getattr(strategy, "ds_tensor_parallel_size", 1) > 1:
-        return "the model is split across ranks (tensor parallelism)"
+        return Reason("split-model")
     return None

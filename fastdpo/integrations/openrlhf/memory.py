@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .batches import PairRows, Results, base_of
 
@@ -43,7 +44,7 @@ def memory_enabled(trainer: DPOTrainer, memory: Memory) -> bool:
 
         actor = trainer.ref_model
         sharded = getattr(trainer.strategy, "stage", 0) == 3
-        reason = "ranks run the reference together (ZeRO-3), and might disagree on when to skip it" if sharded else None
+        reason = Reason("reference-on-ranks") if sharded else None
         memory.start(reason, lambda: key_of("openrlhf", keys.model_digest(base_of(actor)), actor.temperature))
     return memory.enabled
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..concatenated import Inputs
 
 _TAKEN = {"input_ids", "attention_mask", "labels", "position_ids"}
@@ -20,7 +21,7 @@ _DERIVED = {"text_position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q
 """Entries that say again where the rows of a joined batch begin."""
 
 
-def inputs_of(batch: dict[str, Any], *, padding_free: bool, router_logits: bool) -> Inputs | str:
+def inputs_of(batch: dict[str, Any], *, padding_free: bool, router_logits: bool) -> Inputs | Reason:
     """Ids, mask and labels [R, L] of a batch, and options of the model call; or the reason why the
     batch is not supported.
 
@@ -31,40 +32,40 @@ def inputs_of(batch: dict[str, Any], *, padding_free: bool, router_logits: bool)
     """
     others = sorted(name for name, x in batch.items() if name not in _TAKEN | _DERIVED and x is not None)
     if others:
-        return f"batches also hold {', '.join(others)}"
+        return Reason("batch-entries", names=", ".join(others))
     if batch.get("input_ids") is None or batch.get("labels") is None:
-        return "batches hold no input_ids or no labels"
+        return Reason("no-batch-ids")
     rows = _joined(batch) if padding_free else _padded(batch)
-    if isinstance(rows, str):
+    if isinstance(rows, Reason):
         return rows
     if (rows["labels"][:, 0] != IGNORE_INDEX).any():  # ms-swift then scores it by another row's last position
-        return "the first token of a row is scored"
+        return Reason("first-token")
     return {**rows, "use_cache": False, **({"output_router_logits": True} if router_logits else {})}
 
 
-def _padded(batch: dict[str, Any]) -> Inputs | str:
+def _padded(batch: dict[str, Any]) -> Inputs | Reason:
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(mask, Tensor) or not isinstance(ids, Tensor):
-        return "batches hold no attention_mask"
+        return Reason("no-batch-mask")
     if positions is not None:
         counted = (mask.cumsum(1) - 1) * mask
         if positions.shape != ids.shape or not torch.equal(positions * mask, counted):
-            return "the positions of a row do not count its tokens"
+            return Reason("positions")
     return {"input_ids": ids, "attention_mask": mask, "labels": batch["labels"]}
 
 
-def _joined(batch: dict[str, Any]) -> Inputs | str:
+def _joined(batch: dict[str, Any]) -> Inputs | Reason:
     positions = batch.get("text_position_ids")
     positions = batch.get("position_ids") if positions is None else positions
     ids, labels = batch["input_ids"], batch["labels"]
     if batch.get("attention_mask") is not None or positions is None or positions.shape != ids.shape or len(ids) != 1:
-        return "the rows of a batch are joined in another way than by their positions"
+        return Reason("joined-rows")
     column = positions[0]  # [T]
     index = torch.arange(len(column), device=column.device)
     begins = column == 0
     row = begins.cumsum(0) - 1  # [T]
     if not begins[0] or not torch.equal(index - index[begins][row], column):
-        return "the positions of a row do not count its tokens"
+        return Reason("positions")
 
     def padded(x: Tensor, padding: int) -> Tensor:
         rows = x.new_full((int(row[-1]) + 1, int(column.max()) + 1), padding)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...models.fallback import counting_calls_as
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..concatenated import Inputs, install, score
 from ..protocol import PatchOptions
 from .batches import OutputOfRows
@@ -43,7 +44,7 @@ def enable(options: PatchOptions) -> None:
         inputs = _line.inputs_of(self, batch, model, router_logits=self.aux_loss_enabled)
 
         def stock(of_rows):
-            if of_rows is not model and not isinstance(inputs, str):
+            if of_rows is not model and not isinstance(inputs, Reason):
                 of_rows = OutputOfRows(of_rows, inputs, self.template.padding_free)
             return stock_forward(self, of_rows, batch, is_ref_model)
 

@@ -19,6 +19,7 @@ from ...models import forward as fused_forward
 from ...models.fallback import counting_calls_as
 from ...models.forward import ScoredBatch
 from ...models.router import router_loss
+from ...reasons import Reason
 from ..concatenated import Inputs, install
 from ..deferred_metrics import is_overridden
 from ..merged_rows import equal_when_merged, merged
@@ -107,9 +108,9 @@ def enable(options: PatchOptions) -> None:
             return stock_forward(self, model, batch)
         prefixes = (prefix for prefix in (_COMPLETIONS, _KL) if f"{prefix}labels" in batch)
         inputs = {prefix: _inputs_of(self, model, batch, prefix) for prefix in prefixes}
-        reason = next((x for x in inputs.values() if isinstance(x, str)), None)
+        reason = next((x for x in inputs.values() if isinstance(x, Reason)), None)
         if is_overridden(self, trainer, ("get_batch_logps",)):
-            reason = f"{type(self).__name__}.get_batch_logps may read logits"
+            reason = Reason("may-read-logits", function=f"{type(self).__name__}.get_batch_logps")
         if reason is not None:
             fused_forward.record_fallback(model, _line.name, reason)
             return stock_forward(self, model, batch)
@@ -166,7 +167,7 @@ def _rows_of(logits: _Scores | Tensor, rows: slice, L: int) -> _Scores | Tensor:
     return logits[rows, :L]
 
 
-def _inputs_of(trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> Inputs | str:
+def _inputs_of(trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> Inputs | Reason:
     part = {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
     return _line.inputs_of(trainer, part, model, kind=prefix, router_logits=False)  # `forward` asks for them
 

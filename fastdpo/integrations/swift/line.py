@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...models import forward
+from ...reasons import Reason
 from ..bypass import leave_unpatched
 from ..concatenated import Inputs, liger_reason
 from ..last_result import LastResult
@@ -30,7 +31,7 @@ from .batches import inputs_of
 @dataclass(eq=False, kw_only=True)
 class _SwiftState(TrainerState):
     models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    batches: defaultdict[str, LastResult[Inputs | str]] = field(default_factory=lambda: defaultdict(LastResult))
+    batches: defaultdict[str, LastResult[Inputs | Reason]] = field(default_factory=lambda: defaultdict(LastResult))
     inputs: dict[str, Inputs] | None = None  # by the kind of batch, while `KTOTrainer.forward` scores them
 
 
@@ -54,7 +55,7 @@ class SwiftLine:
         kind = self._trainer.removesuffix("Trainer").lower()
         return getattr(importlib.import_module(f"swift.rlhf_trainers.{kind}_trainer"), self._trainer)
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> Reason | None:
         """Returns how ms-swift differs from the versions that were tested, or None."""
         return first_difference(self.trainer_class(), self._parameters)
 
@@ -88,7 +89,7 @@ class SwiftLine:
 
     def inputs_of(
         self, trainer: Any, batch: dict[str, Any], model: Any, *, router_logits: bool, kind: str = ""
-    ) -> Inputs | str:
+    ) -> Inputs | Reason:
         """`batches.inputs_of`, with the same tensors for policy and reference; or the reason why no
         call of the model can be fused, as far as it is known.
 
@@ -108,7 +109,7 @@ class SwiftLine:
         return state.batches[kind].get(tensors, lambda: inputs_of(batch, **options))
 
 
-def _disabled_reason(trainer: Any) -> str | None:
+def _disabled_reason(trainer: Any) -> Reason | None:
     """Why a trainer that has its accelerator cannot be fused."""
     from accelerate.utils import is_peft_model
     from transformers import PreTrainedModel
@@ -116,11 +117,11 @@ def _disabled_reason(trainer: Any) -> str | None:
     model = trainer.model
     base = model.get_base_model() if is_peft_model(model) else model
     if not isinstance(base, PreTrainedModel):
-        return f"models of type {type(base).__name__} are not supported"
+        return Reason("model-type", kind=type(base).__name__)
     if trainer.model_meta.is_multimodal:
-        return "the template of a multimodal model changes the inputs of each call"
+        return Reason("multimodal-template")
     if trainer.template.sequence_parallel_size > 1:
-        return "sequences are split across ranks (sequence parallelism)"
+        return Reason("split-sequences", method="sequence parallelism")
     if getattr(trainer.args, "tuner_backend", None) == "unsloth":
-        return "Unsloth replaces the model's functions"
+        return Reason("unsloth")
     return liger_reason(trainer.args)

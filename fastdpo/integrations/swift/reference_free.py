@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..concatenated import Inputs, install, score
 from ..deferred_metrics import is_overridden
 from ..protocol import PatchOptions
@@ -42,10 +43,10 @@ def enable(line: SwiftLine, options: PatchOptions) -> None:
             return stock_forward(self, model, batch)
         inputs = line.inputs_of(self, batch, model, router_logits=self.aux_loss_enabled)
         if is_overridden(self, trainer, ("get_batch_loss_metrics",)):
-            inputs = f"{type(self).__name__}.get_batch_loss_metrics may read logits"
+            inputs = Reason("may-read-logits", function=f"{type(self).__name__}.get_batch_loss_metrics")
 
         def stock(of_rows):
-            if of_rows is not model and not isinstance(inputs, str):
+            if of_rows is not model and not isinstance(inputs, Reason):
                 of_rows = OutputOfRows(of_rows, inputs, padding_free=False)
             return stock_forward(self, of_rows, batch)
 

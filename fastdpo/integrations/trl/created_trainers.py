@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ...reasons import Reason
 from ..bypass import bypass_reason, first_log_callback, leave_unpatched, report_skipped_init
 from ..deferred_metrics import Ledger
 from ..protocol import STATE
@@ -58,7 +59,7 @@ class CreatedTrainers:
         *,
         new_state: Callable[[], TrainerState] = TrainerState,
         prepare: Callable[[Any], None] | None = None,
-        disabled_reason: Callable[[dict[str, Any]], str | None] | None = None,
+        disabled_reason: Callable[[dict[str, Any]], Reason | None] | None = None,
     ) -> None:
         """Replaces the functions of a trainer class in which a trainer is created.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from ...reasons import Reason
 from ..protocol import PatchOptions
 from ..replacements import Replacements
 from . import fused_head, rewritten_dpo
@@ -26,7 +27,7 @@ _replacements = Replacements()
 _trainers = CreatedTrainers(DPO, ("compute_loss", "_compute_loss", "fused_lm_head"))
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer
 
@@ -35,7 +36,8 @@ def unsupported_reason() -> str | None:
         return difference
     names = {field.name for field in fields(dpo_trainer.DataCollatorForPreference)}
     if names != _COLLATOR_FIELDS:
-        return f"DataCollatorForPreference must have the fields {sorted(_COLLATOR_FIELDS)}; got {sorted(names)}"
+        difference = f"DataCollatorForPreference must have the fields {sorted(_COLLATOR_FIELDS)}; got {sorted(names)}"
+        return Reason("different-code", difference=difference)
     return fused_head.unsupported_reason(dpo_trainer)
 
 

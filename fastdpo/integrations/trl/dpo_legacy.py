@@ -17,6 +17,7 @@ from torch import Tensor
 from ...logs import warn
 from ...models import forward
 from ...models.fallback import counting_calls_as
+from ...reasons import Reason
 from ..bypass import leave_unpatched
 from ..concatenated import Inputs, install, liger_reason, score
 from ..last_result import LastResult
@@ -58,10 +59,10 @@ class _LegacyDPOState(TrainerState):
     memory: Memory
     models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     returns_metrics: bool = False  # whether the function that is running returns its metrics to its caller
-    batch: LastResult[Inputs | str] = field(default_factory=LastResult)
+    batch: LastResult[Inputs | Reason] = field(default_factory=LastResult)
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer
 
@@ -70,7 +71,7 @@ def unsupported_reason() -> str | None:
         return difference
     for name in ("flush_left", "flush_right"):
         if not hasattr(dpo_trainer, name):
-            return f"trl.trainer.dpo_trainer must have {name}"
+            return Reason("different-code", difference=f"trl.trainer.dpo_trainer must have {name}")
     return None
 
 
@@ -147,7 +148,7 @@ def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
     install(new_models(trainer, state.models), DPO, options, statistics)
 
 
-def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
+def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
     """`inputs_of`, with the same tensors for policy and reference."""
     state: _LegacyDPOState = vars(trainer)[STATE]
     tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..concatenated import Inputs
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 
 
-def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
+def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
     """Ids, mask and labels [2B, L], aligned and truncated as in TRL; or the
     reason why the batch is unsupported.
     """
@@ -30,10 +31,10 @@ def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
 
     flush_left, flush_right = (getattr(dpo_trainer, name) for name in ("flush_left", "flush_right"))
     if trainer.is_encoder_decoder:
-        return "the model is an encoder-decoder"
+        return Reason("encoder-decoder", model="the model")
     other = [name for name in _OTHER_INPUTS if batch.get(name) is not None]
     if other:
-        return f"batches also hold {', '.join(other)}"
+        return Reason("batch-entries", names=", ".join(other))
     whole = trainer.concatenated_inputs(batch, padding_value=trainer.pad_token_id)
     ids, mask = (
         torch.cat([whole[f"prompt_{name}"], whole[f"completion_{name}"]], dim=1)
@@ -49,7 +50,7 @@ def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | str:
     if truncated:
         mask, ids, scored = (x[:, :longest] for x in (mask, ids, scored))
         if scored[:, 0].any():  # TRL counts a token there that nothing predicts
-            return "truncation has left nothing of a prompt"
+            return Reason("truncated-prompt")
     return {
         "input_ids": ids,
         "attention_mask": mask,

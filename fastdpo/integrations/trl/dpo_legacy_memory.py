@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..concatenated import Inputs
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def remembered(
-    trainer: DPOTrainer, memory: Memory, batch: dict[str, Any], inputs_of: Callable[[], Inputs | str]
+    trainer: DPOTrainer, memory: Memory, batch: dict[str, Any], inputs_of: Callable[[], Inputs | Reason]
 ) -> dict[str, Tensor]:
     """The reference's log-probabilities [B] by their names in a batch; nothing if the memory is
     disabled.
@@ -34,7 +35,7 @@ def remembered(
     if not memory.enabled:
         return {}
     inputs = inputs_of()
-    if isinstance(inputs, str):  # the reason is logged when the model is called
+    if isinstance(inputs, Reason):  # the reason is logged when the model is called
         return {}
     digests = digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["labels"] != IGNORE_INDEX)
 
@@ -56,7 +57,7 @@ def _start(trainer: DPOTrainer, memory: Memory) -> None:
         return key_of("legacy", reference_digest(trainer, _as_reference), precision_of(trainer), normalized)
 
     trainer.add_callback(exchange_callback(memory))  # on every rank, since all must take part
-    reason = "the model is an encoder-decoder" if trainer.is_encoder_decoder else None
+    reason = Reason("encoder-decoder", model="the model") if trainer.is_encoder_decoder else None
     memory.start(reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.forward import ScoredBatch
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from .. import concatenated
 from ..protocol import PatchOptions
 from ..replacements import Replacements
@@ -83,13 +84,13 @@ class _LogitsState(DPOState):
     scorer: _Scorer = field(default_factory=_Scorer)
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import dpo_trainer
 
     trainer: Any = dpo_trainer.DPOTrainer
     if "logits" not in trainer._compute_loss.__code__.co_names:
-        return "DPOTrainer._compute_loss must read logits"
+        return Reason("different-code", difference="DPOTrainer._compute_loss must read logits")
     since_1_9 = "model" in inspect.signature(trainer.compute_ref_log_probs).parameters
     parameters = {"compute_ref_log_probs": ["self", *(("model",) if since_1_9 else ()), "inputs"]}
     if hasattr(trainer, "_truncate_inputs"):  # TRL 0.29
@@ -170,7 +171,7 @@ def _scoring(trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) ->
     if scorer is None or not scorer.hooks:
         return nullcontext()
     if wants_output:
-        forward.record_fallback(trainer.model, DPO, "the caller of compute_loss wants the model's output, with logits")
+        forward.record_fallback(trainer.model, DPO, Reason("wants-output"))
         return nullcontext()
     ids, completion = inputs["input_ids"], inputs["completion_mask"]
     if hasattr(trainer, "_truncate_inputs"):  # TRL 0.29 truncates batches

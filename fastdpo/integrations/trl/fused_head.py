@@ -19,6 +19,7 @@ from ...models.forward import Request, ScoredBatch
 from ...models.language_model import text_config
 from ...models.layouts import Groups
 from ...models.router import router_loss
+from ...reasons import Reason
 from ..protocol import PatchOptions
 from ..replacements import Replacements
 from ..signatures import signature_difference
@@ -33,7 +34,7 @@ _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 _leaves_models: ContextVar[bool] = ContextVar("fastdpo_leaves_models", default=False)
 
 
-def unsupported_reason(module: ModuleType) -> str | None:
+def unsupported_reason(module: ModuleType) -> Reason | None:
     """Returns how the function of a trainer module differs from the one that was tested, or None."""
     from trl.trainer import utils
 
@@ -42,7 +43,8 @@ def unsupported_reason(module: ModuleType) -> str | None:
         return difference
     fields = {field.name for field in dataclasses.fields(utils.FusedCausalLMOutput)}
     if fields != _OUTPUT_FIELDS:
-        return f"FusedCausalLMOutput must have the fields {sorted(_OUTPUT_FIELDS)}; got {sorted(fields)}"
+        difference = f"FusedCausalLMOutput must have the fields {sorted(_OUTPUT_FIELDS)}; got {sorted(fields)}"
+        return Reason("different-code", difference=difference)
     return None
 
 

@@ -18,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from ...models.fallback import counting_calls_as
+from ...reasons import Reason
+from ..concatenated import option_reason
 from ..protocol import PatchOptions
 from ..replacements import Replacements
 from ..signatures import first_difference
@@ -58,7 +60,7 @@ class GroupLine:
         self._replacements = Replacements()
         self._trainers = CreatedTrainers(integration, _PATH)
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> Reason | None:
         """Returns how TRL differs from the versions that this module was tested with, or None."""
         module = self._module()
         return (
@@ -98,7 +100,5 @@ class GroupLine:
         return importlib.import_module(self._module_name)
 
 
-def _disabled_reason(arguments: dict[str, Any]) -> str | None:
-    config = arguments.get("args")
-    options = (name for name in DISABLING if getattr(config, name, False))
-    return next((f"{name} is set" for name in options), None)
+def _disabled_reason(arguments: dict[str, Any]) -> Reason | None:
+    return option_reason(arguments.get("args"), DISABLING)

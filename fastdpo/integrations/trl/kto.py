@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...models.fallback import counting_calls_as
+from ...reasons import Reason
 from ..deferred_metrics import is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
@@ -40,7 +41,7 @@ _replacements = Replacements()
 _trainers = CreatedTrainers(KTO, _PATH)
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import kto_trainer
 

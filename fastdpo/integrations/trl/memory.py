@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...models import support
 from ...models.adapters import active_parameters
+from ...reasons import Reason
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from ..replacements import temporarily
 from .names import DPO
@@ -45,7 +46,7 @@ class ReferenceMemory(Memory):
         if self.enabled and not self.started:
             self._start(trainer)
         if self.enabled and not {name for name, x in inputs.items() if x is not None} <= SUPPORTED_INPUTS:
-            self.disable(f"batches also hold {', '.join(sorted(inputs.keys() - SUPPORTED_INPUTS))}")
+            self.disable(Reason("batch-entries", names=", ".join(sorted(inputs.keys() - SUPPORTED_INPUTS))))
         if not self.enabled:
             yield inputs
             return
@@ -89,7 +90,7 @@ def _truncation(trainer: Any) -> tuple[object, ...]:
     return (trainer.args.max_length, trainer.args.truncation_mode) if hasattr(trainer, "_truncate_inputs") else ()
 
 
-def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReference) -> str | None:
+def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReference) -> Reason | None:
     """Returns why a trainer's reference log-probabilities cannot be
     remembered, or None if they can.
     """
@@ -97,21 +98,21 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
 
     args = trainer.args
     if args.sync_ref_model:
-        return "the reference follows the policy (sync_ref_model)"
+        return Reason("synced-reference")
     if type(trainer).compute_ref_log_probs is not stock.compute_ref_log_probs:
-        return f"{type(trainer).__name__} overrides compute_ref_log_probs"
+        return Reason("own-reference", trainer=type(trainer).__name__)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.parallelism_config is not None:
-        return "ranks run the reference together, and might disagree on when to skip it"
+        return Reason("reference-on-ranks")
     base = scoring.base_of(reference_of(trainer))
     if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
-            return "NEFTune adds noise to the reference"
+            return Reason("reference-neftune")
         if support.has_dropout(base):
-            return "dropout is active in the reference"
+            return Reason("reference-dropout")
     trained = {id(x) for x in cast(nn.Module, trainer.model).parameters() if x.requires_grad}
     with as_reference(trainer):
         if any(id(x) in trained for x in active_parameters(base)):
-            return "trained weights are part of the reference"
+            return Reason("trained-reference")
     return None
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from ...models import forward
 from ...models.forward import Request, ScoredBatch
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..deferred_metrics import codes_of, deferring, is_overridden, shown_metrics, stored
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
@@ -70,7 +71,7 @@ def trainer_class() -> type[OnlineDPOTrainer]:
     return OnlineDPOTrainer
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     return first_difference(trainer_class(), _PARAMETERS)
 

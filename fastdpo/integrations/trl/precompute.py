@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from ...logs import warn
 from ...models import fallback, forward
+from ...reasons import Reason
 from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
@@ -35,24 +36,24 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
         return False
     reason = _unsupported_reason(trainer)
     if reason is not None:
-        fallback.report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason}")
+        fallback.report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
     return reason is None
 
 
-def _unsupported_reason(trainer: DPOTrainer) -> str | None:
+def _unsupported_reason(trainer: DPOTrainer) -> Reason | None:
     from trl.trainer import dpo_trainer
 
     collator = type(trainer.data_collator)
     if collator is not dpo_trainer.DataCollatorForPreference:
-        return f"{collator.__name__} may return other tokens than the dataset's"
+        return Reason("own-collator", collator=collator.__name__)
     if not hasattr(trainer.data_collator, "max_length"):
-        return "TRL 0.29 truncates batches after their collation"
+        return Reason("late-truncation")
     if type(trainer).compute_ref_log_probs is not dpo_trainer.DPOTrainer.compute_ref_log_probs:
-        return f"{type(trainer).__name__} overrides compute_ref_log_probs"
+        return Reason("own-reference", trainer=type(trainer).__name__)
     if trainer.is_deepspeed_enabled:
-        return "DeepSpeed is not supported here yet"
+        return Reason("deepspeed-precompute")
     if trainer.accelerator.parallelism_config is not None:
-        return "ranks that share a batch (parallelism_config) are not supported here yet"
+        return Reason("parallel-precompute")
     return None
 
 
@@ -115,7 +116,7 @@ def _cacheable_digest(trainer: DPOTrainer) -> str | None:
     try:
         digest = reference_digest(trainer, as_reference)
     except NotImplementedError as error:
-        reason = str(error)
+        reason = Reason("no-key", error=error)
     return None if ranks.cache_disabled(reason) else digest
 
 

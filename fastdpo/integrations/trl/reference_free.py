@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...models import forward
 from ...packing import IGNORE_INDEX
+from ...reasons import Reason
 from ..concatenated import Inputs, install, score
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
@@ -76,7 +77,7 @@ class ReferenceFreeLine:
     def trainer_class(self) -> type:
         return getattr(importlib.import_module(self._module), self._integration.rpartition(".")[2])
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> Reason | None:
         """Returns how TRL differs from the versions that this module was tested with, or None."""
         return first_difference(self.trainer_class(), _PARAMETERS)
 
@@ -95,7 +96,7 @@ class ReferenceFreeLine:
             if vars(trainer).get(STATE) is None or not forward.is_installed(model, self._integration):
                 return stock_forward(trainer, model, batch)
             if trainer.is_encoder_decoder:
-                forward.record_fallback(model, self._integration, "the model is an encoder-decoder")
+                forward.record_fallback(model, self._integration, Reason("encoder-decoder", model="the model"))
                 return stock_forward(trainer, model, batch)
             loss_inputs = self._loss_inputs(trainer)
             rows = _rows(trainer, batch, loss_inputs.padding)

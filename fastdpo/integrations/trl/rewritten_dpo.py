@@ -12,6 +12,7 @@ from typing import Any
 from ...logs import warn
 from ...models import forward
 from ...models.fallback import counting_calls_as
+from ...reasons import Reason
 from ..deferred_metrics import (
     codes_of,
     deferring,
@@ -65,7 +66,7 @@ def trainer_class() -> type[DPOTrainer]:
     return DPOTrainer
 
 
-def unsupported_reason(parameters: dict[str, list[str]]) -> str | None:
+def unsupported_reason(parameters: dict[str, list[str]]) -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None.
 
     `parameters` are those of further functions of the trainer by their names.
@@ -80,7 +81,7 @@ def replace(
     *,
     state_type: type[DPOState] = DPOState,
     prepare: Callable[[DPOTrainer], None] | None = None,
-    disabled_reason: Callable[[dict[str, Any]], str | None] | None = None,
+    disabled_reason: Callable[[dict[str, Any]], Reason | None] | None = None,
     scoring: Scoring = lambda *args: nullcontext(),
 ) -> None:
     """Replaces functions of the trainer class.

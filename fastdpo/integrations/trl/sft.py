@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...reasons import Reason
 from ..protocol import PatchOptions
 from ..replacements import Replacements
 from ..signatures import first_difference
@@ -33,7 +34,7 @@ _replacements = Replacements()
 _trainers = CreatedTrainers(SFT, _PATH)
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason() -> Reason | None:
     """Returns how TRL differs from the versions that this module was tested with, or None."""
     from trl.trainer import sft_trainer
 
@@ -58,14 +59,14 @@ def disable() -> None:
     _trainers.discard_states()
 
 
-def _disabled_reason(arguments: dict[str, Any]) -> str | None:
+def _disabled_reason(arguments: dict[str, Any]) -> Reason | None:
     """Why a trainer with these arguments is left unpatched."""
     config = arguments.get("args")
     for option in ("packing", "padding_free"):
         if getattr(config, option, False):
-            return f"TRL packs its batches itself ({option}=True)"
+            return Reason("packed-by-trl", option=option)
     if arguments.get("compute_loss_func") is not None:
-        return "compute_loss_func needs the logits"
+        return Reason("needs-logits", what="compute_loss_func")
     if getattr(config, "label_smoothing_factor", 0) and getattr(config, "loss_type", "nll") == "nll":
-        return "label smoothing needs the logits"
+        return Reason("needs-logits", what="label smoothing")
     return None

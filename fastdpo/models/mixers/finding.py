@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...reasons import Reason
 from ..language_model import language_model
 from . import known
 
@@ -58,13 +59,13 @@ def called_by(mixer: nn.Module) -> frozenset[str]:
     return frozenset(functions) if packed else frozenset()
 
 
-def unsupported_reason(model: PreTrainedModel) -> str | None:
+def unsupported_reason(model: PreTrainedModel) -> Reason | None:
     """Why a model mixes tokens outside of its attention and its mixers, as far as its modules say."""
     mixers = mixers_of(model)
     inside = {module for mixer in mixers for module in mixer.modules()}
     convolutions = {module for module in model.modules() if isinstance(module, nn.Conv1d)} - inside
     if convolutions or (getattr(model, "_is_stateful", False) and not mixers):
-        return f"{type(model).__name__} mixes tokens by other means than attention"
+        return Reason("other-mixing", model=type(model).__name__)
     return None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...logs import warn
+from ...reasons import Reason
 from . import running
 from .finding import called_by, functions_of, mixers_of
 from .implementations import calls_kernel, refuse
@@ -40,7 +41,7 @@ LARGEST_ERROR_OF_KERNELS = 2e-2
 """Kernels multiply in TF32 or bfloat16, in several steps one after the other."""
 
 
-def unsupported_reason(model: PreTrainedModel, device: torch.device) -> str | None:
+def unsupported_reason(model: PreTrainedModel, device: torch.device) -> Reason | None:
     """How a known function of a model's mixers differs on packed tokens; None if none does."""
     return next(filter(None, (difference(name, x, device) for name, x in _functions(model))), None)
 
@@ -55,7 +56,7 @@ def refuse_wrong_kernels(model: PreTrainedModel, device: torch.device) -> bool:
     wrong = {x: reason for name, x in _functions(model) if calls_kernel(x) and (reason := difference(name, x, device))}
     for function, reason in wrong.items():
         refuse(function)
-        warn(f"mixers of {type(model).__name__} run on whole rows, since the kernel of {reason}")
+        warn(f"mixers of {type(model).__name__} run on whole rows, since the kernel of {reason.named}")
     return bool(wrong)
 
 
@@ -66,7 +67,7 @@ def _functions(model: PreTrainedModel) -> list[tuple[str, Callable]]:
 
 
 @functools.cache
-def difference(name: str, original: Callable, device: torch.device) -> str | None:
+def difference(name: str, original: Callable, device: torch.device) -> Reason | None:
     """How a known function differs on packed tokens and on whole rows; None if it does not."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -74,11 +75,11 @@ def difference(name: str, original: Callable, device: torch.device) -> str | Non
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # kernels raise anything for arguments that they do not expect
-        return f"{name} cannot be run on packed tokens: {type(error).__name__}: {error}"
+        return Reason("mixer-cannot-run", function=name, error=f"{type(error).__name__}: {error}")
     error = max(((x - y).norm() / y.norm()).item() for x, y in zip(packed, whole, strict=True))
     if error <= (LARGEST_ERROR_OF_KERNELS if calls_kernel(original) else LARGEST_ERROR):
         return None
-    return f"{name} gives other results on packed tokens than on whole rows (relative difference {error:.2g})"
+    return Reason("different-mixer", function=name, error=error)
 
 
 def _results(name: str, original: Callable, device: torch.device, run: Callable[..., Tensor]) -> list[Tensor]:
