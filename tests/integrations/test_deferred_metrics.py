@@ -21,8 +21,9 @@ from trl_online_runs import writer
 from trl_runs import assert_same, build, run_two_ranks, tiny_model, train
 
 import fastdpo
-from fastdpo.integrations import deferred_metrics
-from fastdpo.integrations.deferred_metrics import Gathered, Ledger, Number, codes_of, deferring
+from fastdpo.integrations import ledger as ledger_module
+from fastdpo.integrations.deferred_metrics import codes_of, deferring
+from fastdpo.integrations.ledger import Gathered, Ledger, Number
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def test_local_values_are_replaced_by_those_of_all_ranks(tmp_path):
 
 
 def test_a_trainer_that_never_logs_keeps_a_bounded_number_of_sums(monkeypatch):
-    monkeypatch.setattr(deferred_metrics, "LIMIT", 64)  # instead of 2048 sums, which take hundreds of steps
+    monkeypatch.setattr(ledger_module, "LIMIT", 64)  # instead of 2048 sums, which take hundreds of steps
     ledger, values, total = Ledger(), [], 0
     for i in range(3000):
         (number,) = numbers_of(ledger, i)
@@ -164,13 +165,13 @@ class Peek(TrainerCallback):
 @pytest.fixture
 def reads(monkeypatch):
     """Records the reads of sums from the device."""
-    seen, read = [], deferred_metrics._read_into
+    seen, read = [], ledger_module._read_into
 
     def counting(field, steps, reduce):
         seen.extend([field] * bool(steps))
         read(field, steps, reduce)
 
-    monkeypatch.setattr(deferred_metrics, "_read_into", counting)
+    monkeypatch.setattr(ledger_module, "_read_into", counting)
     return seen
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fastdpo.integrations.deferred_metrics import Gathered, Ledger
+from fastdpo.integrations.ledger import Gathered, Ledger
 
 
 def show_and_settle(directory: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ...reasons import Reason
 from ..bypass import bypass_reason, first_log_callback, leave_unpatched, report_skipped_init
-from ..deferred_metrics import Ledger
+from ..ledger import Ledger
 from ..protocol import STATE
 from ..replacements import Replacements
 from . import fused_head

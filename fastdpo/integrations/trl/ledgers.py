@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..deferred_metrics import Ledger
+from ..ledger import Ledger
 from ..protocol import STATE
 
 
