@@ -70,6 +70,17 @@ class PairLengths:
         twice = np.minimum(shared, self.common - 1) - np.maximum(*starts)
         return labels - np.maximum(twice, 0)
 
+    def attended(self, *, share: bool = True) -> np.ndarray:
+        """Pairs of a query and a key that it sees, without windows, int64 [N].
+
+        Args:
+            share: compute the common prefix of a pair once.
+        """
+        chosen, rejected = self._needed(False)
+        prefix = np.minimum(self.common, np.minimum(chosen, rejected)) if share else np.zeros_like(chosen)
+        triangles = [n * (n + 1) // 2 for n in (chosen, rejected, prefix)]
+        return triangles[0] + triangles[1] - triangles[2]
+
     def _rows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         return (self.chosen, self.chosen_answer), (self.rejected, self.rejected_answer)
 

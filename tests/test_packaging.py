@@ -41,7 +41,9 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "models": {"checks", "distributed", "logs", "ops", "packing", "reasons", "testing"},
     "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing", "reasons"},
     "lengths": {"checks", "ref_logps"},
-    "integrations": {"checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "ref_logps"},
+    "batching": {"checks", "lengths"},
+    "integrations": {"batching", "checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons"}
+    | {"ref_logps"},
     "run": {"checks", "integrations", "models", "startup"},
 }
 

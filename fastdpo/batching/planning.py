@@ -1,0 +1,180 @@
+"""Cuts the pairs of an optimizer step into micro-batches by a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from sortedcontainers import SortedList
+
+from .. import checks
+from ..lengths import PairLengths
+from .cost import CostModel
+
+Bins = list[list[int]]
+"""The pairs of each micro-batch, as places in the pairs of the step."""
+
+
+class StepPlanner:
+    """Cuts the pairs of an optimizer step into micro-batches of up to `max_tokens` packed tokens.
+
+    All ranks have the same number of micro-batches, the smallest that is found, and none is empty.
+    Their costs are balanced: pairs go to the micro-batch with the lowest cost that has room,
+    expensive pairs first. If that takes more micro-batches than best fit does, best fit decides.
+
+    Args:
+        lengths: of all N pairs of the dataset.
+        max_tokens: of a micro-batch on a rank, after packing: the distinct tokens of its pairs.
+        ranks: number of ranks.
+        cost: what pairs are balanced by. Default: their tokens.
+        share_prompts: whether the rows of a pair share their first tokens, as in `patch`.
+        prompts: int [N], equal for pairs of the same prompt, which then are in one micro-batch as
+            far as they fit. Their prompt counts once for each pair.
+        op: the public function, for error messages.
+
+    Raises:
+        TypeError, ValueError: an argument is malformed, or a pair has more than `max_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        lengths: PairLengths,
+        max_tokens: int,
+        *,
+        ranks: int = 1,
+        cost: CostModel | None = None,
+        share_prompts: bool = True,
+        prompts: np.ndarray | None = None,
+        op: str = "StepPlanner",
+    ):
+        for name, value in (("max_tokens", max_tokens), ("ranks", ranks)):
+            checks.require_integer(op, name, value, "be a positive integer")
+            checks.require(value > 0, op, name, "be a positive integer", value)
+        checks.require_flags(op, share_prompts=share_prompts)
+        if prompts is not None:
+            prompts = np.asarray(prompts)
+            shape = list(prompts.shape)
+            checks.require(shape == [len(lengths)], op, "prompts", f"be [{len(lengths)}], one for each pair", shape)
+        self.max_tokens, self.ranks = int(max_tokens), int(ranks)
+        self.tokens = lengths.packed(share=share_prompts)
+        self.costs = (cost or CostModel()).costs(lengths, share=share_prompts)
+        self._prompts = prompts
+        self._op = op
+        too_long = np.flatnonzero(self.tokens > max_tokens)
+        if len(too_long):
+            longest = int(self.tokens.max())
+            raise ValueError(
+                f"{op}: max_tokens must be at least the distinct tokens of every pair; got {max_tokens}, but pair "
+                f"{too_long[0]} has {self.tokens[too_long[0]]}, as {len(too_long)} of {len(lengths)} pairs have more. "
+                f"Set max_tokens to {longest} or more, truncate by max_length, or remove these pairs"
+            )
+
+    def cut(self, pairs: Sequence[int] | np.ndarray) -> list[list[list[int]]]:
+        """The micro-batches of a step.
+
+        Args:
+            pairs: indices of the pairs of the step on all ranks. Their number is a positive
+                multiple of the number of ranks.
+
+        Returns:
+            For each micro-batch and each rank, the indices of its pairs in the given order. The
+            most expensive micro-batches come first.
+
+        Raises:
+            ValueError: the number of pairs breaks the rule above.
+        """
+        index = np.asarray(pairs, dtype=np.int64)
+        if not len(index) or len(index) % self.ranks:
+            rule = f"be a positive number of pairs that {self.ranks} ranks divide"
+            raise ValueError(f"{self._op}: pairs must {rule}; got {len(index)}")
+        tokens, costs = self.tokens[index], self.costs[index]
+        groups = self._groups(index, tokens)
+        sizes = [int(tokens[group].sum()) for group in groups]
+        weights = [float(costs[group].sum()) for group in groups]
+        count = max(1, -(-int(tokens.sum()) // (self.max_tokens * self.ranks)))
+        while True:  # ends at the latest when each pair has a micro-batch of its own
+            packed = _balanced(sizes, weights, self.max_tokens, count * self.ranks)
+            packed = packed or _best_fit(sizes, self.max_tokens, count * self.ranks)
+            if packed is not None:
+                break
+            count += 1
+        bins = [sorted(place for group in members for place in groups[group]) for members in packed]
+        bins = _without_empty(bins, costs)
+        return [[index[places].tolist() for places in of_ranks] for of_ranks in _dealt(bins, costs, self.ranks)]
+
+    def _groups(self, index: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        """The places of pairs that stay together."""
+        if self._prompts is None:
+            return [[place] for place in range(len(index))]
+        groups: dict[int, list[int]] = {}
+        finished = []
+        for place, prompt in enumerate(self._prompts[index].tolist()):
+            group = groups.setdefault(prompt, [])
+            if tokens[group].sum() + tokens[place] > self.max_tokens:
+                finished.append(group.copy())
+                group.clear()
+            group.append(place)
+        return finished + list(groups.values())
+
+
+def _descending(values: Sequence[float]) -> list[int]:
+    return np.argsort(-np.asarray(values), kind="stable").tolist()
+
+
+def _balanced(sizes: list[int], weights: list[float], capacity: int, n_bins: int) -> Bins | None:
+    """Puts each item into the lightest bin that has room for it, the heaviest item first.
+
+    Returns None if an item does not fit.
+    """
+    bins, room = [[] for _ in range(n_bins)], [capacity] * n_bins
+    by_weight = SortedList((0.0, i) for i in range(n_bins))
+    for item in _descending(weights):
+        lightest = next((entry for entry in by_weight if room[entry[1]] >= sizes[item]), None)
+        if lightest is None:
+            return None
+        by_weight.remove(lightest)
+        weight, i = lightest
+        bins[i].append(item)
+        room[i] -= sizes[item]
+        by_weight.add((weight + weights[item], i))
+    return bins
+
+
+def _best_fit(sizes: list[int], capacity: int, n_bins: int) -> Bins | None:
+    """Puts each item into the bin with the least room that suffices, the largest item first.
+
+    Returns None if an item does not fit.
+    """
+    bins: Bins = [[] for _ in range(n_bins)]
+    by_room = SortedList((capacity, i) for i in range(n_bins))
+    for item in _descending(sizes):
+        best = by_room.bisect_left((sizes[item], 0))
+        if best == len(by_room):
+            return None
+        room, i = by_room.pop(best)
+        bins[i].append(item)
+        by_room.add((room - sizes[item], i))
+    return bins
+
+
+def _without_empty(bins: Bins, costs: np.ndarray) -> Bins:
+    """Moves a pair into each empty bin, from the most expensive bin that has several."""
+    for empty in (places for places in bins if not places):
+        source = max((places for places in bins if len(places) > 1), key=lambda places: costs[places].sum())
+        empty.append(source.pop())
+    return bins
+
+
+def _dealt(bins: Bins, costs: np.ndarray, ranks: int) -> list[Bins]:
+    """Gives ranks micro-batches of similar costs at the same time, and similar costs in total."""
+    cost_of = [float(costs[places].sum()) for places in bins]
+    order = _descending(cost_of)
+    totals = np.zeros(ranks)
+    dealt = []
+    for start in range(0, len(order), ranks):
+        of_ranks: Bins = [[] for _ in range(ranks)]
+        for i, rank in zip(order[start : start + ranks], np.argsort(totals, kind="stable"), strict=True):
+            of_ranks[rank] = bins[i]
+            totals[rank] += cost_of[i]
+        dealt.append(of_ranks)
+    return dealt
