@@ -78,6 +78,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     )
     runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
     runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
+    runner.add_argument("--max-tokens", type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     runner.set_defaults(start=_run)
@@ -91,6 +92,8 @@ def _run(args: argparse.Namespace) -> None:
         options["memory_budget"] = args.memory_budget
     if args.reference_memory is not None:
         options["reference_memory"] = args.reference_memory == "yes" or args.reference_memory
+    if args.max_tokens is not None:
+        options["max_tokens"] = args.max_tokens
     try:
         command = args.program if args.module is None else ["-m", *args.module]
         run.run(command, args.only, strict=args.strict, **options)

@@ -17,6 +17,7 @@ def checked_options(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
+    max_tokens: int | None = None,
 ) -> PatchOptions:
     """The options of `patch()`.
 
@@ -26,6 +27,7 @@ def checked_options(
         memory_budget: any integer, also one of NumPy.
         reference_memory: a bool, or the path of a directory, which need not exist.
         verify: see `PatchOptions`.
+        max_tokens: a positive integer, also one of NumPy, or None.
 
     Raises:
         TypeError, ValueError: an option has the wrong type or value.
@@ -41,4 +43,9 @@ def checked_options(
     if not isinstance(memory, bool):
         rule = "be True, False or the path of a directory"
         memory = checks.checked_path(op, "reference_memory", memory, rule)
-    return PatchOptions(share_prompts, int(memory_budget), memory, verify)
+    if max_tokens is not None:
+        rule = "be a positive integer or None"
+        checks.require_integer(op, "max_tokens", max_tokens, rule)
+        checks.require(max_tokens > 0, op, "max_tokens", rule, max_tokens)
+        max_tokens = int(max_tokens)
+    return PatchOptions(share_prompts, int(memory_budget), memory, verify, max_tokens)

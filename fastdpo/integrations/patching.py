@@ -84,8 +84,8 @@ CHANGING_OTHERS = ("swift",)
 trainers are patched once the program has imported them, or by name.
 """
 
-REMEMBERING = ("trl.DPOTrainer", "openrlhf.DPOTrainer")
-"""The trainers that the option `reference_memory` applies to."""
+APPLIES = {"reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"), "max_tokens": ("trl.DPOTrainer",)}
+"""The trainers to which options apply that only some trainers have."""
 
 Target = str | type
 """A trainer by its name or its class, or a package by its name."""
@@ -179,6 +179,7 @@ def patch(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
+    max_tokens: int | None = None,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
     head.
@@ -211,6 +212,11 @@ def patch(
             `VerificationError` if they differ by more than rounding explains, before any weight is
             changed. Costs two more forward and backward passes, once. The training ends in the same
             weights as without.
+        max_tokens: cut the pairs of each optimizer step into micro-batches of up to this many
+            distinct tokens, with balanced costs on all ranks, instead of fixed numbers of pairs.
+            Loss and gradient of a step stay the same up to rounding. Applies to TRL's DPOTrainer; a
+            warning says so if it is not patched. Before training, an error names a pair that has
+            more tokens, and options of the trainer that are not supported.
 
     Returns:
         The report.
@@ -227,6 +233,7 @@ def patch(
         memory_budget=memory_budget,
         reference_memory=reference_memory,
         verify=verify,
+        max_tokens=max_tokens,
     )
     names = targeted_trainers("patch", targets)
     examined: dict[str, _Examined] = {}
@@ -248,15 +255,20 @@ def patch(
             _patched[name] = _Patched(examined[name], options, line)
     _log(report, examined.values())
     on = [seam.name for seam in report.seams if seam.on]
-    forgetting = [name for name in on if name not in REMEMBERING]
-    if options.reference_memory and forgetting:
-        message = f"reference_memory does not apply to {', '.join(forgetting)}"
-        if forgetting == on and message not in _said:
-            _said.add(message)
-            warn(message)
-        else:
-            logger.info("fastdpo: %s", message)
+    for option, trainers in APPLIES.items():
+        if getattr(options, option):
+            _log_unaffected(option, on, [name for name in on if name not in trainers])
     return report
+
+
+def _log_unaffected(option: str, on: list[str], unaffected: list[str]) -> None:
+    """Logs the trainers that have no use for an option, as a warning if they are all."""
+    message = f"{option} does not apply to {', '.join(unaffected)}"
+    if unaffected and unaffected == on and message not in _said:
+        _said.add(message)
+        warn(message)
+    elif unaffected:
+        logger.info("fastdpo: %s", message)
 
 
 def _log(report: PatchReport, examined: Iterable[_Examined]) -> None:
@@ -295,6 +307,7 @@ def patched(
     memory_budget: int = MEMORY_BUDGET,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
+    max_tokens: int | None = None,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of
     `patch`, and keeps earlier patches.
@@ -306,6 +319,7 @@ def patched(
         memory_budget=memory_budget,
         reference_memory=reference_memory,
         verify=verify,
+        max_tokens=max_tokens,
     )
     try:
         yield report

@@ -28,12 +28,14 @@ class PatchOptions:
         reference_memory: remember the reference's log-probabilities of each pair: not at all, in
             this process, or in a directory.
         verify: compare the first fused calls of each model with stock ones.
+        max_tokens: distinct tokens of a micro-batch, by which steps are cut. None: they are not.
     """
 
     share_prompts: SharePrompts = True
     memory_budget: int = MEMORY_BUDGET
     reference_memory: bool | Path = False
     verify: bool = False
+    max_tokens: int | None = None
 
     def of_forward(self) -> dict[str, Any]:
         """Those that are options of a fused forward (`models.forward.Request`)."""

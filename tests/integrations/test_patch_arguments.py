@@ -74,6 +74,7 @@ def test_an_empty_list_does_not_mean_all(empty):
 
 BYTES = "memory_budget must be a number of bytes, an int of 0 or more; got "
 SHARING = 'share_prompts must be True, False or "deterministic"; got '
+TOKENS = "max_tokens must be a positive integer or None; got "
 DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
 MALFORMED = [
     ("share_prompts", "no", ValueError, SHARING + "'no'"),
@@ -93,6 +94,10 @@ MALFORMED = [
     ("reference_memory", b"cache", TypeError, DIRECTORY + "b'cache'"),
     ("reference_memory", None, TypeError, DIRECTORY + "None"),
     ("reference_memory", 1, TypeError, DIRECTORY + "1"),
+    ("max_tokens", 0, ValueError, TOKENS + "0"),
+    ("max_tokens", "8192", TypeError, TOKENS + "'8192'"),
+    ("max_tokens", 8192.0, TypeError, TOKENS + "8192.0"),
+    ("max_tokens", True, TypeError, TOKENS + "True"),
 ]
 
 
@@ -124,7 +129,7 @@ def test_paths_of_any_kind_are_directories(tmp_path, monkeypatch, directory):
     assert not Path("cache").exists()
 
 
-@pytest.mark.parametrize("arguments", [("--reference-memory", ""), ("--memory-budget", "-1")])
+@pytest.mark.parametrize("arguments", [("--reference-memory", ""), ("--memory-budget", "-1"), ("--max-tokens", "0")])
 def test_the_command_line_checks_options_before_the_program_starts(arguments):
     command = [sys.executable, "-m", "fastdpo", "run", *arguments, "-m", "this"]
     done = subprocess.run(command, capture_output=True, text=True)

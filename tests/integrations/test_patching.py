@@ -69,6 +69,17 @@ def test_trainers_that_remember_no_reference_are_named(caplog):
             assert (caplog.records[-1].levelno, caplog.records[-1].message) == (level, message)
 
 
+def test_trainers_without_a_token_budget_are_named(caplog):
+    with caplog.at_level(logging.INFO, logger="fastdpo"):
+        fastdpo.patch(max_tokens=8192)
+        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
+        assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.INFO, message)
+        fastdpo.unpatch()
+        fastdpo.patch("trl.KTOTrainer", max_tokens=8192)
+        message = "fastdpo: max_tokens does not apply to trl.KTOTrainer"
+        assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.WARNING, message)
+
+
 def test_patching_twice_is_the_same_as_patching_once():
     stock = seams()
     first = fastdpo.patch()

@@ -44,6 +44,7 @@ class Case:
         tensor_parallel: whether the ranks shard each layer of both models and get equal batches.
         kinds: any of "stock", "patched" and "sabotaged". Sabotaged is patched, with one label
             removed on the last rank.
+        patch: options of `fastdpo.patch`.
         change: applied to the second batch of each rank selected by `changed_on`.
         prepare: applied to policy and reference on each rank selected by `changed_on`.
         changed_on: a predicate of the rank and the number of ranks.
@@ -56,6 +57,7 @@ class Case:
     lora: bool = False
     tensor_parallel: bool = False
     kinds: tuple[str, ...] = ("stock", "patched")
+    patch: dict[str, Any] = field(default_factory=dict)
     change: Callable[[dict[str, Tensor]], None] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
     changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
@@ -169,6 +171,11 @@ REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict
 SIX_HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=6)
 """A number of heads that divides evenly among 2 and among 3 ranks."""
 
+WHOLE_STEPS = dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)
+
+BUDGET = dict(max_tokens=45)
+"""Two or three micro-batches for each rank in a step of 4 pairs a rank."""
+
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
 UNEVEN = pairs(13, seed=14)
@@ -193,7 +200,19 @@ def in_one_process(ranks: int) -> Case:
 CASES = {
     "ddp": Case(kinds=SABOTAGED),
     "ddp lora": Case(lora=True),
-    "ddp without accumulation": Case(dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)),
+    "ddp without accumulation": Case(WHOLE_STEPS),
+    "ddp token budget": Case(WHOLE_STEPS, patch=BUDGET),
+    "ddp token budget grouped by length": Case(
+        dict(WHOLE_STEPS, train_sampling_strategy="group_by_length", remove_unused_columns=False, evaluate=0),
+        patch=BUDGET,
+        data=lambda directory, kind: [{**row, "length": len(row["chosen"])} for row in pairs(PAIRS)],
+    ),
+    "ddp token budget uneven end": Case(
+        dict(WHOLE_STEPS, num_train_epochs=2, evaluate=0), patch=BUDGET, data=lambda directory, kind: UNEVEN
+    ),
+    "fsdp2 token budget": Case(dict(fsdp2(), **WHOLE_STEPS), patch=BUDGET),
+    "zero2 token budget": Case(dict(zero(2), **WHOLE_STEPS), patch=BUDGET),
+    "zero3 token budget": Case(dict(zero(3), **WHOLE_STEPS), patch=BUDGET),
     "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
     "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
     "ddp holes": Case(change=make_a_hole),

@@ -102,7 +102,7 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
             case.prepare(each)
     options = copy.deepcopy(OPTIONS | case.options)  # engines write into their configurations
     torch.manual_seed(0)  # adapters
-    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer"):
+    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", **case.patch):
         done = train(
             directory / f"rank{RANK}",
             model,

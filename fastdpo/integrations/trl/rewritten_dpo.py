@@ -30,6 +30,7 @@ from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
+from .token_budget import TokenBudget
 
 DPOTrainer = Any  # of one of several versions
 
@@ -58,6 +59,7 @@ Given the trainer, the batch, and whether the caller wants the output of the mod
 @dataclass(eq=False, kw_only=True)
 class DPOState(TrainerState):
     memory: ReferenceMemory
+    budget: TokenBudget | None = None
 
 
 def trainer_class() -> type[DPOTrainer]:
@@ -145,8 +147,16 @@ def replace(
     def new_state() -> DPOState:
         return state_type(memory=ReferenceMemory(options.reference_memory))
 
+    def prepare_trainer(self: DPOTrainer) -> None:
+        if prepare is not None:
+            prepare(self)
+        state = state_of(self, DPOState)
+        if state is not None and state.budget is None and options.max_tokens is not None:
+            state.budget = TokenBudget(options.max_tokens, options.share_prompts)
+            state.budget.install(self)
+
     replacements.put(stock, "__init__", __init__)
-    trainers.watch(replacements, stock, new_state=new_state, prepare=prepare, disabled_reason=disabled_reason)
+    trainers.watch(replacements, stock, new_state=new_state, prepare=prepare_trainer, disabled_reason=disabled_reason)
     replacements.put(stock, "_compute_loss", _compute_loss)
     settle_where_trl_communicates(replacements, stock, ledger_of)
     replacements.put(stock, _METRICS, shown_metrics(_METRICS, ledger_of, codes))

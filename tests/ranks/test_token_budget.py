@@ -1,0 +1,49 @@
+"""`patch(max_tokens=...)` on several ranks: the steps, losses and weights of stock."""
+
+import pytest
+import torch
+from comparison import assert_same_gradients, assert_same_logs
+from rank_cases import WHOLE_STEPS
+from rank_comparison import assert_same, assert_same_weights
+
+CASES = ["ddp token budget", "ddp token budget grouped by length", "fsdp2 token budget"]
+DEEPSPEED = ["zero2 token budget", "zero3 token budget"]
+
+
+@pytest.mark.parametrize("case", [*CASES, *DEEPSPEED])
+def test_training_equals_stock(case, ranks, number_of_ranks):
+    for rank in ranks:
+        stock, patched = rank["stock"], rank["patched"]
+        assert_same(stock, patched)
+        assert {path for _, path in patched["calls"]} == {"fused"}
+        assert patched["calls"]["policy", "fused"] > stock["steps"]
+        assert patched["calls"] == ranks[0]["patched"]["calls"], "all ranks have the same number of micro-batches"
+        for name, weight in patched["weights"].items():
+            assert torch.equal(weight, ranks[0]["patched"]["weights"][name]), f"{name} differs between the ranks"
+
+
+@pytest.mark.parametrize("case", ["ddp token budget uneven end"])
+def test_the_last_step_has_the_pairs_that_accelerate_repeats(case, ranks, number_of_ranks):
+    for rank in ranks:
+        stock, patched = rank["stock"], rank["patched"]
+        assert (
+            stock["steps"]
+            == patched["steps"]
+            == 2 * -(-13 // (WHOLE_STEPS["per_device_train_batch_size"] * number_of_ranks))
+        )
+        assert_same_gradients(stock["gradients"], patched["gradients"])
+        assert_same_weights(stock, patched)
+        of_ranks = [[{k: log[k] for k in log if k in OF_ALL_RANKS} for log in run["logs"]] for run in (stock, patched)]
+        assert_same_logs(*of_ranks)
+
+
+OF_ALL_RANKS = {
+    "loss",
+    "grad_norm",
+    "train_loss",
+    "rewards/chosen",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+}
+"""Stock leaves out some ranks from other metrics at the end of such an epoch."""
