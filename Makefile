@@ -164,7 +164,7 @@ $(OPENRLHF)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(OPENRLHF))
 	$(call install_in,$(OPENRLHF),openrlhf) wheel -e . \
 		accelerate datasets einops peft psutil pylatexenc sympy torchdata tqdm transformers
-	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt --no-build-isolation deepspeed
+	$(OPENRLHF)/bin/pip install --quiet -c constraints/openrlhf.txt --no-build-isolation deepspeed "ray[train]"
 	$(OPENRLHF)/bin/pip install --quiet --no-deps openrlhf==0.11.2
 	touch $@
 
@@ -200,7 +200,7 @@ $(AXOLOTL)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 $(DEEPSPEED)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 	$(call torch_in,$(DEEPSPEED))
 	$(call install_in,$(DEEPSPEED),pins) wheel -e ".[trl]"
-	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed
+	$(DEEPSPEED)/bin/pip install --quiet -c constraints/pins.txt --no-build-isolation deepspeed "ray[train]"
 	touch $@
 
 $(PACKAGING)/.ready: constraints/pins.txt
