@@ -31,7 +31,7 @@ from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from . import attention, fallback, head, images, probe, support, verification
+from . import attention, fallback, head, images, probe, support, towers, verification
 from .fallback import calls
 from .language_model import backbone, text_config
 from .layouts import Groups, SharePrompts, layout_of, padded_batch
@@ -115,10 +115,12 @@ class _RunnableBatch(NamedTuple):
     Attributes:
         layout: of the batch.
         inputs: arguments of the backbone.
+        images: the image tensors of a packed batch.
     """
 
     layout: Layout
     inputs: dict[str, Any]
+    images: dict[str, Tensor]
 
 
 @dataclass
@@ -334,7 +336,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
                 head.install(head.head_of(model))
                 layout = packing.padded_layout(*padded_batch(kwargs))
-                batch, path = _RunnableBatch(layout, images.padded_inputs(kwargs)), "padded"
+                batch, path = _RunnableBatch(layout, images.padded_inputs(kwargs), {}), "padded"
     integration = fused.request.integration
     calls[integration, _kind_of_call(model, fused), path] += 1
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -352,7 +354,8 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
     request, layout = fused.request, batch.layout
     routed = returns_router_logits(model, kwargs)
     options = {"output_router_logits": True} if routed else {}
-    output = backbone(model)(**batch.inputs, **options)
+    with towers.sharing(model, batch.images):
+        output = backbone(model)(**batch.inputs, **options)
     lm_head = head.head_of(model)
     hidden = output.last_hidden_state.flatten(0, 1)  # [T, D]
     hidden = hidden.index_select(0, layout.score_index).to(head.device_of(lm_head))  # [N, D]
@@ -487,14 +490,14 @@ def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _Runn
     found = images.images_of(kwargs)
     if found is None:
         layout = _layout(model, fused, kwargs)
-        return _RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]))
+        return _RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]), {})
     if support.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
 
     make_layout = functools.partial(_layout, model, fused, kwargs)
     share_random = fused.request.share_prompts != "deterministic"
     packed = fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout, share_random=share_random)
-    return _RunnableBatch(*packed)
+    return _RunnableBatch(*packed, found.of_images)
 
 
 def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: bool = True) -> Layout:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 PLAIN = (bool, int, float, str, type(None))
 IGNORED_ATTRIBUTES = {
     *("training", "gradient_checkpointing", "max_seq_len_cached"),
-    *("_disable_adapters", "_active_adapter"),
+    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed"),
 }
-"""Plain attributes that trainers switch during training and that the results do not depend on."""
+"""Plain attributes that change during training and that the results do not depend on."""
 
 COUNTERS = ("ds_", "_ds", "applied_pre_backward")
 """Prefixes of the counters that DeepSpeed keeps on modules."""
@@ -34,9 +34,10 @@ NEUTRAL_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
 gradient checkpointing is enabled.
 """
 
-
-HOOKS_OF_MIXERS = "fastdpo.models.mixers.hooks"
-"""The module of the hooks by which mixers take layouts."""
+NEUTRAL_MODULES = {"fastdpo.models.mixers.hooks", "transformers.utils.output_capturing"}
+"""Modules of the hooks by which mixers take layouts, and of those that record hidden states, which
+transformers adds when a model is first asked for them.
+"""
 
 
 class Structure:
@@ -66,7 +67,7 @@ class Structure:
         attributes, kind = vars(module), type(module)
         cached = self._cache.get(id(module))
         if cached is None or cached[0] is not module or cached[1] is not kind or not _equal(attributes, cached[2]):
-            cached = (module, kind, dict(attributes), _hash_of_plain_attributes(module, is_model))
+            cached = (module, kind, dict(attributes), hash(kind if is_model else plain_attributes(module)))
             self._cache[id(module)] = cached
         has_additions = "forward" in attributes or any(attributes[name] for name in head.HOOKS)
         return hash((id(module), cached[3], *(additions_to(module) if has_additions and not is_model else ())))
@@ -77,7 +78,7 @@ def additions_to(module: nn.Module) -> Iterator[object]:
     those that fastdpo sets.
     """
     for hook in head.hooks_of(module):
-        if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS and module_of(hook) != HOOKS_OF_MIXERS:
+        if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS and module_of(hook) not in NEUTRAL_MODULES:
             yield _identity(hook)
     forward = vars(module).get("forward")
     if head.is_installed(forward):
@@ -86,15 +87,14 @@ def additions_to(module: nn.Module) -> Iterator[object]:
         yield _identity(forward)
 
 
-def _hash_of_plain_attributes(module: nn.Module, is_model: bool) -> int:
-    kept = ()
-    if not is_model:
-        kept = tuple(
-            (name, x)
-            for name, x in vars(module).items()
-            if type(x) in PLAIN and name not in IGNORED_ATTRIBUTES and not name.startswith(COUNTERS)
-        )
-    return hash((id(type(module)), kept))
+def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ...]]:
+    """The class of a module, and its plain attributes that results may depend on."""
+    kept = (
+        (name, x)
+        for name, x in vars(module).items()
+        if type(x) in PLAIN and name not in IGNORED_ATTRIBUTES and not name.startswith(COUNTERS)
+    )
+    return type(module), tuple(kept)
 
 
 def _equal(attributes: dict[str, Any], cached: dict[str, Any]) -> bool:

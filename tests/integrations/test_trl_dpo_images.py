@@ -10,8 +10,8 @@ import torch
 from comparison import assert_far_from_same
 from multimodal_families import tiny_multimodal
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
-from trl_runs import adapter, assert_fused, assert_same, assert_same_bits, train_both
-from vision_runs import FAMILIES, train_vision
+from trl_runs import adapter, assert_fused, assert_same, assert_same_bits
+from vision_runs import FAMILIES, train_vision_both
 
 from fastdpo.models import images, islands, probe, support
 from fastdpo.models.language_model import language_model
@@ -22,12 +22,7 @@ STOCK = {("policy", "stock"): 2, ("reference", "stock"): 2}
 
 @pytest.fixture
 def both(tmp_path):
-    def run(name, **options):
-        train = functools.partial(train_vision, name)
-        options = dict(max_steps=2) | options
-        return train_both(tmp_path, name, FAMILIES[name].rest, build=tiny_multimodal, train=train, **options)
-
-    return run
+    return functools.partial(train_vision_both, tmp_path)
 
 
 @pytest.fixture

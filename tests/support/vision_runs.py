@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from multimodal_families import IMAGE
+from multimodal_families import IMAGE, tiny_multimodal
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.feature_extraction_utils import BatchFeature
 from trl import DPOTrainer
-from trl_runs import WORDS, Run, config, record
+from trl_runs import WORDS, Run, config, record, train_both
 
 PLAIN = 80
 """Number of words that texts are made of. The last ones are special tokens of the processors."""
@@ -253,3 +253,10 @@ def train_vision(
         data_collator=data_collator,
     )
     return record(make, evaluate=bool(evaluate))
+
+
+def train_vision_both(directory: Path, name: str, **options: Any) -> list[Run]:
+    """`trl_runs.train_both` of two steps on pairs with images. `options` are those of `train_vision`, too."""
+    train = functools.partial(train_vision, name)
+    options = dict(max_steps=2) | options
+    return train_both(directory, name, FAMILIES[name].rest, build=tiny_multimodal, train=train, **options)
