@@ -77,6 +77,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         help="remember reference log-probabilities in this directory, or in this process: yes",
     )
     runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
+    runner.add_argument("--log-savings", action="store_true", help="add fastdpo/tokens_saved to the logs")
     runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
     runner.add_argument("--max-tokens", type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
@@ -86,8 +87,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     options: dict[str, object] = {"share_prompts": args.share_prompts}
-    if args.verify:
-        options["verify"] = True
+    options |= {name: True for name in ("verify", "log_savings") if getattr(args, name)}
     if args.memory_budget is not None:
         options["memory_budget"] = args.memory_budget
     if args.reference_memory is not None:

@@ -22,6 +22,7 @@ from ..models import fallback, forward
 from ..models.layouts import SharePrompts
 from ..ops.linear_logps import MEMORY_BUDGET
 from ..reasons import Reason
+from . import savings
 from .arguments import checked_options
 from .protocol import STATE, PatchOptions, TrainerLine
 from .replacements import existing_instances
@@ -84,14 +85,18 @@ CHANGING_OTHERS = ("swift",)
 trainers are patched once the program has imported them, or by name.
 """
 
-APPLIES = {"reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"), "max_tokens": ("trl.DPOTrainer",)}
-"""The trainers to which options apply that only some trainers have."""
-
 Target = str | type
 """A trainer by its name or its class, or a package by its name."""
 
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
 PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
+
+APPLIES = {
+    "reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"),
+    "max_tokens": ("trl.DPOTrainer",),
+    "log_savings": tuple(trainer for trainer in TRAINERS if trainer != "openrlhf.DPOTrainer"),
+}
+"""The trainers to which options apply that only some trainers have."""
 
 
 class PatchError(RuntimeError):
@@ -180,6 +185,7 @@ def patch(
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
     max_tokens: int | None = None,
+    log_savings: bool = False,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
     head.
@@ -217,6 +223,9 @@ def patch(
             Loss and gradient of a step stay the same up to rounding. Applies to TRL's DPOTrainer; a
             warning says so if it is not patched. Before training, an error names a pair that has
             more tokens, and options of the trainer that are not supported.
+        log_savings: add `fastdpo/tokens_saved` to each training log: the part of the tokens in the
+            padded batches since the last log that was not computed, over all ranks. Applies to
+            subclasses of transformers' Trainer.
 
     Returns:
         The report.
@@ -234,6 +243,7 @@ def patch(
         reference_memory=reference_memory,
         verify=verify,
         max_tokens=max_tokens,
+        log_savings=log_savings,
     )
     names = targeted_trainers("patch", targets)
     examined: dict[str, _Examined] = {}
@@ -252,6 +262,8 @@ def patch(
         line = examined[name].line
         if line is not None and name not in _patched:
             line.enable(options)
+            if options.log_savings and name in APPLIES["log_savings"]:
+                savings.enable(name, line.trainer_class())
             _patched[name] = _Patched(examined[name], options, line)
     _log(report, examined.values())
     on = [seam.name for seam in report.seams if seam.on]
@@ -308,6 +320,7 @@ def patched(
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
     max_tokens: int | None = None,
+    log_savings: bool = False,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of
     `patch`, and keeps earlier patches.
@@ -320,6 +333,7 @@ def patched(
         reference_memory=reference_memory,
         verify=verify,
         max_tokens=max_tokens,
+        log_savings=log_savings,
     )
     try:
         yield report
@@ -329,6 +343,7 @@ def patched(
 
 def _undo(names: set[str]) -> None:
     for name in names:
+        savings.disable(name)
         _patched.pop(name).line.disable()
         forward.uninstall_all(name)
 

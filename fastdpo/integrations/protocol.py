@@ -29,6 +29,7 @@ class PatchOptions:
             this process, or in a directory.
         verify: compare the first fused calls of each model with stock ones.
         max_tokens: distinct tokens of a micro-batch, by which steps are cut. None: they are not.
+        log_savings: add to the trainer's logs which part of the padded tokens was not computed.
     """
 
     share_prompts: SharePrompts = True
@@ -36,6 +37,7 @@ class PatchOptions:
     reference_memory: bool | Path = False
     verify: bool = False
     max_tokens: int | None = None
+    log_savings: bool = False
 
     def of_forward(self) -> dict[str, Any]:
         """Those that are options of a fused forward (`models.forward.Request`)."""

@@ -72,7 +72,7 @@ class Memory:
         fallback.report(f"{self._integration}: reference_memory is disabled, {reason.named}")
 
     def log_probs(
-        self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor]
+        self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor], tokens: int
     ) -> Tensor:
         """Returns the log-probabilities of chosen and rejected completions, float64 [B, 2]. Call
         `check` first.
@@ -82,10 +82,12 @@ class Memory:
             digests: of the B pairs (see `digests_of_pairs`).
             compute: given the indices of M pairs that are not remembered, returns their values [M,
                 2]. It is not called for M = 0. If it draws random numbers, the memory is disabled.
+            tokens: number of tokens in the padded batch.
         """
         if any(module.training for module in reference.modules()):  # values may differ from those in evaluation mode
             digests = [hashlib.blake2b(x, digest_size=len(x), person=b"training").digest() for x in digests]
         missing = [i for i, digest in enumerate(digests) if digest not in self._values]
+        fallback.count_tokens(self._integration, tokens * (len(digests) - len(missing)) // len(digests), 0)
         if missing:
             before = _random_states(reference.device)
             computed = compute(missing).double().tolist()

@@ -33,7 +33,7 @@ _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", def
 
 tokens: Counter[tuple[str, str]] = Counter()
 """Number of tokens by (integration, "given" or "computed"): those of the padded batches that models
-were called with, and those that the models ran on.
+were called with, or would have been without the reference memory, and those that the models ran on.
 """
 
 
@@ -44,12 +44,21 @@ def count_tokens(integration: str, given: int, computed: int) -> None:
 
 def calls_line(integration: str) -> str | None:
     """The counters of a trainer in one line, or None if none of its models was called."""
-    counts = [f"{kind} {path} {n}" for (name, kind, path), n in calls.items() if name == integration]
+    counts = {(kind, path): n for (name, kind, path), n in calls.items() if name == integration}
     if not counts:
         return None
-    line = f"fastdpo: {integration} calls: {', '.join(counts)}"
+    paths: Counter[str] = Counter()
+    for (_, path), n in counts.items():
+        paths[path] += n
+    avoided = paths.pop("remembered", 0)
+    savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"] if paths.total() else []
+    if avoided:
+        savings.append(f"{avoided} reference runs avoided")
     given, computed = tokens[integration, "given"], tokens[integration, "computed"]
-    return f"{line}; {computed / given:.0%} of {given:,} padded tokens computed" if given else line
+    if given:
+        savings.append(f"{computed / given:.0%} of {given:,} padded tokens computed")
+    of_paths = ", ".join(f"{kind} {path} {n}" for (kind, path), n in counts.items())
+    return f"fastdpo: {integration} calls: {of_paths}; {', '.join(savings)}"
 
 
 class NotFused(RuntimeError):

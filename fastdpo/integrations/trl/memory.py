@@ -79,7 +79,7 @@ class ReferenceMemory(Memory):
             part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
             return torch.stack(list(reference_logps(trainer, part)), 1)
 
-        logps = remembered_logps(self, trainer, as_reference, digests, compute)
+        logps = remembered_logps(self, trainer, as_reference, digests, compute, inputs["input_ids"].numel())
         dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
         chosen, rejected = logps.to(device, dtype).unbind(1)
         return chosen, rejected
@@ -122,6 +122,7 @@ def remembered_logps(
     as_reference: AsReference,
     digests: list[bytes],
     compute: Callable[[list[int]], Tensor],
+    tokens: int,
 ) -> Tensor:
     """`Memory.log_probs` for a trainer's reference as it is now."""
     from ...ref_logps import scoring
@@ -129,7 +130,7 @@ def remembered_logps(
     base = scoring.base_of(reference_of(trainer))
     with as_reference(trainer):
         memory.check(base)
-    return memory.log_probs(base, digests, compute)
+    return memory.log_probs(base, digests, compute, tokens)
 
 
 def exchange_callback(memory: Memory) -> TrainerCallback:
