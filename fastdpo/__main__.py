@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 
 from . import run
 
@@ -19,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
+    _add_tune(commands)
     return parser
 
 
@@ -49,11 +52,48 @@ def _doctor(args: argparse.Namespace) -> None:
     sys.exit(1 if doctor.failed(report) else 0)
 
 
+def _add_tune(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure which kernels are fastest for a head on this GPU",
+        description="Measures which kernels are fastest for a head on this GPU, and adds an entry to a head table if "
+        "the fused kernel is. The entry applies to every head whose hidden size is at most that of the command.",
+        epilog="example: fastdpo tune --hidden 896 --vocabulary 151936 --table head.json",
+    )
+    parser.add_argument("--hidden", type=int, required=True, help="size of the hidden states")
+    parser.add_argument("--vocabulary", type=int, required=True, help="number of vocabulary entries")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of the matrix product"
+    )
+    parser.add_argument("--frozen", action="store_true", help="measure a head that is not trained (LoRA)")
+    parser.add_argument(
+        "--table", type=Path, default=Path("head.json"), help="JSON file to write or extend; default: head.json"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(start=_tune)
+
+
+def _tune(args: argparse.Namespace) -> None:
+    from . import tune
+
+    try:
+        entry = tune.run(args.hidden, args.vocabulary, args.dtype, args.frozen, args.table)
+    except (OSError, ValueError) as error:
+        sys.exit(f"fastdpo tune: {str(error).removeprefix('tune: ')}")
+    if args.json:
+        print(json.dumps({"table": str(args.table), "entry": None if entry is None else entry._asdict()}))
+    elif entry is None:
+        print("The fused kernel is not faster on this GPU: no entry was written.")
+    else:
+        print(f"Wrote {args.table}. Use it with {tune.VARIABLE}={args.table.resolve()}")
+
+
 def _add_run(commands: argparse._SubParsersAction) -> None:
     runner = commands.add_parser(
         "run",
         help="run a training program unchanged, with its trainers patched",
         usage="fastdpo run [options] script.py|-m module|command [arguments]",
+        epilog="example: fastdpo run --strict trl dpo --config dpo.yaml",
     )
     runner.add_argument("--only", action="append", default=[], metavar="TRAINER", help="patch only this trainer")
     sharing = runner.add_mutually_exclusive_group()

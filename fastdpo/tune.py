@@ -1,6 +1,6 @@
 """Measures which kernels are fastest for a head on this GPU, and writes a head table.
 
-    python -m fastdpo.tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
+    fastdpo tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
 
 The written entry applies to every head whose hidden size is at most `--hidden`: measure the widest
 head you use. No entry is written if the fused kernel is not faster.
@@ -8,7 +8,6 @@ head you use. No entry is written if the fused kernel is not faster.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from . import checks
 from .ops import linear_logps
-from .ops.head_table import VARIABLE, Entry, architecture
+from .ops.head_table import VARIABLE, Entry, architecture, from_file
 
 TOKENS = 8192
 MIN_SPEEDUP = 1.02  # of the fused kernel over the table's `rows`, for an entry to be written
@@ -69,11 +69,11 @@ def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], e
             try:
                 elapsed = time(run)
             except Exception as reason:  # a candidate that does not fit this device
-                print(f"{blocks}: {type(reason).__name__}: {reason}")
+                print(f"{blocks}: {type(reason).__name__}: {reason}", file=sys.stderr)
                 return float("inf")
             finally:
                 del os.environ[VARIABLE]
-        print(f"{'rows' if blocks is None else blocks}: {elapsed:.3f} ms")
+        print(f"{'rows' if blocks is None else blocks}: {elapsed:.3f} ms", file=sys.stderr)
         return elapsed
 
     rows = measured(None)
@@ -81,31 +81,30 @@ def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], e
     return entry._replace(blocks=blocks) if best * MIN_SPEEDUP < rows else None
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fastdpo.tune", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--hidden", type=int, required=True, help="size of the hidden states")
-    parser.add_argument("--vocabulary", type=int, required=True, help="number of vocabulary entries")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of the matrix product"
-    )
-    parser.add_argument("--frozen", action="store_true", help="measure a head that is not trained (LoRA)")
-    parser.add_argument(
-        "--table", type=Path, default=Path("head.json"), help="JSON file to write or extend; default: head.json"
-    )
-    args = parser.parse_args(argv)
+def run(hidden: int, vocabulary: int, dtype: str, frozen: bool, table: Path) -> Entry | None:
+    """Measures a head on the first GPU, and adds an entry to a head table if there is anything to gain.
+
+    Args:
+        hidden: size of the hidden states.
+        vocabulary: number of vocabulary entries.
+        dtype: "bfloat16" or "float16", of the matrix product.
+        frozen: whether the head is not trained.
+        table: JSON file to write or extend.
+
+    Returns:
+        The entry that was written, or None if the fused kernel is not faster.
+
+    Raises:
+        ValueError: a size is not positive, the file is not a head table, or there is no GPU.
+        OSError: the file cannot be read or written.
+    """
+    for name, size in (("hidden", hidden), ("vocabulary", vocabulary)):
+        checks.require(size > 0, "tune", name, "be positive", size)
+    before = [entry._asdict() for entry in from_file(str(table))] if table.exists() else []
     if not torch.cuda.is_available():
-        print("fastdpo.tune: no GPU found (torch.cuda.is_available() is False)", file=sys.stderr)
-        return 2
-    entry = Entry(architecture(torch.device("cuda", 0)), args.dtype, args.hidden, CANDIDATES[0])
-    fastest = tune(step(args.hidden, args.vocabulary, getattr(torch, args.dtype), args.frozen), milliseconds, entry)
-    if fastest is None:
-        print("The fused kernel is not faster on this GPU: no entry was written.")
-        return 0
-    before = json.loads(args.table.read_text()) if args.table.exists() else []
-    args.table.write_text(json.dumps([fastest._asdict(), *before], indent=1) + "\n")
-    print(f"Wrote {args.table}. Use it with {VARIABLE}={args.table.resolve()}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise ValueError("tune: no GPU found (torch.cuda.is_available() is False)")
+    entry = Entry(architecture(torch.device("cuda", 0)), dtype, hidden, CANDIDATES[0])
+    fastest = tune(step(hidden, vocabulary, getattr(torch, dtype), frozen), milliseconds, entry)
+    if fastest is not None:
+        table.write_text(json.dumps([fastest._asdict(), *before], indent=1) + "\n")
+    return fastest

@@ -94,7 +94,7 @@ def check_command(command: str) -> None:
             assert importlib.util.find_spec(module), command
         case ["fastdpo", "run", program, *_]:
             assert (ROOT / "tests" / "programs" / program.removesuffix("-cli")).is_dir(), f"nothing tests {command}"
-        case ["fastdpo", "doctor", *_]:
+        case ["fastdpo", "doctor" | "tune", *_]:
             parser().parse_args(words[1:])
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command

@@ -1,12 +1,14 @@
-"""Entries that fastdpo.tune writes to the head table, and the kernels that they select."""
+"""Entries that `fastdpo tune` writes to the head table, and the kernels that they select."""
 
 import json
 import os
+import sys
 
 import pytest
 import torch
 
 from fastdpo import tune
+from fastdpo.__main__ import main
 from fastdpo.ops import head_table
 from fastdpo.ops.head_table import Entry, fused_config
 
@@ -18,7 +20,7 @@ def timer(times):
     """A timer that looks up milliseconds by block sizes. An unknown size raises an error."""
 
     def time(run):
-        entries = head_table._from_file(os.environ[head_table.VARIABLE])
+        entries = head_table.from_file(os.environ[head_table.VARIABLE])
         return times[entries[0].blocks if entries else None]
 
     return time
@@ -61,8 +63,38 @@ def test_an_invalid_table_file_raises(content, tmp_path, monkeypatch):
         fused_config(896, torch.bfloat16, CPU)
 
 
-def test_without_a_gpu_it_exits_with_an_error(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("has a GPU")
-    assert tune.main(["--hidden", "896", "--vocabulary", "1000"]) == 2
-    assert "no GPU found" in capsys.readouterr().err
+HEAD = ["tune", "--hidden", "896", "--vocabulary", "1000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (HEAD, "fastdpo tune: no GPU found (torch.cuda.is_available() is False)"),
+        (["tune", "--hidden", "0", "--vocabulary", "9"], "fastdpo tune: hidden must be positive; got 0"),
+    ],
+)
+def test_the_command_ends_with_one_line(monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["fastdpo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == message
+
+
+def test_the_command_writes_the_table_and_prints_json(monkeypatch, tmp_path, capsys):
+    table = tmp_path / "head.json"
+    table.write_text(json.dumps([ENTRY._asdict()]))
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "get_device_capability": lambda device: (9, 0),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(tune, "step", lambda *head: lambda: None)
+    monkeypatch.setattr(tune, "milliseconds", timer({None: 10.0, tune.CANDIDATES[1]: 8.0}))
+    monkeypatch.setattr(sys, "argv", ["fastdpo", *HEAD, "--table", str(table), "--json"])
+    main()
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads(table.read_text())
+    assert printed == {"table": str(table), "entry": written[0]}
+    assert written[0]["blocks"] == list(tune.CANDIDATES[1])
+    assert written[1:] == [json.loads(json.dumps(ENTRY._asdict()))]

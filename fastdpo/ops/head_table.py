@@ -73,7 +73,7 @@ def _constant_while_tracing(function: F) -> F:
 
 @_constant_while_tracing  # the compiler cannot trace code that reads a file
 def _entries() -> tuple[Entry, ...]:
-    return *_from_file(os.environ.get(VARIABLE, "")), *TABLE
+    return *from_file(os.environ.get(VARIABLE, "")), *TABLE
 
 
 @_constant_while_tracing
@@ -87,7 +87,8 @@ def architecture(device: torch.device) -> str:
 
 
 @lru_cache
-def _from_file(path: str) -> tuple[Entry, ...]:
+def from_file(path: str) -> tuple[Entry, ...]:
+    """The entries of a head table. An empty path has none."""
     if not path:
         return ()
     try:
