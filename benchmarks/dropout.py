@@ -103,7 +103,8 @@ def fused_score(model: nn.Module, pairs: Pairs) -> Tensor:
 def install(model: nn.Module, **options: Any) -> None:
     """Makes `fused_score` compute a model's log-probabilities, with options of a `Request`."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    forward.install(base, Request("benchmarks", "policy", **options), lambda scored, _: scored.logps.logps)
+    request = Request("benchmarks", "policy", groups="pairs", **options)  # else copies would share their masks
+    forward.install(base, request, lambda scored, _: scored.logps.logps)
 
 
 def draw(model: nn.Module, pairs: Pairs, score: Score, *, calls: int, copies: int, seed: int = 0) -> Draws:

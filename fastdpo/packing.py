@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .prefix_groups import groups_by_content
 from .reasons import Reason
 
 IGNORE_INDEX = -100
@@ -142,7 +143,7 @@ def pack(
     attention_mask: Tensor,
     labels: Tensor,
     *,
-    groups: Tensor | Literal["prompts"] | None = None,
+    groups: Tensor | Literal["prompts", "content"] | None = None,
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
@@ -158,7 +159,9 @@ def pack(
             values 0 and 1. The real tokens of a row must be contiguous.
         labels: int32 or int64 [R, L], -100 where nothing is scored. Position i - 1 scores label i.
         groups: int32 or int64 [R]. Rows with the same number may share a prefix. "prompts": rows
-            that are equal up to the token that scores their first label. None: no rows do.
+            that are equal up to the token that scores their first label. "content": rows that begin
+            alike, in groups by what that saves (`prefix_groups.groups_by_content`). None: no rows
+            do.
         shifted: position i scores label i, and the output has the width of the input.
         store_all: store every real token, including those that no scored position depends on. A
             router's auxiliary loss counts them.
@@ -177,7 +180,8 @@ def pack(
     _require_batch("pack", input_ids, attention_mask, labels)
     checks.require_flags("pack", shifted=shifted, store_all=store_all)
     if isinstance(groups, str):
-        checks.require(groups == "prompts", "pack", "groups", 'be a tensor, "prompts" or None', repr(groups))
+        rule = 'be a tensor, "prompts", "content" or None'
+        checks.require(groups in ("prompts", "content"), "pack", "groups", rule, repr(groups))
     elif groups is not None:
         checks.require_tensors("pack", groups=groups)
         checks.require_values("pack", groups=groups)
@@ -209,8 +213,12 @@ def pack(
     # leader.
     if groups is None:
         groups = torch.arange(n_rows, device="cpu")
-    elif isinstance(groups, str):
+    elif groups == "prompts":
         groups = _rows_of_a_prompt(ids, offset, scored)
+    elif isinstance(groups, str):
+        ends = zip(offset.tolist(), need.tolist(), strict=True)
+        stored = [row[start : start + n] for row, (start, n) in zip(ids.numpy(), ends, strict=True)]
+        groups = torch.tensor(groups_by_content(stored), device="cpu")
     members = groups.cpu()[need > 0]
     order = members.argsort(stable=True)
     row = (need > 0).nonzero()[:, 0][order]  # [S] rows of the padded batch

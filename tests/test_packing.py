@@ -9,6 +9,7 @@ import torch
 
 from fastdpo import packing
 from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
+from fastdpo.prefix_groups import groups_by_content
 
 # Tests describe a row of a batch by its ids and, for each id, its label or None.
 
@@ -160,6 +161,22 @@ def test_rows_with_the_same_prompt_share_it(shifted):
             prompts.append(tuple(row[int(real.argmax()) : end].tolist()))
         groups = torch.tensor([prompts.index(prompt) for prompt in prompts])
         layout = pack(ids, mask, labels, groups="prompts", shifted=shifted)
+        assert_layout_is_right(layout, (ids, mask, labels), groups, shifted)
+        shared += int(layout.rows[:, 1].sum())
+    assert shared
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
+def test_rows_with_the_same_beginning_share_it(shifted):
+    rng = random.Random(f"content {shifted}")
+    shared = 0
+    for _ in range(50):
+        (ids, mask, labels), _ = random_batch(rng, shifted)
+        scored = (labels if shifted else labels[:, 1:]) != IGNORE_INDEX
+        needs = [max((c + 1 for c, s in enumerate(row) if s), default=0) for row in scored.tolist()]
+        stored = [row[int(real.argmax()) : need].numpy() for row, real, need in zip(ids, mask, needs, strict=True)]
+        groups = torch.tensor(groups_by_content(stored))
+        layout = pack(ids, mask, labels, groups="content", shifted=shifted)
         assert_layout_is_right(layout, (ids, mask, labels), groups, shifted)
         shared += int(layout.rows[:, 1].sum())
     assert shared
@@ -408,7 +425,7 @@ MISUSES = {  # op, arguments, and pattern of the message
     "groups by an unknown rule": (
         pack,
         dict(groups="pairs"),
-        r"""pack: groups must be a tensor, "prompts" or None; got 'pairs'""",
+        r"""pack: groups must be a tensor, "prompts", "content" or None; got 'pairs'""",
     ),
     "labels beyond any vocabulary": (
         pack_pairs,

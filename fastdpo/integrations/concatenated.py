@@ -39,7 +39,7 @@ def install(
     options: PatchOptions,
     statistics: tuple[str, ...] = ("mean_logits",),
     *,
-    groups: Groups = "pairs",
+    groups: Groups = "content",
     make_output: Callable[[Any, ScoredBatch, dict], Any] | None = None,
 ) -> None:
     """Makes models return per-token results when `score` calls them.

@@ -67,7 +67,7 @@ class Request(NamedTuple):
         float32_head: whether the head computes in float32.
         share_prompts: whether tokens that rows of the same group begin with are computed once;
             "deterministic": unless dropout or other noise is active.
-        groups: which rows of a batch are a group.
+        groups: which rows of a batch are a group. In batches with images, pairs are.
         images: whether batches may hold images, those of the first rows of all pairs first.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
         verify: whether the first fused call with gradients and the first one without are compared
@@ -81,7 +81,7 @@ class Request(NamedTuple):
     temperature: float = 1.0
     float32_head: bool = False
     share_prompts: SharePrompts = True
-    groups: Groups = "pairs"
+    groups: Groups = "content"
     images: bool = False
     memory_budget: int = MEMORY_BUDGET
     verify: bool = False
@@ -494,13 +494,15 @@ def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _Runn
     if support.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
 
-    make_layout = functools.partial(_layout, model, fused, kwargs)
+    make_layout = functools.partial(_layout, model, fused, kwargs, groups="pairs")
     share_random = fused.request.share_prompts != "deterministic"
     packed = fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout, share_random=share_random)
     return _RunnableBatch(*packed, found.of_images)
 
 
-def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: bool = True) -> Layout:
+def _layout(
+    model: PreTrainedModel, fused: _FusedForward, kwargs: dict, *, groups: Groups | None = None, share: bool = True
+) -> Layout:
     batch, requested = padded_batch(kwargs), fused.request.share_prompts
     share = share and requested is not False
     if share and requested == "deterministic" and model.training and _is_random(model, fused):
@@ -511,7 +513,7 @@ def _layout(model: PreTrainedModel, fused: _FusedForward, kwargs: dict, share: b
             logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, reason.named)
     # All positions of the padded rows count, padding included.
     reach = batch.input_ids.shape[1] if support.rope_depends_on_length(text_config(model)) else None
-    groups = fused.request.groups if share else None
+    groups = (groups or fused.request.groups) if share else None
     return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
 
 

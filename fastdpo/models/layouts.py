@@ -45,9 +45,9 @@ def padded_batch(kwargs: dict) -> PaddedBatch:
 SharePrompts = bool | Literal["deterministic"]
 """Whether rows share what they begin with: always, never, or only where a model is not random."""
 
-Groups = Literal["pairs", "prompts"]
-"""Which rows of a batch may share the tokens that they begin with: rows i and i + R/2, or all rows
-with the same tokens up to their first label.
+Groups = Literal["content", "prompts", "pairs"]
+"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, rows with
+the same tokens up to their first label, or rows i and i + R/2.
 """
 
 
@@ -81,7 +81,7 @@ def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, rea
 
 def _pack(batch: PaddedBatch, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
     rows = len(batch.input_ids)
-    members: Tensor | Literal["prompts"] | None = None if groups == "pairs" else groups
+    members: Tensor | Literal["content", "prompts"] | None = None if groups == "pairs" else groups
     if groups == "pairs" and rows and rows % 2 == 0:
         members = torch.arange(rows, device="cpu") % (rows // 2)
     tensors = batch[:3]

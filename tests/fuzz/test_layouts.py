@@ -24,7 +24,7 @@ class Batch(NamedTuple):
         prompts: how many prompts the rows have; 0 for rows of their own.
         scored: the share of labels that are not -100.
         side: on which side rows are padded.
-        groups: "none", "prompts" or "tensor".
+        groups: "none", "prompts", "content" or "tensor".
         reach: the positions that must exist, or None.
     """
 
@@ -50,7 +50,7 @@ BATCHES = st.builds(
     prompts=st.integers(0, 3),
     scored=st.sampled_from([0.0, 0.2, 0.8, 1.0]),
     side=st.sampled_from(["left", "right", "both"]),
-    groups=st.sampled_from(["none", "prompts", "tensor"]),
+    groups=st.sampled_from(["none", "prompts", "content", "tensor"]),
     shifted=st.booleans(),
     store_all=st.booleans(),
     reach=st.sampled_from([None, None, 3, 30]),
@@ -68,7 +68,7 @@ def batch_of(case: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | str | None]:
     column = torch.arange(case.length).expand(shape)
     mask = (column >= offset) & (column < offset + real[:, None])
     tokens = source.integers(0, case.vocabulary - 1, *shape)
-    groups: Tensor | str | None = {"none": None, "prompts": "prompts"}.get(case.groups)
+    groups: Tensor | str | None = None if case.groups in ("none", "tensor") else case.groups
     if case.groups == "tensor":
         groups = source.integers(0, 2, case.rows)
     if case.prompts:

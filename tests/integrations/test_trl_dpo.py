@@ -24,7 +24,7 @@ def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
 
 def test_the_log_says_how_much_was_computed(tmp_path, caplog):
     caplog.set_level("INFO", logger="fastdpo")
-    rows = [dict(prompt="w1 w2 w3 ", chosen="w4 w5", rejected="w6")] * 4
+    rows = [dict(prompt=f"w{i} w2 w3 ", chosen="w4 w5", rejected="w6") for i in range(10, 14)]
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = build(
             tmp_path, tiny_model(), tiny_model(), per_device_train_batch_size=2, max_steps=2, logging_steps=1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FUSED, kind
 from peft import LoraConfig, get_peft_model
-from trl_runs import LORA, tiny_model
+from trl_runs import LORA, recorded_layouts, tiny_model
 
 from benchmarks import dropout
 from benchmarks.dropout import (
@@ -19,7 +19,6 @@ from benchmarks.dropout import (
     mean_p_value,
     stock_score,
 )
-from fastdpo.models import forward
 from fastdpo.packing import IGNORE_INDEX
 
 PROMPT = 14
@@ -69,15 +68,7 @@ def draws(name, score=fused_score, calls=CALLS, seed=0, **request):
 
 @pytest.fixture
 def layouts(monkeypatch):
-    """The layouts of all calls."""
-    stock, recorded = forward.layout_of, []
-
-    def layout_of(*args, **options):
-        recorded.append(stock(*args, **options))
-        return recorded[-1]
-
-    monkeypatch.setattr(forward, "layout_of", layout_of)
-    return recorded
+    return recorded_layouts(monkeypatch)
 
 
 @pytest.mark.parametrize("name", MODELS)

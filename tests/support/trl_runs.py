@@ -32,7 +32,9 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 import fastdpo
+from fastdpo.models import forward
 from fastdpo.models.layouts import SharePrompts
+from fastdpo.packing import Layout
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
 NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos", "step_time")
@@ -257,6 +259,18 @@ def train_both(
     stock.in_float64 = functools.partial(once, "float64", double)
     with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts):
         return [stock, once("patched")]
+
+
+def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """A list to which the layout of each following call is appended."""
+    stock, recorded = forward.layout_of, []
+
+    def layout_of(*args, **options):
+        recorded.append(stock(*args, **options))
+        return recorded[-1]
+
+    monkeypatch.setattr(forward, "layout_of", layout_of)
+    return recorded
 
 
 def run_with_oldest(worker: Path, directory: Path, *trainers: str) -> None:

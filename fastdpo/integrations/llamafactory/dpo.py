@@ -28,7 +28,7 @@ _AVERAGED = ("ipo", "orpo", "simpo")
 _LOGITS = ("chosen_logits", "rejected_logits")
 _PATH = ("get_batch_loss_metrics", "concatenated_forward")
 _line = ScoringLine(
-    "llamafactory.DPOTrainer", "pairs", _PATH, {"concatenated_forward": ["self", "model", "batch", "is_ref_model"]}
+    "llamafactory.DPOTrainer", "content", _PATH, {"concatenated_forward": ["self", "model", "batch", "is_ref_model"]}
 )
 
 

@@ -44,7 +44,7 @@ def unsupported_reason() -> Reason | None:
 def enable(options: PatchOptions) -> None:
     from trl.trainer import dpo_trainer
 
-    fused_head.replace(_replacements, dpo_trainer, DPO, options, groups="pairs", images=True)
+    fused_head.replace(_replacements, dpo_trainer, DPO, options, groups="content", images=True)
     rewritten_dpo.replace(_replacements, _trainers, options)
 
 

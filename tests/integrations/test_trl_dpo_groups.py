@@ -1,0 +1,110 @@
+"""Pairs of one prompt, and conversations that begin alike, in TRL's DPOTrainer: every row of a batch may share."""
+
+import functools
+import random
+
+import pytest
+import torch
+from comparison import assert_far_from_same
+from families import FUSED, HYBRID, kind
+from trl_runs import adapter, assert_fused, assert_same, recorded_layouts, train_both
+
+from fastdpo import packing
+from fastdpo.models import forward
+
+PAIRS_OF_A_PROMPT = 4
+PROMPT, ANSWERS = 9, (3, 6)
+
+
+def words(rng: random.Random, n: int) -> str:
+    return " ".join(f"w{rng.randrange(94)}" for _ in range(n))
+
+
+def pairs_of_prompts(prompt: int = PROMPT) -> list[dict[str, str]]:
+    rng = random.Random(0)
+    prompts = [words(rng, prompt) for _ in range(4)]
+    lengths = [rng.randint(*ANSWERS) for _ in range(2)]
+    return [
+        {"prompt": f"{p} ", **{name: words(rng, n) for name, n in zip(("chosen", "rejected"), lengths, strict=True)}}
+        for p in prompts
+        for _ in range(PAIRS_OF_A_PROMPT)
+    ]
+
+
+def turns_of_conversations() -> list[dict[str, str]]:
+    """Each prompt continues the one before."""
+    rng, rows = random.Random(1), []
+    for _ in range(4):
+        prompt = words(rng, 6)
+        for _ in range(PAIRS_OF_A_PROMPT):
+            rows.append({"prompt": f"{prompt} ", "chosen": words(rng, 4), "rejected": words(rng, 3)})
+            prompt = f"{prompt} {rows[-1]['chosen']} {words(rng, 3)}"
+    return rows
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Trains stock and patched in batches of 8 pairs."""
+    options = dict(per_device_train_batch_size=8, max_steps=2)
+    return functools.partial(train_both, tmp_path, **options)
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    return recorded_layouts(monkeypatch)
+
+
+CASES = {
+    "llama": dict,
+    "adapter": adapter,
+    "experts and their router's loss": lambda: dict(
+        kind="mixtral", tiny=FUSED["mixtral"][1] | dict(router_aux_loss_coef=0.5)
+    ),
+    "conversations": lambda: dict(data=turns_of_conversations()),
+    "equal pairs": lambda: dict(data=pairs_of_prompts()[:1] * 16),
+    "checkpointing": lambda: dict(gradient_checkpointing=True),
+    "sliding window": lambda: dict(kind="mistral", tiny=dict(sliding_window=5)),
+    "IPO": lambda: dict(loss_type="ipo"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_training(both, layouts, name):
+    stock, patched = both(**{"data": pairs_of_prompts()} | CASES[name]())
+    assert_fused(patched, policy=2, reference=2)
+    assert_same(stock, patched)
+    assert all(layout.multiplicity.max() > 2 for layout in layouts), "more rows than those of a pair share"
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5_text", "lfm2"])
+def test_states_are_shared(both, layouts, name):
+    data = pairs_of_prompts(140)
+    tiny = HYBRID[name][1] | dict(max_position_embeddings=256)
+    stock, patched = both(kind(name), tiny=tiny, data=data, max_steps=1, max_length=512)
+    assert_fused(patched, policy=1, reference=1)
+    assert_same(stock, patched)
+    assert all(layout.multiplicity.max() > 2 for layout in layouts)
+
+
+def test_prompts_that_are_not_shared(both, layouts):
+    stock, patched = both(data=pairs_of_prompts(), share_prompts=False)
+    assert_same(stock, patched)
+    assert all(layout.multiplicity.max() == 1 for layout in layouts)
+
+
+def test_the_comparison_notices_a_prefix_that_is_too_long(both, monkeypatch):
+    stock_layout, stock_prefixes = forward.layout_of, packing._common_prefixes
+
+    def longer(*args):
+        found = stock_prefixes(*args)
+        return torch.where(found > 1, found + 1, found)
+
+    def layout_of(*args, **options):  # not in the probe, which would notice as well
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "_common_prefixes", longer)
+            return stock_layout(*args, **options)
+
+    monkeypatch.setattr(forward, "layout_of", layout_of)
+    stock, patched = both(data=pairs_of_prompts())
+    assert_fused(patched, policy=2, reference=2)
+    assert_far_from_same(stock, patched, stock.in_float64)
