@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,7 +183,7 @@ def _random_states(device: torch.device) -> list[Tensor]:
     return [cpu, torch.cuda.get_rng_state(device)] if device.type == "cuda" else [cpu]
 
 
-def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor) -> list[bytes]:
+def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor, contents: Sequence[bytes] | None = None) -> list[bytes]:
     """Digests of 16 bytes of each pair's real tokens and which of them are scored. One copy to the
     host.
 
@@ -191,6 +191,7 @@ def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor) -> list[bytes]:
         ids: [2B, L], chosen rows first.
         mask: [2B, L], 0 at padding.
         scored: [2B, L], 0 where a token is not scored.
+        contents: what each of the 2B rows has besides tokens.
     """
     host_ids, real, host_scored = torch.stack([ids.long(), mask.long(), scored.long()]).cpu().numpy()
     n_pairs = len(ids) // 2
@@ -201,6 +202,8 @@ def digests_of_pairs(ids: Tensor, mask: Tensor, scored: Tensor) -> list[bytes]:
             kept = real[row] != 0
             digest.update(kept.sum().tobytes() + host_ids[row][kept].tobytes())
             digest.update((host_scored[row][kept] != 0).tobytes())
+            if contents is not None:
+                digest.update(contents[row])
         digests.append(digest.digest())
     return digests
 

@@ -154,7 +154,7 @@ class _Packed(NamedTuple):
 
 
 def _pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> _Packed:
-    if images.of_images and _placeholder(model) is None:
+    if images.of_images and placeholder(model) is None:
         raise NotPackable(Reason("image-placeholder"))
     for shared in (True, False) if images.are_repeated() else (False,):
         layout = make_layout() if shared else make_layout(share=False)
@@ -196,7 +196,8 @@ def _is_repeated(x: Tensor) -> bool:
     return cached[1]
 
 
-def _placeholder(model: PreTrainedModel) -> int | None:
+def placeholder(model: PreTrainedModel) -> int | None:
+    """The id of the tokens that image features are written over, if the configuration has it."""
     found = (getattr(model.config, name, None) for name in PLACEHOLDERS)
     return next((x for x in found if isinstance(x, int)), None)
 
@@ -206,7 +207,7 @@ def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, kwargs: di
     its rows.
     """
     ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
-    placeholders = (ids == _placeholder(model)) & (mask != 0)  # [R, L]
+    placeholders = (ids == placeholder(model)) & (mask != 0)  # [R, L]
     owners = len(ids) // (1 + share)
     owner = layout.token_index // ids.shape[1] % owners  # [T]
     stored = owner[layout.pack(placeholders)[0]].bincount(minlength=owners)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PLAIN = (bool, int, float, str, type(None))
 IGNORED_ATTRIBUTES = {
     *("training", "gradient_checkpointing", "max_seq_len_cached"),
-    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed"),
+    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed", "rope_deltas"),
 }
 """Plain attributes that change during training and that the results do not depend on."""
 

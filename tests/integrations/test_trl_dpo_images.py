@@ -13,6 +13,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl_runs import adapter, assert_fused, assert_same, assert_same_bits
 from vision_runs import FAMILIES, train_vision_both
 
+from fastdpo.integrations.trl import memory as trl_memory
 from fastdpo.models import images, islands, probe, support
 from fastdpo.models.language_model import language_model
 from fastdpo.ops.attention_islands import is_island
@@ -186,13 +187,26 @@ def test_dropout(both, shared, sharing):
     assert shared == [sharing is True] * 4, "the reference is the policy without its adapter, in its mode"
 
 
-def test_reference_memory_is_disabled(both, caplog):
-    stock, patched = both("qwen3_vl", reference_memory=True)
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "mistral3", "llava", "gemma3", "gemma4"])
+def test_the_reference_is_remembered_by_tokens_and_images(both, name):
+    """Two epochs of 8 pairs. The last pairs have the tokens of others, and other images."""
+    stock, patched = both(name, reference_memory=True, max_steps=4, num_train_epochs=2, twins=True)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "fused"): 4, ("reference", "fused"): 2, ("reference", "remembered"): 2}
+
+
+def test_a_memory_by_tokens_alone_is_detected(both, monkeypatch):
+    monkeypatch.setattr(trl_memory, "digests_of_rows", lambda model, batch: [b""] * len(batch["input_ids"]))
+    stock, patched = both("qwen3_vl", reference_memory=True, max_steps=2, twins=True)
+    assert patched.calls == {("policy", "fused"): 2, ("reference", "fused"): 1, ("reference", "remembered"): 1}
+    assert_far_from_same(stock, patched, stock.in_float64)
+
+
+def test_the_memory_is_disabled_where_images_have_no_owner(both, caplog):
+    stock, patched = both("llava_next", reference_memory=True)
     assert_same(stock, patched)
     assert_fused(patched, policy=2, reference=2)
-    assert (
-        "reference_memory is disabled, batches also hold image_grid_thw, mm_token_type_ids, pixel_values" in caplog.text
-    )
+    assert "it cannot be told which images belong to which pair, from image_sizes, pixel_values" in caplog.text
 
 
 def test_ranks_that_run_a_model_together_run_images_padded(both, monkeypatch, caplog):

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ...models import support
 from ...models.adapters import active_parameters
+from ...models.image_content import digests_of_rows
+from ...models.images import ARGUMENTS
 from ...reasons import Reason
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from ..replacements import temporarily
@@ -45,12 +47,13 @@ class ReferenceMemory(Memory):
         """
         if self.enabled and not self.started:
             self._start(trainer)
-        if self.enabled and not {name for name, x in inputs.items() if x is not None} <= SUPPORTED_INPUTS:
-            self.disable(Reason("batch-entries", names=", ".join(sorted(inputs.keys() - SUPPORTED_INPUTS))))
-        if not self.enabled:
+        digests = self._digests(trainer, inputs) if self.enabled else []
+        if isinstance(digests, Reason):
+            self.disable(digests)
+        if isinstance(digests, Reason) or not self.enabled:
             yield inputs
             return
-        chosen, rejected = self._of_batch(trainer, inputs)
+        chosen, rejected = self._of_batch(trainer, inputs, digests)
         with temporarily(trainer, precompute_ref_logps=True):
             yield {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
@@ -68,12 +71,31 @@ class ReferenceMemory(Memory):
         trainer.add_callback(exchange_callback(self))  # on every rank, since all must take part
         self.start(memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference), key)
 
-    def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _digests(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> list[bytes] | Reason:
+        """The digests of the pairs of a batch, or why they have none."""
+        from trl.trainer import dpo_trainer
+
+        from ...ref_logps import scoring
+
+        given = {name for name, x in inputs.items() if x is not None}
+        takes_images = hasattr(dpo_trainer, "add_fused_lm_head")  # earlier versions of TRL are not tested with them
+        others = given - SUPPORTED_INPUTS - {*(ARGUMENTS if takes_images else ())}
+        if others:
+            return Reason("batch-entries", names=", ".join(sorted(others)))
+        contents = None
+        if given - SUPPORTED_INPUTS:
+            contents = digests_of_rows(scoring.base_of(reference_of(trainer)), inputs)
+            if isinstance(contents, Reason):
+                return contents
+        return digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"], contents)
+
+    def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor], digests: list[bytes]) -> tuple[Tensor, Tensor]:
         """The reference log-probabilities of chosen and rejected completions, [B] each."""
-        digests = digests_of_pairs(*(inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")))
         device = inputs["input_ids"].device
 
         def compute(missing: list[int]) -> Tensor:
+            if inputs.keys() - SUPPORTED_INPUTS:  # images are not cut by rows
+                return torch.stack(list(reference_logps(trainer, inputs)), 1)[missing]
             rows = torch.tensor([*missing, *(i + len(digests) for i in missing)], device=device)
             all_missing = len(missing) == len(digests)
             part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
