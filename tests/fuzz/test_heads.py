@@ -62,8 +62,9 @@ class Head(NamedTuple):
         return 6 * (self.scale + self.has_bias)
 
     @property
-    def noise(self) -> float:
-        return noise_of(self.dtype, self.largest_logit)
+    def noise(self) -> tuple[float, float]:
+        """Of probabilities, and of the mean of logits."""
+        return noise_of(self.dtype, self.largest_logit), noise_of(self.dtype, 0)
 
 
 HEADS = st.builds(
@@ -112,8 +113,12 @@ def results(op: Callable, leaves: dict[str, Tensor], trained: tuple[str, ...], w
     return {**found, **gradients}
 
 
-def assert_accurate(case: Head, op, definition, leaves, trained, weights, noise, **options) -> None:
-    """Asserts that results and gradients are as accurate as those of plain PyTorch."""
+def assert_accurate(case: Head, op, definition, leaves, trained, weights, noise, linear, **options) -> None:
+    """Asserts that results and gradients are as accurate as those of plain PyTorch.
+
+    `noise` is what the rounding of logits does to probabilities, and `linear` what it does to the
+    mean of logits, whose terms may cancel.
+    """
     memory = {name: options.pop(name) for name in ("memory_budget", "inplace_backward") if name in options}
     wide = {name: x.double() for name, x in leaves.items()}
     actual = results(functools.partial(op, **memory), leaves, trained, weights, **options)
@@ -122,7 +127,8 @@ def assert_accurate(case: Head, op, definition, leaves, trained, weights, noise,
     assert actual.keys() == exact.keys()
     for name, x in actual.items():
         of_terms = case.largest_logit * abs(case.logit_scale) / case.temperature * case.n**0.5
-        assert_close(name, x, eager[name], exact[name], noise, of_terms if name == "mean_logits" else 0.0)
+        budget = (linear, of_terms) if name == "mean_logits" else (noise, 0.0)
+        assert_close(name, x, eager[name], exact[name], *budget)
 
 
 def check_logits(case: Head, op: Callable = ops.token_logps) -> None:
@@ -136,8 +142,9 @@ def check_logits(case: Head, op: Callable = ops.token_logps) -> None:
         return lambda logits, **options: definition(strided(logits, case.layout), targets, **options)
 
     options = dict(case.transform, outputs=case.statistics)
-    noise = noise_of(accumulation_dtype(case.dtype), 6 * case.scale)
-    assert_accurate(case, call(op), call(reference.token_logps), leaves, ("logits",), weights, noise, **options)
+    noise, linear = (noise_of(accumulation_dtype(case.dtype), scores) for scores in (6 * case.scale, 0))
+    definition = call(reference.token_logps)
+    assert_accurate(case, call(op), definition, leaves, ("logits",), weights, noise, linear, **options)
 
 
 def head_of(case: Head, source: Source) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -164,7 +171,7 @@ def check_head(case: Head, op: Callable = ops.linear_logps) -> None:
         return lambda hidden, **options: definition(strided(hidden, case.layout), targets=targets, **options)
 
     options = dict(case.transform, outputs=case.statistics, memory_budget=budget_of(case))
-    assert_accurate(case, call(op), call(reference.linear_logps), leaves, trained, weights, case.noise, **options)
+    assert_accurate(case, call(op), call(reference.linear_logps), leaves, trained, weights, *case.noise, **options)
 
 
 def bounds_of(case: Head, source: Source, sequences: int) -> Tensor:
@@ -185,7 +192,7 @@ def check_sequences(case: Head, op: Callable = ops.linear_sequence_logps) -> Non
 
     options = dict(case.transform, memory_budget=budget_of(case))
     assert_accurate(
-        case, call(op), call(reference.linear_sequence_logps), leaves, trained, weights, case.noise, **options
+        case, call(op), call(reference.linear_sequence_logps), leaves, trained, weights, *case.noise, **options
     )
 
 
@@ -206,7 +213,7 @@ def check_pairs(case: Head, op: Callable = ops.linear_preference_loss) -> None:
 
     options = dict(case.transform, memory_budget=budget_of(case))
     definition = call(reference.linear_preference_loss)
-    assert_accurate(case, call(op), definition, leaves, trained, {"loss": torch.ones(())}, case.noise, **options)
+    assert_accurate(case, call(op), definition, leaves, trained, {"loss": torch.ones(())}, *case.noise, **options)
 
 
 CONFIDENT = Head(0, torch.float32, 3, 5, 4, 1.0, 30.0, None, 1.0, 1.0, "rows", STATISTICS, (), False, 0.0, 1)
