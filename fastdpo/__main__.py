@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from . import run
 
 
 def main() -> None:
-    args = parser().parse_args()
+    commands = parser()
+    args, others = commands.parse_known_args()
+    if hasattr(args, "fields"):
+        args.fields = others
+    elif others:
+        commands.error(f"unrecognized arguments: {' '.join(others)}")
     args.start(args)
 
 
@@ -22,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_doctor(commands)
     _add_tune(commands)
+    _add_check(commands)
     return parser
 
 
@@ -86,6 +94,55 @@ def _tune(args: argparse.Namespace) -> None:
         print("The fused kernel is not faster on this GPU: no entry was written.")
     else:
         print(f"Wrote {args.table}. Use it with {tune.VARIABLE}={args.table.resolve()}")
+
+
+def _add_check(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="compare TRL with and without fastdpo on your model and pairs",
+        usage="fastdpo check (--model PATH --dataset PATH | --tiny) [options] [fields of DPOConfig]",
+        description="Runs a few batches through TRL's DPOTrainer, stock and patched, one after the other in processes "
+        "of their own, and compares log-probabilities, loss, metrics and gradients with what rounding explains. "
+        "Fields of DPOConfig are options, too. The exit status is 1 if anything differs by more, or is not fused.",
+        epilog="example: fastdpo check --model path/to/model --dataset pairs.jsonl --beta 0.05 --loss_type ipo",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", metavar="PATH", help="the directory of a model with its tokenizer")
+    parser.add_argument(
+        "--dataset", metavar="PATH", help="a .jsonl, .json or .parquet file, or what save_to_disk wrote"
+    )
+    parser.add_argument("--tiny", action="store_true", help="build a small model and pairs instead")
+    parser.add_argument("--batches", type=int, default=2, metavar="N", help="how many batches to run (2)")
+    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="pairs a batch (4)")
+    parser.add_argument("--lora", action="store_true", help="train a LoRA adapter of all linear layers")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the report; requires fastdpo[plot]")
+    parser.set_defaults(start=_check, fields=[])
+
+
+def _check(args: argparse.Namespace) -> None:
+    missing = [x is None for x in (args.model, args.dataset)]
+    if missing != [args.tiny, args.tiny]:
+        sys.exit("fastdpo check: pass --model and --dataset, or --tiny")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("fastdpo check: --plot requires matplotlib: pip install matplotlib")
+    warnings.simplefilter("ignore")
+    try:
+        from .check import command
+    except ImportError as error:
+        sys.exit(f"fastdpo check: requires TRL and what it depends on: {error}")
+
+    options = dict(batches=args.batches, batch_size=args.batch_size, lora=args.lora, fields=args.fields)
+    try:
+        report = command.check(args.model, args.dataset, **options)
+    except command.CheckError as error:
+        sys.exit(f"fastdpo check: {error}")
+    if args.plot is not None:
+        from .check import plot
+
+        plot.draw(report, Path(args.plot))
+    print(command.as_json(report) if args.json else command.as_text(report))
+    sys.exit(0 if report.ok else 1)
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:

@@ -14,6 +14,7 @@ from markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
 import fastdpo
 from fastdpo.__main__ import parser
+from fastdpo.check.side import parse_fields
 
 RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
 """Maps pages whose Python needs a package that is not installed here to the test that runs it."""
@@ -96,6 +97,10 @@ def check_command(command: str) -> None:
             assert (ROOT / "tests" / "programs" / program.removesuffix("-cli")).is_dir(), f"nothing tests {command}"
         case ["fastdpo", "doctor" | "tune", *_]:
             parser().parse_args(words[1:])
+        case ["fastdpo", "check", *_]:
+            args, fields = parser().parse_known_args(words[1:])
+            assert args.tiny or args.model
+            parse_fields([*fields, "--use_cpu=true"])
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["pip", "install", "-e", place]:

@@ -44,6 +44,7 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "batching": {"checks", "lengths"},
     "integrations": {"batching", "checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons"}
     | {"ref_logps"},
+    "check": {"integrations", "models", "ref_logps", "testing"},
     "run": {"checks", "integrations", "models", "startup"},
 }
 

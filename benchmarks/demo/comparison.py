@@ -3,22 +3,11 @@
 from statistics import median
 from typing import Any, NamedTuple
 
+from fastdpo.check.verdicts import Cost
+
 Measurements = dict[str, Any]
 """The JSON that a side writes."""
 LOSS_TOLERANCE = 1e-4
-
-
-class Cost(NamedTuple):
-    """One cost of training, measured on both sides."""
-
-    name: str
-    unit: str
-    stock: float
-    fastdpo: float
-
-    @property
-    def ratio(self) -> float:
-        return self.stock / self.fastdpo if self.fastdpo else float("inf")
 
 
 class Comparison(NamedTuple):

@@ -11,34 +11,18 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from benchmarks.demo.data import load_preferences
+from fastdpo.check.data import load_preferences
+from fastdpo.check.tiny import train_tokenizer
 
-PAD, EOS = "<|pad|>", "<|eos|>"
+COLUMNS = ("prompt", "chosen", "rejected")
 VOCABULARY = 8192
 BLOCK = 128
 ROWS = 8
 EPOCHS = 1
 LEARNING_RATE = 2e-3
-
-
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer with at most `VOCABULARY` tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        min_frequency=2,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
 def build_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -89,10 +73,10 @@ def main() -> None:
     args = parser.parse_args()
 
     set_seed(0)
-    pairs = load_preferences(args.dataset).to_list()
+    pairs = load_preferences(args.dataset, required=COLUMNS).to_list()
     if not isinstance(pairs[0]["prompt"], str):
         raise ValueError("--dataset must contain plain text to build a model from; got conversations: pass --model")
-    tokenizer = train_tokenizer([text for pair in pairs for text in (pair["prompt"], pair["chosen"], pair["rejected"])])
+    tokenizer = train_tokenizer([pair[name] for pair in pairs for name in COLUMNS], VOCABULARY)
     model = build_llama(tokenizer)
     rows = [pair["prompt"] + pair[completion] for pair in pairs for completion in ("chosen", "rejected")]
     train(model, blocks_of(rows, tokenizer))

@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainerState
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.demo.data import load_preferences
-from benchmarks.demo.meters import PeakMemory, Stopwatch, TokenCounter, now
 from benchmarks.machine import machine, versions
+from fastdpo.check.data import load_preferences
+from fastdpo.check.meters import PeakMemory, Stopwatch, TokenCounter, now
 
 EXIT_NOT_FUSED = 3
 LABELS = {"stock": "TRL as shipped", "fastdpo": "TRL with fastdpo"}

@@ -100,7 +100,7 @@ def verify(
     with random_states, _without_dropout(model, is_random), _without_reentrant_checkpoints(model):
         with as_before():
             expected = _outcome(model, label_mask, stock)
-            with rounding.perturbed(model):
+            with rounding.perturbed(model, unit):
                 rounded = _outcome(model, label_mask, stock)
         found = _outcome(model, label_mask, fused)
     differences = list(_differences(label_mask, found, expected, rounded, unit))

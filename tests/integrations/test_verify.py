@@ -1,12 +1,12 @@
 """`patch(verify=True)` raises before the first step if the fused path is wrong, and changes nothing if it is right."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
+from planted import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
 from trl_group_runs import train_group
 from trl_kto_runs import train_kto
 from trl_online_runs import train_online, writer
@@ -16,9 +16,7 @@ from trl_sft_runs import train_sft
 
 import fastdpo
 from fastdpo import VerificationError
-from fastdpo.models import forward, gradients, head, support
-
-SOFTCAPPED = dict(kind="gemma2", final_logit_softcapping=2.0)
+from fastdpo.models import gradients, head
 
 
 def models(**tiny):
@@ -93,29 +91,6 @@ def test_every_trainer_can_be_verified(trainer, tmp_path, caplog):
     assert any("verified" in x and "gradient of MLP" in x for x in caplog.messages)
 
 
-def plant_targets_off_by_one(monkeypatch):
-    right = forward._layout
-
-    def wrong(*args, **kwargs):
-        layout = right(*args, **kwargs)
-        return replace(layout, score_index=(layout.score_index - 1).clamp(min=0))
-
-    monkeypatch.setattr(forward, "_layout", wrong)
-
-
-def plant_a_head_without_softcap(monkeypatch):
-    monkeypatch.setattr(support, "logit_transform", lambda config: (None, 1.0))
-
-
-def plant_scaled_gradients(monkeypatch):
-    right = head.linear_logps
-
-    def wrong(hidden, *args, **kwargs):
-        return right(hidden.detach() + 1.001 * (hidden - hidden.detach()), *args, **kwargs)
-
-    monkeypatch.setattr(head, "linear_logps", wrong)
-
-
 def plant_a_wrong_statistic(monkeypatch):
     right = head.linear_logps
 
@@ -127,9 +102,9 @@ def plant_a_wrong_statistic(monkeypatch):
 
 
 WRONG = {
-    "targets": (plant_targets_off_by_one, {}, "log-probabilities by .* row .*, token .*gradient of attention"),
-    "softcap": (plant_a_head_without_softcap, SOFTCAPPED, "log-probabilities by .*gradient of head"),
-    "gradients": (plant_scaled_gradients, {}, r"in gradient of embeddings by 1\.0e-03 \(at most .*gradient of MLP"),
+    "targets": (targets_off_by_one, {}, "log-probabilities by .* row .*, token .*gradient of attention"),
+    "softcap": (no_softcap, SOFTCAPPED, "log-probabilities by .*gradient of head"),
+    "gradients": (scaled_gradients, {}, r"in gradient of embeddings by 1\.0e-03 \(at most .*gradient of MLP"),
     "statistic": (plant_a_wrong_statistic, {}, r"in entropy by 1\.0e-03"),
 }
 

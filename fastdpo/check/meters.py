@@ -1,5 +1,7 @@
 """Meters of a training run: tokens through the backbone, time, memory above the loaded models."""
 
+from __future__ import annotations
+
 import functools
 import gc
 import threading
@@ -21,15 +23,21 @@ def now() -> float:
 
 
 class TokenCounter:
-    """Counts the tokens that enter a backbone, including padding, by a forward pre-hook."""
+    """Counts the tokens that enter a backbone, including padding, by a forward pre-hook.
+
+    Attributes:
+        tokens: those of all calls since the last `take`.
+        last: those of the last call.
+    """
 
     def __init__(self, backbone: nn.Module) -> None:
-        self.tokens = 0
+        self.tokens = self.last = 0
         backbone.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
-        self.tokens += kwargs["inputs_embeds"][..., 0].numel() if ids is None else ids.numel()
+        self.last = kwargs["inputs_embeds"][..., 0].numel() if ids is None else ids.numel()
+        self.tokens += self.last
 
     def take(self) -> int:
         """Returns the number of tokens since the last call."""

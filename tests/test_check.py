@@ -1,0 +1,201 @@
+"""`fastdpo check` agrees with TRL where fastdpo is right, and names the row where it is wrong."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from markdown_blocks import blocks
+from planted import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
+from trl_runs import pairs as rows
+from trl_runs import tiny_model, tokenizer
+
+import fastdpo.__main__
+from fastdpo.check import command, plot, side
+from fastdpo.check.command import CheckError, as_json, check
+from fastdpo.check.data import load_preferences
+from fastdpo.check.verdicts import FAILED
+
+in_this_process = functools.partial(check, run=side.measure)
+
+
+def write_model(directory, **tiny):
+    tiny_model(**tiny).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def write_pairs(path, n=6):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(n)))
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return write_pairs(tmp_path / "pairs.jsonl")
+
+
+def failed(report) -> set[str]:
+    assert report.ok == all(x.status != FAILED for x in report.verdicts)
+    return {x.name for x in report.verdicts if x.status == FAILED}
+
+
+def test_the_report_in_the_documentation():
+    """In processes of their own. Its rows are those of the command, which agrees."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdpo", "check", "--tiny"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TRL in float64: 100%" in done.stderr
+    (documented,) = [block.code for block in blocks("text") if block.page == "docs/check.md"]
+
+    def words(report):
+        numbers = r"(?<= )[\d.,]+(e[-+]\d+)?( s| MiB|x)?(?= |$)|TRL [\d.]+, torch \S+"
+        return [re.sub(numbers, "N", line).split() for line in report.splitlines()]
+
+    assert words(documented) == words(done.stdout)
+    tokens = [re.search("tokens a batch.*", report)[0] for report in (documented, done.stdout)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_saved_model_and_a_dataset(model, dataset, tmp_path):
+    report = in_this_process(model, dataset, batches=3, fields=["--beta", "0.05", "--loss-type", "ipo", "--bf16=false"])
+    assert not failed(report)
+    assert report.yardstick == "stock in float64"
+    assert "2 batches of 4 pairs" in report.title  # there are no more
+    names = [x.name for x in report.verdicts]
+    assert {"loss", "log-probabilities of the reference", "metric rewards/margins", "gradients: MLP"} <= set(names)
+    saved = json.loads(as_json(report))
+    assert saved["ok"]
+    assert saved["costs"][0]["ratio"] > 1.3
+    plot.draw(report, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes()[1:4] == b"PNG"
+
+
+OPTIONS = {
+    "adapters": (dict(lora=True, fields=["--bf16=false"]), "stock in float64"),
+    "autocast": (dict(fields=["--bf16=true"]), "stock with its layers rounded otherwise"),
+    "bfloat16": (
+        dict(fields=["--model_init_kwargs", '{"dtype": "bfloat16"}']),
+        "stock with its layers rounded otherwise",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adapters_and_low_precision(name, model, dataset):
+    options, yardstick = OPTIONS[name]
+    report = in_this_process(model, dataset, **options)
+    assert not failed(report)
+    assert report.yardstick == yardstick
+    groups = {x.name for x in report.verdicts if x.name.startswith("gradients")}
+    assert ("gradients: adapters" in groups) == (name == "adapters")
+
+
+LOGPS = {"log-probabilities of the policy", "log-probabilities of the reference", "metric logps/chosen"}
+WRONG = {
+    targets_off_by_one: ({}, LOGPS | {"gradients: attention", "gradients: head"}),
+    no_softcap: (SOFTCAPPED, LOGPS | {"gradients: attention", "gradients: head"}),
+    scaled_gradients: ({}, {f"gradients: {x}" for x in ("embeddings", "attention", "MLP", "norms")}),
+}
+
+
+@pytest.mark.parametrize("float64", [True, False])
+@pytest.mark.parametrize("plant", WRONG)
+def test_a_wrong_op_is_named(plant, float64, dataset, tmp_path, monkeypatch):
+    """With either yardstick."""
+    tiny, expected = WRONG[plant]
+    plant(monkeypatch)
+    if not float64:
+        monkeypatch.setattr(command, "FLOAT64_PARAMETERS", 0)
+    report = in_this_process(write_model(tmp_path / "model", **tiny), dataset, fields=["--bf16=false"])
+    found = failed(report)
+    assert expected <= found
+    if plant is scaled_gradients:
+        assert found <= expected | {"metric grad_norm"}
+
+
+def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
+    path = write_model(tmp_path / "model", attention_dropout=0.1)
+    report = in_this_process(path, dataset, batches=1, fields=["--bf16=false", "--disable_dropout=false"])
+    (fused, *_) = report.verdicts
+    assert (fused.name, fused.status) == ("every call is fused", FAILED)
+    assert "policy stock 1" in fused.detail
+    assert "attention dropout is active" in fused.detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "pass --model and --dataset, or --tiny"),
+        (("--tiny", "--model", "MODEL"), "pass --model and --dataset, or --tiny"),
+        (("--model", "MODEL"), "pass --model and --dataset, or --tiny"),
+        (
+            ("--model", "no/model", "--dataset", "DATA"),
+            "the model must be a directory with a config.json; got no/model",
+        ),
+        (("--model", "MODEL", "--dataset", "no.jsonl"), "the dataset must exist; got no.jsonl"),
+        (("--model", "MODEL", "--dataset", "EMPTY"), "the dataset must not be empty; got"),
+        (("--model", "MODEL", "--dataset", "OTHER"), "the dataset must have the columns ['chosen', 'rejected']; got"),
+        (("--model", "MODEL", "--dataset", "MODEL"), "the dataset must be a file or a save_to_disk directory; got"),
+        (("--model", "MODEL", "--dataset", "CSV"), "the dataset must be a .jsonl, .json or .parquet file or"),
+        (("--tiny", "--batches", "0"), "--batches must be 1 or more; got 0"),
+        (("--tiny", "--betta", "1"), "options must be those of `fastdpo check --help` or fields of DPOConfig; got"),
+        (("--tiny", "--beta", "much"), "argument --beta: invalid float value: 'much'"),
+        (("--tiny", "--learning_rate=1e-6"), "--learning_rate is set by the check itself"),
+    ],
+)
+def test_misuse_is_an_error_of_one_line(arguments, message, model, dataset, tmp_path, monkeypatch):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "pairs.csv").write_text("chosen,rejected\na,b\n")
+    (tmp_path / "other.json").write_text('[{"text": "a"}]')
+    files = {"MODEL": model, "DATA": dataset, "EMPTY": tmp_path / "empty.jsonl", "CSV": tmp_path / "pairs.csv"}
+    files["OTHER"] = tmp_path / "other.json"
+    monkeypatch.setattr(sys, "argv", ["fastdpo", "check", *(str(files.get(x, x)) for x in arguments)])
+    with pytest.raises(SystemExit) as raised:
+        fastdpo.__main__.main()
+    assert str(raised.value.code).startswith(f"fastdpo check: {message}")
+    assert "\n" not in raised.value.code
+
+
+def test_a_run_that_fails_names_its_error(model, dataset, tmp_path, monkeypatch):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(CheckError, match="the run of TRL as shipped failed: OSError: "):
+        check(model, dataset)
+
+
+def test_other_versions_of_trl(monkeypatch):
+    seam = fastdpo.Seam("trl.DPOTrainer", "0.29.1", None)
+    monkeypatch.setattr(command.patching, "examine", lambda *names: fastdpo.PatchReport((seam,)))
+    with pytest.raises(CheckError, match=r"TRL >=1\.15,<1\.17 is required; got 0\.29\.1"):
+        check(None, None)
+
+
+def test_one_run_at_a_time(model, dataset):
+    """A run has ended, and nothing but its result is left, before the next one starts."""
+    running = []
+
+    def run(settings, name):
+        assert not running
+        running.append(name)
+        result = side.measure(settings, name)
+        assert {x.numel() for batch in result["gradients"] for x in batch.values()} == {4096}
+        running.remove(name)
+        return result
+
+    assert check(model, dataset, batches=1, fields=["--bf16=false"], run=run).ok
+
+
+def test_datasets_of_other_formats(dataset, tmp_path):
+    expected = load_preferences(tmp_path / "pairs.jsonl")
+    expected.to_parquet(tmp_path / "pairs.parquet")
+    expected.save_to_disk(tmp_path / "disk")
+    for name in ("pairs.parquet", "disk"):
+        assert load_preferences(tmp_path / name).to_list() == expected.to_list()
