@@ -227,6 +227,13 @@ def test_mixers_are_found_by_rule():
         assert not {type(mixer) for mixer in mixers} & {type(module) for module in finding.attention_modules(model)}
 
 
+QWEN4 = dict(
+    **dict(layer_types=["linear_attention", "indexed_attention"], num_key_value_heads=2, head_dim=8),
+    **dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
+    **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    **dict(hc_count=2, hc_lowrank=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8),
+    **dict(indexer_budget=8, indexer_compress_ratio=2),
+)
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=97)
 
 
@@ -234,10 +241,12 @@ SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_s
     ("kind", "sizes", "reason"),
     [
         ("rwkv", dict(attention_hidden_size=32), "RwkvForCausalLM does not let its attention implementation be set"),
+        ("deepseek_v4", {}, "DeepseekV4ForCausalLM mixes tokens by other means than attention"),
+        ("qwen4_exp_text", QWEN4, "layers of type indexed_attention are not supported"),
         ("xlstm", dict(num_heads=2, head_dim=16), "xLSTMForCausalLM mixes tokens by other means than attention"),
     ],
 )
-def test_recurrences_without_masks_are_not_supported(kind, sizes, reason):
+def test_other_ways_to_mix_tokens_are_not_supported(kind, sizes, reason):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **sizes))
     assert support.unsupported_reason(model) == reason
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
+from families import HYBRID as FAMILIES
 from rank_trainers import LastRaises, MainLogs, MainReads, Unpatches, with_callback
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -142,8 +143,12 @@ def disqualify(model: PreTrainedModel) -> None:
 SABOTAGED = ("stock", "patched", "sabotaged")
 
 
-def fsdp2(**config: Any) -> dict[str, Any]:
-    return dict(fsdp=True, fsdp_config=dict(transformer_layer_cls_to_wrap=["LlamaDecoderLayer"], **config))
+HYBRID = dict(kind="falcon_h1", **FAMILIES["falcon_h1"][1])
+"""A model of recurrences and attention, whose states are shared."""
+
+
+def fsdp2(layer: str = "LlamaDecoderLayer", **config: Any) -> dict[str, Any]:
+    return dict(fsdp=True, fsdp_config=dict(transformer_layer_cls_to_wrap=[layer], **config))
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -232,6 +237,7 @@ CASES = {
     "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),
     "fsdp2 reentrant checkpointing": Case(dict(fsdp2(), **REENTRANT)),
     "fsdp2 activation checkpointing": Case(fsdp2(activation_checkpointing=True)),
+    "fsdp2 hybrid": Case(fsdp2("FalconH1DecoderLayer"), HYBRID),
     "fsdp2 holes": Case(fsdp2(), change=make_a_hole),
     "fsdp2 holes on the last rank": Case(fsdp2(), change=make_a_hole, changed_on=on_last),
     "fsdp2 fails the probe on the last rank": Case(fsdp2(), prepare=spoil_packed, changed_on=on_last),
@@ -241,6 +247,7 @@ CASES = {
     "zero3": Case(zero(3), kinds=SABOTAGED),
     "zero3 tied": Case(zero(3), dict(tie_word_embeddings=True)),
     "zero3 lora": Case(zero(3), lora=True),
+    "zero3 hybrid": Case(zero(3), HYBRID),
     "zero3 holes": Case(zero(3), change=make_a_hole),
     "zero3 holes on the last rank": Case(zero(3), change=make_a_hole, changed_on=on_last),
     "zero3 fails the probe on the last rank": Case(zero(3), prepare=spoil_packed, changed_on=on_last),

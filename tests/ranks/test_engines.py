@@ -11,9 +11,9 @@ SHARDED = ("fsdp2", "zero3")
 CASES = [
     *ENGINES,
     *("ddp lora", "ddp no labels on the last rank"),
-    *("fsdp2 tied", "fsdp2 lora", "fsdp2 no labels on the last rank"),
+    *("fsdp2 tied", "fsdp2 lora", "fsdp2 hybrid", "fsdp2 no labels on the last rank"),
     *("fsdp2 checkpointing", "fsdp2 reentrant checkpointing", "fsdp2 activation checkpointing"),
-    *("zero3 tied", "zero3 lora", "zero3 no labels on the last rank"),
+    *("zero3 tied", "zero3 lora", "zero3 hybrid", "zero3 no labels on the last rank"),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from comparison import SIZES, sharpen
-from families import EACH_LAYER, EXPERTS, SLIDING, WINDOW
+from families import CONVOLUTION, EACH_LAYER, EXPERTS, GATED_DELTA, SLIDING, WINDOW
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 from trl_runs import WORDS
 
@@ -22,6 +22,7 @@ TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_atte
 TOWER |= dict(patch_size=4, image_size=16)
 CLIP = dict(TOWER, model_type="clip_vision_model", projection_dim=16)
 SIGLIP = dict(TOWER, model_type="siglip_vision_model")
+NAFLEX = dict(TOWER, model_type="siglip2_vision_model", num_patches=16)
 PIXTRAL = dict(TOWER, model_type="pixtral", head_dim=8)
 QWEN = dict(hidden_size=16, intermediate_size=24, depth=1, num_heads=2, patch_size=4, out_hidden_size=32)
 DEEPSTACK = dict(QWEN, deepstack_visual_indexes=[0], num_position_embeddings=64)
@@ -83,6 +84,13 @@ FUSED: dict[str, Family] = {
     "qwen2_5_vl": Family("three positions", THREE, QWEN),
     "qwen3_vl": Family("three positions, features added to several layers", THREE, DEEPSTACK),
     "qwen3_vl_moe": Family("three positions, experts", THREE | EXPERTS, DEEPSTACK),
+    "qwen3_5": Family("gated delta rule, three positions", WHOLE_HEAD | GATED_DELTA, DEEPSTACK),
+    "lfm2_vl": Family(
+        "gated convolutions",
+        dict(model_type="lfm2", **CONVOLUTION, block_multiple_of=8),
+        NAFLEX,
+        dict(projector_hidden_size=16),
+    ),
     "glm4v": Family("three positions", THREE, GLM),
     "glm4v_moe": Family("three positions, experts in groups", WHOLE_HEAD | GROUPS, GLM),
     "glm46v": Family("three positions", WHOLE_HEAD, GLM),

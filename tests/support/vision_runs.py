@@ -178,6 +178,13 @@ def _fixed(features: int) -> ProcessorMixin:
     return PlaceholderProcessor(images, tokenizer("<image>"), features=features)
 
 
+def _lfm2() -> ProcessorMixin:
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    images = Siglip2ImageProcessorPil(patch_size=4, max_num_patches=16)
+    return PlaceholderProcessor(images, tokenizer("<image>"), features=4)
+
+
 AROUND = dict(vision_start_token_id=len(WORDS) - 3, vision_end_token_id=len(WORDS) - 2)
 QWEN = VisionFamily(_qwen, "<start> <image> <stop>", AROUND)
 GLM_AROUND = dict(image_start_token_id=len(WORDS) - 3, image_end_token_id=len(WORDS) - 2)
@@ -190,6 +197,8 @@ FAMILIES: dict[str, VisionFamily] = {
     "qwen2_5_vl": QWEN,
     "qwen3_vl": QWEN,
     "qwen3_vl_moe": QWEN,
+    "qwen3_5": QWEN,
+    "lfm2_vl": VisionFamily(_lfm2, "<image>"),
     "glm4v": GLM,
     "glm46v": GLM,
     "mistral3": VisionFamily(_mistral3, "<image>"),

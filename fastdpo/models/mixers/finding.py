@@ -72,6 +72,9 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
 def forward_of(kind: type[nn.Module]) -> FunctionType:
     """The forward of a class inside its decorators."""
     forward: Callable = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    if code is not None and "forward_func" in code.co_freevars:  # a decorator of transformers 5.15 and 5.16
+        forward = forward.__closure__[code.co_freevars.index("forward_func")].cell_contents
     return forward  # pyright: ignore[reportReturnType]
 
 
