@@ -74,7 +74,7 @@ def forward_of(kind: type[nn.Module]) -> FunctionType:
     forward: Callable = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     if code is not None and "forward_func" in code.co_freevars:  # a decorator of transformers 5.15 and 5.16
-        forward = forward.__closure__[code.co_freevars.index("forward_func")].cell_contents
+        forward = inspect.getclosurevars(forward).nonlocals["forward_func"]
     return forward  # pyright: ignore[reportReturnType]
 
 
