@@ -1,0 +1,15 @@
+"""Multimodal models in the DPOTrainer of TRL 0.29 to 1.14, on pairs of text."""
+
+import pytest
+from multimodal_families import tiny_multimodal
+from trl_runs import adapter, assert_fused, assert_same
+
+OF_TEXT = r".*language_model\..*\.(q_proj|v_proj)"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_text_is_packed(both, name, lora):
+    stock, patched = both(name, build=tiny_multimodal, **(adapter(target_modules=OF_TEXT) if lora else {}))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
