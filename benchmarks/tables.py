@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from benchmarks.case_runner import INCORRECT
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.step import CACHED_REFERENCE, FLOOR, LABELLED, STOCK
+from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, FLOOR, LABELLED, STOCK
 from benchmarks.summary import by_group, mean_ratio
 
 Result = dict[str, Any]
@@ -111,9 +111,8 @@ def step_table(result: Result) -> str:
         facts = {name: side.get("facts", {}) for name, side in case["sides"].items()}
         tokens = [facts[name].get("tokens") for name in (STOCK, SUBJECT)]
         peaks = [summary["peak_bytes"].get(name) for name in (STOCK, LABELLED, SUBJECT)]
-        medians = (
-            cell(case, side, summary["seconds"], _median) for side in (STOCK, LABELLED, SUBJECT, CACHED_REFERENCE)
-        )
+        timed = STOCK, LABELLED, SUBJECT, CACHED_REFERENCE, BUDGET
+        medians = (cell(case, side, summary["seconds"], _median) for side in timed)
         rows.append(
             [
                 case["name"],
@@ -129,13 +128,14 @@ def step_table(result: Result) -> str:
         means = result["summary"]["groups"].get(group, {})
         speedups = format_mean(means.get(STOCK)), format_mean(means.get(LABELLED))
         over_floor = format_mean(means.get(FLOOR), inverse=True)
-        rows.append([mean_label(group, cases), "", "", "", "", *speedups, over_floor, "", ""])
+        rows.append([mean_label(group, cases), "", "", "", "", "", *speedups, over_floor, "", ""])
     headers = [
         "",
         STOCK,
         LABELLED,
         SUBJECT,
         CACHED_REFERENCE,
+        BUDGET,
         "speedup over TRL as shipped",
         "speedup over labelled positions only",
         "time relative to the floor",

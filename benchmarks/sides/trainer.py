@@ -84,6 +84,7 @@ class TrainerStep:
         memory_budget: option of `fastdpo.patch`, in bytes.
         share_prompts: option of `fastdpo.patch`.
         attention: attention implementation of the model.
+        max_tokens: option of `fastdpo.patch`.
     """
 
     TRAINER = "trl.DPOTrainer"
@@ -97,6 +98,7 @@ class TrainerStep:
         memory_budget: int = ops.MEMORY_BUDGET,
         share_prompts: bool = True,
         attention: str = "sdpa",
+        max_tokens: int | None = None,
     ) -> None:
         if attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise Unavailable("flash-attn is not installed")
@@ -104,6 +106,8 @@ class TrainerStep:
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
             patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
+            if max_tokens is not None:
+                patch_options["max_tokens"] = max_tokens
             fastdpo.patch(self.TRAINER, **patch_options, reference_memory=mode == "cached")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):

@@ -16,6 +16,7 @@ from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
 STOCK_FLASH = "TRL, flash_attention_2"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
+BUDGET = "fastdpo, half the tokens at a time"
 
 
 class LengthProfile(NamedTuple):
@@ -65,6 +66,7 @@ def sides(work: Workload) -> tuple[Side, ...]:
         Side(LABELLED, trainer, work, {"mode": "labelled"}),
         Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
         Side(CACHED_REFERENCE, trainer, work, {"mode": "cached"}),
+        Side(BUDGET, "benchmarks.sides.budget:BudgetStep", work),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
 

@@ -192,6 +192,8 @@ def unsupported_reason(trainer: Any, loader: Any) -> str | None:
         return "datasets without the columns prompt_ids, chosen_ids and rejected_ids, such as those with images"
     if not hasattr(trainer.data_collator, "truncation_mode"):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
+    if not hasattr(trainer, "aux_loss_enabled"):
+        return "TRL before 1.8, whose metrics are not sums over tokens"
     if trainer.aux_loss_enabled:
         return "the auxiliary loss of routers, which is not a mean over pairs"
     losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
