@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from . import run
+from .estimate import command as estimate
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_tune(commands)
     _add_check(commands)
+    estimate.add(commands)
     return parser
 
 

@@ -45,6 +45,7 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "integrations": {"batching", "checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons"}
     | {"ref_logps"},
     "check": {"integrations", "models", "ref_logps", "testing"},
+    "estimate": {"check", "checks", "integrations", "lengths", "models", "ops", "packing", "ref_logps"},
     "run": {"checks", "integrations", "models", "startup"},
 }
 

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -288,6 +288,33 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     fused.was_called = True
     calls[integration, _kind_of_call(base, fused), "stock"] += 1
     _log_once(fused, fused.unsupported_reason() or reason)
+
+
+def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], Tensor]) -> None:
+    """Makes every call of a model run one batch packed, without a look at the model.
+
+    For a model of fake tensors, which cannot be examined.
+
+    Args:
+        model: a model with a fused forward, in the mode in which it will be called.
+        kwargs: the arguments of a call with the batch, whose tensors have values.
+        convert: makes the tensors that the calls use. What attention reads on the host stays as it is.
+
+    Raises:
+        ValueError: the model is known not to be supported.
+        NotPackable: the batch has no packed form.
+    """
+    fused = cast(_FusedForward, _state_of(model))
+    if fused.disabled_reason is not None:
+        raise ValueError(fused.disabled_reason)
+    layout = _layout(model, fused, kwargs)
+    _switch_attention(model, fused)
+    head.install(head.head_of(model))
+    inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
+    inputs |= {name: convert(inputs[name]) for name in ("input_ids", "position_ids")}
+    tensors = {name: x for name, x in vars(layout).items() if isinstance(x, Tensor) and name != "rows"}
+    batch = _RunnableBatch(replace(layout, **{name: convert(x) for name, x in tensors.items()}), inputs, {})
+    fused.choose = lambda *args: batch
 
 
 def _state_of(model: nn.Module) -> _FusedForward | None:

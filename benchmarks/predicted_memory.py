@@ -1,0 +1,252 @@
+"""Predicted and measured peak memory of DPO steps in TRL, for docs/memory.md.
+
+Usage: python -m benchmarks.predicted_memory [--json FILE] [--markdown]
+
+Each case trains in a process of its own, stock and patched, for a few steps. The peak is that of the
+process's resident set during forward and backward, above what it held when the trainer had been
+created. It contains the states of the optimizer from the second step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RESULTS = Path(__file__).parent / "results" / "predicted_memory.json"
+STEPS = 2
+SEED = 0
+PAIR = (96, 48, 48)
+VOCABULARY = 32_768
+SIZE = dict(layers=4, hidden=256, mlp=768, heads=4, kv_heads=2, vocabulary=VOCABULARY)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {},
+    "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, output_router_logits=True),
+}
+"""Model types, and the entries of their configurations that not all of them share."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        family: one of `FAMILIES`.
+        pairs: of each batch.
+        lora, checkpointing, bf16, precomputed, accumulates: as in `fastdpo.estimate.simulation.Setup`.
+        ragged: whether pairs have different lengths, so that batches are padded.
+    """
+
+    family: str = "llama"
+    pairs: int = 8
+    lora: bool = False
+    checkpointing: bool = False
+    bf16: bool = False
+    precomputed: bool = False
+    accumulates: bool = False
+    ragged: bool = False
+
+    @property
+    def lengths(self) -> list[tuple[int, int, int]]:
+        """Tokens of the prompt and of the completions of each pair."""
+        factors = [1 + (i % 4) / 2 for i in range(self.pairs)] if self.ragged else [1] * self.pairs
+        return [tuple(int(n * factor) for n in PAIR) for factor in factors]
+
+    def config(self) -> PretrainedConfig:
+        from transformers import AutoConfig
+
+        from benchmarks.sides.workload import ModelSize, Workload, decoder_entries
+
+        shared = decoder_entries(Workload((), size=ModelSize(**SIZE), max_length=1024))
+        return AutoConfig.for_model(self.family, **shared | FAMILIES[self.family])
+
+
+CASES = (
+    *(Case(pairs=n) for n in (2, 8, 24)),
+    Case(ragged=True),
+    Case(bf16=True),
+    Case(accumulates=True),
+    Case(precomputed=True),
+    *(Case(checkpointing=True, pairs=n) for n in (8, 24)),
+    *(Case(lora=True, pairs=n) for n in (8, 24)),
+    Case(lora=True, checkpointing=True, bf16=True, pairs=24),
+    *(Case(family, pairs=n) for family in ("gemma2", "qwen3_moe") for n in (4, 12)),
+    *(Case(family, lora=True, checkpointing=True, pairs=12) for family in ("gemma2", "qwen3_moe")),
+)
+LORA = dict(r=16, lora_alpha=32, target_modules="all-linear")
+
+
+class Comparison(NamedTuple):
+    """Bytes above the models.
+
+    Attributes:
+        predicted: by `fastdpo estimate`.
+        measured: the resident set.
+    """
+
+    predicted: int
+    measured: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def examples(case: Case) -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(5, VOCABULARY, (n,), generator=generator).tolist()
+
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [{name: ids(n) for name, n in zip(names, lengths, strict=True)} for lengths in case.lengths]
+
+
+def predict(case: Case, patched: bool) -> int:
+    from fastdpo.estimate.simulation import Setup, simulate
+    from fastdpo.ref_logps.pairs import Pairs
+
+    rows = examples(case)
+    setup = Setup(
+        case.config(),
+        autocast=case.bf16,
+        lora=LORA if case.lora else None,
+        precomputed_reference=case.precomputed,
+        checkpointing=case.checkpointing,
+        accumulates=case.accumulates,
+    )
+    memory = simulate(setup, Pairs(rows).collate(rows), patched=patched)
+    return memory.optimizer + memory.step
+
+
+def measure(case: Case, patched: bool) -> int:
+    """Trains in this process."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import DPOConfig
+
+    import fastdpo
+    from benchmarks.peak import PeakAboveBaseline
+    from benchmarks.sides.trainer import TokenizedTrainer, build_tokenizer
+
+    class Watch(TrainerCallback):
+        """Forward and backward of each step."""
+
+        def __init__(self) -> None:
+            self.peaks: list[int] = []
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.meter = PeakAboveBaseline()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.step = ExitStack()
+            self.step.enter_context(self.meter.watched())
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.step.close()
+            self.peaks.append(self.meter.bytes)
+
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(case.config())
+
+    watch = Watch()
+    with TemporaryDirectory() as directory, fastdpo.patched("trl.DPOTrainer") if patched else nullcontext():
+        trainer = TokenizedTrainer(
+            model=model(0),
+            ref_model=None if case.lora or case.precomputed else model(1),
+            args=DPOConfig(
+                output_dir=directory,
+                per_device_train_batch_size=case.pairs,
+                max_length=None,
+                max_steps=STEPS,
+                bf16=case.bf16,
+                gradient_checkpointing=case.checkpointing,
+                gradient_accumulation_steps=1 + case.accumulates,
+                precompute_ref_log_probs=case.precomputed,
+                use_cpu=True,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list(examples(case) * STEPS * (1 + case.accumulates)),
+            processing_class=build_tokenizer(),
+            peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if case.lora else None,
+            callbacks=[watch],
+        )
+        trainer.train()
+    return max(watch.peaks[1:])
+
+
+def compare(case: Case, patched: bool) -> Comparison:
+    return Comparison(predict(case, patched), measure(case, patched))
+
+
+def compare_in_new_process(*sides: tuple[Case, bool]) -> list[Comparison]:
+    """Compares cases, stock or patched, one after the other in one process."""
+    # glibc gives large blocks back to the system only while its threshold for them is fixed.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.starmap(compare, sides)
+
+
+def main() -> None:
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS, help="the file of results, which is continued")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the file, and measure nothing")
+    args = parser.parse_args()
+    results = json.loads(args.json.read_text()) if args.json.exists() else []
+    if args.markdown:
+        print(markdown(results))
+        return
+    sides = [asdict(case) | {"patched": patched} for case in CASES for patched in (False, True)]
+    known = [{name: result[name] for name in sides[0]} for result in results]
+    for side in tqdm([side for side in sides if side not in known]):
+        case = Case(**{name: value for name, value in side.items() if name != "patched"})
+        (found,) = compare_in_new_process((case, side["patched"]))
+        results.append(side | found._asdict())
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    """The table of docs/memory.md."""
+    from tabulate import tabulate
+
+    flags = ("ragged", "lora", "checkpointing", "bf16", "precomputed", "accumulates")
+    rows = []
+    for case in CASES:
+        names = ", ".join(filter(None, [case.family, *(flag for flag in flags if getattr(case, flag))]))
+        row: list[Any] = [names, case.pairs]
+        for patched in (False, True):
+            side = asdict(case) | {"patched": patched}
+            (result,) = (x for x in results if side.items() <= x.items())
+            found = Comparison(result["predicted"], result["measured"])
+            row += [*(f"{x / 2**20:,.0f}" for x in found), f"{found.error:+.0%}"]
+        rows.append(row)
+    headers = [
+        "training",
+        "pairs",
+        *("stock: predicted", "measured", "error"),
+        *("patched: predicted", "measured", "error"),
+    ]
+    return tabulate(rows, headers, "github", colalign=("left", *["right"] * 7))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Predicted memory of a step against the measured peak of a training in TRL."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.predicted_memory import Case, compare_in_new_process, predict
+
+ALLOWED = 0.15
+LORA = Case("gemma2", pairs=4, lora=True, checkpointing=True)
+SIDES = [
+    (Case(pairs=2), False),
+    (Case(pairs=8), True),
+    (LORA, True),
+    (Case("gemma2", pairs=4), True),
+]
+
+
+@pytest.fixture(scope="module")
+def comparisons():
+    return dict(zip(SIDES, compare_in_new_process(*SIDES), strict=True))
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_predicted_memory_is_close_to_the_measured_peak(side, comparisons):
+    assert abs(comparisons[side].error) < ALLOWED, comparisons[side]
+
+
+@pytest.mark.parametrize("change", [{"checkpointing": True}, {"pairs": 4}, {"lora": True}])
+def test_the_memory_of_another_training_would_not_pass(change, comparisons):
+    case, patched = SIDES[1]
+    wrong = predict(replace(case, **change), patched)
+    assert abs(wrong / comparisons[SIDES[1]].measured - 1) > ALLOWED
