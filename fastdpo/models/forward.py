@@ -31,7 +31,7 @@ from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from . import attention, fallback, head, images, probe, support, towers, verification
+from . import attention, fallback, head, images, output_dtypes, probe, support, towers, verification
 from .fallback import calls
 from .language_model import backbone, text_config
 from .layouts import Groups, SharePrompts, layout_of, padded_batch
@@ -361,7 +361,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
         except NotPackable as error:
             reason = error.reason
             if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
-                head.install(head.head_of(model))
+                _install_head(model)
                 layout = packing.padded_layout(*padded_batch(kwargs))
                 batch, path = _RunnableBatch(layout, images.padded_inputs(kwargs), {}), "padded"
     integration = fused.request.integration
@@ -480,8 +480,13 @@ def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device)
     if model.training and fused.probe_result.attention_dropout:
         return Reason("attention-dropout")
     _switch_attention(model, fused)
-    head.install(head.head_of(model))
+    _install_head(model)
     return None
+
+
+def _install_head(model: PreTrainedModel) -> None:
+    head.install(head.head_of(model))
+    output_dtypes.keep(model, head.head_of(model))
 
 
 def _examine(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> ProbeResult:
@@ -506,6 +511,7 @@ def _restore(model: PreTrainedModel, fused: _FusedForward) -> None:
         attention.restore(model, fused.prior_attention)
         fused.prior_attention = None
     head.restore(head.head_of(model))
+    output_dtypes.restore(model, head.head_of(model))
 
 
 def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _RunnableBatch:

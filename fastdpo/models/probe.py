@@ -185,13 +185,15 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=torch.Generator().manual_seed(0)).to(device)
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _mode(model, training=False):
-        expected = type(model).forward(model, **batch).logits.float()
+        expected = type(model).forward(model, **batch).logits
+        rounding_error = max(_rounding_error(model, device), torch.finfo(expected.dtype).eps)
+        expected = expected.float()
         hidden = backbone(model)(**batch).last_hidden_state
         head = cast(nn.Linear, model.get_output_embeddings())
         logits = head(hidden.to(head.weight.device)).float().to(expected.device) * logit_scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     error = ((logits - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-    if error <= ROUNDING_FACTOR * _rounding_error(model, device):
+    if error <= ROUNDING_FACTOR * rounding_error:
         return None
     return Reason("different-logits", model=type(model).__name__, error=error)
 
@@ -287,11 +289,13 @@ def _rounding_error(model: PreTrainedModel, device: torch.device) -> float:
 
 
 def _perturbed(x: Any, epsilon: float) -> Any:
-    """Multiplies entries by 1 + epsilon or 1 - epsilon, without drawing random numbers. Leaves other
-    things than floating-point tensors as they are.
+    """Multiplies entries by 1 + epsilon or 1 - epsilon, without drawing random numbers, with at least
+    the epsilon of their dtype: FSDP computes in another one than that of the parameters. Leaves
+    other things than floating-point tensors as they are.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
+    epsilon = max(epsilon, torch.finfo(x.dtype).eps)
     return (x * (1 + epsilon * torch.sin(1e4 * x.float()).sign())).to(x.dtype)
 
 

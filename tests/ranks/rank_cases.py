@@ -232,6 +232,8 @@ CASES = {
     "ddp stock raises": Case(LOGGED, kinds=("stock",), trainer_class=LastRaises),
     "ddp patched raises": Case(LOGGED, kinds=("patched",), trainer_class=LastRaises),
     "fsdp2": Case(fsdp2(), kinds=SABOTAGED),
+    "fsdp2 bf16": Case(dict(fsdp2(), bf16=True)),
+    "fsdp2 bf16 lora": Case(dict(fsdp2(), bf16=True), lora=True),
     "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
     "fsdp2 lora": Case(fsdp2(), lora=True),
     "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),

@@ -65,6 +65,8 @@ def with_fsdp_on_a_cpu(init):
         if kwargs.get("fsdp_plugin") is not None:
             self.fsdp_plugin = kwargs["fsdp_plugin"]
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if self.mixed_precision != "no":
+                self.fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
     return __init__
 
