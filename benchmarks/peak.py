@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.demo.meters import PeakMemory
+from fastdpo.check.meters import PeakMemory
 
 PROCESS = Path("/proc/self")
 RESET_PEAK = "5"

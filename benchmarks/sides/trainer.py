@@ -22,10 +22,10 @@ from trl.trainer import utils as trl_utils
 
 import fastdpo
 from benchmarks.cases import Arrays, Unavailable
-from benchmarks.demo.meters import TokenCounter
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo import ops
+from fastdpo.check.meters import TokenCounter
 
 
 class TokenizedTrainer(DPOTrainer):
