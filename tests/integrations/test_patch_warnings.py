@@ -134,12 +134,17 @@ fastdpo.patch()
     assert lines[0].endswith(": it differs [different-code]")
 
 
+LEVELS = ("warning", "warn", "error", "exception", "critical")
+
+
 def test_every_warning_of_the_library_begins_with_its_name():
     """They are logged by `logs.warn`, which begins them so, apart from the report, which does itself."""
     others = []
     for path in sorted((ROOT / "fastdpo").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in ("warning", "warn", "error", "exception", "critical"):
+            if not isinstance(node, ast.Attribute) or node.attr not in LEVELS:
+                continue
+            if ast.unparse(node.value) in ("logger", "logging", "warnings"):
                 others.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     assert others == ["fastdpo/integrations/patching.py: logger.warning", "fastdpo/logs.py: logger.warning"]
     assert str(fastdpo.PatchReport(())).startswith("fastdpo: ")
