@@ -53,7 +53,7 @@ class ExactStep:
         return arrays
 
     def _run(self, exact: bool) -> ExactResults:
-        policy = w.build_policy(self.workload) if self.workload.lora else self._build(w.POLICY)
+        policy = self._build_policy()
         reference = policy if self.workload.lora else self._build(w.REFERENCE)
         if exact:
             policy.double()
@@ -104,6 +104,9 @@ class ExactStep:
 
     def _build(self, seed: int) -> PreTrainedModel:
         return w.build_model(self.workload, seed)
+
+    def _build_policy(self) -> nn.Module:
+        return w.build_policy(self.workload)
 
     def _inputs(self, ids: Tensor, exact: bool) -> dict[str, Tensor]:
         """Further arguments of the model for a row, whose ids are [1, L]."""

@@ -5,12 +5,14 @@ The pictures are random numbers in the form that the processor of each family re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from datasets import disable_progress_bars as quiet_datasets
+from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from trl import DPOConfig, DPOTrainer
@@ -42,6 +44,10 @@ def build_model(workload: VisionWorkload, seed: int, attention: str = "sdpa") ->
         text["model_type"] = "llama"
         vision |= of_layers
         rest = dict(scale_factor=MERGED)
+    elif workload.family == "gemma3":
+        text["query_pre_attn_scalar"] = size.head_dim
+        vision |= of_layers
+        rest = dict(mm_tokens_per_image=workload.tokens_of_image)
     else:
         text["model_type"] = "mistral"
         vision |= dict(of_layers, model_type="pixtral", head_dim=hidden // size.heads)
@@ -50,6 +56,17 @@ def build_model(workload: VisionWorkload, seed: int, attention: str = "sdpa") ->
     )
     torch.manual_seed(seed)
     return AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
+
+
+def lora_config() -> LoraConfig:
+    """That of other workloads, on the language model only: nothing in the image tower is trained."""
+    return replace(w.lora_config(), target_modules=r".*(language_model|text_model)\..*_proj")
+
+
+def build_policy(workload: VisionWorkload) -> PreTrainedModel | PeftModel:
+    """The model to be trained, with adapters if the workload asks for LoRA."""
+    model = build_model(workload, w.POLICY)
+    return w.with_adapters(model, lora_config()) if workload.lora else model
 
 
 def examples(workload: VisionWorkload, batch: int) -> list[dict[str, list[int]]]:
@@ -70,6 +87,8 @@ def inputs_of_images(workload: VisionWorkload, ids: Tensor) -> dict[str, Tensor]
     if workload.family == "smolvlm":
         return {"pixel_values": torch.stack(pictures)}
     whole = torch.cat(pictures)
+    if workload.family == "gemma3":
+        return {"pixel_values": whole, "token_type_ids": (ids == IMAGE).long()}
     if workload.family == "mistral3":
         return {"pixel_values": whole, "image_sizes": torch.full((len(whole), 2), side)}
     across = side // PATCH
@@ -100,12 +119,15 @@ class VisionStep(TrainerStep):
         quiet_datasets()
         trainer = TokenizedTrainer(
             model=build_model(workload, w.POLICY, attention),
-            ref_model=build_model(workload, w.REFERENCE, attention),
+            ref_model=None if workload.lora else build_model(workload, w.REFERENCE, attention),
             args=DPOConfig(**trainer_options(workload, directory)),
             train_dataset=Dataset.from_list(examples(workload, 0)),
             processing_class=build_tokenizer(),
             data_collator=PictureCollator(workload),
+            peft_config=lora_config() if workload.lora else None,
         )
+        if workload.lora:
+            w.fill_adapters(trainer.model)
         trainer.current_gradient_accumulation_steps = 1
         return trainer
 
@@ -121,6 +143,9 @@ class ExactVisionStep(ExactStep):
 
     def _build(self, seed: int) -> PreTrainedModel:
         return build_model(self.workload, seed)
+
+    def _build_policy(self) -> PreTrainedModel | PeftModel:
+        return build_policy(self.workload)
 
     def _inputs(self, ids: Tensor, exact: bool) -> dict[str, Tensor]:
         inputs = inputs_of_images(self.workload, ids) | {"attention_mask": torch.ones_like(ids)}

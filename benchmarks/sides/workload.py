@@ -221,9 +221,12 @@ def fill_adapters(model: torch.nn.Module) -> None:
 def build_policy(workload: Workload) -> PreTrainedModel | PeftModel:
     """The model to be trained, with adapters if the workload asks for LoRA."""
     model = build_model(workload, POLICY)
-    if not workload.lora:
-        return model
-    adapted = get_peft_model(model, lora_config())
+    return with_adapters(model, lora_config()) if workload.lora else model
+
+
+def with_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """The model with adapters that are not zero."""
+    adapted = get_peft_model(model, config)
     fill_adapters(adapted)
     return adapted
 

@@ -1,4 +1,7 @@
-"""A step of TRL's `DPOTrainer` on pairs with images, for three families of small models."""
+"""A step of TRL's `DPOTrainer` on pairs with images, for four families of small models.
+
+With LoRA on the language model, policy and reference have the same image tower.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, VisionWorkload, draw_lengths
 from benchmarks.suites.step import BOUNDS, LABELLED, QUICK_SIZE, SPREAD, STOCK, LengthProfile, case_of
 
-FAMILIES = ("qwen3_vl", "smolvlm", "mistral3")
+FAMILIES = ("qwen3_vl", "smolvlm", "mistral3", "gemma3")
+PROFILES = {"1 image": (1, False), "2 images": (2, False), "LoRA, 1 image": (1, True)}
+"""Number of images of a pair, and whether adapters are trained."""
 TEXT = LengthProfile(200, 1.0)  # of a question about a picture and its answer
 PAIRS = 4
 
@@ -16,15 +21,14 @@ def build_cases(quick: bool) -> list[Case]:
     lengths = (draw_lengths(*profile, pairs, 0, spread=SPREAD, bounds=BOUNDS),)
     cases = []
     for family in FAMILIES:
-        for images in (1, 2):
+        for group, (images, lora) in PROFILES.items():
             size = QUICK_SIZE if quick else ModelSize()
-            work = VisionWorkload(lengths, size=size, family=family, images=images, side=side, tower=tower)
+            work = VisionWorkload(lengths, lora, size=size, family=family, images=images, side=side, tower=tower)
             sides = tuple(
                 Side(name, "benchmarks.sides.vision:VisionStep", work, {"mode": mode})
                 for name, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
             )
-            plural = "" if images == 1 else "s"
-            cases.append(case_of(f"{family}/{images} image{plural}", f"{images} image{plural}", profile, sides))
+            cases.append(case_of(f"{family}/{group}", group, profile, sides))
     return cases
 
 

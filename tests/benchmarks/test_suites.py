@@ -38,7 +38,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("online", ""),
         ("kto", ""),
         ("grpo", ""),
-        ("vision", "2 images"),
+        ("vision", "2 images|gemma3/LoRA"),
         ("head", "frozen|trainable"),
         ("attention", ""),
         ("memory", "head/512|budget"),
