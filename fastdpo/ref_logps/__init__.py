@@ -75,7 +75,8 @@ def precompute(
     Args:
         model: a causal LM of transformers, which PEFT, DDP or FSDP2 may have wrapped.
         dataset: N rows with token ids in `prompt_ids`, `chosen_ids` and `rejected_ids`, as in TRL's
-            `DPOTrainer.train_dataset`: a `datasets.Dataset` or a sequence of mappings.
+            `DPOTrainer.train_dataset`: a `datasets.Dataset` or a sequence of mappings. Pairs with
+            images are not supported.
         cache_dir: directory in which values are stored, or None.
         max_length: number of tokens of prompt and completion to keep, or None for all.
         truncation_mode: which tokens to keep: "keep_start" or "keep_end".

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+IMAGES = ("images", "image")  # columns, as in TRL
 TRUNCATIONS = ("keep_start", "keep_end")
 ROWS_READ_AT_ONCE = 1000
 
@@ -60,6 +61,7 @@ class Pairs:
                 f"precompute: truncation_mode must be one of {', '.join(TRUNCATIONS)}; got {truncation_mode!r}"
             )
         require_dataset("precompute", dataset)
+        _require_text(dataset)
         self.max_length, self.truncation_mode = max_length, truncation_mode
         self._dataset: Any = dataset
         self._arrow = arrow_columns(dataset)
@@ -173,6 +175,18 @@ def require_dataset(op: str, dataset: object) -> None:
     first = dataset[0] if len(dataset) else {}  # pyright: ignore[reportArgumentType, reportIndexIssue]
     if not isinstance(first, Mapping):
         raise TypeError(f"{op}: dataset must hold mappings; got a {type(first).__name__}")
+
+
+def _require_text(dataset: Any) -> None:
+    """Raises ValueError for a dataset with images, which would be left out."""
+    of_rows = (dataset[i] for i in range(len(dataset)))
+    names = dataset.column_names if hasattr(dataset, "column_names") else set().union(*of_rows)
+    images = [name for name in IMAGES if name in names]
+    if images:
+        raise ValueError(
+            f"precompute: dataset must not have images, which the log-probabilities would leave out; got the column "
+            f"{images[0]!r}. Remove it if the pairs are text only"
+        )
 
 
 def positive(name: str, x: object, others: str = "") -> int:

@@ -249,6 +249,12 @@ INVALID_ARGUMENTS = {
     "prompt_ids must hold a list of token ids": dict(
         dataset=Dataset.from_list([{"prompt_ids": "w1", "chosen_ids": [2], "rejected_ids": [3]}])
     ),
+    "dataset must not have images, .*; got the column 'images'": dict(
+        dataset=[tokens(2)[0], tokens(2)[1] | dict(images=[])]
+    ),
+    "dataset must not have images, .*; got the column 'image'": dict(
+        dataset=Dataset.from_list([row | dict(image=0) for row in tokens(2)])
+    ),
     "model must be or hold a transformers.PreTrainedModel; got Linear": dict(model=torch.nn.Linear(2, 2)),
 }
 
