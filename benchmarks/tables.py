@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from benchmarks.case_runner import INCORRECT
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, FLOOR, LABELLED, STOCK
+from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, DETERMINISTIC, FLOOR, LABELLED, PAIRS_ONLY, STOCK
 from benchmarks.summary import by_group, mean_ratio
 
 Result = dict[str, Any]
@@ -104,6 +104,8 @@ STEP_NOTE = wrap(
 
 def step_table(result: Result) -> str:
     """One row per case, then the geometric means of each group."""
+    sharing_less = PAIRS_ONLY, DETERMINISTIC
+    timed = STOCK, LABELLED, SUBJECT, CACHED_REFERENCE, BUDGET, *sharing_less
     rows = []
     for case in result["cases"]:
         summary = result["summary"]["cases"][case["name"]]
@@ -111,7 +113,6 @@ def step_table(result: Result) -> str:
         facts = {name: side.get("facts", {}) for name, side in case["sides"].items()}
         tokens = [facts[name].get("tokens") for name in (STOCK, SUBJECT)]
         peaks = [summary["peak_bytes"].get(name) for name in (STOCK, LABELLED, SUBJECT)]
-        timed = STOCK, LABELLED, SUBJECT, CACHED_REFERENCE, BUDGET
         medians = (cell(case, side, summary["seconds"], _median) for side in timed)
         rows.append(
             [
@@ -119,6 +120,7 @@ def step_table(result: Result) -> str:
                 *medians,
                 format_ratio(ratios.get(STOCK)),
                 format_ratio(ratios.get(LABELLED)),
+                *(format_ratio(ratios.get(side)) for side in sharing_less),
                 format_ratio(ratios.get(FLOOR), inverse=True),
                 "" if None in tokens else f"{tokens[0]:,.0f} / {tokens[1]:,.0f}",
                 " / ".join("-" if peak is None else f"{peak / MIB:,.0f}" for peak in peaks),
@@ -126,18 +128,16 @@ def step_table(result: Result) -> str:
         )
     for group, cases in by_group(result["cases"]).items():
         means = result["summary"]["groups"].get(group, {})
-        speedups = format_mean(means.get(STOCK)), format_mean(means.get(LABELLED))
+        speedups = (format_mean(means.get(side)) for side in (STOCK, LABELLED, *sharing_less))
         over_floor = format_mean(means.get(FLOOR), inverse=True)
-        rows.append([mean_label(group, cases), "", "", "", "", "", *speedups, over_floor, "", ""])
+        rows.append([mean_label(group, cases), *("" for _ in timed), *speedups, over_floor, "", ""])
     headers = [
         "",
-        STOCK,
-        LABELLED,
-        SUBJECT,
-        CACHED_REFERENCE,
-        BUDGET,
+        *timed,
         "speedup over TRL as shipped",
         "speedup over labelled positions only",
+        "speedup over sharing by pairs only",
+        "speedup over prompts not shared under dropout",
         "time relative to the floor",
         "tokens, TRL / fastdpo",
         "peak MiB, shipped / labelled / fastdpo",

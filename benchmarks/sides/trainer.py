@@ -6,6 +6,7 @@ The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,9 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo import ops
 from fastdpo.check.meters import TokenCounter
+from fastdpo.integrations.replacements import temporarily
+from fastdpo.models import forward
+from fastdpo.models.layouts import Groups, SharePrompts
 
 
 class TokenizedTrainer(DPOTrainer):
@@ -58,14 +62,14 @@ def trainer_options(workload: Workload, directory: Path) -> dict[str, Any]:
 def build_trainer(workload: Workload, directory: Path, attention: str) -> DPOTrainer:
     """A `DPOTrainer` with the default loss (sigmoid, beta 0.1)."""
     quiet_datasets()
-    config = DPOConfig(**trainer_options(workload, directory))
+    config = DPOConfig(**trainer_options(workload, directory), disable_dropout=not workload.lora_dropout)
     trainer = TokenizedTrainer(
         model=w.build_model(workload, w.POLICY, attention),
         ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE, attention),
         args=config,
         train_dataset=Dataset.from_list(w.examples(workload, 0)),
         processing_class=build_tokenizer(),
-        peft_config=w.lora_config() if workload.lora else None,
+        peft_config=w.lora_config(workload.lora_dropout) if workload.lora else None,
     )
     if workload.lora:
         w.fill_adapters(trainer.model)
@@ -83,6 +87,7 @@ class TrainerStep:
             known.
         memory_budget: option of `fastdpo.patch`, in bytes.
         share_prompts: option of `fastdpo.patch`.
+        groups: which rows may share a prefix (see `forward.Request`). Default: the trainer line's.
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
     """
@@ -96,7 +101,8 @@ class TrainerStep:
         workload: Workload,
         mode: str,
         memory_budget: int = ops.MEMORY_BUDGET,
-        share_prompts: bool = True,
+        share_prompts: SharePrompts = True,
+        groups: Groups | None = None,
         attention: str = "sdpa",
         max_tokens: int | None = None,
     ) -> None:
@@ -120,6 +126,10 @@ class TrainerStep:
         self.inputs = [self.trainer.data_collator(self._examples(workload, i)) for i in range(self.batches)]
         policy = self.trainer.model.get_base_model() if workload.lora else self.trainer.model
         references = [] if workload.lora else [self.trainer.ref_model]
+        if groups is not None:
+            for model in (policy, *references):
+                fused = vars(model)[forward.ATTRIBUTE]
+                fused.request = fused.request._replace(groups=groups)
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
         self.steps = 0
 
@@ -135,7 +145,23 @@ class TrainerStep:
         return torch.cat(calls)
 
     def check(self) -> Arrays:
-        """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch."""
+        """Log-probs of all labelled tokens, losses of all batches, gradient of the first batch.
+
+        Runs without dropout, which is random.
+        """
+        random = [module for module in self.model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+        with ExitStack() as stack:
+            for module in random:
+                stack.enter_context(temporarily(module, p=0.0))
+            arrays = self._check()
+        if random:  # fastdpo examines a model again that has changed
+            self._run(0)
+            self.reset()
+        for counter in self.counters:
+            counter.take()
+        return arrays
+
+    def _check(self) -> Arrays:
         calls = {"policy": [], "reference": []}
         logps = {"policy": [], "reference": []}
         reference = self.trainer.ref_model
@@ -159,8 +185,6 @@ class TrainerStep:
             hook.remove()
         if self.fused and set(fastdpo.calls) != self.FUSED:
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        for counter in self.counters:
-            counter.take()
         arrays = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
         arrays |= {"loss": torch.stack(losses), "gradient": gradient}
         return {name: value.cpu().numpy() for name, value in arrays.items()}

@@ -81,6 +81,8 @@ class Workload:
         size: size of the model.
         max_length: maximum number of tokens of a row; longer rows are truncated.
         architecture: one of `ARCHITECTURES`.
+        pairs_of_prompt: number of successive pairs of a batch that have the same prompt.
+        lora_dropout: dropout of the adapters in timed steps. Numbers are compared without it.
     """
 
     batches: tuple[tuple[Lengths, ...], ...]
@@ -91,6 +93,8 @@ class Workload:
     size: ModelSize = field(default_factory=ModelSize)
     max_length: int = 3072
     architecture: str = "Llama"
+    pairs_of_prompt: int = 1
+    lora_dropout: float = 0.0
 
     @property
     def dtype(self) -> str:
@@ -162,7 +166,11 @@ def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
     def ids(n: int) -> list[int]:
         return torch.randint(FIRST_REGULAR_TOKEN, workload.size.vocabulary, (n,), generator=generator).tolist()
 
-    return [{"prompt_ids": ids(p), "chosen_ids": ids(c), "rejected_ids": ids(r)} for p, c, r in workload.batches[batch]]
+    pairs = []
+    for i, (p, c, r) in enumerate(workload.batches[batch]):
+        prompt = pairs[-1]["prompt_ids"] if i % workload.pairs_of_prompt else ids(p)
+        pairs.append({"prompt_ids": prompt, "chosen_ids": ids(c), "rejected_ids": ids(r)})
+    return pairs
 
 
 def device() -> torch.device:
@@ -200,9 +208,9 @@ def build_model(workload: Workload, seed: int, attention: str = "sdpa") -> PreTr
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
-def lora_config() -> LoraConfig:
+def lora_config(dropout: float = 0.0) -> LoraConfig:
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=projections, task_type="CAUSAL_LM")
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=dropout, target_modules=projections, task_type="CAUSAL_LM")
 
 
 def fill_adapters(model: torch.nn.Module) -> None:

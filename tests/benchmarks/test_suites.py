@@ -31,7 +31,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("suite", "cases"),
     [
-        ("step", "full|LoRA"),
+        ("step", "full/|LoRA/"),
         ("bf16", ""),
         ("evaluation", ""),
         ("precompute", ""),
@@ -81,6 +81,19 @@ def test_steps_of_hybrid_models(tmp_path):
     for case in result["cases"]:
         tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
         assert tokens[SUBJECT] < tokens[step.STOCK]
+
+
+def test_steps_that_share_more_than_the_prompt_of_a_pair(tmp_path, capsys):
+    code, result = run_suite("step", tmp_path, "--cases", "4 pairs|dropout", "--rounds", "1")
+    assert code == 0
+    for case, less in zip(result["cases"], (step.PAIRS_ONLY, step.DETERMINISTIC), strict=True):
+        assert {side["status"] for side in case["sides"].values()} == {"measured"}
+        tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
+        assert tokens[SUBJECT] < tokens[less] < tokens[step.STOCK]
+    assert result["cases"][1]["workload"]["lora_dropout"] == step.LORA_DROPOUT
+    table = capsys.readouterr().out
+    assert "speedup over sharing by pairs only" in table
+    assert "speedup over prompts not shared under dropout" in table
 
 
 @pytest.mark.parametrize("case", range(2))
