@@ -143,7 +143,8 @@ class _FusedForward:
         image_batches: packs batches with images.
         logged: reasons that have been logged, for which calls have fallen back.
         was_called: whether an integration has called the model, or has left a call to its trainer.
-        verified: whether calls with gradients (True) and without (False) have been verified.
+        verified: the kinds of calls, with gradients (True) and without (False), that are not to be
+            verified any more.
         has_logged_dropout: whether it was logged that prompts are not shared.
     """
 
@@ -413,9 +414,10 @@ def _shifted_labels(kwargs: dict) -> Tensor:
 def _verify(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, args: tuple, kwargs: dict) -> None:
     """Compares a call that is about to run with the same call of the prior forward."""
     name = f"{fused.request.integration} ({fused.request.role})"
+    fused.verified.add(torch.is_grad_enabled())
     if support.is_sharded(model):
-        fallback.report(f"{name}: not verified, several ranks run the model together")
-        fused.verified.add(torch.is_grad_enabled())
+        fused.verified.update((True, False))
+        fallback.report(f"{name}: not verified, {Reason('verified-ranks').named}")
         return
 
     @contextmanager
@@ -425,18 +427,20 @@ def _verify(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch,
             yield
         finally:
             _switch_attention(model, fused)
-            head.install(head.head_of(model))
+            _install_head(model)
 
-    verification.verify(
-        model,
-        name,
-        _shifted_labels(kwargs) != packing.IGNORE_INDEX,
-        stock=lambda: _prior_logps(fused, args, kwargs),
-        fused=lambda: _score(model, fused, batch, kwargs).logps,
-        as_before=as_before,
-        is_random=fused.probe_result is not None and fused.probe_result.is_random,
-    )
-    fused.verified.add(torch.is_grad_enabled())
+    try:
+        verification.verify(
+            model,
+            name,
+            _shifted_labels(kwargs) != packing.IGNORE_INDEX,
+            stock=lambda: _prior_logps(fused, args, kwargs),
+            fused=lambda: _score(model, fused, batch, kwargs).logps,
+            as_before=as_before,
+            is_random=fused.probe_result is not None and fused.probe_result.is_random,
+        )
+    except verification.NotComparable:
+        fallback.report(f"{name}: not verified, {Reason('verified-checkpoints').named}")
 
 
 def _prior_logps(fused: _FusedForward, args: tuple, kwargs: dict) -> TokenLogps:

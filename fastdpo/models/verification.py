@@ -11,13 +11,13 @@ as in a step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from ..logs import logger
 from ..ops.results import TokenLogps
@@ -34,6 +34,10 @@ class VerificationError(RuntimeError):
     """With `patch(verify=True)`: the first fused call of a model, or the first loss of a trainer,
     differs from the stock one by more than rounding explains. No weight has been changed.
     """
+
+
+class NotComparable(Exception):
+    """A model calls `backward` inside of its backward pass, which `torch.autograd.grad` does not see."""
 
 
 class Difference(NamedTuple):
@@ -93,11 +97,15 @@ def verify(
 
     Raises:
         VerificationError: a difference is beyond rounding.
+        NotComparable: the model's gradients cannot be taken.
     """
     unit = rounding.unit_of(model)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    random_states = torch.random.fork_rng(devices=list(cuda))
-    with random_states, _without_dropout(model, is_random), _without_reentrant_checkpoints(model):
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=list(cuda)))
+        stack.enter_context(_without_dropout(model, is_random))
+        stack.enter_context(_without_gradients(model))
+        stack.enter_context(_without_reentrant_checkpoints())
         with as_before():
             expected = _outcome(model, label_mask, stock)
             with rounding.perturbed(model, unit):
@@ -134,16 +142,34 @@ def _without_dropout(model: nn.Module, evaluating: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_reentrant_checkpoints(model: nn.Module) -> Iterator[None]:
-    """In the block, activations are checkpointed in the form that works with `torch.autograd.grad`."""
-    name = "_gradient_checkpointing_func"
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """In the block, parameters have no gradients."""
     with ExitStack() as undo:
-        for module in model.modules():
-            function = vars(module).get(name)
-            if isinstance(function, functools.partial) and function.keywords.get("use_reentrant"):
-                undo.callback(setattr, module, name, function)
-                setattr(module, name, functools.partial(function, use_reentrant=False))
+        for parameter in model.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         yield
+
+
+@contextmanager
+def _without_reentrant_checkpoints() -> Iterator[None]:
+    """In the block, torch checkpoints activations in the form that works with `torch.autograd.grad`,
+    whichever form is asked for, and through whatever functions.
+    """
+    reentrant = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _NotReentrant
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = reentrant
+
+
+class _NotReentrant:
+    """Stands for torch's reentrant function."""
+
+    @staticmethod
+    def apply(function: Callable, preserve_rng_state: bool, *args: object) -> object:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outcome:
@@ -159,6 +185,8 @@ def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outco
     total = (logps * weights.to(logps)).sum()
     names, parameters = zip(*trained, strict=True)
     found = torch.autograd.grad(total, parameters, allow_unused=True)
+    if any(p.grad is not None for p in parameters):
+        raise NotComparable
     named = ((name, x) for name, x in zip(names, found, strict=True) if x is not None)
     return _Outcome(values, gradients.sketches(named, gradients.groups_of(model)))
 

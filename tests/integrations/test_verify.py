@@ -1,18 +1,22 @@
 """`patch(verify=True)` raises before the first step if the fused path is wrong, and changes nothing if it is right."""
 
+import functools
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from multimodal_families import tiny_multimodal
 from peft import LoraConfig
 from planted import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
 from trl_group_runs import train_group
 from trl_kto_runs import train_kto
 from trl_online_runs import train_online, writer
 from trl_reference_free_runs import train_cpo
-from trl_runs import LORA, Run, assert_same_bits, tiny_model, train
+from trl_runs import LORA, Run, adapter, assert_same_bits, long_pairs, tiny_model, train
 from trl_sft_runs import train_sft
+from verified_runs import assert_verified
+from vision_runs import FAMILIES, train_vision
 
 import fastdpo
 from fastdpo import VerificationError
@@ -89,6 +93,58 @@ def test_every_trainer_can_be_verified(trainer, tmp_path, caplog):
         ends.append(weights(pair[0]))
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
     assert any("verified" in x and "gradient of MLP" in x for x in caplog.messages)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_pairs_with_images(name, lora, tmp_path, caplog):
+    options = dict(max_steps=2, **({"peft_config": adapter()["peft_config"]} if lora else {}))
+
+    def run(directory):
+        pair = [tiny_multimodal(name, seed, **FAMILIES[name].rest) for seed in range(2)]
+        return train_vision(name, directory, pair[0], None if lora else pair[1], **options)
+
+    assert_verified(run, tmp_path, "trl.DPOTrainer", caplog=caplog)
+
+
+def test_steps_by_a_budget_of_tokens(tmp_path, caplog):
+    def run(directory):
+        return train(directory, *models(), data=long_pairs() * 2, per_device_train_batch_size=8, max_steps=2)
+
+    assert_verified(run, tmp_path, "trl.DPOTrainer", caplog=caplog, max_tokens=120)
+
+
+class Checkpoint(torch.autograd.Function):
+    """Recomputes a layer by `backward` inside of a backward pass, as Unsloth does."""
+
+    @staticmethod
+    def forward(ctx, layer, hidden):
+        ctx.layer = layer
+        ctx.save_for_backward(hidden)
+        with torch.no_grad():
+            return layer(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(hidden).backward(gradient)
+        return None, hidden.grad
+
+
+def test_checkpoints_that_cannot_be_compared(tmp_path, caplog, monkeypatch):
+    """They leave no gradients behind."""
+    runs = []
+    for verify in (False, True):
+        pair = models()
+        mlp = pair[0].model.layers[0].mlp
+        mlp.forward = functools.partial(Checkpoint.apply, mlp.forward)
+        runs.append(run(tmp_path / str(verify), verify, pair))
+    assert_same_bits(*runs)
+    assert caplog.text.count("(policy): not verified, its backward pass calls backward()") == 1
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(fastdpo.NotFused, match="verified-checkpoints"):
+        run(tmp_path / "strict", True, pair)
 
 
 def plant_a_wrong_statistic(monkeypatch):
