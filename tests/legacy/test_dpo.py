@@ -13,6 +13,7 @@ from comparison import approximately, assert_far_from_same, assert_same_in_low_p
 from families import HYBRID
 from trl import DPOTrainer
 from trl_runs import adapter, assert_fused, assert_same, build, long_pairs, pairs, run_two_ranks, tiny_model, train
+from verified_runs import assert_verified
 
 import fastdpo
 
@@ -112,6 +113,12 @@ def test_hybrid_family(both, name):
     stock, patched = both(name, max_steps=2, tiny=HYBRID[name][1])
     assert_same(stock, patched)
     assert_fused(patched, policy=2, reference=2)
+
+
+def test_verifying(tmp_path, caplog):
+    assert_verified(
+        lambda directory: train(directory, tiny_model(), tiny_model(seed=1)), tmp_path, "trl.DPOTrainer", caplog=caplog
+    )
 
 
 def test_router_loss(both):

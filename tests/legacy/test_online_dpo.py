@@ -2,7 +2,8 @@
 
 import pytest
 from peft import LoraConfig
-from trl_online_runs import assert_option_trains_alike, reward, reward_model
+from trl_online_runs import assert_option_trains_alike, reward, reward_model, train_online, writer
+from verified_runs import assert_verified
 
 LONG = [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(n))} for i, n in enumerate((3, 30, 8, 13, 20, 1))]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
@@ -22,3 +23,12 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option(tmp_path, option):
     assert_option_trains_alike(tmp_path, **OPTIONS[option])
+
+
+def test_verifying(tmp_path, caplog):
+    assert_verified(
+        lambda directory: train_online(directory, writer(0), writer(1)),
+        tmp_path,
+        "trl.OnlineDPOTrainer",
+        caplog=caplog,
+    )

@@ -13,6 +13,7 @@ from comparison import assert_far_from_same, double
 from flash import stand_in
 from openrlhf.trainer import dpo_trainer
 from openrlhf_runs import HERE, Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
+from verified_runs import assert_verified
 
 import fastdpo
 from fastdpo.integrations.openrlhf import batches
@@ -92,6 +93,12 @@ def test_actors_with_flash_attention(tmp_path, packing, monkeypatch):
         patched = train(*paths, Strategy(packing), attention="flash_attention_2")
     assert_same(stock, patched)
     assert patched.calls == FUSED
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
+def test_verifying(tmp_path, caplog, packing):
+    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
+    assert_verified(lambda directory: train(*paths, Strategy(packing)), tmp_path, "openrlhf", caplog=caplog)
 
 
 def test_evaluation(both):

@@ -6,11 +6,14 @@ evenly among 2 and among 3 ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import planted
+import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
@@ -140,6 +143,15 @@ def disqualify(model: PreTrainedModel) -> None:
     model.config.alibi = True
 
 
+def be_strict(model: PreTrainedModel) -> None:
+    os.environ["FASTDPO_STRICT"] = "1"
+
+
+def scale_gradients(model: PreTrainedModel) -> None:
+    """Plants wrong gradients for the rest of the process."""
+    planted.scaled_gradients(pytest.MonkeyPatch())
+
+
 SABOTAGED = ("stock", "patched", "sabotaged")
 
 
@@ -180,6 +192,8 @@ WHOLE_STEPS = dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)
 
 BUDGET = dict(max_tokens=45)
 """Two or three micro-batches for each rank in a step of 4 pairs a rank."""
+
+VERIFIED = dict(verify=True)
 
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
@@ -228,12 +242,18 @@ CASES = {
     "uneven end of 3 ranks in one process": in_one_process(3),
     "ddp main logs": Case(LOGGED, trainer_class=with_callback(MainLogs)),
     "ddp main reads": Case(LOGGED, trainer_class=with_callback(MainReads)),
+    "ddp verified": Case(patch=VERIFIED),
+    "ddp verified, wrong on the last rank": Case(
+        kinds=("patched",), patch=VERIFIED, prepare=scale_gradients, changed_on=on_last
+    ),
     "ddp unpatched": Case(LOGGED, trainer_class=with_callback(Unpatches)),
     "ddp stock raises": Case(LOGGED, kinds=("stock",), trainer_class=LastRaises),
     "ddp patched raises": Case(LOGGED, kinds=("patched",), trainer_class=LastRaises),
     "fsdp2": Case(fsdp2(), kinds=SABOTAGED),
     "fsdp2 bf16": Case(dict(fsdp2(), bf16=True)),
     "fsdp2 bf16 lora": Case(dict(fsdp2(), bf16=True), lora=True),
+    "fsdp2 verified": Case(fsdp2(), patch=VERIFIED),
+    "fsdp2 verified, strict": Case(fsdp2(), kinds=("patched",), patch=VERIFIED, prepare=be_strict),
     "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
     "fsdp2 lora": Case(fsdp2(), lora=True),
     "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),
@@ -247,6 +267,8 @@ CASES = {
     "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
     "zero2": Case(zero(2), kinds=SABOTAGED),
     "zero3": Case(zero(3), kinds=SABOTAGED),
+    "zero2 verified": Case(zero(2), patch=VERIFIED),
+    "zero3 verified": Case(zero(3), patch=VERIFIED),
     "zero3 tied": Case(zero(3), dict(tie_word_embeddings=True)),
     "zero3 lora": Case(zero(3), lora=True),
     "zero3 hybrid": Case(zero(3), HYBRID),

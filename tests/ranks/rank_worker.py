@@ -6,6 +6,7 @@ Trains the named cases of `rank_cases.CASES` and saves the results in the direct
 import copy
 import faulthandler
 import gc
+import logging
 import os
 import sys
 from contextlib import nullcontext
@@ -95,7 +96,10 @@ def forget_engines() -> None:
 
 
 def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
-    """Runs one training. Returns logs, gradients of each step, final weights and counters."""
+    """Runs one training.
+
+    Returns logs, gradients of each step, final weights, counters, and the messages of fastdpo's logger.
+    """
     forget_engines()
     model = build(directory, case, seed=0)
     reference = None if case.lora else build(directory, case, seed=1)
@@ -104,6 +108,7 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
             case.prepare(each)
     options = copy.deepcopy(OPTIONS | case.options)  # engines write into their configurations
     torch.manual_seed(0)  # adapters
+    messages = recorded_messages()
     with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", **case.patch):
         done = train(
             directory / f"rank{RANK}",
@@ -122,7 +127,18 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
         # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
         dist.barrier()
         weights = {name: whole(x) for name, x in named.items()}
-    return {**vars(done), "weights": weights, "sharded": sharded}
+    return {**vars(done), "weights": weights, "sharded": sharded, "messages": messages}
+
+
+def recorded_messages() -> list[str]:
+    """A list of the messages that fastdpo logs from now until the next call."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("fastdpo")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    return messages
 
 
 def build(directory: Path, case: Case, seed: int) -> PreTrainedModel:

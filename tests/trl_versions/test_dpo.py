@@ -10,6 +10,7 @@ import pytest
 from comparison import assert_far_from_same
 from packaging.version import Version
 from trl_runs import adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
+from verified_runs import assert_verified
 
 import fastdpo
 
@@ -34,6 +35,12 @@ OPTIONS = {
     ),
     "router": (dict(kind="mixtral", tiny=ROUTED), dict(policy=3, reference=3)),
 }
+
+
+def test_verifying(tmp_path, caplog):
+    assert_verified(
+        lambda directory: train(directory, tiny_model(), tiny_model(seed=1)), tmp_path, "trl.DPOTrainer", caplog=caplog
+    )
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from comparison import assert_same_in_low_precision
-from llamafactory_runs import FUSED, LORA, assert_same
+from llamafactory_runs import FUSED, LORA, assert_same, checkpoint, train
+from verified_runs import assert_verified
 
 FUSED = FUSED["dpo"]
 WITHOUT_REFERENCE = {("policy", "fused"): 3}
@@ -62,3 +63,16 @@ def test_bf16(both):
     stock, patched = both(bf16=True, use_cpu=True)
     assert_same_in_low_precision(stock, patched, torch.bfloat16, pytest.fail)
     assert patched.calls == FUSED
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "calls"), [("dpo", {}, 2), ("dpo", dict(pref_loss="simpo"), 1), ("kto", {}, 3)]
+)
+def test_verifying(tmp_path, caplog, stage, options, calls):
+    model = checkpoint(tmp_path)
+
+    def run(directory):
+        directory.mkdir()
+        return train(directory, model, stage, **options)
+
+    assert_verified(run, tmp_path, "llamafactory", "trl", caplog=caplog, calls=calls)

@@ -21,6 +21,7 @@ from swift_runs import (
     use_trainer,
 )
 from trl_runs import assert_fused, assert_same, assert_same_bits
+from verified_runs import assert_verified
 
 import fastdpo
 from fastdpo.integrations.swift import dpo
@@ -88,6 +89,17 @@ def test_packing(tmp_path, steps):
     stock, patched = train_both(tmp_path, **PACKING, **steps, per_device_train_batch_size=1)
     assert_same(stock, patched)
     assert_fused(patched, **FULL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "calls"),
+    [*(("dpo", x, 2) for x in LAYOUTS), *(("kto", x, 3) for x in LAYOUTS), ("cpo", "padded", 1), ("orpo", "padded", 1)],
+)
+def test_verifying(tmp_path, caplog, kind, layout, calls):
+    def run(directory):
+        return train(directory, kind, max_steps=2, **LAYOUTS[layout])
+
+    assert_verified(run, tmp_path, "swift", caplog=caplog, calls=calls)
 
 
 def test_rows_that_are_padded_on_the_left(tmp_path):
