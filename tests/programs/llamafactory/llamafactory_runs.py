@@ -12,6 +12,8 @@ import torch
 from comparison import SIZES, assert_same_training, sharpen
 from harness import numbers
 from llamafactory.train.tuner import run_exp  # first: without it, TRL 0.24 cannot be imported next to transformers 5
+from multimodal_text import KINDS as MULTIMODAL
+from multimodal_text import multimodal_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from workload import Workload
 
@@ -45,6 +47,11 @@ FUSED = {
     "kto": {("policy", "fused"): 6, ("reference", "fused"): 3},
 }
 """Calls of a patched training. For KTO, the policy is called a second time for the KL term."""
+STOCK_CALLS = {
+    "dpo": {("policy", "stock"): 3, ("reference", "stock"): 3},
+    "kto": {("policy", "stock"): 6, ("reference", "stock"): 6},
+}
+"""The calls if none is fused."""
 
 
 def write_data(directory: Path, pairs: list[dict[str, str]]) -> None:
@@ -89,10 +96,13 @@ def special_pairs() -> list[dict[str, str]]:
 
 def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, **config: Any) -> Path:
     """Saves a tiny model and its tokenizer, and returns their path."""
-    torch.manual_seed(seed)
-    sizes = {**SIZES, "vocab_size": WORKLOAD.vocabulary, "head_dim": 8}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
-    sharpen(model)
+    if kind in MULTIMODAL:
+        model = multimodal_model(kind, WORKLOAD.vocabulary, seed)
+    else:
+        torch.manual_seed(seed)
+        sizes = {**SIZES, "vocab_size": WORKLOAD.vocabulary, "head_dim": 8}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
+        sharpen(model)
     path = directory / f"{kind}{seed}"
     model.save_pretrained(path)
     WORKLOAD.tokenizer().save_pretrained(path)
@@ -174,3 +184,13 @@ def assert_same(stock: Run, patched: Run, in_float64: Callable | None = None) ->
     assert_same_training(stock, patched, in_float64)
     renamed = [{name.replace(LOGITS, f"completion_{LOGITS}") for name in log} for log in stock.logits]
     assert [set(log) for log in patched.logits] == renamed
+
+
+def assert_stock(stock: Run, patched: Run) -> None:
+    """Asserts that two trainings are the same to the last bit, with all of their logs."""
+    assert len(stock.gradients) == len(patched.gradients) > 0
+    for a, b in zip(stock.gradients, patched.gradients, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert stock.logs == patched.logs
+    assert stock.logits == patched.logits

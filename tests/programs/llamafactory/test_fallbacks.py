@@ -7,7 +7,7 @@ import torch
 from llamafactory.data.collator import MultiModalDataCollatorForSeq2Seq
 from llamafactory.train.dpo import trainer as dpo_trainer
 from llamafactory.train.kto import trainer as kto_trainer
-from llamafactory_runs import LORA, checkpoint, train
+from llamafactory_runs import LORA, STOCK_CALLS, assert_stock, checkpoint, train
 from transformers.models.llama import modeling_llama
 
 import fastdpo
@@ -16,20 +16,6 @@ STAGES = {"dpo": (dpo_trainer, "CustomDPOTrainer"), "kto": (kto_trainer, "Custom
 SCORES = {"dpo": "concatenated_forward", "kto": "forward"}
 """The functions in which the trainers score rows."""
 STOCK = {stage: getattr(getattr(module, name), SCORES[stage]) for stage, (module, name) in STAGES.items()}
-STOCK_CALLS = {
-    "dpo": {("policy", "stock"): 3, ("reference", "stock"): 3},
-    "kto": {("policy", "stock"): 6, ("reference", "stock"): 6},
-}
-
-
-def assert_stock(stock, patched):
-    """Asserts that two trainings are the same to the last bit, with all of their logs."""
-    assert len(stock.gradients) == len(patched.gradients) > 0
-    for a, b in zip(stock.gradients, patched.gradients, strict=True):
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)
-    assert stock.logs == patched.logs
-    assert stock.logits == patched.logits
 
 
 @pytest.fixture(params=STAGES)
