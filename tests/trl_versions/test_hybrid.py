@@ -1,0 +1,13 @@
+"""Hybrid models in the DPOTrainer of TRL 0.29 to 1.14."""
+
+import pytest
+from families import HYBRID, kind
+from trl_runs import adapter, assert_fused, assert_same
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_mixers_run_on_packed_tokens(both, name, lora):
+    stock, patched = both(kind(name), HYBRID[name][1], max_steps=2, **(adapter() if lora else {}))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
