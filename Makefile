@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
 OLDEST_TRITON := $(VENV)/triton-3.6.0
+HUB_KERNELS := $(VENV)/kernels-0.17.2
 
 # Each minor version of TRL between its rewrite and its fused head.
 TRL_VERSIONS := 0.29.1 1.0.0 1.1.0 1.2.0 1.3.0 1.4.0 1.5.1 1.6.0 1.7.1 1.8.0 1.9.0 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2
@@ -20,18 +21,18 @@ AXOLOTL := .venv-axolotl
 PACKAGING := .venv-packaging
 
 .PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
-	test-llamafactory test-swift test-axolotl measure-programs fuzz dist lint docs bench bench-llamafactory bench-ops bench-gpu clean
+	test-llamafactory test-swift test-axolotl measure-programs fuzz dist hub lint docs bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 # Every test, with each value of each of its parameters at least once.
-test: $(READY) $(OLDEST_TRL)
-	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest --quick $(ARGS)
+test: $(READY) $(OLDEST_TRL) $(HUB_KERNELS)
+	OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) $(BIN)/python -m pytest --quick $(ARGS)
 
 # Every combination of parameters.
-test-all: $(READY) $(OLDEST_TRL)
-	OLDEST_TRL=$(abspath $(OLDEST_TRL)) $(BIN)/python -m pytest $(ARGS)
+test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS)
+	OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) $(BIN)/python -m pytest $(ARGS)
 
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
 fuzz: $(READY)
@@ -95,6 +96,11 @@ dist: $(PACKAGING)/.ready
 	rm -rf dist build
 	$(PACKAGING)/bin/python -m build --no-isolation --outdir dist .
 	$(PACKAGING)/bin/twine check --strict dist/*
+
+# The form of kernels/ for Hugging Face's Kernel Hub.
+hub:
+	rm -rf out/hub
+	$(PYTHON) tools/kernel_hub.py out/hub
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -223,6 +229,12 @@ $(REQUESTS): $(READY)
 $(OLDEST_TRITON): $(READY)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ triton==3.6.0
+	touch $@
+
+# Not in the environment: where it is installed, transformers looks for kernels on the Hub.
+$(HUB_KERNELS): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ kernels==0.17.2
 	touch $@
 
 clean:
