@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import run
@@ -14,13 +15,21 @@ from .estimate import command as estimate
 
 
 def main() -> None:
+    args = parsed()
+    args.start(args)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command, by default those of this process. One that takes the fields of a
+    trainer's configuration gets as `fields` what it does not know itself.
+    """
     commands = parser()
-    args, others = commands.parse_known_args()
+    args, others = commands.parse_known_args(arguments)
     if hasattr(args, "fields"):
         args.fields = others
     elif others:
         commands.error(f"unrecognized arguments: {' '.join(others)}")
-    args.start(args)
+    return args
 
 
 def parser() -> argparse.ArgumentParser:

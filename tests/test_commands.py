@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from fastdpo.__main__ import parser
+from fastdpo.__main__ import parsed, parser
 
 (COMMANDS,) = (x.choices for x in parser()._actions if isinstance(x, argparse._SubParsersAction))
 
@@ -16,4 +16,4 @@ def test_the_help_has_an_example_that_parses(name):
     assert prefix == "example"
     program, *arguments = shlex.split(example)
     assert program == "fastdpo"
-    assert parser().parse_args(arguments).command == name
+    assert parsed(arguments).command == name
