@@ -1,13 +1,18 @@
 """Which arguments of a call belong to images, and which images a pair shares."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
-from multimodal_families import IMAGE, tiny_multimodal
+from multimodal_errors import errors_of
+from multimodal_families import FUSED, IMAGE, tiny_multimodal
 from trl_runs import tiny_model
 
 from fastdpo import attention, packing
 from fastdpo.models import images
 from fastdpo.packing import NotPackable
+from fastdpo.testing import float64_throughout
 
 IDS = torch.tensor([[5, IMAGE, 6, 7, 8], [5, 9, 6, 7, 0], [5, IMAGE, 6, 9, 0], [5, 9, 6, 8, 0]])
 MASK = (IDS != 0).long()
@@ -82,3 +87,17 @@ def test_arguments_of_other_kinds_are_named(model):
     assert reason == "argument pixel_values is neither of tokens nor of images"
     reason = images.unsupported_reason(tiny_model(), call(pixels))
     assert reason == "argument pixel_values is not supported for a model of text"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen3_vl", "qwen3_5", "smolvlm", "mistral3"])
+def test_exact_in_float64(name):
+    """On text and on images, with and without sharing them."""
+    with float64_throughout():
+        errors = errors_of(name)
+    assert len(errors) == 4
+    assert max(errors) < 1e-10, "they were up to 1e-11"
+
+
+def test_the_page_lists_the_errors_of_all_families():
+    page = Path(__file__).parents[2] / "docs" / "multimodal.md"
+    assert re.findall(r"^\| (\w+) \| \de-\d+ \|", page.read_text(), re.M) == [*FUSED]

@@ -40,13 +40,19 @@ def pairs(share: bool = True) -> tuple[torch.Tensor, torch.Tensor, packing.Layou
 
 
 def results(model, ids, mask, layout, *, packed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`results_of` a batch of text."""
+    padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
+    inputs = attention.packed_inputs(model, layout, ids) if packed else padded
+    return results_of(model, inputs, layout, packed=packed)
+
+
+def results_of(model, inputs, layout, *, packed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states of the scored positions [M, D], and the gradients of a weighted sum of them."""
     model.zero_grad(set_to_none=True)
+    output = model.base_model(**inputs).last_hidden_state
     if packed:
-        output = model.base_model(**attention.packed_inputs(model, layout, ids)).last_hidden_state[0]
-        hidden = output[layout.score_index][layout.output_source]
+        hidden = output[0][layout.score_index][layout.output_source]
     else:
-        output = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         hidden = output[:, : layout.output_shape[1]].flatten(0, 1)[layout.output_index]
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     (hidden * weights.to(hidden.dtype)).sum().backward()
