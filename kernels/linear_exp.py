@@ -44,6 +44,7 @@ from .logit_math import (
 
 SUM_LIMIT = tl.constexpr(1e34)  # exp(78): smaller sums are far from overflow
 SQUARES_SUM_LIMIT = tl.constexpr(1e17)  # the same for sums of squares
+NO_LOGIT = tl.constexpr(1e30)  # above every logit: exponentials relative to it are 0
 RECOMPUTE_BLOCKS = {"BLOCK_V": 128, "BLOCK_D": 64}  # block sizes for rows that are recomputed
 STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")  # that these kernels can compute
 NUM_WARPS = 4
@@ -223,7 +224,12 @@ def _linear_exp_sums_kernel(
         tile_ptr += row * tile_stride
 
     limit = SUM_LIMIT if squares_block_sums_ptr is None else SQUARES_SUM_LIMIT
-    overflows = scored & ~(others < limit)  # also true for NaN
+    # Computing a row again reads the whole weight in one program. A row with NaN stays NaN, by its total:
+    # its other sums are such that its gradient tile is finite.
+    is_nan = scored & (others != others) & (t != -float("inf"))
+    overflows = scored & ~(others < limit) & ~is_nan
+    shift = tl.where(is_nan, NO_LOGIT, shift)
+    others = tl.where(is_nan, 1.0, others)
     if overflows:
         h_ptr = hidden_ptr + row * stride_n
         m = tl.full([BLOCK_V], -float("inf"), tl.float32)
@@ -252,16 +258,20 @@ def _linear_exp_sums_kernel(
                 z = _row_logits(h_ptr, weight_ptr, bias_ptr, off_v, V, D, stride_v, scale, cap, BLOCK_V, BLOCK_D)
                 tl.store(tile_ptr + off_v, gradient_tile(z, off_v, y, shift, others, cap), mask=off_v < V)
     elif tile_ptr is not None:
+        for start_v in range(0, tl.where(is_nan, V, 0), BLOCK_V):
+            off_v = start_v + tl.arange(0, BLOCK_V)
+            tl.store(tile_ptr + off_v, tl.zeros([BLOCK_V], tl.float32), mask=(off_v < V) & (off_v != y))
         target_entry = -others
         if cap is not None:
             target_entry *= slope(t, cap)
         tl.store(tile_ptr + y, target_entry, mask=y >= 0)
 
-    logps = log_sigmoid(t - shift - tl.log(others))
+    nan = tl.where(is_nan, float("nan"), 0.0)
+    logps = log_sigmoid(t - shift - tl.log(others)) + nan
     tl.store(logps_ptr + row, tl.where(scored, logps, 0.0))
     tl.store(shift_ptr + row, shift)
     tl.store(others_ptr + row, others)
-    tl.store(total_ptr + row, others + tl.exp2((t - shift) * LOG2E))
+    tl.store(total_ptr + row, others + tl.exp2((t - shift) * LOG2E) + nan)
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + row, sum_z / V)
     if is_top1_ptr is not None:
@@ -269,9 +279,9 @@ def _linear_exp_sums_kernel(
     if entropy_ptr is not None or log_sum_sq_probs_ptr is not None:
         entropy, log_sum_sq_probs = statistics_with_target(others, weighted, squares, shift, t)
         if entropy_ptr is not None:
-            tl.store(entropy_ptr + row, tl.where(scored, entropy, 0.0))
+            tl.store(entropy_ptr + row, tl.where(scored, entropy + nan, 0.0))
         if log_sum_sq_probs_ptr is not None:
-            tl.store(log_sum_sq_probs_ptr + row, tl.where(scored, log_sum_sq_probs, 0.0))
+            tl.store(log_sum_sq_probs_ptr + row, tl.where(scored, log_sum_sq_probs + nan, 0.0))
 
 
 def linear_exp_fwd(

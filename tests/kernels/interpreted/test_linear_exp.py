@@ -109,6 +109,18 @@ def test_special_rows_equal_eager(special):
     assert not tile[1].any()
 
 
+def test_a_row_with_nan_is_not_computed_again():
+    """Its results are NaN. Its gradient is, too, by the factor of its tile, unless upstream is zero."""
+    hidden, weight, bias, targets = inputs(4, 131, 8)
+    weight[7], targets[targets == 7] = torch.nan, 8
+    results = call(hidden, weight, bias, targets, tile=(tile := torch.zeros(4, 131)))
+    scored = targets != -100
+    assert (results["shift"][scored] == linear_exp.NO_LOGIT.value).all()  # which logits were not read again for
+    for name in ("logps", "total", "entropy", "mean_logits", "log_sum_sq_probs"):
+        assert results[name][scored].isnan().all()
+    assert tile[scored].count_nonzero() == scored.sum()  # the targets' entries
+
+
 def test_a_vocabulary_of_one():
     hidden, weight, bias = torch.randn(3, 5), torch.randn(1, 5), torch.randn(1)
     tile = torch.empty(3, 1)
