@@ -164,12 +164,15 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
         checkpoint.CheckpointFunction = reentrant
 
 
+_checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant
+
+
 class _NotReentrant:
     """Stands for torch's reentrant function."""
 
     @staticmethod
     def apply(function: Callable, preserve_rng_state: bool, *args: object) -> object:
-        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outcome:
