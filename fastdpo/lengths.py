@@ -1,7 +1,8 @@
-"""The lengths of the rows of a preference dataset, and how many tokens they cost."""
+"""The lengths of the rows of a preference dataset, how many tokens they cost, and which prompts are equal."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -125,6 +126,27 @@ def pair_lengths(
             parts.append(_lengths(columns, max_length, truncation_mode == "keep_start"))
             bar.update(parts[-1].shape[1])
     return PairLengths(*np.concatenate(parts, 1))
+
+
+def number_prompts(dataset: Dataset | Sequence[Mapping], *, op: str = "number_prompts") -> np.ndarray:
+    """A number for each pair, int64 [N], equal for pairs with the same prompt.
+
+    Args:
+        dataset: has the columns prompt_ids, chosen_ids and rejected_ids.
+        op: the public function, for error messages.
+
+    Raises:
+        TypeError, ValueError: a column of the dataset is malformed.
+    """
+    require_dataset(op, dataset)
+    numbers: dict[bytes, int] = {}
+    of_pairs = []
+    for (ids, sizes), *_ in read_columns(op, dataset):
+        ends = sizes.cumsum()
+        for start, end in zip(ends - sizes, ends, strict=True):
+            digest = hashlib.blake2b(ids[start:end].tobytes(), digest_size=16).digest()
+            of_pairs.append(numbers.setdefault(digest, len(numbers)))
+    return np.array(of_pairs, np.int64)
 
 
 def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | None, from_start: bool) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Batches of pairs by a budget of tokens."""
 
 from .cost import CostModel
-from .order import random_order
+from .order import group_prompts, random_order
 from .planning import StepPlanner
 from .report import BudgetReport, budget_report
 from .sampler import MicroBatch, TokenBudgetSampler
@@ -13,5 +13,6 @@ __all__ = [
     "StepPlanner",
     "TokenBudgetSampler",
     "budget_report",
+    "group_prompts",
     "random_order",
 ]

@@ -147,7 +147,8 @@ class _StepSampler:
     def _drawn_steps(self) -> Steps:
         """The steps of an epoch. The sampler of pairs is run once, as in the Trainer's loader."""
         drawn: list[list[int]] = list(map(list, self._of_all_ranks))
-        if self._planner.ranks > 1 and not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
+        of_pairs = getattr(self.sampler, "stock", self.sampler)  # one that groups prompts has a stock one
+        if self._planner.ranks > 1 and not isinstance(of_pairs, SeedableRandomSampler | SequentialSampler):
             drawn = broadcast_object_list([drawn])[0]  # ranks may have drawn from different random states
         of_ranks = [drawn]
         if isinstance(self._stock, BatchSamplerShard):

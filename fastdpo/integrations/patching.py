@@ -94,6 +94,7 @@ PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
 APPLIES = {
     "reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"),
     "max_tokens": ("trl.DPOTrainer",),
+    "group_prompts": ("trl.DPOTrainer",),
     "log_savings": tuple(trainer for trainer in TRAINERS if trainer != "openrlhf.DPOTrainer"),
 }
 """The trainers to which options apply that only some trainers have."""
@@ -185,6 +186,7 @@ def patch(
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
     max_tokens: int | None = None,
+    group_prompts: bool = False,
     log_savings: bool = False,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
@@ -223,6 +225,9 @@ def patch(
             Loss and gradient of a step stay the same up to rounding. Applies to TRL's DPOTrainer; a
             warning says so if it is not patched. Before training, an error names a pair that has
             more tokens, and options of the trainer that are not supported.
+        group_prompts: put the pairs of one prompt into one batch, whose rows then share it. Each epoch
+            has the pairs that it has without, in another order, so its steps are not those of the
+            unpatched trainer. Applies to TRL's DPOTrainer; a warning says so if it is not patched.
         log_savings: add `fastdpo/tokens_saved` to each training log: the part of the tokens in the
             padded batches since the last log that was not computed, over all ranks. Applies to
             subclasses of transformers' Trainer.
@@ -243,6 +248,7 @@ def patch(
         reference_memory=reference_memory,
         verify=verify,
         max_tokens=max_tokens,
+        group_prompts=group_prompts,
         log_savings=log_savings,
     )
     names = targeted_trainers("patch", targets)
@@ -320,6 +326,7 @@ def patched(
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
     max_tokens: int | None = None,
+    group_prompts: bool = False,
     log_savings: bool = False,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of
@@ -333,6 +340,7 @@ def patched(
         reference_memory=reference_memory,
         verify=verify,
         max_tokens=max_tokens,
+        group_prompts=group_prompts,
         log_savings=log_savings,
     )
     try:

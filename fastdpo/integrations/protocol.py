@@ -29,6 +29,7 @@ class PatchOptions:
             this process, or in a directory.
         verify: compare the first fused calls of each model with stock ones.
         max_tokens: distinct tokens of a micro-batch, by which steps are cut. None: they are not.
+        group_prompts: put pairs of one prompt into one batch.
         log_savings: add to the trainer's logs which part of the padded tokens was not computed.
     """
 
@@ -37,6 +38,7 @@ class PatchOptions:
     reference_memory: bool | Path = False
     verify: bool = False
     max_tokens: int | None = None
+    group_prompts: bool = False
     log_savings: bool = False
 
     def of_forward(self) -> dict[str, Any]:

@@ -82,6 +82,7 @@ MALFORMED = [
     ("share_prompts", 1, TypeError, SHARING + "1"),
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
     ("log_savings", 1, TypeError, "log_savings must be True or False; got 1"),
+    ("group_prompts", "yes", TypeError, "group_prompts must be True or False; got 'yes'"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
     ("memory_budget", -1, ValueError, BYTES + "-1"),
     ("memory_budget", math.nan, TypeError, BYTES + "nan"),

@@ -5,17 +5,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from comparison import double
 from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl_runs import adapter, assert_same, build, long_pairs, on_disk, pairs, tiny_model, train
+from trl_resuming import assert_resumes
+from trl_runs import adapter, assert_same, build, long_pairs, pairs, tiny_model, train
 
 import fastdpo
+from fastdpo.batching import StepPlanner
 from fastdpo.integrations import budgeted_loader
 from fastdpo.integrations.ledger import Ledger
+from fastdpo.lengths import PairLengths
 from fastdpo.models import fallback
 
 MAX_TOKENS = 120  # three or more micro-batches of 8 pairs, of different numbers of pairs
@@ -136,45 +140,52 @@ def test_metrics_that_are_read_in_every_micro_batch(tmp_path):
     assert_same_as_stock(tmp_path, options, **options)
 
 
-class Stops(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 3
-
-
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
 def test_resuming(tmp_path, sampling):
-    """Stops in the second epoch, within the steps of that epoch, and continues in another trainer."""
+    """Stops in the second epoch, and continues in another trainer."""
     rows = [{**row, "length": len(row["prompt"].split())} for row in pairs(20)]
     options = dict(
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,  # 8, 8 and 4 pairs: three steps an epoch
-        max_steps=8,
-        save_strategy="steps",
-        save_steps=1,
-        optim="adamw_torch",
         train_sampling_strategy=sampling,
         remove_unused_columns=False,
     )
-
-    def trainer(name):
-        made = build(tmp_path / name, tiny_model(), tiny_model(seed=1), **options)
-        made.train_dataset = made._prepare_dataset(
-            on_disk(rows, tmp_path / name / "data"), made.processing_class, made.args, "train"
-        )
-        return made
-
     fastdpo.patch("trl.DPOTrainer", max_tokens=MAX_TOKENS)
-    whole = trainer("whole")
-    whole.train()
-    stopped = trainer("stopped")
-    stopped.add_callback(Stops())
-    stopped.train()
-    resumed = trainer("stopped")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "out" / "checkpoint-3"))
-    assert resumed.state.global_step == 8
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b), name
-    assert get_last_checkpoint(str(tmp_path / "stopped" / "out")).endswith("checkpoint-8")
+    assert_resumes(tmp_path, rows, **options)
+
+
+def test_the_budget_bounds_what_is_computed_under_dropout(tmp_path, computed):
+    calls = {}
+    for share in (True, "deterministic", False):
+        with fastdpo.patched("trl.DPOTrainer", max_tokens=MAX_TOKENS, share_prompts=share):
+            options = dict(STEP, peft_config=adapter(lora_dropout=0.2)["peft_config"], disable_dropout=False)
+            result = train(tmp_path / str(share), tiny_model(), None, **options)
+        assert MAX_TOKENS / 2 < max(computed) <= MAX_TOKENS
+        computed.clear()
+        assert {path for _, path in result.calls} == {"fused"}
+        calls[share] = result.calls["policy", "fused"]
+    assert calls[True] < calls["deterministic"] == calls[False]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_ranks_have_the_pairs_that_accelerate_draws(splits):
+    """Two ranks with 4 pairs each, of batches of 4 pairs or split batches of 8."""
+    lengths = PairLengths(*torch.tensor([[9], [8], [5], [4], [4]]).expand(5, 40).numpy())
+
+    def loader(rank):
+        pairs = DataLoader(list(range(40)), 8 if splits else 4, shuffle=True, collate_fn=list)
+        options = dict(split_batches=splits, use_seedable_sampler=True, data_seed=3)
+        return prepare_data_loader(pairs, num_processes=2, process_index=rank, **options)
+
+    def budgeted(rank):
+        planner = StepPlanner(lengths, 36, ranks=2)
+        items = budgeted_loader.with_token_budget(loader(rank), planner, 1, rank, lambda steps: None)
+        return [[pair for x in item for pair in x.inputs] for item in items]
+
+    stock = [a + b for a, b in zip(loader(0), loader(1), strict=True)]
+    by_budget = [a + b for a, b in zip(budgeted(0), budgeted(1), strict=True)]
+    assert len(stock) == 5
+    assert list(map(sorted, by_budget)) == list(map(sorted, stock))
 
 
 class Unpatches(TrainerCallback):

@@ -30,6 +30,7 @@ from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
+from .prompt_groups import PromptGroups
 from .token_budget import TokenBudget
 
 DPOTrainer = Any  # of one of several versions
@@ -60,6 +61,7 @@ Given the trainer, the batch, and whether the caller wants the output of the mod
 class DPOState(TrainerState):
     memory: ReferenceMemory
     budget: TokenBudget | None = None
+    prompt_groups: PromptGroups | None = None
 
 
 def trainer_class() -> type[DPOTrainer]:
@@ -151,8 +153,11 @@ def replace(
         if prepare is not None:
             prepare(self)
         state = state_of(self, DPOState)
+        if state is not None and state.prompt_groups is None and options.group_prompts:
+            state.prompt_groups = PromptGroups(whole_steps=options.max_tokens is not None)
+            state.prompt_groups.install(self)
         if state is not None and state.budget is None and options.max_tokens is not None:
-            state.budget = TokenBudget(options.max_tokens, options.share_prompts)
+            state.budget = TokenBudget(options.max_tokens, options.share_prompts, options.group_prompts)
             state.budget.install(self)
 
     replacements.put(stock, "__init__", __init__)

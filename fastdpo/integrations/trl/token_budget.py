@@ -22,6 +22,7 @@ from ..ledger import Recording
 from ..protocol import STATE
 from ..replacements import temporarily
 from .ledgers import ledger_of
+from .prompt_groups import require_supported, unsupported_loader_reason
 
 if TYPE_CHECKING:
     from ...batching import StepPlanner
@@ -36,11 +37,11 @@ class TokenBudget:
 
     Args:
         max_tokens: of a micro-batch.
-        share_prompts: the option of `patch`.
+        share_prompts, group_prompts: the options of `patch`.
     """
 
-    def __init__(self, max_tokens: int, share_prompts: SharePrompts):
-        self._max_tokens, self._share_prompts = max_tokens, share_prompts
+    def __init__(self, max_tokens: int, share_prompts: SharePrompts, group_prompts: bool):
+        self._max_tokens, self._share_prompts, self._group_prompts = max_tokens, share_prompts, group_prompts
         self._previous: Recording | None = None  # of the same optimizer step
 
     def install(self, trainer: Any) -> None:
@@ -54,15 +55,13 @@ class TokenBudget:
 
     def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
         from ...batching import CostModel, StepPlanner
-        from ...lengths import pair_lengths
+        from ...lengths import number_prompts, pair_lengths
         from ..budgeted_loader import Steps, with_token_budget
 
         loader = stock()
         if vars(trainer).get(STATE) is None:  # unpatched since
             return loader
-        reason = unsupported_reason(trainer, loader)
-        if reason is not None:
-            raise NotImplementedError(f"patch: max_tokens does not support {reason}")
+        require_supported("max_tokens", unsupported_reason(trainer, loader))
         self._previous = None
         show = trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
         collator, model = trainer.data_collator, base_of(trainer.accelerator.unwrap_model(trainer.model))
@@ -75,6 +74,7 @@ class TokenBudget:
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
             share_prompts=self._share_prompts is True or bool(self._share_prompts and not _has_dropout(trainer.model)),
+            prompts=number_prompts(trainer.train_dataset, op="patch") if self._group_prompts else None,
             op="patch",
         )
 
@@ -165,20 +165,11 @@ def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool)
 
 def unsupported_reason(trainer: Any, loader: Any) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-    from torch.utils.data import IterableDataset
-
+    reason = unsupported_loader_reason(trainer, loader)
+    if reason is not None:
+        return reason
     args, accelerator = trainer.args, trainer.accelerator
-    ranks = accelerator.num_processes
-    if isinstance(loader.dataset, IterableDataset):
-        return "streaming datasets, whose lengths are not known before training"
-    if isinstance(loader, DataLoaderDispatcher):
-        return "dispatch_batches=True, which splits each batch into equal numbers of rows"
-    if not isinstance(loader, DataLoaderShard):
-        return f"the data loader of {type(trainer).__name__}.get_train_dataloader, which accelerate has not prepared"
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        return "train_sampling_strategy='batch_rebalance', which balances batches by itself"
-    if ranks > 1 and not args.accelerator_config.even_batches:
+    if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
         return "even_batches=False on several ranks"
     if args.n_gpu > 1:
         return "torch.nn.DataParallel; start one process for each GPU"
@@ -188,12 +179,8 @@ def unsupported_reason(trainer: Any, loader: Any) -> str | None:
         return "parallelism_config"
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         return "models that transformers shards while it loads them"
-    if not {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(getattr(loader.dataset, "column_names", ())):
-        return "datasets without the columns prompt_ids, chosen_ids and rejected_ids, such as those with images"
     if not hasattr(trainer.data_collator, "truncation_mode"):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
-    if not hasattr(trainer, "aux_loss_enabled"):
-        return "TRL before 1.8, whose metrics are not sums over tokens"
     if trainer.aux_loss_enabled:
         return "the auxiliary loss of routers, which is not a mean over pairs"
     losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
