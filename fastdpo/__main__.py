@@ -188,6 +188,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     runner.add_argument("--log-savings", action="store_true", help="add fastdpo/tokens_saved to the logs")
     runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
     runner.add_argument("--max-tokens", type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")
+    runner.add_argument("--group-prompts", action="store_true", help="put pairs of one prompt into one batch")
+    runner.add_argument("--longest-first", action="store_true", help="run the largest batch after the first step")
     runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     runner.set_defaults(start=_run)
@@ -195,7 +197,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     options: dict[str, object] = {"share_prompts": args.share_prompts}
-    options |= {name: True for name in ("verify", "log_savings") if getattr(args, name)}
+    options |= {name: True for name in ("verify", "group_prompts", "log_savings", "longest_first") if getattr(args, name)}
     if args.memory_budget is not None:
         options["memory_budget"] = args.memory_budget
     if args.reference_memory is not None:

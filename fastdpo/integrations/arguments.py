@@ -20,6 +20,7 @@ def checked_options(
     max_tokens: int | None = None,
     group_prompts: bool = False,
     log_savings: bool = False,
+    longest_first: bool = False,
 ) -> PatchOptions:
     """The options of `patch()`.
 
@@ -28,13 +29,15 @@ def checked_options(
         share_prompts: see `PatchOptions`, like the others.
         memory_budget: any integer, also one of NumPy.
         reference_memory: a bool, or the path of a directory, which need not exist.
-        verify, group_prompts, log_savings: see `PatchOptions`.
+        verify, group_prompts, log_savings, longest_first: see `PatchOptions`.
         max_tokens: a positive integer, also one of NumPy, or None.
 
     Raises:
         TypeError, ValueError: an option has the wrong type or value.
     """
-    checks.require_flags(op, verify=verify, group_prompts=group_prompts, log_savings=log_savings)
+    checks.require_flags(
+        op, verify=verify, group_prompts=group_prompts, log_savings=log_savings, longest_first=longest_first
+    )
     if not isinstance(share_prompts, bool) and not (
         isinstance(share_prompts, str) and share_prompts == "deterministic"
     ):
@@ -50,4 +53,5 @@ def checked_options(
         checks.require_integer(op, "max_tokens", max_tokens, rule)
         checks.require(max_tokens > 0, op, "max_tokens", rule, max_tokens)
         max_tokens = int(max_tokens)
-    return PatchOptions(share_prompts, int(memory_budget), memory, verify, max_tokens, group_prompts, log_savings)
+    flags = group_prompts, log_savings, longest_first
+    return PatchOptions(share_prompts, int(memory_budget), memory, verify, max_tokens, *flags)

@@ -66,7 +66,7 @@ def with_token_budget(
         iteration=loader.iteration,
         _drop_last=loader._drop_last,
         _non_blocking=loader._non_blocking,
-        batch_sampler=_StepSampler(loader.batch_sampler, planner, accumulation, rank, on_first_epoch),
+        batch_sampler=StepSampler(loader.batch_sampler, planner, accumulation, rank, on_first_epoch),
         collate_fn=functools.partial(_collated, loader.collate_fn),
         **{name: getattr(loader, name) for name in _LOADER_OPTIONS},
     )
@@ -83,8 +83,13 @@ class _MicroBatchDataset(Dataset):
 
     def __getitem__(self, micro_batch: MicroBatch) -> tuple[list[Any], float]:
         pairs, share = micro_batch
-        read = getattr(self._dataset, "__getitems__", None) or (lambda pairs: [self._dataset[i] for i in pairs])
-        return read(pairs), share
+        return rows_of(self._dataset, pairs), share
+
+
+def rows_of(dataset: Any, pairs: list[int]) -> list[Any]:
+    """Reads rows of a dataset, as `DataLoader` does."""
+    read = getattr(dataset, "__getitems__", None) or (lambda pairs: [dataset[i] for i in pairs])
+    return read(pairs)
 
 
 def _collated(collate: Callable[[list[Any]], Any], micro_batches: list[tuple[list[Any], float]]) -> MicroBatches:
@@ -104,7 +109,7 @@ class _Drawn:
         return len(self._batches)
 
 
-class _StepSampler:
+class StepSampler:
     """The batch sampler of the loader. Yields the micro-batches of each item.
 
     Args:
@@ -114,12 +119,18 @@ class _StepSampler:
     def __init__(
         self, stock: Any, planner: StepPlanner, accumulation: int, rank: int, on_first_epoch: Callable[[Steps], None]
     ):
-        self._stock, self._planner, self._accumulation, self._rank = stock, planner, accumulation, rank
+        self.stock, self.planner, self._accumulation, self._rank = stock, planner, accumulation, rank
         self._on_first_epoch: Callable[[Steps], None] | None = on_first_epoch
+
+    def over(self, stock: Any) -> StepSampler:
+        """A copy that cuts the steps of another batch sampler, and reports nothing."""
+        other = copy.copy(self)
+        other.stock, other._on_first_epoch = stock, None
+        return other
 
     @property
     def _of_all_ranks(self) -> Any:
-        return self._stock.batch_sampler if isinstance(self._stock, BatchSamplerShard) else self._stock
+        return self.stock.batch_sampler if isinstance(self.stock, BatchSamplerShard) else self.stock
 
     @property
     def sampler(self) -> Any:
@@ -132,7 +143,7 @@ class _StepSampler:
                 of_pairs.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self._stock)
+        return len(self.stock)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         steps = self._drawn_steps()
@@ -140,25 +151,25 @@ class _StepSampler:
             self._on_first_epoch(steps)
             self._on_first_epoch = None
         for batches in steps:
-            cut = self._planner.cut([pair for batch in batches for pair in batch])
+            cut = self.planner.cut([pair for batch in batches for pair in batch])
             mine = shared_among_ranks(cut)[self._rank]
-            yield from _items(mine, len(batches) // self._planner.ranks)
+            yield from _items(mine, len(batches) // self.planner.ranks)
 
     def _drawn_steps(self) -> Steps:
         """The steps of an epoch. The sampler of pairs is run once, as in the Trainer's loader."""
         drawn: list[list[int]] = list(map(list, self._of_all_ranks))
         of_pairs = getattr(self.sampler, "stock", self.sampler)  # one that groups prompts has a stock one
-        if self._planner.ranks > 1 and not isinstance(of_pairs, SeedableRandomSampler | SequentialSampler):
+        if self.planner.ranks > 1 and not isinstance(of_pairs, SeedableRandomSampler | SequentialSampler):
             drawn = broadcast_object_list([drawn])[0]  # ranks may have drawn from different random states
         of_ranks = [drawn]
-        if isinstance(self._stock, BatchSamplerShard):
-            of_ranks = [list(map(list, self._shard(drawn, rank))) for rank in range(self._planner.ranks)]
+        if isinstance(self.stock, BatchSamplerShard):
+            of_ranks = [list(map(list, self._shard(drawn, rank))) for rank in range(self.planner.ranks)]
         size = self._accumulation
         starts = range(0, len(of_ranks[0]), size)
         return [[batch for batches in of_ranks for batch in batches[start : start + size]] for start in starts]
 
     def _shard(self, drawn: list[list[int]], rank: int) -> Any:
-        shard = copy.copy(self._stock)
+        shard = copy.copy(self.stock)
         shard.batch_sampler = _Drawn(drawn, getattr(self._of_all_ranks, "batch_size", None))
         shard.process_index = rank
         return shard

@@ -95,6 +95,7 @@ APPLIES = {
     "reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"),
     "max_tokens": ("trl.DPOTrainer",),
     "group_prompts": ("trl.DPOTrainer",),
+    "longest_first": ("trl.DPOTrainer",),
     "log_savings": tuple(trainer for trainer in TRAINERS if trainer != "openrlhf.DPOTrainer"),
 }
 """The trainers to which options apply that only some trainers have."""
@@ -188,6 +189,7 @@ def patch(
     max_tokens: int | None = None,
     group_prompts: bool = False,
     log_savings: bool = False,
+    longest_first: bool = False,
 ) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
     head.
@@ -231,6 +233,11 @@ def patch(
         log_savings: add `fastdpo/tokens_saved` to each training log: the part of the tokens in the
             padded batches since the last log that was not computed, over all ranks. Applies to
             subclasses of transformers' Trainer.
+        longest_first: after the first optimizer step, run the largest batch of the training forward
+            and backward, and discard what it computes, so that a training that runs out of memory
+            does so in its first minute. The error then names the batch and what to change. The
+            training ends in the same weights as without. Applies to TRL's DPOTrainer, with a
+            warning and errors as for `max_tokens`.
 
     Returns:
         The report.
@@ -250,6 +257,7 @@ def patch(
         max_tokens=max_tokens,
         group_prompts=group_prompts,
         log_savings=log_savings,
+        longest_first=longest_first,
     )
     names = targeted_trainers("patch", targets)
     examined: dict[str, _Examined] = {}
@@ -328,6 +336,7 @@ def patched(
     max_tokens: int | None = None,
     group_prompts: bool = False,
     log_savings: bool = False,
+    longest_first: bool = False,
 ) -> Iterator[PatchReport]:
     """Patches trainers during a `with` block. Takes the arguments of
     `patch`, and keeps earlier patches.
@@ -342,6 +351,7 @@ def patched(
         max_tokens=max_tokens,
         group_prompts=group_prompts,
         log_savings=log_savings,
+        longest_first=longest_first,
     )
     try:
         yield report

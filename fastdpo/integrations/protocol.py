@@ -31,6 +31,7 @@ class PatchOptions:
         max_tokens: distinct tokens of a micro-batch, by which steps are cut. None: they are not.
         group_prompts: put pairs of one prompt into one batch.
         log_savings: add to the trainer's logs which part of the padded tokens was not computed.
+        longest_first: run the largest batch after the first step, and discard what it computes.
     """
 
     share_prompts: SharePrompts = True
@@ -40,6 +41,7 @@ class PatchOptions:
     max_tokens: int | None = None
     group_prompts: bool = False
     log_savings: bool = False
+    longest_first: bool = False
 
     def of_forward(self) -> dict[str, Any]:
         """Those that are options of a fused forward (`models.forward.Request`)."""

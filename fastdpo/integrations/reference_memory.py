@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -66,6 +67,14 @@ class Memory:
             self.disable(unsupported_reason)
         else:
             self._read()
+
+    def scratch(self) -> Memory:
+        """A copy that knows the same values. What it learns reaches neither this memory nor its
+        directory.
+        """
+        other = copy.copy(self)
+        other._values, other._new, other._directory = dict(self._values), {}, None
+        return other
 
     def disable(self, reason: Reason) -> None:
         self.enabled, self._values, self._new = False, {}, {}

@@ -83,6 +83,7 @@ MALFORMED = [
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
     ("log_savings", 1, TypeError, "log_savings must be True or False; got 1"),
     ("group_prompts", "yes", TypeError, "group_prompts must be True or False; got 'yes'"),
+    ("longest_first", "yes", TypeError, "longest_first must be True or False; got 'yes'"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
     ("memory_budget", -1, ValueError, BYTES + "-1"),
     ("memory_budget", math.nan, TypeError, BYTES + "nan"),

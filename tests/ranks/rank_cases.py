@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
 from families import HYBRID as FAMILIES
-from rank_trainers import LastRaises, MainLogs, MainReads, Unpatches, with_callback
+from rank_trainers import LastRaises, MainLogs, MainReads, Rehearsed, Unpatches, with_callback
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import DPOTrainer
@@ -195,6 +195,8 @@ BUDGET = dict(max_tokens=45)
 
 VERIFIED = dict(verify=True)
 
+LONGEST_FIRST = dict(longest_first=True)
+
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
 UNEVEN = pairs(13, seed=14)
@@ -232,6 +234,14 @@ CASES = {
     "fsdp2 token budget": Case(dict(fsdp2(), **WHOLE_STEPS), patch=BUDGET),
     "zero2 token budget": Case(dict(zero(2), **WHOLE_STEPS), patch=BUDGET),
     "zero3 token budget": Case(dict(zero(3), **WHOLE_STEPS), patch=BUDGET),
+    "ddp longest first": Case(patch=LONGEST_FIRST, trainer_class=with_callback(Rehearsed)),
+    "ddp token budget longest first": Case(
+        WHOLE_STEPS, patch=BUDGET | LONGEST_FIRST, trainer_class=with_callback(Rehearsed)
+    ),
+    "fsdp2 longest first": Case(fsdp2(), patch=LONGEST_FIRST, trainer_class=with_callback(Rehearsed)),
+    "fsdp2 without accumulation longest first": Case(
+        dict(fsdp2(), **WHOLE_STEPS), patch=LONGEST_FIRST, trainer_class=with_callback(Rehearsed)
+    ),
     "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
     "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
     "ddp holes": Case(change=make_a_hole),

@@ -11,6 +11,7 @@ from trl import DPOTrainer
 from trl_ranks_worker import COLLECTIVES
 
 import fastdpo
+from fastdpo.integrations.protocol import STATE
 
 
 class MainLogs(TrainerCallback):
@@ -36,6 +37,24 @@ class MainReads(TrainerCallback):
                 value = float(values[-1])
                 if not -1e3 < value < 1e4:
                     raise AssertionError(f"{name} must be between -1e3 and 1e4; got {value}")
+
+
+class Rehearsed(TrainerCallback):
+    """Asserts that a patched training has rehearsed its largest batch."""
+
+    def __init__(self, trainer: DPOTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.largest = []
+        patched = vars(self.trainer).get(STATE)
+        if patched is not None:
+            run = patched.rehearsal._run
+            patched.rehearsal._run = lambda *args: (self.largest.append(args[-1]), run(*args))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if STATE in vars(self.trainer) and (len(self.largest) != 1 or not self.largest[0].is_drawn):
+            raise AssertionError(f"one drawn batch must be rehearsed; got {self.largest}")
 
 
 class Unpatches(TrainerCallback):

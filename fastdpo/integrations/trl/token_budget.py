@@ -41,7 +41,8 @@ class TokenBudget:
     """
 
     def __init__(self, max_tokens: int, share_prompts: SharePrompts, group_prompts: bool):
-        self._max_tokens, self._share_prompts, self._group_prompts = max_tokens, share_prompts, group_prompts
+        self._max_tokens, self._group_prompts = max_tokens, group_prompts
+        self._share_prompts: SharePrompts = share_prompts
         self._previous: Recording | None = None  # of the same optimizer step
 
     def install(self, trainer: Any) -> None:
@@ -73,7 +74,7 @@ class TokenBudget:
             self._max_tokens,
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
-            share_prompts=self._share_prompts is True or bool(self._share_prompts and not _has_dropout(trainer.model)),
+            share_prompts=shares_prompts(self._share_prompts, trainer.model),
             prompts=number_prompts(trainer.train_dataset, op="patch") if self._group_prompts else None,
             op="patch",
         )
@@ -143,10 +144,12 @@ def _track_num_input_tokens(trainer: Any, stock: Callable[[Any], None], inputs: 
         stock(batch)
 
 
-def _has_dropout(model: nn.Module) -> bool:
-    """Whether prompts may be computed twice with `share_prompts="deterministic"`."""
+def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
+    """Whether an option of `patch` computes prompts once in every step. With "deterministic", prompts
+    may be computed twice in models with dropout.
+    """
     modules = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-    return any(module.p > 0 for module in modules)
+    return option is True or bool(option and not any(module.p > 0 for module in modules))
 
 
 def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool) -> None:
@@ -165,25 +168,33 @@ def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool)
 
 def unsupported_reason(trainer: Any, loader: Any) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
-    reason = unsupported_loader_reason(trainer, loader)
+    args, accelerator = trainer.args, trainer.accelerator
+    reason = unreadable_reason(trainer, loader)
     if reason is not None:
         return reason
-    args, accelerator = trainer.args, trainer.accelerator
     if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
         return "even_batches=False on several ranks"
-    if args.n_gpu > 1:
-        return "torch.nn.DataParallel; start one process for each GPU"
     if args.auto_find_batch_size:
         return "auto_find_batch_size=True; max_tokens bounds the memory of a batch by itself"
-    if accelerator.parallelism_config is not None:
-        return "parallelism_config"
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        return "models that transformers shards while it loads them"
-    if not hasattr(trainer.data_collator, "truncation_mode"):
-        return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     if trainer.aux_loss_enabled:
         return "the auxiliary loss of routers, which is not a mean over pairs"
     losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
     if losses:
         return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs"
+    return None
+
+
+def unreadable_reason(trainer: Any, loader: Any) -> str | None:
+    """Why the lengths of the pairs in a trainer's batches are not known before training, or None."""
+    reason = unsupported_loader_reason(trainer, loader)
+    if reason is not None:
+        return reason
+    if trainer.args.n_gpu > 1:
+        return "torch.nn.DataParallel; start one process for each GPU"
+    if trainer.accelerator.parallelism_config is not None:
+        return "parallelism_config"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "models that transformers shards while it loads them"
+    if not hasattr(trainer.data_collator, "truncation_mode"):
+        return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     return None
