@@ -6,7 +6,6 @@ evenly among 2 and among 3 ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
 from families import HYBRID as FAMILIES
-from rank_trainers import LastRaises, MainLogs, MainReads, Rehearsed, Unpatches, with_callback
+from rank_trainers import BecomesStrict, LastRaises, MainLogs, MainReads, Rehearsed, Unpatches, with_callback
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import DPOTrainer
@@ -143,10 +142,6 @@ def disqualify(model: PreTrainedModel) -> None:
     model.config.alibi = True
 
 
-def be_strict(model: PreTrainedModel) -> None:
-    os.environ["FASTDPO_STRICT"] = "1"
-
-
 def scale_gradients(model: PreTrainedModel) -> None:
     """Plants wrong gradients for the rest of the process."""
     planted.scaled_gradients(pytest.MonkeyPatch())
@@ -263,7 +258,9 @@ CASES = {
     "fsdp2 bf16": Case(dict(fsdp2(), bf16=True)),
     "fsdp2 bf16 lora": Case(dict(fsdp2(), bf16=True), lora=True),
     "fsdp2 verified": Case(fsdp2(), patch=VERIFIED),
-    "fsdp2 verified, strict": Case(fsdp2(), kinds=("patched",), patch=VERIFIED, prepare=be_strict),
+    "fsdp2 verified, strict": Case(
+        fsdp2(), kinds=("patched",), patch=VERIFIED, trainer_class=with_callback(BecomesStrict)
+    ),
     "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
     "fsdp2 lora": Case(fsdp2(), lora=True),
     "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from unittest import mock
 
@@ -12,6 +13,16 @@ from trl_ranks_worker import COLLECTIVES
 
 import fastdpo
 from fastdpo.integrations.protocol import STATE
+
+
+class BecomesStrict(TrainerCallback):
+    """Sets strict mode once the training begins: `patch()` is strict about trainers of earlier cases, too."""
+
+    def __init__(self, trainer: DPOTrainer):
+        pass
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        os.environ["FASTDPO_STRICT"] = "1"
 
 
 class MainLogs(TrainerCallback):
