@@ -1,11 +1,13 @@
 """`fastdpo estimate`: the tokens that TRL would compute, the largest batch that fits, and the command."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from markdown_blocks import blocks
 from transformers import AutoConfig, AutoTokenizer, BloomConfig
 from trl import DPOConfig, DPOTrainer
 from workload import TINY
@@ -146,3 +148,15 @@ def test_weights_of_a_billion_parameters_are_never_allocated(model):
     assert memory.weights - memory.gradients == 32  # a buffer
     assert memory.optimizer == 2 * memory.gradients
     assert memory.step > memory.gradients
+
+
+def rows_of(report: str) -> list[list[str]]:
+    """The words of each line, without numbers and units."""
+    lines = [re.sub(r"\b[\d,.]+\b|\b[KMGT]?i?B\b", "", line).split() for line in report.splitlines()]
+    return [words for words in lines if words]
+
+
+def test_the_report_in_the_documentation(model, dataset, capsys):
+    (documented,) = [block.code for block in blocks("text") if block.page == "docs/memory.md" and "stock" in block.code]
+    run(model, dataset, "--batch", str(BATCH), "--memory", "80GiB")
+    assert rows_of(documented) == rows_of(capsys.readouterr().out)
