@@ -197,7 +197,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     options: dict[str, object] = {"share_prompts": args.share_prompts}
-    options |= {name: True for name in ("verify", "group_prompts", "log_savings", "longest_first") if getattr(args, name)}
+    flags = ("verify", "group_prompts", "log_savings", "longest_first")
+    options |= {name: True for name in flags if getattr(args, name)}
     if args.memory_budget is not None:
         options["memory_budget"] = args.memory_budget
     if args.reference_memory is not None:
