@@ -101,6 +101,15 @@ def require_integer(op: str, argument: str, value: object, rule: str) -> None:
         raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
 
 
+def require_positive_integer(op: str, argument: str, value: object, *, optional: bool = False) -> None:
+    """Requires a positive integer, or None if it is optional."""
+    if optional and value is None:
+        return
+    rule = f"be a positive integer{' or None' if optional else ''}"
+    require_integer(op, argument, value, rule)
+    require(value > 0, op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
+
+
 def require_bytes(op: str, **numbers: object) -> None:
     rule = "be a number of bytes, an int of 0 or more"
     for name, n in numbers.items():

@@ -113,10 +113,7 @@ def pair_lengths(
     Raises:
         TypeError, ValueError: an argument, or a column of the dataset, is malformed.
     """
-    if max_length is not None:
-        rule = "be a positive integer or None"
-        checks.require_integer(op, "max_length", max_length, rule)
-        checks.require(max_length > 0, op, "max_length", rule, max_length)
+    checks.require_positive_integer(op, "max_length", max_length, optional=True)
     rule = f"be one of {', '.join(TRUNCATIONS)}"
     checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
     require_dataset(op, dataset)

@@ -35,9 +35,7 @@ def group_prompts(order: Sequence[int] | np.ndarray, prompts: np.ndarray, size: 
     Raises:
         TypeError, ValueError: the size is not a positive integer.
     """
-    rule = "be a positive integer"
-    checks.require_integer("group_prompts", "size", size, rule)
-    checks.require(size > 0, "group_prompts", "size", rule, size)
+    checks.require_positive_integer("group_prompts", "size", size)
     order = np.asarray(order, np.int64)
     of_prompts: dict[int, list[int]] = {}
     for pair, prompt in zip(order.tolist(), prompts[order].tolist(), strict=True):

@@ -48,14 +48,14 @@ class StepPlanner:
         op: str = "StepPlanner",
     ):
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks)):
-            checks.require_integer(op, name, value, "be a positive integer")
-            checks.require(value > 0, op, name, "be a positive integer", value)
+            checks.require_positive_integer(op, name, value)
         checks.require_flags(op, share_prompts=share_prompts)
         if prompts is not None:
             prompts = np.asarray(prompts)
             shape = list(prompts.shape)
             checks.require(shape == [len(lengths)], op, "prompts", f"be [{len(lengths)}], one for each pair", shape)
         self.max_tokens, self.ranks = int(max_tokens), int(ranks)
+        self.lengths = lengths
         self.tokens = lengths.packed(share=share_prompts)
         self.costs = (cost or CostModel()).costs(lengths, share=share_prompts)
         self._prompts = prompts

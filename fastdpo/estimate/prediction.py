@@ -81,9 +81,7 @@ def estimate(
     """
     from transformers import AutoConfig
 
-    rule = "be a positive integer"
-    checks.require_integer(OP, "batch", batch, rule)
-    checks.require(batch > 0, OP, "batch", rule, batch)
+    checks.require_positive_integer(OP, "batch", batch)
     config = AutoConfig.from_pretrained(model)
     training = setup(config)
     batches = _batches(model, load_preferences(Path(dataset)), max_length, returns_router_logits(config), progress)

@@ -48,10 +48,7 @@ def checked_options(
     if not isinstance(memory, bool):
         rule = "be True, False or the path of a directory"
         memory = checks.checked_path(op, "reference_memory", memory, rule)
-    if max_tokens is not None:
-        rule = "be a positive integer or None"
-        checks.require_integer(op, "max_tokens", max_tokens, rule)
-        checks.require(max_tokens > 0, op, "max_tokens", rule, max_tokens)
-        max_tokens = int(max_tokens)
+    checks.require_positive_integer(op, "max_tokens", max_tokens, optional=True)
+    max_tokens = None if max_tokens is None else int(max_tokens)
     flags = group_prompts, log_savings, longest_first
     return PatchOptions(share_prompts, int(memory_budget), memory, verify, max_tokens, *flags)

@@ -8,10 +8,10 @@ import importlib.metadata
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, ParamSpec, cast
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -27,6 +27,8 @@ from .arguments import checked_options
 from .protocol import STATE, PatchOptions, TrainerLine
 from .replacements import existing_instances
 from .versions import unsupported_version_reason
+
+_P = ParamSpec("_P")
 
 
 class Line(NamedTuple):
@@ -326,37 +328,23 @@ def unpatch() -> None:
     _said_of.clear()
 
 
-@contextmanager
-def patched(
-    *targets: Target | Sequence[Target],
-    share_prompts: SharePrompts = True,
-    memory_budget: int = MEMORY_BUDGET,
-    reference_memory: bool | str | os.PathLike[str] = False,
-    verify: bool = False,
-    max_tokens: int | None = None,
-    group_prompts: bool = False,
-    log_savings: bool = False,
-    longest_first: bool = False,
-) -> Iterator[PatchReport]:
-    """Patches trainers during a `with` block. Takes the arguments of
-    `patch`, and keeps earlier patches.
-    """
-    before = set(_patched)
-    report = patch(
-        *targets,
-        share_prompts=share_prompts,
-        memory_budget=memory_budget,
-        reference_memory=reference_memory,
-        verify=verify,
-        max_tokens=max_tokens,
-        group_prompts=group_prompts,
-        log_savings=log_savings,
-        longest_first=longest_first,
-    )
-    try:
-        yield report
-    finally:
-        _undo(set(_patched) - before)
+def _during_a_block(patch: Callable[_P, PatchReport]) -> Callable[_P, AbstractContextManager[PatchReport]]:
+    @contextmanager
+    def patched(*targets: _P.args, **options: _P.kwargs) -> Iterator[PatchReport]:
+        """Patches trainers during a `with` block. Takes the arguments of
+        `patch`, and keeps earlier patches.
+        """
+        before = set(_patched)
+        report = patch(*targets, **options)
+        try:
+            yield report
+        finally:
+            _undo(set(_patched) - before)
+
+    return patched
+
+
+patched = _during_a_block(patch)
 
 
 def _undo(names: set[str]) -> None:

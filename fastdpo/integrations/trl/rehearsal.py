@@ -28,11 +28,13 @@ from ..ledger import Ledger
 from ..protocol import STATE
 from ..replacements import temporarily
 from .models import models_of
-from .token_budget import shares_prompts, unreadable_reason
+from .prompt_groups import require_supported
+from .token_budget import lengths_of, shares_prompts, unreadable_reason
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+    from ...batching import StepPlanner
     from ...lengths import PairLengths
 
 SMALL_BUFFER = 1 << 16
@@ -82,19 +84,9 @@ class Rehearsal:
         vars(trainer)["get_train_dataloader"] = get_train_dataloader
 
     def _prepare(self, trainer: Any, loader: Any) -> None:
-        from ...lengths import pair_lengths
-
-        reason = unsupported_reason(trainer, loader)
-        if reason is not None:
-            raise NotImplementedError(f"patch: longest_first does not support {reason}")
-        collator = trainer.data_collator
-        lengths = pair_lengths(
-            trainer.train_dataset,
-            collator.max_length,
-            collator.truncation_mode,
-            op="patch",
-            progress=trainer.accelerator.is_main_process and not trainer.args.disable_tqdm,
-        )
+        require_supported("longest_first", unsupported_reason(trainer, loader))
+        planner = _planner(loader)
+        lengths = lengths_of(trainer) if planner is None else planner.lengths
         self._prepared = loader, lengths
         if not self._is_called:
             trainer.add_callback(_callback(self, trainer))
@@ -175,11 +167,17 @@ def _callback(rehearsal: Rehearsal, trainer: Any) -> TrainerCallback:
     return RehearsalCallback()
 
 
-def _max_tokens(loader: Any) -> int | None:
+def _planner(loader: Any) -> StepPlanner | None:
+    """What cuts the steps of a loader by a budget of tokens, if anything does."""
     from ..budgeted_loader import StepSampler
 
     sampler = loader.batch_sampler
-    return sampler.planner.max_tokens if isinstance(sampler, StepSampler) else None
+    return sampler.planner if isinstance(sampler, StepSampler) else None
+
+
+def _max_tokens(loader: Any) -> int | None:
+    planner = _planner(loader)
+    return None if planner is None else planner.max_tokens
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

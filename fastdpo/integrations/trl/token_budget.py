@@ -56,7 +56,7 @@ class TokenBudget:
 
     def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
         from ...batching import CostModel, StepPlanner
-        from ...lengths import number_prompts, pair_lengths
+        from ...lengths import number_prompts
         from ..budgeted_loader import Steps, with_token_budget
 
         loader = stock()
@@ -64,11 +64,7 @@ class TokenBudget:
             return loader
         require_supported("max_tokens", unsupported_reason(trainer, loader))
         self._previous = None
-        show = trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
-        collator, model = trainer.data_collator, base_of(trainer.accelerator.unwrap_model(trainer.model))
-        lengths = pair_lengths(
-            trainer.train_dataset, collator.max_length, collator.truncation_mode, op="patch", progress=show
-        )
+        lengths, model = lengths_of(trainer), base_of(trainer.accelerator.unwrap_model(trainer.model))
         planner = StepPlanner(
             lengths,
             self._max_tokens,
@@ -81,7 +77,7 @@ class TokenBudget:
 
         def report(steps: Steps) -> None:
             if trainer.accelerator.is_main_process:
-                _report(lengths, planner, steps, show)
+                _report(lengths, planner, steps, shows_progress(trainer))
 
         accumulation = trainer.args.gradient_accumulation_steps
         return with_token_budget(loader, planner, accumulation, trainer.accelerator.process_index, report)
@@ -142,6 +138,19 @@ def _track_num_input_tokens(trainer: Any, stock: Callable[[Any], None], inputs: 
 
     for batch in [batch for batch, _ in inputs] if isinstance(inputs, MicroBatches) else [inputs]:
         stock(batch)
+
+
+def shows_progress(trainer: Any) -> bool:
+    return trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
+
+
+def lengths_of(trainer: Any) -> PairLengths:
+    """The lengths of the pairs of a trainer, as its collator truncates them."""
+    from ...lengths import pair_lengths
+
+    dataset, collator = trainer.train_dataset, trainer.data_collator
+    truncation = collator.max_length, collator.truncation_mode
+    return pair_lengths(dataset, *truncation, op="patch", progress=shows_progress(trainer))
 
 
 def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
