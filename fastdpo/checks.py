@@ -111,10 +111,11 @@ def require_positive_integer(op: str, argument: str, value: object, *, optional:
 
 
 def require_bytes(op: str, **numbers: object) -> None:
-    rule = "be a number of bytes, an int of 0 or more"
+    rule = "be a number of bytes, an int of 0 or more, or None"
     for name, n in numbers.items():
-        require_integer(op, name, n, rule)
-        require(n >= 0, op, name, rule, n)  # pyright: ignore[reportOperatorIssue]
+        if n is not None:
+            require_integer(op, name, n, rule)
+            require(n >= 0, op, name, rule, n)  # pyright: ignore[reportOperatorIssue]
 
 
 def require_real(op: str, **tensors: Tensor | None) -> None:

@@ -173,7 +173,7 @@ def _require_gpu() -> None:
         raise Unavailable("its Triton kernels need a GPU")
 
 
-def build_fastdpo(outputs: tuple[str, ...] = ("logps",), memory_budget: int = ops.MEMORY_BUDGET) -> Head:
+def build_fastdpo(outputs: tuple[str, ...] = ("logps",), memory_budget: int | None = None) -> Head:
     return partial(ops.linear_logps, outputs=outputs, memory_budget=memory_budget)
 
 

@@ -25,7 +25,6 @@ import fastdpo
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
-from fastdpo import ops
 from fastdpo.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
 from fastdpo.models import forward
@@ -100,7 +99,7 @@ class TrainerStep:
         self,
         workload: Workload,
         mode: str,
-        memory_budget: int = ops.MEMORY_BUDGET,
+        memory_budget: int | None = None,
         share_prompts: SharePrompts = True,
         groups: Groups | None = None,
         attention: str = "sdpa",

@@ -44,6 +44,7 @@ def add(commands: Any) -> None:
 def _start(args: argparse.Namespace) -> None:
     import torch
 
+    from ..ops.devices import memory_of
     from . import report
     from .prediction import estimate
     from .simulation import Setup
@@ -51,9 +52,14 @@ def _start(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = args.lora_targets
     targets = names if names == "all-linear" else names.split(",")
+    try:
+        limit = None if args.memory is None else _bytes(args.memory)
+    except ValueError as error:
+        sys.exit(f"fastdpo estimate: {error}")
     setup: partial[Setup] = partial(
         Setup,
         device=device,
+        device_memory=None if device == "cpu" else limit or memory_of(torch.device(device)),
         dtype=getattr(torch, args.dtype),
         autocast=not args.no_autocast,
         lora=None if args.lora is None else {"r": args.lora, "target_modules": targets},
@@ -63,7 +69,6 @@ def _start(args: argparse.Namespace) -> None:
         optimizer=args.optim,
     )
     try:
-        limit = None if args.memory is None else _bytes(args.memory)
         found = estimate(
             args.model,
             args.dataset,

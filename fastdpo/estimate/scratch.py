@@ -14,38 +14,41 @@ from .ledger import Scratch
 BLOCKS = 1  # of `BLOCK_BYTES`, while several passes are made over a tile
 
 
-def head_scratch(device: str) -> dict[str, Scratch]:
+def head_scratch(device: str, device_memory: int | None) -> dict[str, Scratch]:
     """Scratch memory of the fused head (see `ops.linear_logps`) on a "cpu" or on "cuda"."""
     return {
-        "fastdpo::linear_logps_fwd": partial(_forward, device),
-        "fastdpo::linear_logps_bwd": partial(_backward, device),
+        "fastdpo::linear_logps_fwd": partial(_forward, device, device_memory),
+        "fastdpo::linear_logps_bwd": partial(_backward, device, device_memory),
     }
 
 
-def _forward(device: str, args: tuple) -> int:
+def _forward(device: str, device_memory: int | None, args: tuple) -> int:
     hidden, weight, compute_dtype, keep = args[0], args[1], args[7], args[9]
-    tile = 0 if keep == len(hidden) else _tile(device, len(hidden), weight, compute_dtype)
+    tile = 0 if keep == len(hidden) else _tile(device, device_memory, len(hidden), weight, compute_dtype)
     return tile + _blocks(device) + _cast_weight(weight, compute_dtype)
 
 
-def _backward(device: str, args: tuple) -> int:
+def _backward(device: str, device_memory: int | None, args: tuple) -> int:
     kept, hidden, weight, compute_dtype = args[2], args[7], args[8], args[14]
     wide, needs_weight = accumulation_dtype(compute_dtype), args[5][1]
     total = 0
     if not needs_weight and args[1] is None:
         return total  # the gradient was formed in the forward
     if len(kept) < len(hidden):
-        total += _tile(device, len(hidden), weight, compute_dtype) + _blocks(device)
+        total += _tile(device, device_memory, len(hidden), weight, compute_dtype) + _blocks(device)
     if device == "cpu" and compute_dtype != wide:  # products of tiles are computed in the wide dtype
-        total += _tile(device, len(hidden), weight, wide)
+        total += _tile(device, device_memory, len(hidden), weight, wide)
     if needs_weight and weight.dtype != wide:
         total += weight.numel() * wide.itemsize
     return total + _cast_weight(weight, compute_dtype)
 
 
-def _tile(device: str, n: int, weight: Tensor, dtype: torch.dtype) -> int:
+def _tile(device: str, device_memory: int | None, n: int, weight: Tensor, dtype: torch.dtype) -> int:
     vocabulary = len(weight)
-    rows = tile_rows(vocabulary, accumulation_dtype(dtype)) if device == "cpu" else kernel_tile_rows(vocabulary, dtype)
+    if device == "cpu":
+        rows = tile_rows(vocabulary, accumulation_dtype(dtype))
+    else:
+        rows = kernel_tile_rows(vocabulary, dtype, device_memory)
     return min(n, rows) * vocabulary * dtype.itemsize
 
 

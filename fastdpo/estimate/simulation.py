@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from ..integrations import patching
 from ..models import forward
+from ..ops.head_budget import budget_for
 from ..packing import IGNORE_INDEX
 from .ledger import MemoryLedger
 from .scratch import head_scratch
@@ -39,6 +40,7 @@ class Setup:
     Attributes:
         config: of the model.
         device: "cpu" or "cuda".
+        device_memory: bytes of the GPU, or None if they are not known or the device is a CPU.
         dtype: of the weights.
         autocast: whether the step runs under autocast to bfloat16 (`DPOConfig(bf16=True)`).
         lora: keyword arguments of `peft.LoraConfig`, or None for full fine-tuning.
@@ -50,6 +52,7 @@ class Setup:
 
     config: PretrainedConfig
     device: str = "cpu"
+    device_memory: int | None = None
     dtype: torch.dtype = torch.float32
     autocast: bool = True
     lora: dict[str, Any] | None = None
@@ -103,10 +106,17 @@ def simulate(setup: Setup, batch: dict[str, Tensor], *, patched: bool) -> Memory
     """
     with ExitStack() as stack:
         if patched:
-            stack.enter_context(patching.patched(DPO))
+            stack.enter_context(patching.patched(DPO, memory_budget=_head_budget(setup)))
         elif setup.device == "cuda":
             stack.enter_context(_triton_head())
         return _Step(setup, batch, patched).run()
+
+
+def _head_budget(setup: Setup) -> int:
+    """The default `memory_budget` of the policy's head."""
+    text = setup.config.get_text_config()
+    trained = text.vocab_size * text.hidden_size if setup.lora is None else 0
+    return budget_for(trained, setup.device_memory)
 
 
 def returns_router_logits(config: PretrainedConfig) -> bool:
@@ -143,7 +153,7 @@ class _Step:
             forward.fix_batch(model, batch | options, self.fake.from_tensor)
         self.inputs = {name: self.fake.from_tensor(x) for name, x in batch.items()}
         scored = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
-        self.ledger = MemoryLedger(head_scratch(setup.device), scored)
+        self.ledger = MemoryLedger(head_scratch(setup.device, setup.device_memory), scored)
         self.activations = self.head = self.reference_run = 0
 
     def run(self) -> Memory:

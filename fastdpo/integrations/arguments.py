@@ -6,7 +6,6 @@ import os
 
 from .. import checks
 from ..models.layouts import SharePrompts
-from ..ops.linear_logps import MEMORY_BUDGET
 from .protocol import PatchOptions
 
 
@@ -14,7 +13,7 @@ def checked_options(
     op: str,
     *,
     share_prompts: SharePrompts = True,
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
     max_tokens: int | None = None,
@@ -27,7 +26,7 @@ def checked_options(
     Args:
         op: the public function, for its error messages.
         share_prompts: see `PatchOptions`, like the others.
-        memory_budget: any integer, also one of NumPy.
+        memory_budget: any integer, also one of NumPy, or None.
         reference_memory: a bool, or the path of a directory, which need not exist.
         verify, group_prompts, log_savings, longest_first: see `PatchOptions`.
         max_tokens: a positive integer, also one of NumPy, or None.
@@ -44,6 +43,7 @@ def checked_options(
         error = ValueError if isinstance(share_prompts, str) else TypeError
         raise error(f'{op}: share_prompts must be True, False or "deterministic"; got {checks.shown(share_prompts)}')
     checks.require_bytes(op, memory_budget=memory_budget)
+    memory_budget = None if memory_budget is None else int(memory_budget)
     memory = reference_memory
     if not isinstance(memory, bool):
         rule = "be True, False or the path of a directory"
@@ -51,4 +51,4 @@ def checked_options(
     checks.require_positive_integer(op, "max_tokens", max_tokens, optional=True)
     max_tokens = None if max_tokens is None else int(max_tokens)
     flags = group_prompts, log_savings, longest_first
-    return PatchOptions(share_prompts, int(memory_budget), memory, verify, max_tokens, *flags)
+    return PatchOptions(share_prompts, memory_budget, memory, verify, max_tokens, *flags)

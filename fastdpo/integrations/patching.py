@@ -20,7 +20,6 @@ from .. import checks
 from ..logs import logger, warn
 from ..models import fallback, forward
 from ..models.layouts import SharePrompts
-from ..ops.linear_logps import MEMORY_BUDGET
 from ..reasons import Reason
 from . import savings
 from .arguments import checked_options
@@ -185,7 +184,7 @@ _said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def patch(
     *targets: Target | Sequence[Target],
     share_prompts: SharePrompts = True,
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
     reference_memory: bool | str | os.PathLike[str] = False,
     verify: bool = False,
     max_tokens: int | None = None,
@@ -212,8 +211,8 @@ def patch(
         share_prompts: compute the tokens that the two answers to a prompt begin with once. With
             dropout, they then draw the same values for these tokens; "deterministic" shares them
             only where nothing is drawn.
-        memory_budget: bytes of the head's gradient tiles to keep from forward to backward
-            (`ops.linear_logps`), an integer.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward, an integer
+            or None for the default of `ops.linear_logps`.
         reference_memory: remember the reference's log-probabilities of each pair when they are
             first computed, so that later epochs, and evaluations after the first, do not run the
             reference. With a directory, later processes remember them, too. Applies to the

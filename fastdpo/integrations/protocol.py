@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..models.layouts import SharePrompts
-from ..ops.linear_logps import MEMORY_BUDGET
 from ..reasons import Reason
 
 STATE = "_fastdpo_state"
@@ -24,7 +23,8 @@ class PatchOptions:
     Attributes:
         share_prompts: compute the tokens that the answers to a prompt begin with once: True, False,
             or "deterministic", unless dropout or other noise is active.
-        memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
+            for the default of `ops.linear_logps`.
         reference_memory: remember the reference's log-probabilities of each pair: not at all, in
             this process, or in a directory.
         verify: compare the first fused calls of each model with stock ones.
@@ -35,7 +35,7 @@ class PatchOptions:
     """
 
     share_prompts: SharePrompts = True
-    memory_budget: int = MEMORY_BUDGET
+    memory_budget: int | None = None
     reference_memory: bool | Path = False
     verify: bool = False
     max_tokens: int | None = None

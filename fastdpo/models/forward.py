@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from .. import packing
 from ..logs import logger
 from ..ops import reference
-from ..ops.linear_logps import MEMORY_BUDGET
 from ..ops.results import TokenLogps
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
@@ -69,7 +68,8 @@ class Request(NamedTuple):
             "deterministic": unless dropout or other noise is active.
         groups: which rows of a batch are a group. In batches with images, pairs are.
         images: whether batches may hold images, those of the first rows of all pairs first.
-        memory_budget: bytes of the head's gradient tiles to keep from forward to backward.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
+            for the default of `ops.linear_logps`.
         verify: whether the first fused call with gradients and the first one without are compared
             with the prior forward.
     """
@@ -83,7 +83,7 @@ class Request(NamedTuple):
     share_prompts: SharePrompts = True
     groups: Groups = "content"
     images: bool = False
-    memory_budget: int = MEMORY_BUDGET
+    memory_budget: int | None = None
     verify: bool = False
 
 

@@ -8,7 +8,8 @@ losses are plain PyTorch over log-probabilities [P] and serve as their own defin
 
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import reference
-from .linear_logps import MEMORY_BUDGET, linear_logps
+from .head_budget import MEMORY_BUDGET
+from .linear_logps import linear_logps
 from .linear_preference_loss import linear_preference_loss
 from .packed_attention import packed_attention
 from .preference_loss import (

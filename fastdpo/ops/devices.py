@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 
 TRITON_DEVICES = ("cuda",) if find_spec("triton") else ()  # AMD's devices have the type "cuda" too
+
+
+F = TypeVar("F", bound=Any)
+
+
+def constant_while_tracing(function: F) -> F:
+    """Like `torch.compiler.assume_constant_result`, but without importing Dynamo and Triton."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def is_host(device: torch.device) -> bool:
@@ -29,3 +39,14 @@ def compute_capability(device: torch.device) -> int | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)[0]
+
+
+@constant_while_tracing
+def memory_of(device: torch.device) -> int | None:
+    """The bytes of a GPU's memory, None for other devices.
+
+    All of it, not what is free: that is the same on every rank and in every call.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(device).total_memory

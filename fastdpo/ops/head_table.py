@@ -15,9 +15,11 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from .devices import constant_while_tracing
 
 if TYPE_CHECKING:
     from ..kernels.linear_exp import FusedConfig
@@ -62,21 +64,12 @@ def fused_config(width: int, dtype: torch.dtype, device: torch.device) -> FusedC
     return None
 
 
-F = TypeVar("F", bound=Any)
-
-
-def _constant_while_tracing(function: F) -> F:
-    """Like `torch.compiler.assume_constant_result`, but without importing Dynamo and Triton."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-@_constant_while_tracing  # the compiler cannot trace code that reads a file
+@constant_while_tracing  # the compiler cannot trace code that reads a file
 def _entries() -> tuple[Entry, ...]:
     return *from_file(os.environ.get(VARIABLE, "")), *TABLE
 
 
-@_constant_while_tracing
+@constant_while_tracing
 def architecture(device: torch.device) -> str:
     """The name of a device in the table: "sm90", "gfx942", or its type if it is not a GPU."""
     if device.type != "cuda":

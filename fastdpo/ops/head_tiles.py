@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .devices import suits_triton
+from .devices import memory_of, suits_triton
 from .dtypes import accumulation_dtype
 from .head_table import fused_config
 from .logit_rows import (
@@ -86,7 +86,8 @@ class TileFormat(NamedTuple):
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         fused = fused_config(width, compute_dtype, weight.device) if weight.stride(1) == 1 else None
         dtype = compute_dtype if fused is None else float16_widened  # the fused kernel does not normalize its tiles
-        return TileFormat(kernel_tile_rows(columns, compute_dtype), columns, dtype, triton=True, fused=fused)
+        rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
+        return TileFormat(rows, columns, dtype, triton=True, fused=fused)
 
     def rows_within(self, n: int, budget: int) -> int:
         """How many of n tokens have gradient tiles that fit in `budget` bytes.
@@ -321,11 +322,13 @@ class GradientSum:
             self.out.copy_(self.total)
 
 
-def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b` in a dtype wider than theirs; on CUDA it is not rounded to theirs first."""
-    if a.dtype != dtype and a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+def wide_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Writes `a @ b` to `out`, whose dtype may be wider; on CUDA it is not rounded to theirs first."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(a @ b)
 
 
 def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_gr
 from .. import checks
 from ..packing import IGNORE_INDEX
 from .dtypes import accumulation_dtype
+from .head_budget import default_budget
 from .head_tiles import (
     GradientSum,
     Head,
@@ -28,8 +29,6 @@ from .logit_rows import RowSums, upstream_scale
 from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
 
 OP = "linear_logps"
-MEMORY_BUDGET = 512 << 20
-"""Default number of bytes of gradient tiles that are kept for the backward of a trainable head."""
 
 
 @torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
@@ -66,7 +65,7 @@ def linear_logps_fwd(
                 gradient = head.scratch(rows, kept.dtype)
             parts.append(head.results(rows, statistics, gradient))
             if form_jacobian and gradient is not None:
-                jacobian[rows] = wide_product(gradient, tile_weight, jacobian.dtype)
+                wide_product(gradient, tile_weight, jacobian[rows])
         results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
         return [kept, jacobian, *results]
 
@@ -140,7 +139,9 @@ def linear_logps_bwd(
             bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
         for rows, tile in tiles:
             if needs_hidden:
-                torch.mul(wide_product(tile, tile_weight, wide), scale[rows, None], out=grad_hidden[rows])
+                place = grad_hidden[rows]
+                product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
+                torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
             if weight_sum is not None:
                 scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
                 weight_sum.add(tile, scaled_rows.to(dtype))
@@ -224,7 +225,7 @@ def linear_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
     main_grad: Tensor | None = None,
 ) -> TokenLogps:
     """Log-probability of each target under the softmax of a head's transformed logits.
@@ -255,12 +256,13 @@ def linear_logps(
 
     Memory in addition to results and gradients:
 
-    - `min(memory_budget, N * V * itemsize)` bytes from forward to backward if the head needs a
-      gradient;
-    - while the op runs, one tile of logits. On CUDA, at most 256 MiB or 256 tokens, whichever is
-      more. Elsewhere, at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks
-      of 8 MiB on a CPU or further tiles in float32 on other devices. float16 on a CPU takes two
-      tiles, because gradient tiles are float32 there;
+    - up to `memory_budget` bytes, and `N * V * itemsize` at most, from forward to backward if the
+      head needs a gradient;
+    - while the op runs, one tile of logits. On CUDA, a tile has 4096 tokens if they fit in a 32nd
+      of the GPU's memory, otherwise those that fit there, but at least 256 MiB and 256 tokens.
+      Elsewhere, at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8
+      MiB on a CPU or further tiles in float32 on other devices. float16 on a CPU takes two tiles,
+      because gradient tiles are float32 there;
     - a copy of the weight if its dtype is not the compute dtype, and one more in float32 for
       float16 on a CPU;
     - `[V, D]` in float32 for the sum of the weight's gradient.
@@ -281,7 +283,8 @@ def linear_logps(
         temperature: divides the logits after the softcap.
         outputs: names of the fields of `TokenLogps` to fill. `logps` is always filled.
         memory_budget: maximum number of bytes of gradient tiles kept for the backward of a
-            trainable head.
+            trainable head. Default: 512 MiB; on a GPU, a 16th of its memory or twice the size of
+            the weight's gradient in float32, whichever is more, and at least 512 MiB.
         main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps
             for each parameter. The weight's gradient is added to it without rounding. `weight.grad`
             does not change, and hooks on the weight do not run.
@@ -306,7 +309,8 @@ def linear_logps(
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
-    keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), memory_budget) if trains_head else 0
+    budget = default_budget(weight) if memory_budget is None else memory_budget
+    keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
     logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad)
     return named_results(logps, extra, statistics, targets.shape)
@@ -328,7 +332,7 @@ def check_head(
     softcap: float | None,
     logit_scale: float,
     temperature: float,
-    memory_budget: int,
+    memory_budget: int | None,
 ) -> None:
     """The checks of a head's arguments, which `linear_logps` documents."""
     checks.require_tensors(op, hidden=hidden, weight=weight, targets=targets)

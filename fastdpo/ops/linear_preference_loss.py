@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import checks
 from .dtypes import accumulation_dtype
+from .head_budget import MEMORY_BUDGET, default_budget
 from .head_tiles import HeadCall, TileFormat
-from .linear_logps import MEMORY_BUDGET, check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd, take_kept
+from .linear_logps import check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd, take_kept
 from .preference_loss import (
     DPO,
     SORTED,
@@ -75,6 +76,7 @@ def _fwd(
     discopop_tau: float,
     statistics: str,
     needs: Sequence[bool],
+    chunk_bytes: int,
     memory_budget: int,
 ) -> list[Tensor]:
     """The loss, and its gradients.
@@ -100,13 +102,13 @@ def _fwd(
         discopop_tau,
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Visit(call, pairs, statistics, needs, memory_budget).results()
+        return _Visit(call, pairs, statistics, needs, chunk_bytes, memory_budget).results()
 
 
 @_fwd.register_fake
 def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    *options, statistics, needs, _ = options
+    *options, statistics, needs, _, _ = options
     pairs = _Pairs(*options)
     dtype = loss_dtype(hidden, pairs.ref_chosen_logps, pairs.ref_rejected_logps, pairs.weights)
     vectors = [torch.empty_like(pairs.ref_chosen_logps, dtype=dtype) for _ in range(3)]
@@ -119,11 +121,17 @@ class _Visit:
     """One call: chunks of pairs, each of which is scored and differentiated before the next one."""
 
     def __init__(
-        self, call: HeadCall, pairs: _Pairs, statistics: str, needs: Sequence[bool], memory_budget: int
+        self,
+        call: HeadCall,
+        pairs: _Pairs,
+        statistics: str,
+        needs: Sequence[bool],
+        chunk_bytes: int,
+        memory_budget: int,
     ) -> None:
         self.call, self.pairs, self.statistics, self.needs = call, pairs, statistics, needs
         self.format = TileFormat.of(call.weight, call.compute_dtype)
-        self.budget = memory_budget
+        self.chunk_bytes, self.budget = chunk_bytes, memory_budget
         self.bounds: list[int] = pairs.cu_seqlens.tolist()
         split_targets(OP, call.targets, len(call.weight))  # names this op where a target is unknown
         self.lengths = target_counts(call.targets, pairs.cu_seqlens.to(call.targets.device)).chunk(2)
@@ -140,10 +148,10 @@ class _Visit:
         return [*self.gradients, *self._loss(self.logps), *self.logps, *self.tokens]
 
     def _chunks(self) -> Iterator[slice]:
-        """Pairs whose gradient tiles fit in the budget, or in one tile. All of them if none are kept."""
+        """Pairs whose gradient tiles fit in `chunk_bytes`, or in one tile. All of them if none are kept."""
         n_pairs = len(self.pairs.ref_chosen_logps)
         row_bytes = self.format.columns * self.format.dtype.itemsize
-        capacity = max(self.budget // row_bytes, self.format.rows)
+        capacity = max(self.chunk_bytes // row_bytes, self.format.rows)
         start = size = 0
         for pair in range(n_pairs):
             tokens = sum(self.bounds[i + 1] - self.bounds[i] for i in (pair, n_pairs + pair))
@@ -314,7 +322,7 @@ def linear_preference_loss(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     outputs: Sequence[str] = ("logps",),
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
 ) -> LinearPreferenceLoss:
     """Loss of preference pairs from hidden states and the head's weight, with its gradients.
 
@@ -329,13 +337,14 @@ def linear_preference_loss(
     known, takes four for the tokens whose tiles exceed its budget.
 
     A chunk has as many pairs as have gradient tiles within `memory_budget`, and at least one. Of a
-    pair that exceeds the budget alone, the tiles beyond it are recomputed, with four GEMMs. On a
-    GPU, a budget of 4096 tokens, `4096 * V * itemsize` bytes, makes the matrix products large enough.
+    pair that exceeds the budget alone, the tiles beyond it are recomputed, with four GEMMs. By
+    default, a chunk has up to 512 MiB or one tile (see `linear_logps`), whichever is more, and a pair
+    that exceeds this alone has the default budget of `linear_logps`.
 
     Memory in addition to results and gradients:
 
-    - while the op runs, gradient tiles of `memory_budget` bytes or of one tile (see `linear_logps`),
-      whichever is more, if the head needs a gradient; one tile otherwise;
+    - while the op runs, the gradient tiles of a chunk or one tile (see `linear_logps`), whichever is
+      more, if the head needs a gradient; one tile otherwise;
     - from forward to backward, the gradients in float32: `[N, D]`, and `[V, D]` if the weight needs
       one. They are not saved tensors of autograd.
 
@@ -354,7 +363,7 @@ def linear_preference_loss(
         weights: [P] factors of the pairs' losses.
         bias, softcap, logit_scale, temperature: as in `linear_logps`.
         outputs: names of the fields of `TokenLogps` to fill.
-        memory_budget: maximum number of bytes of gradient tiles.
+        memory_budget: maximum number of bytes of a chunk's gradient tiles, or None as said above.
 
     Returns:
         `LinearPreferenceLoss`.
@@ -398,6 +407,8 @@ def linear_preference_loss(
         *(float(objective.beta), float(objective.label_smoothing), objective.f_divergence_type),
         *(float(objective.f_alpha_divergence_coef), float(objective.discopop_tau)),
     )
-    results = _LinearPreferenceLoss.apply(*head, *constants, statistics, needs, memory_budget)
+    given = memory_budget is not None
+    budgets = (memory_budget, memory_budget) if given else (MEMORY_BUDGET, default_budget(weight))
+    results = _LinearPreferenceLoss.apply(*head, *constants, statistics, needs, *budgets)
     tokens = named_results(results[6], results[7:], statistics, targets.shape)
     return LinearPreferenceLoss(PreferenceLoss(*results[:4]), results[4], results[5], tokens)

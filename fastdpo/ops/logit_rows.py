@@ -24,7 +24,9 @@ from torch import Tensor
 from .results import empty_results, statistic_names
 
 TILE_BYTES = 64 << 20
-KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes: matrix products of fewer rows are slower on a GPU
+KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes
+FULL_TILE_ROWS = 4096  # more rows hardly make matrix products, or sums of weight gradients over tiles, faster on a GPU
+TILE_SHARE = 32  # a tile takes at most this part of a GPU's memory for that
 MIN_TILE_ROWS = 256  # smaller tiles would read the head's weight too often
 BLOCK_BYTES = 8 << 20  # part of a tile that stays in a CPU's caches while several passes are made over it
 NORMALIZED_SUM = 2.0**10  # sum of the exponentials of the other entries in a 16-bit gradient tile
@@ -41,12 +43,14 @@ def tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
     return max(MIN_TILE_ROWS, TILE_BYTES // (vocabulary * dtype.itemsize))
 
 
-def kernel_tile_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of a tile where one kernel makes all passes.
+def kernel_tile_rows(vocabulary: int, dtype: torch.dtype, device_memory: int | None) -> int:
+    """Rows of a tile where one kernel makes all passes, on a device with this many bytes.
 
     A multiple of the block sizes of matrix products.
     """
-    return max(MIN_TILE_ROWS, KERNEL_TILE_BYTES // (vocabulary * dtype.itemsize) // MIN_TILE_ROWS * MIN_TILE_ROWS)
+    row_bytes = vocabulary * dtype.itemsize
+    full = min(FULL_TILE_ROWS * row_bytes, (device_memory or 0) // TILE_SHARE)
+    return max(MIN_TILE_ROWS, max(KERNEL_TILE_BYTES, full) // row_bytes // MIN_TILE_ROWS * MIN_TILE_ROWS)
 
 
 def block_slices(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import checks
 from ..packing import IGNORE_INDEX
 from .devices import is_host
-from .linear_logps import MEMORY_BUDGET, linear_logps
+from .linear_logps import linear_logps
 from .results import SequenceLogps
 from .token_logps import token_logps
 
@@ -101,7 +101,7 @@ def linear_sequence_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
 ) -> SequenceLogps:
     """Summed log-probability of each sequence's targets, from hidden states and the head's weight.
 

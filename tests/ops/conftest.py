@@ -35,6 +35,7 @@ def rows_of_a_tile(monkeypatch):
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         monkeypatch.setattr(logit_rows, "TILE_BYTES", rows * row_bytes)
         monkeypatch.setattr(logit_rows, "KERNEL_TILE_BYTES", rows * columns * dtype.itemsize)
+        monkeypatch.setattr(logit_rows, "FULL_TILE_ROWS", rows)
         monkeypatch.setattr(logit_rows, "MIN_TILE_ROWS", 1)
         monkeypatch.setattr(logit_rows, "BLOCK_BYTES", max(1, rows // 3) * row_bytes)
 

@@ -6,7 +6,7 @@ from heads import head_inputs
 
 from fastdpo.ops import linear_logps, packed_attention, token_logps
 from fastdpo.ops.attention_layouts import CACHED_LAYOUTS
-from fastdpo.ops.logit_rows import kernel_tile_rows
+from fastdpo.ops.head_tiles import TileFormat
 from fastdpo.testing import error
 
 V, D = 5003, 64
@@ -18,7 +18,8 @@ def gpu(device, monkeypatch):
     if device != "cuda":
         pytest.skip("needs a GPU")
     monkeypatch.setattr("fastdpo.ops.logit_rows.KERNEL_TILE_BYTES", 256 * V * 2)
-    assert kernel_tile_rows(V, torch.bfloat16) == 256
+    monkeypatch.setattr("fastdpo.ops.logit_rows.FULL_TILE_ROWS", 256)
+    assert TileFormat.of(torch.empty(V, D), torch.bfloat16).rows == 256
 
 
 def head_leaves(n, trainable):

@@ -10,7 +10,7 @@ from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
 from fastdpo.ops.head_tiles import TileFormat
-from fastdpo.ops.linear_logps import MEMORY_BUDGET, linear_logps_bwd, linear_logps_fwd
+from fastdpo.ops.linear_logps import linear_logps_bwd, linear_logps_fwd
 from fastdpo.ops.results import STATISTICS
 from fastdpo.ops.token_logps import _bwd as token_bwd
 from fastdpo.ops.token_logps import _fwd as token_fwd
@@ -71,7 +71,7 @@ def test_reading_a_value_of_a_meta_tensor_raises(launches):
 @pytest.mark.parametrize("mode", ["nothing", "frozen", "kept", "recomputed"])
 def test_a_head_does_not_synchronize(mode, statistics, launches):
     tiles = TileFormat.of(empty(V, D), torch.bfloat16)
-    keep = {"kept": N, "recomputed": tiles.rows_within(N, MEMORY_BUDGET)}.get(mode, 0)
+    keep = {"kept": N, "recomputed": tiles.rows_within(N, ops.MEMORY_BUDGET)}.get(mode, 0)
     inputs, options = head_arguments(), (*TRANSFORM, torch.bfloat16)
     kept, jacobian, *results = linear_logps_fwd._init_fn(*inputs, *options, statistics, keep, mode == "frozen")
     steps = -(-N // tiles.rows)
@@ -101,6 +101,7 @@ def calls_of_each_op():
     hidden, weight, logits = torch.randn(9, 24), torch.randn(67, 24), torch.randn(9, 67)
     targets, bounds = torch.randint(67, (9,)), torch.tensor([0, 4, 9])
     rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
+    pairs = targets[:8], torch.tensor([0, 2, 4, 5, 8]), torch.randn(2), torch.randn(2)
     query, key = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
     head, every = (hidden, weight), dict(outputs=STATISTICS)
     return {
@@ -113,6 +114,7 @@ def calls_of_each_op():
         "packed_attention": ((query, key), lambda q, k: ops.packed_attention(q, k, k, rows)),
         "windowed packed_attention": ((query, key), lambda q, k: ops.packed_attention(q, k, k, rows, window=2)),
         "capped packed_attention": ((query, key), lambda q, k: ops.packed_attention(q, k, k, rows, softcap=2.0)),
+        "linear_preference_loss": (head, lambda h, w: ops.linear_preference_loss(h[:8], w, *pairs).loss),
         "preference_loss": (logits, lambda x: ops.preference_loss(*x[:4]).loss),
     }
 

@@ -748,7 +748,7 @@ MISUSES = {  # arguments, exception, and pattern of the message
     ),
     "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive and finite; got 0.0"),
     "negative softcap": (dict(softcap=-30.0), ValueError, "softcap must be positive and finite or None; got -30.0"),
-    "negative budget": (dict(memory_budget=-1), ValueError, "memory_budget must be .* 0 or more; got -1"),
+    "negative budget": (dict(memory_budget=-1), ValueError, "memory_budget must be .* 0 or more, or None; got -1"),
     "unknown output": (dict(outputs=("logits",)), ValueError, r"outputs must be a sequence of .* got \('logits',\)"),
     "outputs as a string": (dict(outputs="entropy"), ValueError, "outputs must be a sequence of names .* got entropy"),
 }

@@ -155,6 +155,16 @@ def test_only_pairs_beyond_the_budget_are_recomputed(mode, trace):
     assert flops == products * 2 * V * D
 
 
+def test_by_default_only_a_long_pair_has_chunks_of_more_than_a_tile(mode, trace, monkeypatch):
+    module = importlib.import_module("fastdpo.ops.linear_preference_loss")
+    monkeypatch.setattr(module, "MEMORY_BUDGET", 0)
+    monkeypatch.setattr(module, "default_budget", lambda weight: 20 * V * 4)
+    arguments, inputs = mode("chunks") | {"memory_budget": None}, pair_inputs(chosen=[9, 8], rejected=[9, 1])
+    assert recorded_flops(inputs, trace, **arguments) == 3 * 2 * len(inputs["targets"]) * V * D
+    _, recorded = trace(lambda: loss_and_gradients(linear_preference_loss, inputs, **arguments))
+    assert recorded.largest < 27 * V * 4
+
+
 def test_memory_is_the_gradients_and_the_budget(trace, rows_of_a_tile):
     rows_of_a_tile(32, 4096, torch.float32)
     n, v, d = 64 * 16, 4096, 32
