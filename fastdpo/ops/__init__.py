@@ -22,6 +22,7 @@ from .preference_loss import (
 from .results import LinearPreferenceLoss, SequenceLogps, TokenLogps
 from .sequence_logps import linear_sequence_logps, sequence_logps
 from .token_logps import token_logps
+from .vocabulary_parallel import VocabularyGroup
 
 __all__ = [
     "IGNORE_INDEX",
@@ -33,6 +34,7 @@ __all__ = [
     "PreferenceObjective",
     "SequenceLogps",
     "TokenLogps",
+    "VocabularyGroup",
     "length_desensitized_logps",
     "linear_logps",
     "linear_preference_loss",

@@ -29,7 +29,7 @@ from .logit_rows import (
     tile_rows,
 )
 from .results import statistic_names
-from .targets import split_targets
+from .targets import TileTargets, VocabularyPart, split_targets, targets_of_part
 
 if TYPE_CHECKING:
     from ..kernels.linear_exp import FusedConfig
@@ -76,15 +76,21 @@ class TileFormat(NamedTuple):
     fused: FusedConfig | None
 
     @staticmethod
-    def of(weight: Tensor, compute_dtype: torch.dtype) -> TileFormat:
-        """The format for a weight [V, D] that is multiplied in `compute_dtype`."""
+    def of(weight: Tensor, compute_dtype: torch.dtype, *, is_part: bool = False) -> TileFormat:
+        """The format for a weight [V, D] that is multiplied in `compute_dtype`.
+
+        One that has a part of the vocabulary does not use the fused kernel, whose exponentials are
+        relative to the target's logit.
+        """
         vocabulary, width = weight.shape
         float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
         if not suits_triton(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
             rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
             return TileFormat(rows, vocabulary, float16_widened, triton=False, fused=None)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        fused = fused_config(width, compute_dtype, weight.device) if weight.stride(1) == 1 else None
+        fused = None
+        if weight.stride(1) == 1 and not is_part:
+            fused = fused_config(width, compute_dtype, weight.device)
         dtype = compute_dtype if fused is None else float16_widened  # the fused kernel does not normalize its tiles
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
         return TileFormat(rows, columns, dtype, triton=True, fused=fused)
@@ -104,13 +110,22 @@ class TileFormat(NamedTuple):
 
 
 class Head:
-    """One call of a head, in its compute dtype, and the work on one tile of its tokens."""
+    """One call of a head, in its compute dtype, and the work on one tile of its tokens.
 
-    def __init__(self, op: str, call: HeadCall) -> None:
+    With a `VocabularyPart`, the weight has that part's rows. Results and gradients are those of the
+    part's distribution alone, to which a target outside of it adds nothing.
+    """
+
+    def __init__(self, op: str, call: HeadCall, part: VocabularyPart | None = None) -> None:
         dtype = self.dtype = call.compute_dtype
-        self.format = TileFormat.of(call.weight, dtype)
-        self.ignored, self.unknown, self.index = split_targets(op, call.targets, call.weight.shape[0])
-        self.targets = call.targets.contiguous()
+        self.format = TileFormat.of(call.weight, dtype, is_part=part is not None)
+        vocabulary = len(call.weight) if part is None else part.vocabulary
+        split = split_targets(op, call.targets, vocabulary)
+        self.part, self.ignored, self.unknown = part, split.ignored, split.unknown
+        if part is None:
+            self.targets, self.columns = call.targets.contiguous(), TileTargets(split.index)
+        else:
+            self.targets, self.columns = targets_of_part(split, part)
         self.hidden, self.transform = call.hidden, call.transform
         self.weight = call.weight.to(dtype)
         self.bias = None if call.bias is None else call.bias.to(dtype).contiguous()
@@ -139,7 +154,8 @@ class Head:
     def results(self, rows: slice, statistics: str, gradient: Tensor | None) -> list[Tensor]:
         """logps, shift, others, total and statistics of one tile, [n] each.
 
-        Writes the gradient tile to `gradient` [n, V] if it is given.
+        Those of a part are followed by its target logits [n]. Writes the gradient tile to `gradient`
+        [n, V] if it is given.
         """
         h, targets = self.hidden_rows(rows), self.targets[rows]
         target_logits = self._target_logits(h, rows)
@@ -155,8 +171,10 @@ class Head:
         if self.format.triton:
             from ..kernels.token_logps import token_logps_fwd
 
-            return token_logps_fwd(logits, targets, *self.transform, statistics, target_logits, gradient)
-        return self._results_in_torch(rows, h, logits, target_logits, statistics, gradient)
+            results = token_logps_fwd(logits, targets, *self.transform, statistics, target_logits, gradient)
+        else:
+            results = self._results_in_torch(rows, h, logits, target_logits, statistics, gradient)
+        return results if self.part is None else [*results, target_logits]
 
     def _results_in_torch(
         self,
@@ -167,17 +185,18 @@ class Head:
         statistics: str,
         gradient: Tensor | None,
     ) -> list[Tensor]:
-        index, parts, narrow = self.index[rows], [], self.format.dtype != self.accumulation_dtype
+        columns, parts, narrow = self.columns.of_rows(rows), [], self.format.dtype != self.accumulation_dtype
         for block in self._blocks(logits):
             z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
             slope = None if gradient is None else self.transform.slope(z)
-            sums, exponentials = sum_block_(z, index[block], target_logits[block], statistics)
+            targets = columns.of_rows(block)
+            sums, exponentials = sum_block_(z, targets, target_logits[block], statistics)
             if gradient is not None:
                 others = sums.others
                 if narrow:
                     _, others, factor = normalize(sums.shift, others)
                     exponentials.mul_(factor[:, None])
-                _store(gradient[block], gradient_tile_(exponentials, index[block], others, slope))
+                _store(gradient[block], gradient_tile_(exponentials, targets, others, slope))
             parts.append(sums)
         logps, shift, others, total, *extra = join_results(parts, hidden, self.ignored[rows], statistics)
         if narrow:
@@ -213,38 +232,54 @@ class Head:
 
             token_logps_tile(tile, logits, self.targets[rows], tile_sums, *self.transform)
             return tile
-        index = self.index[rows]
+        columns = self.columns.of_rows(rows)
         for block in self._blocks(logits):
             z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
             slope, block_sums = self.transform.slope(z), _rows_of(tile_sums, block)
-            _store(tile[block], gradient_tile_from_logits_(z, index[block], block_sums, slope))
+            _store(tile[block], gradient_tile_from_logits_(z, columns.of_rows(block), block_sums, slope))
         return tile
 
     def logit_gradients(
-        self, sums: RowSums, grad_logps: Tensor, grad_entropy: Tensor, dtype: torch.dtype
+        self,
+        sums: RowSums,
+        grad_logps: Tensor,
+        grad_entropy: Tensor,
+        dtype: torch.dtype,
+        mean_offset: Tensor | None = None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """The gradient of every token's raw logits in tiles of `dtype`, with their rows.
 
-        All logits are recomputed.
+        All logits are recomputed. `mean_offset` [N] is that of `logit_gradient`.
         """
         for rows in self.tiles():
-            yield rows, self._logit_gradient(rows, _rows_of(sums, rows), grad_logps[rows], grad_entropy[rows], dtype)
+            upstream = grad_logps[rows], grad_entropy[rows]
+            offset = None if mean_offset is None else mean_offset[rows]
+            yield rows, self._logit_gradient(rows, _rows_of(sums, rows), *upstream, offset, dtype)
 
     def _logit_gradient(
-        self, rows: slice, sums: RowSums, grad_logps: Tensor, grad_entropy: Tensor, dtype: torch.dtype
+        self,
+        rows: slice,
+        sums: RowSums,
+        grad_logps: Tensor,
+        grad_entropy: Tensor,
+        mean_offset: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         tile = self.scratch(rows, dtype)
         logits = self._raw_logits(self.hidden_rows(rows), out=self.scratch(rows, self.dtype))
         if self.format.triton:
             from ..kernels.token_logps import token_logps_bwd
 
-            token_logps_bwd(tile, grad_logps, grad_entropy, logits, self.targets[rows], sums, *self.transform)
+            upstream = grad_logps, grad_entropy
+            token_logps_bwd(tile, *upstream, logits, self.targets[rows], sums, *self.transform, mean_offset)
             return tile
-        index = self.index[rows]
+        columns = self.columns.of_rows(rows)
         for block in self._blocks(logits):
             z = self.transform.apply_(logits[block].to(self.accumulation_dtype))
-            upstream = grad_logps[block], grad_entropy[block]
-            _store(tile[block], logit_gradient(z, index[block], _rows_of(sums, block), *upstream, self.transform))
+            upstream, block_sums = (grad_logps[block], grad_entropy[block]), _rows_of(sums, block)
+            offset = None if mean_offset is None else mean_offset[block]
+            gradient = logit_gradient(z, columns.of_rows(block), block_sums, *upstream, self.transform, offset)
+            _store(tile[block], gradient)
         return tile
 
     def _raw_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -254,15 +289,22 @@ class Head:
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
     def _target_logits(self, hidden: Tensor, rows: slice) -> Tensor:
-        """Transformed logits [n] of the targets, at least float32; NaN for unknown targets."""
+        """Transformed logits [n] of the targets, at least float32.
+
+        NaN for unknown targets, -inf for absent ones.
+        """
+        index, absent = self.columns.of_rows(rows)
         if self.format.triton:
             from ..kernels.linear_logps import target_logits
 
-            return target_logits(hidden.contiguous(), self.weight, self.bias, self.targets[rows], *self.transform)
-        wide, index = self.accumulation_dtype, self.index[rows]
-        x = torch.linalg.vecdot(hidden.to(wide), self.weight[index].to(wide))
-        t = self.transform.apply_(x if self.bias is None else x + self.bias[index])
-        return t.masked_fill_(self.unknown[rows], torch.nan)
+            operands = (hidden.contiguous(), self.weight, self.bias, self.targets[rows])
+            t = target_logits(*operands, *self.transform)
+        else:
+            wide = self.accumulation_dtype
+            x = torch.linalg.vecdot(hidden.to(wide), self.weight[index].to(wide))
+            t = self.transform.apply_(x if self.bias is None else x + self.bias[index])
+            t.masked_fill_(self.unknown[rows], torch.nan)
+        return t if absent is None else t.masked_fill_(absent, -torch.inf)
 
     def _blocks(self, logits: Tensor) -> list[slice]:
         n, vocabulary = logits.shape
@@ -312,10 +354,25 @@ class GradientSum:
             torch.addmm(total, tile.t().to(total.dtype), rows.to(total.dtype), beta=beta, out=total)
         self.overwrite = False
 
-    def finish(self) -> None:
-        """Writes the gradient to `out`."""
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Adds rows [n, ...], without the scale, to those of `index` [n], after all tiles.
+
+        Rows of the same index are added in a fixed order.
+        """
+        self._apply_scale()
+        if self.total.device.type == "cuda":  # sorts, where index_add_ uses atomics
+            self.total.index_put_((index,), rows, accumulate=True)
+        else:
+            self.total.index_add_(0, index, rows)
+
+    def _apply_scale(self) -> None:
         if self.scale is not None:
             self.total *= self.scale
+            self.scale = None
+
+    def finish(self) -> None:
+        """Writes the gradient to `out`."""
+        self._apply_scale()
         if self.separate and self.accumulate:
             self.out += self.total
         elif self.separate:

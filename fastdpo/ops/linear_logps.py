@@ -6,27 +6,17 @@ Dimensions: N scored tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
 
 from .. import checks
-from ..packing import IGNORE_INDEX
 from .dtypes import accumulation_dtype
 from .head_budget import default_budget
-from .head_tiles import (
-    GradientSum,
-    Head,
-    HeadCall,
-    TileFormat,
-    empty_gradients,
-    split_row_scale,
-    wide_product,
-)
-from .logit_rows import RowSums, upstream_scale
-from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
+from .head_passes import backward_pass, empty_outputs, forward_pass, take_kept
+from .head_tiles import HeadCall, TileFormat, empty_gradients
+from .results import TokenLogps, named_results, requested_statistics, statistic_names
+from .vocabulary_parallel import VocabularyGroup, require_group, vocabulary_parallel_logps
 
 OP = "linear_logps"
 
@@ -52,34 +42,13 @@ def linear_logps_fwd(
         [N, D], or [0, D] if not `form_jacobian`; then logps, shift, others, total and the
         statistics, [N] each.
     """
-    kept, jacobian, *empty = _empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian)
-    with torch.autocast(hidden.device.type, enabled=False):
-        head = Head(OP, HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype))
-        tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # widened for float16 on a CPU
-        parts: list[list[Tensor]] = []
-        for rows in head.tiles():
-            gradient = None
-            if rows.stop <= keep:
-                gradient = kept[rows]
-            elif form_jacobian:
-                gradient = head.scratch(rows, kept.dtype)
-            parts.append(head.results(rows, statistics, gradient))
-            if form_jacobian and gradient is not None:
-                wide_product(gradient, tile_weight, jacobian[rows])
-        results = [torch.cat(x) for x in zip(*parts, strict=True)] if parts else empty
-        return [kept, jacobian, *results]
-
-
-def _empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian):
-    kept = TileFormat.of(weight, compute_dtype).allocate(keep, weight)
-    n, d = hidden.shape
-    jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(compute_dtype))
-    return [kept, jacobian, *empty_results(hidden, statistics)]
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    return forward_pass(OP, call, statistics, keep, form_jacobian)
 
 
 @linear_logps_fwd.register_fake
 def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
-    return _empty_outputs(hidden, weight, compute_dtype, *options)
+    return empty_outputs(hidden, weight, compute_dtype, *options)
 
 
 @torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=("main_grad",))
@@ -105,52 +74,7 @@ def linear_logps_bwd(
     The gradient of the weight is added to `main_grad` if it is given.
     """
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    grads = grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
-    needs_hidden, needs_weight, needs_bias = needs
-    wide, row_sums = accumulation_dtype(compute_dtype), RowSums(*sums)
-    with torch.autocast(hidden.device.type, enabled=False):
-        upstream_logps, upstream_entropy = (
-            torch.zeros_like(row_sums.total) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
-            for grad in (grad_logps, grad_entropy)
-        )
-        scale = upstream_scale(upstream_logps, row_sums.total, call.transform)  # [N]
-        if len(jacobian) and grad_entropy is None:
-            torch.mul(jacobian, scale[:, None], out=grad_hidden)
-            return grads
-        if not len(hidden):
-            for grad in grads:
-                grad.zero_()
-            return grads
-
-        head, dtype = Head(OP, call), kept.dtype
-        if grad_entropy is None:
-            tiles = head.gradient_tiles(kept, row_sums)
-        else:  # these tiles are scaled already, by upstream gradients that may be too small for float16
-            dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
-            tiles = head.logit_gradients(row_sums, upstream_logps, upstream_entropy, dtype)
-        row_scale, common_scale = split_row_scale(scale, dtype)
-        tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
-        weight_sum = bias_sum = None
-        if main_grad is not None:
-            weight_sum = GradientSum(main_grad, wide, common_scale, accumulate=True)
-        elif needs_weight:
-            weight_sum = GradientSum(grad_weight, wide, common_scale)
-        if needs_bias:
-            bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
-        for rows, tile in tiles:
-            if needs_hidden:
-                place = grad_hidden[rows]
-                product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
-                torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
-            if weight_sum is not None:
-                scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
-                weight_sum.add(tile, scaled_rows.to(dtype))
-            if bias_sum is not None:
-                bias_sum.add(tile, row_scale[rows, None])
-        for gradient_sum in (weight_sum, bias_sum):
-            if gradient_sum is not None:
-                gradient_sum.finish()
-        return grads
+    return backward_pass(OP, call, grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
 
 
 @linear_logps_bwd.register_fake
@@ -202,19 +126,6 @@ class _LinearLogps(torch.autograd.Function):
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *[None] * 9
 
 
-def take_kept(ctx: Any) -> Any:
-    """Returns what the forward kept, such as gradient tiles, and frees it unless the graph is
-    retained.
-
-    Autograd does not save these tensors, so hooks on saved tensors do not move them to the host
-    with the activations.
-    """
-    kept = ctx.kept
-    if not (torch.compiler.is_compiling() or _retains_graph()):
-        ctx.kept = None
-    return kept
-
-
 def linear_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -227,6 +138,7 @@ def linear_logps(
     outputs: Sequence[str] = ("logps",),
     memory_budget: int | None = None,
     main_grad: Tensor | None = None,
+    group: VocabularyGroup | None = None,
 ) -> TokenLogps:
     """Log-probability of each target under the softmax of a head's transformed logits.
 
@@ -267,6 +179,13 @@ def linear_logps(
       float16 on a CPU;
     - `[V, D]` in float32 for the sum of the weight's gradient.
 
+    With a `group`, the vocabulary is cut over ranks: `weight` and `bias` have this rank's rows,
+    `hidden` and `targets` are the same on all ranks, and so are the results. The forward gathers 5
+    numbers a token and one for each statistic from each rank. The backward makes one collective if
+    `hidden` needs a gradient, which sums [N, D] over ranks in float32. Gradients of weight and bias
+    are those of this rank's rows and need none. All ranks must make the same calls, with the same
+    arguments except for the weight, bias and budgets.
+
     The kept tiles are not saved tensors of autograd: hooks on saved tensors, such as activation
     offloading and checkpointing install, do not see them.
 
@@ -274,8 +193,8 @@ def linear_logps(
         hidden: [N, D] float16, bfloat16, float32 or float64.
         weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3
             placeholder.
-        targets: [N] int32 or int64 ids below V. Where the target is -100, every result and every
-            gradient is exactly zero. Other ids are handled as in `token_logps`.
+        targets: [N] int32 or int64 ids below V (that of all ranks with a `group`). Where the target
+            is -100, every result and every gradient is exactly zero. Other ids are handled as in `token_logps`.
         bias: [V] or None.
         softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2),
             or None.
@@ -288,6 +207,8 @@ def linear_logps(
         main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps
             for each parameter. The weight's gradient is added to it without rounding. `weight.grad`
             does not change, and hooks on the weight do not run.
+        group: the ranks that the vocabulary is cut over, or None. Of a DTensor that is cut by
+            `Shard(0)`, pass `to_local()` as the weight.
 
     Returns:
         `TokenLogps` with fields [N].
@@ -298,6 +219,8 @@ def linear_logps(
     """
     check_head(OP, hidden, weight, targets, bias, softcap, logit_scale, temperature, memory_budget)
     checks.require_tensors_or_none(OP, main_grad=main_grad)
+    if group is not None:
+        require_group(OP, group, weight)
     statistics = requested_statistics(OP, outputs)
     compute_dtype = compute_dtype_of(hidden)
     checks.require_same_device(OP, weight=weight, main_grad=main_grad)
@@ -310,9 +233,13 @@ def linear_logps(
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
     form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
     budget = default_budget(weight) if memory_budget is None else memory_budget
-    keep = TileFormat.of(weight, compute_dtype).rows_within(len(hidden), budget) if trains_head else 0
+    tiles = TileFormat.of(weight, compute_dtype, is_part=group is not None)
+    keep = tiles.rows_within(len(hidden), budget) if trains_head else 0
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad)
+    if group is None:
+        logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad)
+    else:
+        logps, *extra = vocabulary_parallel_logps(call, statistics, keep, form_jacobian, main_grad, group)
     return named_results(logps, extra, statistics, targets.shape)
 
 

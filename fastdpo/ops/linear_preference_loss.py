@@ -15,8 +15,9 @@ from torch import Tensor
 from .. import checks
 from .dtypes import accumulation_dtype
 from .head_budget import MEMORY_BUDGET, default_budget
+from .head_passes import take_kept
 from .head_tiles import HeadCall, TileFormat
-from .linear_logps import check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd, take_kept
+from .linear_logps import check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd
 from .preference_loss import (
     DPO,
     SORTED,

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .results import empty_results, statistic_names
+from .targets import TileTargets
 
 TILE_BYTES = 64 << 20
 KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes
@@ -117,26 +118,28 @@ class BlockSums(NamedTuple):
         return BlockSums(*fields)
 
 
-def sum_block_(z: Tensor, targets: Tensor, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
+def sum_block_(z: Tensor, targets: TileTargets, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
     """All passes over a block of logits.
 
     Args:
         z: [n, V] transformed logits. Overwritten.
-        targets: [n] ids in the vocabulary.
-        target_logits: [n] the transformed logits of the targets, NaN for unknown targets.
+        targets: of the block.
+        target_logits: [n] the transformed logits of the targets, NaN for unknown targets, -inf for
+            absent ones.
         statistics: names from `results.STATISTICS`, comma-separated.
 
     Returns:
         The sums, and `exp(z - m)` [n, V] with 0 at the targets.
     """
-    names, column = statistic_names(statistics), targets[:, None]
-    tile_target_logits = z.gather(1, column)[:, 0]
+    names = statistic_names(statistics)
+    tile_target_logits = targets.read(z)
     tile_target_logits = torch.where(target_logits.isnan(), target_logits, tile_target_logits)
     mean = z.mean(-1) if "mean_logits" in names else None
-    z.scatter_(1, column, -torch.inf)
+    targets.write_(z, -torch.inf)
     peak = z.amax(-1)
-    is_top1 = _is_top1(z, targets, tile_target_logits, peak) if "is_top1" in names else None
-    shift = torch.where(peak == -torch.inf, target_logits, peak)  # only the target has a nonzero probability
+    is_top1 = _is_top1(z, targets.index, tile_target_logits, peak) if "is_top1" in names else None
+    lone = target_logits if targets.absent is None else target_logits.masked_fill(targets.absent, 0)
+    shift = torch.where(peak == -torch.inf, lone, peak)  # only the target has a nonzero probability
 
     z.sub_(shift[:, None])
     weighted = squares = None
@@ -172,6 +175,7 @@ def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]
     total = others * ratio + target_exp
     log_total = torch.where(tile_target_logits > shift, (others * ratio).log1p(), total.log())
     values: dict[str, Any] = {"mean_logits": mean, "is_top1": is_top1}
+    values |= {"own_logits": tile_target_logits, "top_logits": top}
     if weighted is not None:
         total_weighted = (weighted + others * (shift - top)) * ratio + target_exp * target_gap
         values["entropy"] = log_total - total_weighted / total
@@ -218,7 +222,7 @@ def normalize(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return normalized, others * factor, factor
 
 
-def gradient_tile_(exponentials: Tensor, targets: Tensor, others: Tensor, slope: Tensor | None) -> Tensor:
+def gradient_tile_(exponentials: Tensor, targets: TileTargets, others: Tensor, slope: Tensor | None) -> Tensor:
     """Turns `exp(z - m)` [n, V] into the gradient tile, in place.
 
     Multiplied by `-gain / total` per row, the tile is `d logp / d x`.
@@ -226,11 +230,11 @@ def gradient_tile_(exponentials: Tensor, targets: Tensor, others: Tensor, slope:
     The tile is left unscaled so that the upstream gradient and the normalizer multiply rows of
     [n, D] in float32 instead of a tile.
     """
-    exponentials.scatter_(1, targets[:, None], -others[:, None])
+    targets.write_(exponentials, -others)
     return exponentials if slope is None else exponentials.mul_(slope)
 
 
-def gradient_tile_from_logits_(z: Tensor, targets: Tensor, sums: RowSums, slope: Tensor | None) -> Tensor:
+def gradient_tile_from_logits_(z: Tensor, targets: TileTargets, sums: RowSums, slope: Tensor | None) -> Tensor:
     """Turns recomputed logits z [n, V] into the gradient tile, in place."""
     return gradient_tile_(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
 
@@ -245,25 +249,32 @@ def upstream_scale(upstream: Tensor, total: Tensor, transform: Transform) -> Ten
 
 def logit_gradient(
     z: Tensor,  # [n, V] overwritten
-    targets: Tensor,  # [n]
+    targets: TileTargets,
     sums: RowSums,
     grad_logps: Tensor | None,  # [n]
     grad_entropy: Tensor | None,  # [n]
     transform: Transform,
+    mean_offset: Tensor | None = None,  # [n]
 ) -> Tensor:
-    """`d loss / d x` [n, V] from transformed logits and upstream gradients."""
+    """`d loss / d x` [n, V] from transformed logits and upstream gradients.
+
+    `mean_offset` is what to subtract from the mean of `log p` over the tile to get that over the
+    whole vocabulary, if the tile is a part of it.
+    """
     slope = transform.slope(z)
     gradient = None
     if grad_entropy is not None:
         # d entropy / d z_v = -p_v (log p_v + entropy). log p_v + entropy equals d_v = z_v - top
         # minus its mean, which keeps the digits that log p_v loses to the logarithm of the sum
         # where logits are large.
-        target_logits = z.gather(1, targets[:, None])[:, 0]
+        target_logits = targets.read(z)
         top = torch.maximum(sums.shift, target_logits)
         total = sums.others * (sums.shift - top).exp() + (target_logits - top).exp()
         gradient = torch.sub(z, top[:, None]).clamp_(min=MIN_EXPONENT)  # d
         exponentials = gradient.exp()
         mean = gradient.mul_(exponentials).sum(-1) / total
+        if mean_offset is not None:  # a part of the vocabulary may have no finite logit
+            mean = torch.where(total == 0, 0.0, mean) - mean_offset
         total = total.masked_fill(sums.total.isnan(), torch.nan)  # unknown targets
         scale = upstream_scale(grad_entropy, total, transform)
         gradient.addcmul_(exponentials, mean[:, None], value=-1).mul_(scale[:, None])

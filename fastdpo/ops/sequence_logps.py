@@ -14,6 +14,7 @@ from .devices import is_host
 from .linear_logps import linear_logps
 from .results import SequenceLogps
 from .token_logps import token_logps
+from .vocabulary_parallel import VocabularyGroup
 
 
 @torch.library.custom_op("fastdpo::segment_sums_fwd", mutates_args=())
@@ -102,6 +103,7 @@ def linear_sequence_logps(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     memory_budget: int | None = None,
+    group: VocabularyGroup | None = None,
 ) -> SequenceLogps:
     """Summed log-probability of each sequence's targets, from hidden states and the head's weight.
 
@@ -113,7 +115,7 @@ def linear_sequence_logps(
         weight: [V, D].
         targets: [T] int32 or int64 ids, -100 where nothing is scored.
         cu_seqlens: int32 or int64 [S + 1], the start of each sequence, and T.
-        bias, softcap, logit_scale, temperature, memory_budget: as in `linear_logps`.
+        bias, softcap, logit_scale, temperature, memory_budget, group: as in `linear_logps`.
 
     Returns:
         `SequenceLogps` with fields [S].
@@ -133,6 +135,7 @@ def linear_sequence_logps(
         logit_scale=logit_scale,
         temperature=temperature,
         memory_budget=memory_budget,
+        group=group,
     ).logps
     return _sums(op, logps, targets, cu_seqlens)
 

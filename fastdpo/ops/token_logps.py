@@ -15,7 +15,7 @@ from .devices import suits_triton
 from .dtypes import accumulation_dtype
 from .logit_rows import RowSums, Transform, block_slices, join_results, logit_gradient, sum_block_
 from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
-from .targets import split_targets
+from .targets import TileTargets, split_targets
 
 OP = "token_logps"
 
@@ -41,7 +41,7 @@ def _fwd(
     for rows in block_slices(len(logits), logits.shape[1], dtype, logits.device):
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         target_logits = z.gather(1, index[rows, None])[:, 0].masked_fill_(unknown[rows], torch.nan)
-        parts.append(sum_block_(z, index[rows], target_logits, statistics)[0])
+        parts.append(sum_block_(z, TileTargets(index[rows]), target_logits, statistics)[0])
         del z  # frees the block before the next one is allocated
     return join_results(parts, logits, ignored, statistics)
 
@@ -72,7 +72,8 @@ def _write_gradient(
         z = transform.apply_(logits[rows].to(dtype, copy=True))
         block_logps, block_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
         block_sums = RowSums(*(x[rows] for x in sums))
-        block = logit_gradient(z, index[rows], block_sums, block_logps, block_entropy, transform)
+        block_targets = TileTargets(index[rows])
+        block = logit_gradient(z, block_targets, block_sums, block_logps, block_entropy, transform)
         grad[rows] = block.masked_fill_(ignored[rows, None], 0)
         del z, block  # frees the block before the next one is allocated
 

@@ -1,0 +1,47 @@
+"""linear_logps over a vocabulary that is cut over ranks: equal to the whole head, with small collectives."""
+
+import pytest
+import torch
+import vocabulary_worker as worker
+from rank_processes import run_ranks
+
+from fastdpo.ops import VocabularyGroup, linear_logps, linear_sequence_logps
+
+WORK = (
+    worker.every_mode_equals_the_whole_head,
+    worker.overflows_spread_as_in_the_whole_head,
+    worker.parts_without_a_possible_entry,
+    worker.ties_are_won_by_the_first_of_the_largest,
+    worker.confident_predictions_keep_their_gradient,
+    worker.collectives_are_small_and_few,
+    worker.other_uses,
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
+def test_on_ranks(work, ranks):
+    run_ranks(ranks, work)
+
+
+HEAD = dict(hidden=torch.randn(3, 4), weight=torch.randn(5, 4), targets=torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("op", [linear_logps, linear_sequence_logps])
+def test_a_group_of_another_type_is_named(op):
+    more = {} if op is linear_logps else {"cu_seqlens": torch.tensor([0, 3])}
+    with pytest.raises(TypeError, match=r"^linear_logps: group must be a VocabularyGroup or None .*; got 2"):
+        op(**HEAD, **more, group=2)
+
+
+def test_a_weight_of_another_size_is_named():
+    group = VocabularyGroup("world", (5, 7), 1)
+    with pytest.raises(ValueError, match=r"^linear_logps: weight must have the 7 rows .* rank 1; got 5"):
+        linear_logps(**HEAD, group=group)
+
+
+def test_a_group_needs_a_process_group():
+    with pytest.raises(ValueError, match=r"^VocabularyGroup.of: torch.distributed must be initialized"):
+        VocabularyGroup.of(5)
+    with pytest.raises(ValueError, match=r"^VocabularyGroup.of: rows must be a positive integer; got 0"):
+        VocabularyGroup.of(0)
