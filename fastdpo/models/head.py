@@ -1,8 +1,8 @@
 """Adds scoring to the head of a causal LM, so that calling the module returns log-probabilities.
 
 Calling the module lets the hooks of engines (FSDP2, ZeRO-3, accelerate's `device_map`) gather its
-weight and reduce its gradient. Only a plain `nn.Linear` is supported: any other hook or replaced
-forward would be bypassed.
+weight and reduce its gradient. Only a plain `nn.Linear` is supported, whole or cut over the vocabulary
+(see `cut_heads`): any other hook or replaced forward would be bypassed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..ops.linear_logps import linear_logps
 from ..reasons import Reason
+from . import cut_heads
 from .functions import inner_function, module_of, name_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ computed from the weight.
 """
 
 OWN_FORWARD = "_fastdpo_own_forward"
-"""The attribute of a head that keeps its `CAST` forward while it is installed."""
+"""The attribute of a head that keeps its `CAST` forward, or the one of `cut_heads`, while ours is installed."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -55,9 +56,10 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
         return Reason("no-head")
     if not _is_linear(type(head)):
         return Reason("head-type", kind=type(head).__name__)
-    replaced = _replaced_forward(head)
-    if replaced is not None and not (float32 and replaced.endswith(CAST)):
-        return Reason("head-forward", function=replaced)
+    if not cut_heads.gathers_logits(_own_forward(head)):
+        replaced = _replaced_forward(head)
+        if replaced is not None and not (float32 and replaced.endswith(CAST)):
+            return Reason("head-forward", function=replaced)
     hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_hook_of_engine(hook)})
     if hooks:
         return Reason("head-hooks", hooks=", ".join(hooks))
@@ -105,7 +107,8 @@ def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = No
     if fastdpo_targets is None:
         own = vars(self).get(OWN_FORWARD)
         return nn.Linear.forward(self, input) if own is None else own(input)
-    return linear_logps(input, self.weight, fastdpo_targets, bias=self.bias, **options)
+    weight, bias, group = cut_heads.local_parameters(self)
+    return linear_logps(input, weight, fastdpo_targets, bias=bias, group=group, **options)
 
 
 def _is_hook_of_engine(hook: Callable) -> bool:
@@ -128,6 +131,12 @@ def _forward_attribute(head: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in vars(head) else "forward"
 
 
+def _own_forward(head: nn.Module) -> object:
+    """The head's forward before `install`. None if it is that of its class."""
+    forward = vars(head).get(_forward_attribute(head))
+    return vars(head).get(OWN_FORWARD) if is_installed(forward) else forward
+
+
 def _replaced_forward(head: nn.Module) -> str | None:
     """The name of a forward other than the class's, the installed one,
     and accelerate's around either.
@@ -147,6 +156,8 @@ def _weight_unsupported_reason(head: nn.Linear) -> Reason | None:
         return Reason("no-head-weight")
     if weight.device.type == "meta":
         return Reason("offloaded-head")
+    if cut_heads.gathers_logits(_own_forward(head)):
+        return None if cut_heads.is_cut(head) else Reason("split-head")
     if isinstance(weight, DTensor):
         shards = sum(isinstance(placement, Shard) for placement in weight.placements)
         if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 gathers the whole weight when the head is called

@@ -285,4 +285,7 @@ CASES = {
     "zero3 not qualified on the last rank": Case(zero(3), prepare=disqualify, changed_on=on_last),
     "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
     "tensor parallel": Case(model=SIX_HEADS, tensor_parallel=True),
+    "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
+    "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),
+    "tensor parallel holes": Case(model=SIX_HEADS, tensor_parallel=True, change=make_a_hole),
 }

@@ -1,20 +1,24 @@
-"""Tensor parallelism is not packed, since each rank has a part of every layer and of the head.
-
-It falls back to TRL.
-"""
-
-from collections import Counter
+"""Tensor parallelism: each rank has a part of every layer and of the vocabulary, and the same batches."""
 
 import pytest
-from rank_comparison import assert_same
+import torch
+from rank_comparison import assert_calls, assert_same
 
 
-@pytest.mark.parametrize("case", ["tensor parallel"])
-def test_it_falls_back_to_stock(case, ranks):
+@pytest.mark.parametrize("case", ["tensor parallel", "tensor parallel tied", "tensor parallel checkpointing"])
+def test_training_equals_stock(case, ranks):
     for rank in ranks:
         stock, patched = rank["stock"], rank["patched"]
         assert stock["sharded"] > 0.5
+        assert patched["sharded"] == stock["sharded"]
         assert_same(stock, patched)
-        assert patched["calls"] == Counter(
-            {("policy", "stock"): 12, ("reference", "stock"): 12 + 6, ("eval", "stock"): 6}
-        )
+        assert_calls(patched, batches=12, evaluated=6)
+        for name, weight in patched["weights"].items():
+            assert torch.equal(weight, ranks[0]["patched"]["weights"][name]), f"{name} differs between the ranks"
+
+
+@pytest.mark.parametrize("case", ["tensor parallel holes"])
+def test_a_batch_that_cannot_be_packed(case, ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert_calls(rank["patched"], batches=12, evaluated=6, unpacked=1, path="padded")
