@@ -4,8 +4,10 @@ Keys are read in place.
 
     q [T, H, D], k [T, H_kv, D]    float16 or bfloat16, in the interpreter also float32; last stride 1
     v [T, H_kv, D_v]               the same
-    rows [S, 4]                    int32, (prefix start, prefix length, own start, own length);
-                                   the own tokens tile [0, T)
+    rows [S, 4]                    int32, those of the layout, of which (_, prefix length, own start,
+                                   own length) are read; the own tokens tile [0, T)
+    pieces [P, 4]                  int32, contiguous keys that make up the rows, each from its first
+                                   position: (row, first key, length, position of the first key)
     sinks [H]                      float32 or None
     out [T, H, D_v]                the dtype of q
     lse [H, T], delta [H, T]       float32
@@ -16,11 +18,11 @@ Keys are read in place.
 
 The positions of a row run through its prefix and then through its own tokens. The query at position
 b sees the key at position a iff 0 <= b - a and, with a window, b - a < window. The algorithms are
-those of FlashAttention-2 (arXiv 2307.08691), over two ranges of keys.
+those of FlashAttention-2 (arXiv 2307.08691), over the pieces of a row, the last of which ends with its own keys.
 
 One program computes the output, or the gradient, of a block of queries; in the kernel of the
 gradients of k and v, one program takes a block of keys and goes over the queries of its row and of
-all rows that have those keys in their prefix, in a fixed order. There are no atomics, so results
+all pieces that contain some of those keys, in a fixed order. There are no atomics, so results
 are reproducible bit by bit. Exponentials are taken in base 2.
 """
 
@@ -46,9 +48,11 @@ class LayoutBlocks(NamedTuple):
     """
 
     rows: Tensor  # [S, 4]
+    pieces: Tensor  # [P, 4]
+    first_piece: Tensor  # [S + 1] where the pieces of each row start in `pieces`
     queries: Tensor  # [number of blocks, 2] the block's row, and the block's first token within the row
     keys: Tensor  # [number of blocks, 2] the same for blocks of keys
-    readers: Tensor  # [R] the rows that have keys of a row in their prefix, sorted by the latter
+    readers: Tensor  # [R] the pieces that contain own keys of a row, sorted by the row
     first_reader: Tensor  # [S + 1] where the readers of each row start in `readers`
 
 
@@ -114,10 +118,16 @@ def _load_block(blocks_ptr):
 
 @triton.jit
 def _load_row(rows_ptr, row):
-    """Start and length of the row's prefix, start and length of its own tokens."""
-    prefix, length = tl.load(rows_ptr + 4 * row).to(tl.int64), tl.load(rows_ptr + 4 * row + 1)
+    """Length of the row's prefix, start and length of its own tokens."""
     own, own_length = tl.load(rows_ptr + 4 * row + 2).to(tl.int64), tl.load(rows_ptr + 4 * row + 3)
-    return prefix, length, own, own_length
+    return tl.load(rows_ptr + 4 * row + 1), own, own_length
+
+
+@triton.jit
+def _load_piece(pieces_ptr, piece):
+    """Row, first key, length and position of a piece."""
+    row, start = tl.load(pieces_ptr + 4 * piece), tl.load(pieces_ptr + 4 * piece + 1).to(tl.int64)
+    return row, start, tl.load(pieces_ptr + 4 * piece + 2), tl.load(pieces_ptr + 4 * piece + 3)
 
 
 @triton.jit
@@ -172,22 +182,23 @@ def _add_keys(
 
 @triton.jit
 def _attend(
-    acc, m, total, q, k_ptr, v_ptr, first, off_q, before, end, stride_kt, stride_vt, window, scale, cap,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    acc, m, total, q, k_ptr, v_ptr, first, length, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Adds all keys of the prefix, or of the row itself, to a block's running state.
+    """Adds the keys [0, length) of a piece to a block's running state.
 
-    `first` and `off_q` are the positions of the block's first query and of its queries relative to
-    key 0. The keys [0, before) precede all of these queries; keys end at `end`.
+    `first` is the position of the block's first query relative to key 0.
     """
-    begin, masked = _unmasked_range(first, before, window, BLOCK_K)
+    off_q = first + tl.arange(0, BLOCK_Q)
+    begin, masked = _unmasked_range(first, tl.minimum(first, length), window, BLOCK_K)
     acc, m, total = _add_keys(
         acc, m, total, q, k_ptr, v_ptr, off_q, begin, masked, stride_kt, stride_vt, window, scale, cap,
         D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
     )  # fmt: skip
     return _add_keys(
-        acc, m, total, q, k_ptr, v_ptr, off_q, masked, end, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+        acc, m, total, q, k_ptr, v_ptr, off_q, masked, tl.minimum(first + BLOCK_Q, length), stride_kt, stride_vt,
+        window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
     )  # fmt: skip
 
 
@@ -200,6 +211,8 @@ def _packed_attention_fwd_kernel(
     v_ptr,
     sinks_ptr,  # [H] float32 or None
     rows_ptr,
+    pieces_ptr,
+    first_piece_ptr,
     blocks_ptr,
     stride_qt,
     stride_qh,
@@ -223,7 +236,7 @@ def _packed_attention_fwd_kernel(
     """One program per block of a row's queries and query head."""
     row, first = _load_block(blocks_ptr)
     head = tl.program_id(1).to(tl.int64)
-    prefix, length, own, own_length = _load_row(rows_ptr, row)
+    before, own, own_length = _load_row(rows_ptr, row)
     k_ptr += head // (H // H_KV) * stride_kh
     v_ptr += head // (H // H_KV) * stride_vh
 
@@ -238,17 +251,12 @@ def _packed_attention_fwd_kernel(
         m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
 
-    k, v = k_ptr + prefix * stride_kt, v_ptr + prefix * stride_vt
-    acc, m, total = _attend(
-        acc, m, total, q, k, v, length + first, length + off_q, length, length, stride_kt, stride_vt, window,
-        scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
-    )  # fmt: skip
-    k, v = k_ptr + own * stride_kt, v_ptr + own * stride_vt
-    end = tl.minimum(first + BLOCK_Q, own_length)
-    acc, m, total = _attend(
-        acc, m, total, q, k, v, first, off_q, first, end, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
-    )  # fmt: skip
+    for piece in range(tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)):
+        _, start, length, position = _load_piece(pieces_ptr, piece)
+        acc, m, total = _attend(
+            acc, m, total, q, k_ptr + start * stride_kt, v_ptr + start * stride_vt, before + first - position, length,
+            stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
     _store_tokens(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, acc / total[:, None], D_V, BLOCK_DV)
     tl.store(lse_ptr + head * T + own + off_q, (m + tl.log2(total)) * LN2, mask=inside)
 
@@ -298,21 +306,23 @@ def _add_keys_to_dq(
 
 @triton.jit
 def _attend_dq(
-    dq, q, grad, lse, delta, k_ptr, v_ptr, first, off_q, before, end, stride_kt, stride_vt, window, scale, cap,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    dq, q, grad, lse, delta, k_ptr, v_ptr, first, length, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of all keys of the prefix, or of the row itself.
+    """Adds the contribution of the keys of a piece.
 
     Arguments as in `_attend`.
     """
-    begin, masked = _unmasked_range(first, before, window, BLOCK_K)
+    off_q = first + tl.arange(0, BLOCK_Q)
+    begin, masked = _unmasked_range(first, tl.minimum(first, length), window, BLOCK_K)
     dq = _add_keys_to_dq(
         dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, begin, masked, stride_kt, stride_vt, window, scale, cap,
         D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
     )  # fmt: skip
     return _add_keys_to_dq(
-        dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, masked, end, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+        dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, masked, tl.minimum(first + BLOCK_Q, length), stride_kt,
+        stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
     )  # fmt: skip
 
 
@@ -326,6 +336,8 @@ def _packed_attention_dq_kernel(
     k_ptr,
     v_ptr,
     rows_ptr,
+    pieces_ptr,
+    first_piece_ptr,
     blocks_ptr,
     stride_qt,
     stride_qh,
@@ -350,7 +362,7 @@ def _packed_attention_dq_kernel(
     """One program per block of a row's queries and query head."""
     row, first = _load_block(blocks_ptr)
     head = tl.program_id(1).to(tl.int64)
-    prefix, length, own, own_length = _load_row(rows_ptr, row)
+    before, own, own_length = _load_row(rows_ptr, row)
     k_ptr += head // (H // H_KV) * stride_kh
     v_ptr += head // (H // H_KV) * stride_vh
 
@@ -362,31 +374,26 @@ def _packed_attention_dq_kernel(
     delta = tl.load(delta_ptr + head * T + own + off_q, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    k, v = k_ptr + prefix * stride_kt, v_ptr + prefix * stride_vt
-    dq = _attend_dq(
-        dq, q, grad, lse, delta, k, v, length + first, length + off_q, length, length, stride_kt, stride_vt, window,
-        scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
-    )  # fmt: skip
-    k, v = k_ptr + own * stride_kt, v_ptr + own * stride_vt
-    end = tl.minimum(first + BLOCK_Q, own_length)
-    dq = _attend_dq(
-        dq, q, grad, lse, delta, k, v, first, off_q, first, end, stride_kt, stride_vt, window,
-        scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K,
-    )  # fmt: skip
+    for piece in range(tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)):
+        _, start, length, position = _load_piece(pieces_ptr, piece)
+        dq = _attend_dq(
+            dq, q, grad, lse, delta, k_ptr + start * stride_kt, v_ptr + start * stride_vt, before + first - position,
+            length, stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
     _store_tokens(dq_ptr + (own * H + head) * D, off_q, inside, H * D, dq * gain, D, BLOCK_D)
 
 
 @triton.jit
 def _add_queries_to_dkv(
-    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, key_positions, valid, offset, begin, end,
+    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, key_positions, valid, begin, end,
     stride_qt, window, scale, cap,
     H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of a row's queries [begin, end) to the gradients of a block of keys.
 
-    `offset` is the position of the row's first own token. `key_positions` are the positions of the
-    keys in that row; keys that are not `valid` are not part of it.
+    `key_positions` are the positions of the keys in that row, relative to its first own token; keys
+    that are not `valid` are not part of it.
     """
     for start in range(begin, end, BLOCK_Q):
         off_q = start + tl.arange(0, BLOCK_Q)
@@ -396,7 +403,7 @@ def _add_queries_to_dkv(
         lse = tl.load(lse_ptr + off_q, mask=inside, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + off_q, mask=inside, other=0.0)
         z = transform(tl.dot(k, q.T, input_precision="ieee"), scale, cap)  # [BLOCK_K, BLOCK_Q]
-        visible = valid[:, None] & _is_visible(offset + off_q[None, :] - key_positions[:, None], window)
+        visible = valid[:, None] & _is_visible(off_q[None, :] - key_positions[:, None], window)
         p = tl.where(visible, tl.exp2(z - lse[None, :]), 0.0)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
         dz = p * (tl.dot(v, grad.T, input_precision="ieee") - delta[None, :])
@@ -417,6 +424,7 @@ def _packed_attention_dkv_kernel(
     k_ptr,
     v_ptr,
     rows_ptr,
+    pieces_ptr,
     blocks_ptr,
     readers_ptr,
     first_reader_ptr,
@@ -443,7 +451,7 @@ def _packed_attention_dkv_kernel(
     """One program per block of a row's keys and key head."""
     row, first = _load_block(blocks_ptr)
     kv_head = tl.program_id(1).to(tl.int64)
-    _, _, own, own_length = _load_row(rows_ptr, row)
+    _, own, own_length = _load_row(rows_ptr, row)
     first_reader, last_reader = tl.load(first_reader_ptr + row), tl.load(first_reader_ptr + row + 1)
 
     off_k = first + tl.arange(0, BLOCK_K)
@@ -458,26 +466,17 @@ def _packed_attention_dkv_kernel(
         head = kv_head * (H // H_KV) + i
         q, grad = q_ptr + head * stride_qh, grad_ptr + head * D_V
         lse, delta = lse_ptr + head * T, delta_ptr + head * T
-        end = own_length
-        if window is not None:
-            end = tl.minimum(end, last + window)
-        dk, dv = _add_queries_to_dkv(
-            dk, dv, k, v, q + own * stride_qt, grad + own * (H * D_V), lse + own, delta + own,
-            off_k, inside, 0, first, end, stride_qt, window, scale, cap,
-            H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
-        )  # fmt: skip
-        for reader_index in range(first_reader, last_reader):
-            reader = tl.load(readers_ptr + reader_index)
-            prefix, length, start, end = _load_row(rows_ptr, reader)
-            before = (own - prefix).to(tl.int32)
+        for reader in range(first_reader, last_reader):
+            reading, piece_start, length, position = _load_piece(pieces_ptr, tl.load(readers_ptr + reader))
+            before, start, end = _load_row(rows_ptr, reading)
+            skipped = (own - piece_start).to(tl.int32)  # keys of the piece before those of the row
+            position += skipped + first - before  # of the block's first key relative to the reading row's own tokens
             if window is not None:
-                end = tl.minimum(end, before + last + window - length)
-            in_prefix = (before + first < length) & (before + last >= 0)  # at least one of these keys
-            end = tl.where(in_prefix, end, 0)
-            positions = before + off_k
+                end = tl.minimum(end, position + last - first + window)
+            end = tl.where(skipped + first < length, end, 0)  # at least one of these keys is in the piece
             dk, dv = _add_queries_to_dkv(
                 dk, dv, k, v, q + start * stride_qt, grad + start * (H * D_V), lse + start, delta + start,
-                positions, inside & (positions >= 0) & (positions < length), length, 0, end,
+                position + off_k - first, inside & (skipped + off_k < length), tl.maximum(position, 0), end,
                 stride_qt, window, scale, cap,
                 H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
             )  # fmt: skip
@@ -489,8 +488,7 @@ def packed_attention_fwd(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rows: Tensor,  # [S, 4] int32, on the device
-    blocks: Tensor,  # [number of blocks, 2] int32, of queries
+    blocks: LayoutBlocks,
     config: KernelConfig,
     sinks: Tensor | None,  # [H] float32
     scale: float,
@@ -503,15 +501,17 @@ def packed_attention_fwd(
     out = torch.empty(t, h, d_v, dtype=query.dtype, device=query.device)
     lse = torch.empty(h, t, dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):
-        _packed_attention_fwd_kernel[(len(blocks), h)](
+        _packed_attention_fwd_kernel[(len(blocks.queries), h)](
             out,
             lse,
             query,
             key,
             value,
             sinks,
-            rows,
-            blocks,
+            blocks.rows,
+            blocks.pieces,
+            blocks.first_piece,
+            blocks.queries,
             *_strides(query, key, value),
             t,
             window,
@@ -548,9 +548,15 @@ def packed_attention_bwd(
         grid = (triton.cdiv(t, BLOCK_T), h)
         sizes = dict(H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
         _delta_kernel[grid](delta, out, grad, t, **sizes, enable_fp_fusion=True)
-        operands = (grad, lse, delta, query, key, value, blocks.rows)
+        operands = (grad, lse, delta, query, key, value, blocks.rows, blocks.pieces)
         _packed_attention_dq_kernel[(len(blocks.queries), h)](
-            dq, *operands, blocks.queries, *common, **shape, **_launch_options(configs.query_gradient)
+            dq,
+            *operands,
+            blocks.first_piece,
+            blocks.queries,
+            *common,
+            **shape,
+            **_launch_options(configs.query_gradient),
         )
         _packed_attention_dkv_kernel[(len(blocks.keys), key.shape[1])](
             dk,

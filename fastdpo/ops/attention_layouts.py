@@ -8,6 +8,7 @@ Dimensions: T packed tokens, S rows of the layout, M gathered keys.
 
 from __future__ import annotations
 
+from bisect import bisect
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,20 +56,70 @@ class VarlenLayout(NamedTuple):
         return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
 
 
-def checked_rows(op: str, rows: Tensor, tokens: int) -> list[tuple[int, int, int, int]]:
-    """The rows [S, 4] as tuples of integers.
+class Piece(NamedTuple):
+    """Contiguous packed tokens that are a part of a row.
+
+    Attributes:
+        start: the first of them.
+        length: their number.
+        position: of the first one in the row.
+    """
+
+    start: int
+    length: int
+    position: int
+
+
+class Row(NamedTuple):
+    """A row of a layout.
+
+    Attributes:
+        prefix: its prefix in as few pieces as possible, in order.
+        prefix_length: their tokens.
+        own: the first of its own tokens.
+        own_length: their number.
+    """
+
+    prefix: list[Piece]
+    prefix_length: int
+    own: int
+    own_length: int
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All tokens of the row."""
+        return self.until(self.prefix_length + self.own_length)
+
+    def until(self, length: int) -> list[Piece]:
+        """The first `length` tokens of the row, which are more than its prefix."""
+        own = Piece(self.own, length - self.prefix_length, self.prefix_length)
+        if not self.prefix or sum(self.prefix[-1][:2]) != self.own:
+            return [*self.prefix, own]
+        *before, (start, last_length, position) = self.prefix
+        return [*before, Piece(start, last_length + own.length, position)]
+
+
+def checked_rows(op: str, rows: Tensor, tokens: int) -> list[Row]:
+    """The rows [S, 4], with the pieces of their prefixes.
 
     Raises:
         ValueError: the rows do not tile [0, tokens), so kernels would read or leave unwritten
-            memory outside of them.
+            memory outside of them, or a prefix is not the beginning of a row before.
     """
-    end, checked = 0, []
-    for prefix, prefix_length, own, own_length in rows.tolist():
-        fits = own == end and own_length > 0 and prefix >= 0 and prefix_length >= 0 and prefix + prefix_length <= own
-        row = (prefix, prefix_length, own, own_length)
+    end, checked, starts = 0, [], []
+    for row in map(tuple, rows.tolist()):
+        prefix, length, own, own_length = row
+        fits = own == end and own_length > 0 and prefix >= 0 and length >= 0 and prefix + length <= own
         checks.require(fits, op, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
+        pieces = []
+        if length:
+            parent = checked[bisect(starts, prefix + length - 1) - 1]
+            begins = prefix == parent.own - parent.prefix_length
+            checks.require(begins, op, "rows", "have prefixes that other rows begin with", row)
+            pieces = parent.until(length)
+        checked.append(Row(pieces, length, own, own_length))
+        starts.append(own)
         end = own + own_length
-        checked.append(row)
     checks.require(end == tokens, op, "rows", "tile [0, {})", f"[0, {end})", tokens)
     return checked
 
@@ -108,19 +159,21 @@ def _compute_blocks(
 
     with torch.device("cpu"):  # independent of torch.set_default_device
         rows = rows_from(content)
-        checked_rows(op, rows, tokens)
-        prefix, prefix_length, own, own_length = rows.long().unbind(1)
+        checked = checked_rows(op, rows, tokens)
+        pieces = [(i, *piece) for i, row in enumerate(checked) for piece in row.pieces]
+        pieces = torch.tensor(pieces, dtype=torch.long).view(-1, 4)
+        reader, start, length, _ = pieces.unbind(1)
+        _, prefix_length, own, own_length = rows.long().unbind(1)
         row, first = _blocks_of_rows(own_length, query_block)
         keys_seen = prefix_length[row] + torch.minimum(first + query_block, own_length[row])
         queries = torch.stack([row, first], 1)[keys_seen.argsort(descending=True, stable=True)]
 
-        overlap = prefix < (own + own_length)[:, None]  # [row, reader]
-        overlap &= (prefix + prefix_length > own[:, None]) & (prefix_length > 0)
+        overlap = (start < (own + own_length)[:, None]) & (start + length > own[:, None])  # [row, piece]
         row, first = _blocks_of_rows(own_length, key_block)
-        queries_seeing = own_length[row] - first + (overlap * own_length).sum(1)[row]
+        queries_seeing = (overlap * own_length[reader]).sum(1)[row] - first
         keys = torch.stack([row, first], 1)[queries_seeing.argsort(descending=True, stable=True)]
-        readers = overlap.nonzero()[:, 1]
-        tensors = (rows, queries, keys, readers, _offsets(overlap.sum(1)))
+        first_piece = _offsets(reader.bincount(minlength=len(rows)))
+        tensors = (rows, pieces, first_piece, queries, keys, overlap.nonzero()[:, 1], _offsets(overlap.sum(1)))
         return LayoutBlocks(*(to_device(x, device) for x in tensors))
 
 
@@ -139,17 +192,14 @@ def _offsets(lengths: Tensor) -> Tensor:
 def _compute_varlen_layout(op: str, device: torch.device, content: bytes, tokens: int) -> VarlenLayout:
     with torch.device("cpu"):  # independent of torch.set_default_device
         rows = rows_from(content)
-        checked_rows(op, rows, tokens)
-        prefix, prefix_length, own, own_length = rows.long().unbind(1)
-        lengths = prefix_length + own_length
+        checked = checked_rows(op, rows, tokens)
+        own_length, lengths = rows[:, 3].long(), rows[:, 1].long() + rows[:, 3]
         cu_queries, cu_keys = _offsets(own_length), _offsets(lengths)
         max_queries, max_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
         places = None
-        if prefix_length.any():
-            row = torch.arange(len(rows)).repeat_interleave(lengths)
-            position = torch.arange(len(row)) - cu_keys[row]
-            in_prefix = position < prefix_length[row]
-            index = torch.where(in_prefix, prefix[row] + position, own[row] + position - prefix_length[row])
+        if rows[:, 1].any():
+            pieces = [piece for row in checked for piece in row.pieces]
+            index = torch.cat([torch.arange(start, start + length) for start, length, _ in pieces])
             first_reader = _offsets(index.bincount(minlength=tokens))
             tensors = (index, index.argsort(stable=True), first_reader)
             places = KeyPlaces(*(to_device(x, device) for x in tensors))

@@ -5,7 +5,7 @@ to query i iff `0 <= offset + i - j < window`, where offset is the position of t
 that of the first key. The queries [0, n) of a row are divided into
 
     [0, unwindowed)    queries whose window hides nothing: they see their row, causally, and all of the prefix
-    [unwindowed, n)    blocks of queries, each with the range of the row and of the prefix that it sees
+    [unwindowed, n)    blocks of queries, each with the range of the row and those of the prefix that it sees
 
 Dimensions: T packed tokens, H query heads, H_kv key heads, G = H / H_kv, n_q queries and n_k keys of
 a piece, D and D_v head sizes, S rows of the layout.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_layouts import checked_rows
+from .attention_layouts import Row, checked_rows
 from .dtypes import accumulation_dtype
 from .logit_rows import Transform
 
@@ -48,7 +48,7 @@ def query_blocks(
 ) -> Iterator[tuple[slice, list[KeyRange]]]:
     """Blocks of queries with the keys that they see.
 
-    These are a range of the row itself and, if visible, a range of its prefix.
+    These are a range of the row itself and the visible ranges of its prefix.
 
     Every query of a block sees at least one key of each range.
 
@@ -63,32 +63,33 @@ def query_blocks(
     Raises:
         ValueError: the rows do not tile [0, tokens).
     """
-    for prefix, prefix_length, own, own_length in checked_rows(op, rows, tokens):
-        for start, end, sees_prefix in _block_bounds(prefix_length, own_length, window, max_scores):
+    for row in checked_rows(op, rows, tokens):
+        for start, end in _block_bounds(row, window, max_scores):
             first = max(0, start - window + 1)
-            ranges = [KeyRange(slice(own + first, own + end), start - first)]
-            if sees_prefix:
-                position = prefix_length + start
-                first = max(0, position - window + 1)
-                ranges.append(KeyRange(slice(prefix + first, prefix + prefix_length), position - first))
-            yield slice(own + start, own + end), ranges
+            ranges = [KeyRange(slice(row.own + first, row.own + end), start - first)]
+            first_visible = row.prefix_length + start - window + 1
+            for keys, length, position in row.prefix:
+                hidden = max(0, first_visible - position)
+                if hidden < length:
+                    offset = row.prefix_length + start - position - hidden
+                    ranges.append(KeyRange(slice(keys + hidden, keys + length), offset))
+            yield slice(row.own + start, row.own + end), ranges
 
 
-def _block_bounds(
-    prefix_length: int, own_length: int, window: int, max_scores: int | None
-) -> Iterator[tuple[int, int, bool]]:
-    """Start and end of a row's blocks of queries, and whether they see the prefix."""
-    if max_scores is None and prefix_length + own_length <= window:  # the general case, but faster
-        yield 0, own_length, prefix_length > 0
+def _block_bounds(row: Row, window: int, max_scores: int | None) -> Iterator[tuple[int, int]]:
+    """Start and end of a row's blocks of queries, each of which sees the same pieces of the prefix."""
+    n = row.own_length
+    if max_scores is None and row.prefix_length + n <= window:  # the general case, but faster
+        yield 0, n
         return
-    unwindowed = min(max(0, window - prefix_length), own_length)
-    prefix_visible = min(window - 1, own_length) if prefix_length else 0  # later queries see no key of the prefix
-    longest = max(prefix_length, own_length)
-    step = own_length if max_scores is None else max(1, max_scores // min(longest, window + BLOCK))
-    windowed_starts = range(unwindowed, own_length, min(step, BLOCK))
-    bounds = {*range(0, unwindowed, step), *windowed_starts, prefix_visible, own_length}
-    for start, end in pairwise(sorted(bounds)):
-        yield start, end, start < prefix_visible
+    unwindowed = min(max(0, window - row.prefix_length), n)
+    # Later queries see no key of the piece.
+    last_visible = (x.position + x.length + window - 1 - row.prefix_length for x in row.prefix)
+    longest = max(row.prefix_length, n)
+    step = n if max_scores is None else max(1, max_scores // min(longest, window + BLOCK))
+    windowed_starts = range(unwindowed, n, min(step, BLOCK))
+    bounds = {*range(0, unwindowed, step), *windowed_starts, *(min(max(0, x), n) for x in last_visible), n}
+    yield from pairwise(sorted(bounds))
 
 
 def _visible(n_q: int, n_k: int, offset: int, window: int, device: torch.device) -> Tensor:

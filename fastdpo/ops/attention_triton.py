@@ -47,7 +47,7 @@ class TritonCall:
         blocks = layout_blocks(OP, self.rows, len(query), config.block_q, config.block_k, query.device)
         q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
         sinks = None if sinks is None else sinks.float().contiguous()
-        return packed_attention_fwd(q, k, v, blocks.rows, blocks.queries, config, sinks, *self.options)
+        return packed_attention_fwd(q, k, v, blocks, config, sinks, *self.options)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor

@@ -4,7 +4,8 @@ Rows whose tokens also see each other ahead, such as images, are split off first
 
 On GPUs, a backend computes the whole layout at once (`attention_backends`). Elsewhere it is
 computed in pieces without copies (`attention_pieces`): each block of queries attends to its own row
-(causally) and to its prefix, and the results are merged by their log-sum-exps:
+(causally) and to each contiguous piece of its prefix, and the results are merged by their
+log-sum-exps:
 
     lse = log(exp(lse_own) + exp(lse_prefix))
     out = out_own exp(lse_own - lse) + out_prefix exp(lse_prefix - lse)
@@ -197,8 +198,9 @@ def packed_attention(
         key: [T, H_kv, D], with H a multiple of H_kv (grouped queries).
         value: [T, H_kv, D_v].
         rows: int32 [S, 4], `Layout.rows`: (prefix start, prefix length, own start, own length). The
-            own tokens tile [0, T) in order. A prefix consists of the first tokens of its sequence,
-            and ends before the own tokens or with the last of them.
+            own tokens tile [0, T) in order. The prefix is the token `prefix start + prefix length -
+            1` and what that token sees, `prefix length` tokens in all. It ends before the own
+            tokens or with the last of them.
             On the CPU or on the device of query. The host reads it, so the CPU is preferable.
         scale: multiplies the scores; any finite number, or None for `D ** -0.5`.
         window: number of positions that a query sees, including its own (arXiv 2310.06825) and

@@ -156,18 +156,21 @@ def packed_attention(
 ) -> Tensor:  # [T, H, D_v]
     """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
 
-    A row's positions start at 0, run through its prefix and continue through its own tokens. A
-    query at position p sees the keys at positions k with p - window < k <= p. In a row whose prefix
-    ends where the row itself ends, it also sees the row's own keys at k > p. Scores are `scale *
-    q.k`, or `softcap * tanh(scale * q.k / softcap)`. The sink of a head is one more score in its
-    softmax, without a value.
+    The prefix of a row is the token `prefix start + prefix length - 1` and what this token sees. A
+    row's positions start at 0, run through its prefix and continue through its own tokens. A query
+    at position p sees the keys at positions k with p - window < k <= p. In a row whose prefix ends
+    where the row itself ends, it also sees the row's own keys at k > p. Scores are `scale * q.k`,
+    or `softcap * tanh(scale * q.k / softcap)`. The sink of a head is one more score in its softmax,
+    without a value.
     """
     visible = torch.zeros(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)  # [T, T]
+    paths: list[list[int]] = []  # of each token, those from the first of its row to itself
     for prefix, prefix_length, own, own_length in rows.tolist():
         end = own + own_length
         is_island = prefix + prefix_length == end
         before = own - prefix if is_island else prefix_length
-        seen = [*range(prefix, prefix + before), *range(own, end)]
+        seen = [*(paths[prefix + before - 1] if before else ()), *range(own, end)]
+        paths += [seen[: before + i + 1] for i in range(own_length)]
         position = torch.arange(len(seen), device=query.device)
         distance = position[before:, None] - position  # [own_length, len(seen)]
         in_window = distance < (len(seen) if window is None else window)

@@ -138,7 +138,8 @@ def attention_arguments(d, d_v, config, **features):
     return {
         **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
         **dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32"),
-        **dict.fromkeys(("rows_ptr", "blocks_ptr", "readers_ptr", "first_reader_ptr"), "*i32"),
+        **dict.fromkeys(("rows_ptr", "pieces_ptr", "first_piece_ptr"), "*i32"),
+        **dict.fromkeys(("blocks_ptr", "readers_ptr", "first_reader_ptr"), "*i32"),
         **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
         **dict(T="i32", scale="fp32", gain="fp32", H=32, H_KV=8, D=d, D_V=d_v),
         **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
@@ -169,10 +170,12 @@ def compile_attention(target, name, d, features="plain"):
 
 SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
     (128, "forward", "sm80"): 64,  # 56
-    (128, "forward", "sm100"): 96,  # 48
+    (128, "forward", "sm100"): 304,  # 288
+    (128, "queries", "gfx942"): 8,  # 4
     (128, "keys", "sm100"): 96,  # 88
     (128, "keys", "gfx942"): 16,  # 11
-    (256, "queries", "sm100"): 48,  # 32
+    (256, "forward", "sm100"): 144,  # 128
+    (256, "queries", "sm100"): 272,  # 256
     (256, "keys", "sm80"): 64,  # 0, with Triton 3.6 64
     (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 9
     (256, "keys", "sm90"): 208,  # 200

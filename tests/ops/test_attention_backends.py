@@ -75,9 +75,7 @@ def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     varlen = varlen_layout("op", ROWS, 13, CPU)
     configs = packed_attention.kernel_configs(16, 16, False)
     query, key = torch.empty(13, 4, 16, device="meta"), torch.empty(13, 2, 16, device="meta")
-    out, lse = packed_attention.packed_attention_fwd(
-        query, key, key, blocks.rows, blocks.queries, configs.forward, None, *OPTIONS
-    )
+    out, lse = packed_attention.packed_attention_fwd(query, key, key, blocks, configs.forward, None, *OPTIONS)
     packed_attention.packed_attention_bwd(out, query, key, key, out, lse, blocks, configs, *OPTIONS)
     placed = gather_keys.gather_keys_fwd(key, key, varlen.places.index)
     gather_keys.gather_keys_bwd(*placed, varlen.places.readers, varlen.places.first_reader)

@@ -16,16 +16,17 @@ from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.ops import attention_backends, attention_flash, attention_layouts, packed_attention, reference
 from fastdpo.testing import assert_as_accurate_as, error
 
-ROWS = torch.tensor([[0, 0, 0, 9], [0, 5, 9, 4], [0, 5, 13, 1], [14, 0, 14, 3], [17, 0, 17, 20], [17, 18, 37, 10]])
-ROWS = ROWS.int()
+ROWS = [[0, 0, 0, 9], [0, 5, 9, 4], [0, 5, 13, 1], [14, 0, 14, 3], [17, 0, 17, 20], [17, 18, 37, 10]]
+ROWS += [[19, 28, 47, 19], [19, 22, 66, 7], [19, 30, 73, 2], [44, 23, 75, 4]]  # prefixes in 2, 2, 2 and 3 pieces
+ROWS = torch.tensor(ROWS, dtype=torch.int32)
+TOKENS = int(ROWS[-1, 2:].sum())
 CPU = torch.device("cpu")
 HEADS = {"grouped": (4, 2, 16, 16), "narrow": (3, 1, 12, 12), "wide values": (4, 2, 8, 20)}
 
 
 def inputs_of(heads, dtype=torch.float32):
     h, h_kv, d, d_v = HEADS[heads]
-    t = int(ROWS[-1, 2:].sum())
-    return [torch.randn(t, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
+    return [torch.randn(TOKENS, *shape).to(dtype) for shape in ((h, d), (h_kv, d), (h_kv, d_v), (h, d_v))]
 
 
 class StandIn:
@@ -302,9 +303,9 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
 @pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gather_keys_and_its_gradient(dtype, value_heads):
-    layout = attention_layouts.varlen_layout("op", ROWS, int(ROWS[-1, 2:].sum()), torch.device("cpu"))
-    key = torch.randn(2, 47, 24).transpose(0, 1).to(dtype)
-    value = torch.randn(47, value_heads, 1500).to(dtype)  # several blocks
+    layout = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU)
+    key = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype)
+    value = torch.randn(TOKENS, value_heads, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
     assert all(torch.equal(x, of[layout.places.index]) for x, of in zip(placed, (key, value), strict=True))
     grads = [torch.randn_like(x) for x in placed]
@@ -316,14 +317,19 @@ def test_gather_keys_and_its_gradient(dtype, value_heads):
 
 def test_layouts_do_not_depend_on_the_default_device():
     with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
-        varlen = attention_layouts.varlen_layout("op", ROWS, 47, CPU)
-        blocks = attention_layouts.layout_blocks("op", ROWS, 47, 16, 16, CPU)
+        varlen = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU)
+        blocks = attention_layouts.layout_blocks("op", ROWS, TOKENS, 16, 16, CPU)
     for layout in (varlen, blocks, varlen.places):
         assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
-    assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47]
-    assert blocks.first_reader.tolist() == [0, 2, 2, 2, 2, 3, 3]
-    assert blocks.readers.tolist() == [1, 2, 5]
-    assert blocks.queries[:2].tolist() == [[5, 0], [4, 16]]  # sorted by the number of visible keys: 28, 20
+    assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47, 66, 73, 75, 79]
+    assert blocks.pieces[14:].tolist() == [
+        *([8, 17, 18, 0], [8, 37, 12, 18], [8, 73, 2, 30]),
+        *([9, 17, 18, 0], [9, 37, 4, 18], [9, 66, 1, 22], [9, 75, 4, 23]),
+    ]
+    assert blocks.first_piece.tolist() == [0, 1, 3, 5, 6, 7, 9, 11, 14, 17, 21]
+    assert blocks.first_reader.tolist() == [0, 3, 4, 5, 6, 12, 17, 19, 21, 22, 23]
+    assert blocks.readers[:17].tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 11, 14, 17, 8, 10, 12, 15, 18]
+    assert blocks.queries[:2].tolist() == [[6, 16], [6, 0]]  # sorted by the number of visible keys: 47, 44
     assert blocks.keys[0].tolist() == [4, 0]  # seen by the most queries
 
 
