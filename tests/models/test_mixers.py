@@ -336,24 +336,37 @@ def test_a_compiled_model(chosen):
 ROWS = [(0, 0, 0, 9), (0, 5, 9, 3), (12, 0, 12, 2), (14, 0, 14, 6), (20, 0, 20, 4), (20, 4, 24, 3), (27, 0, 27, 1)]
 
 
-def tokens_of_rows() -> list[list[int]]:
-    return [[*range(start, start + length), *range(own, own + n)] for start, length, own, n in ROWS]
+# Behind the first 6 tokens of a row a second one, behind 4 of that a third, and behind 1 of that a fourth.
+TREE = [(0, 0, 0, 9), (0, 6, 9, 5), (3, 10, 14, 3), (4, 11, 17, 2), (19, 0, 19, 4)]
+EITHER = pytest.mark.parametrize("rows", [ROWS, TREE], ids=["pairs", "tree"])
 
 
-def test_halos_are_the_tokens_before_each_token():
-    segments = Segments([*map(list, ROWS)], CPU)
+def tokens_of_rows(rows) -> list[list[int]]:
+    found = []
+    for start, length, own, n in rows:
+        last = start + length - 1
+        before = next((row[:length] for row in found if length and row[length - 1 :][:1] == [last]), [])
+        assert len(before) == length
+        found.append([*before, *range(own, own + n)])
+    return found
+
+
+@EITHER
+def test_halos_are_the_tokens_before_each_token(rows):
+    segments = Segments([*map(list, rows)], CPU)
     for reach in (0, 1, 3, 12):
         index, keep = segments.halos(reach)
-        for row in tokens_of_rows():
+        for row in tokens_of_rows(rows):
             for i, token in enumerate(row):
                 before = [segments.tokens] * (reach - i) + row[max(0, i - reach) : i]
                 place = int(keep[token])
                 assert index[0, place - reach : place + 1].tolist() == [*before, token]
 
 
+@EITHER
 @pytest.mark.parametrize("way", ["whole_rows", "shared"])
-def test_sequences_contain_each_token_behind_its_row(way):
-    segments = Segments([*map(list, ROWS)], CPU)
+def test_sequences_contain_each_token_behind_its_row(way, rows):
+    segments = Segments([*map(list, rows)], CPU)
     sequences = getattr(segments, way)
     flat = torch.cat([batch.flatten() for batch in sequences.batches])
     assert flat[sequences.place].tolist() == [*range(segments.tokens)]
@@ -361,8 +374,8 @@ def test_sequences_contain_each_token_behind_its_row(way):
     batches = [gather(values, 2, index) for index in sequences.batches]
     assert torch.equal(collect(batches, 2, sequences.place), values)
     first, *second = ([[t for t in row if t < segments.tokens] for row in x.tolist()] for x in sequences.batches)
-    rows = first if not second else [first[p] + row for p, row in zip(sequences.parents, second[0], strict=True)]
-    assert all(row in [*rows, *first] for row in tokens_of_rows())
+    found = first if not second else [first[p] + row for p, row in zip(sequences.parents, second[0], strict=True)]
+    assert all(row in [*found, *first] for row in tokens_of_rows(rows))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Where the segments of packed tokens are, for functions that read tokens in order.
 
 A shared prompt and its completions, `[P | C | R]`, are three segments. P is a root, because nothing
-precedes it; C and R are branches of P. A row that shares no prefix is a root without branches.
+precedes it; C and R are branches of P. A row that shares no prefix is a root without branches. In
+a deeper tree, the root of a row reaches to the last token behind which another row continues.
+Roots may then begin alike, and their tokens occur in several of them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,11 +18,11 @@ from torch import Tensor
 
 
 class Halos(NamedTuple):
-    """All segments in one sequence, each behind the tokens that precede it in its row.
+    """The own tokens of all rows in one sequence, each behind the tokens that precede it in its row.
 
     Attributes:
         index: int64 [1, M], packed tokens; T, a token of zeros, before the first token of a row.
-        keep: int64 [T], where each packed token is in its own segment.
+        keep: int64 [T], where each packed token is among the own tokens of its row.
     """
 
     index: Tensor
@@ -74,25 +77,28 @@ class Segments:
         self.tokens = rows[-1][2] + rows[-1][3]
         self._device = device
         self._halos: dict[int, Halos] = {}
-        prefixes = {start: length for start, length, _, _ in rows if length}
-        self._roots = [np.arange(start, start + length) for start, length in prefixes.items()]
+        starts = [own for _, _, own, _ in rows]
+        self._rows: list[np.ndarray] = []
+        self._prefix_lengths = [length for _, length, _, _ in rows]
+        for prefix, length, own, own_length in rows:
+            before = self._rows[bisect(starts, prefix + length - 1) - 1][:length] if length else np.arange(0)
+            self._rows.append(np.concatenate([before, np.arange(own, own + own_length)]))
+
+        is_end = np.zeros(self.tokens, dtype=bool)  # whether another row continues behind a token
+        is_end[[prefix + length - 1 for prefix, length, _, _ in rows if length]] = True
+        root_of: dict[int, int] = {}  # by its last token
+        self._roots: list[np.ndarray] = []
         self._branches: list[np.ndarray] = []
         self._parents: list[int] = []
-        self._rows: list[np.ndarray] = []
-        parent_of = {start: i for i, start in enumerate(prefixes)}
-        for start, length, own, own_length in rows:
-            if not length:  # the first row of a group stores the prefix among its own tokens
-                start, length = own, prefixes.get(own, 0)
-                first = own + length
-            else:
-                first = own
-            prefix, segment = np.arange(start, start + length), np.arange(first, own + own_length)
-            self._rows.append(np.concatenate([prefix, segment]))
-            if length and len(segment):
-                self._branches.append(segment)
-                self._parents.append(parent_of[start])
-            elif len(segment):
-                self._roots.append(segment)
+        for row in self._rows:
+            ends = np.flatnonzero(is_end[row])
+            root, branch = np.split(row, [ends[-1] + 1 if len(ends) else len(row)])
+            if root[-1] not in root_of:
+                root_of[root[-1]] = len(self._roots)
+                self._roots.append(root)
+            if len(branch):
+                self._branches.append(branch)
+                self._parents.append(root_of[root[-1]])
 
     @cached_property
     def whole_rows(self) -> Sequences:
@@ -134,12 +140,11 @@ class Segments:
         return min(both, key=lambda sequences: sequences.chunks(chunk))
 
     def halos(self, reach: int) -> Halos:
-        """The segments, each behind the `reach` tokens that precede it."""
+        """The own tokens of each row behind the `reach` tokens that precede them."""
         if reach not in self._halos:
-            pairs = [(np.arange(0), root) for root in self._roots]
-            pairs += [(self._roots[i], branch) for i, branch in zip(self._parents, self._branches, strict=True)]
             pieces, keep, end = [], np.empty(self.tokens, dtype=np.int64), 0
-            for before, segment in pairs:
+            for row, length in zip(self._rows, self._prefix_lengths, strict=True):
+                before, segment = row[:length], row[length:]
                 halo = before[max(0, len(before) - reach) :]
                 pieces += [np.full(reach - len(halo), self.tokens), halo, segment]
                 keep[segment] = end + reach + np.arange(len(segment))
