@@ -12,10 +12,11 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import checks
-from .prefix_groups import groups_by_content
+from .prefix_tree import Branch, prefix_tree
 from .reasons import Reason
 
 IGNORE_INDEX = -100
@@ -38,17 +39,20 @@ class NotPackable(ValueError):
 class Layout:
     """How the rows of a padded batch [R, L] are stored in a packed buffer of T tokens.
 
-    The longest common prefix of token ids of a group's rows is stored once, followed by the
-    remaining tokens of each row: `[P | C | R]` for a pair. The positions of C and of R both
-    continue those of P. Only tokens that a scored position depends on are stored. A position that
-    several rows share with the same target is scored once.
+    Token ids that rows begin with are stored once, followed by the remaining tokens of each row:
+    `[P | C | R]` for a pair. The positions of C and of R both continue those of P. Rows form a tree
+    (`prefix_tree`): of four rows, two may share a prompt, and all the system prompt before it. Only
+    tokens that a scored position depends on are stored. A position that several rows share with the
+    same target is scored once.
 
     Attributes:
         token_index: int64 [T], the index of each packed token in the flattened padded batch.
         position_ids: int64 [T], the position of each packed token in its row.
         rows: int32 [S, 4] on the CPU, for attention: (prefix start, prefix length, own start, own
             length). The own tokens of the rows tile [0, T) in order. They see their prefix and,
-            causally, themselves. The first row of a group stores the prefix among its own tokens.
+            causally, themselves. The prefix is the packed token `prefix start + prefix length - 1`,
+            which belongs to a row before, and what that token sees. It begins at `prefix start` if
+            that row has no prefix itself.
         score_index: int64 [N], the packed tokens whose next token is scored.
         targets: int64 [N], the ids that are scored.
         output_index: int64 [M], the indices in the flattened [R, W] output that hold a scored
@@ -159,9 +163,8 @@ def pack(
             values 0 and 1. The real tokens of a row must be contiguous.
         labels: int32 or int64 [R, L], -100 where nothing is scored. Position i - 1 scores label i.
         groups: int32 or int64 [R]. Rows with the same number may share a prefix. "prompts": rows
-            that are equal up to the token that scores their first label. "content": rows that begin
-            alike, in groups by what that saves (`prefix_groups.groups_by_content`). None: no rows
-            do.
+            that are equal up to the token that scores their first label. "content": all rows. None:
+            no rows do.
         shifted: position i scores label i, and the output has the width of the input.
         store_all: store every real token, including those that no scored position depends on. A
             router's auxiliary loss counts them.
@@ -209,34 +212,27 @@ def pack(
     offset, need = _extents(real, scored, store_all)
     n_rows, length = ids.shape
 
-    # Rows sorted by group, without those that need no token. The first row of each group is its
-    # leader.
-    if groups is None:
+    if isinstance(groups, str):
+        groups = _rows_of_a_prompt(ids, offset, scored) if groups == "prompts" else torch.zeros_like(need)
+    elif groups is None:
         groups = torch.arange(n_rows, device="cpu")
-    elif groups == "prompts":
-        groups = _rows_of_a_prompt(ids, offset, scored)
-    elif isinstance(groups, str):
-        ends = zip(offset.tolist(), need.tolist(), strict=True)
-        stored = [row[start : start + n] for row, (start, n) in zip(ids.numpy(), ends, strict=True)]
-        groups = torch.tensor(groups_by_content(stored), device="cpu")
-    members = groups.cpu()[need > 0]
-    order = members.argsort(stable=True)
-    row = (need > 0).nonzero()[:, 0][order]  # [S] rows of the padded batch
-    group = torch.unique_consecutive(members[order], return_inverse=True)[1]
-    leads = torch.ones_like(group, dtype=torch.bool)
-    leads[1:] = group[1:] != group[:-1]
-    leader = leads.nonzero()[:, 0][group]  # [S] index among the S rows
-    prefix = _common_prefixes(ids, offset, need, row, leader, group)  # [S]
+    row = (need > 0).nonzero()[:, 0]  # [S] rows of the padded batch
+    tokens, ends = ids.numpy(), zip(row.tolist(), offset[row].tolist(), need[row].tolist(), strict=True)
+    stored = [tokens[i, start : start + n] for i, start, n in ends]
+    tree = prefix_tree(stored, groups.cpu()[row].tolist())
+    order = sorted(range(len(row)), key=lambda i: tree[i].root)  # rows that share are neighbours
+    paths = _paths(stored, tree, order)  # [S, longest]
 
-    own_length = need[row] - prefix * ~leads
+    row, shared = row[order], torch.tensor([tree[i].shared for i in order], device="cpu")
+    own_length = need[row] - shared
     own_start = own_length.cumsum(0) - own_length
-    skipped = prefix * ~leads  # tokens of a row that its leader stores
-    prefix_start, origin = own_start[leader], own_start - skipped  # origin: where position 0 of a row would be
+    last = paths[order, shared - 1]
     n_tokens = int(own_length.sum())
-    position_ids = torch.arange(n_tokens, device="cpu") - _repeat(origin, own_length)  # [T]
+    position_ids = torch.arange(n_tokens, device="cpu") - _repeat(own_start - shared, own_length)  # [T]
     token_index = _repeat(row * length + offset[row], own_length) + position_ids
-    rows = torch.stack([prefix_start, skipped, own_start, own_length], 1)[own_length > 0]
-    multiplicity = _multiplicity(prefix_start, skipped, n_tokens)
+    prefix = torch.where(shared > 0, last - shared + 1, own_start)
+    rows = torch.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
+    multiplicity = paths[paths >= 0].bincount()
     if reach is not None and position_ids.max() < reach - 1:
         rows = torch.cat([rows, rows.new_tensor([[n_tokens, 0, n_tokens, 1]])])
         token_index = torch.cat([token_index, token_index[:1]])
@@ -245,13 +241,11 @@ def pack(
 
     # Every scored (row, column) of the output, and the packed position that scores it.
     output_index = torch.from_numpy(np.flatnonzero(scored.numpy()))  # [M]
-    index_of_row = row.new_zeros(n_rows).index_copy_(0, row, torch.arange(len(row), device="cpu"))
-    per_row = row * scored.shape[1] + offset[row], prefix, prefix_start, origin
-    first, shared, prefix_origin, row_origin = (_repeat(x[index_of_row], scored.sum(1)) for x in per_row)  # [M] each
-    position = output_index - first
-    in_prefix = position < shared
-    packed = position + torch.where(in_prefix, prefix_origin, row_origin)
-    score_index, score_targets, output_source = _score_once(packed, target, in_prefix)
+    place = row.new_zeros(n_rows).index_copy_(0, row, torch.tensor(order, device="cpu"))  # of each row in `paths`
+    first = torch.arange(n_rows, device="cpu") * scored.shape[1] + offset
+    place, first = (_repeat(x, scored.sum(1)) for x in (place, first))  # [M] each
+    packed = paths[place, output_index - first]
+    score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
     tensors = (token_index, position_ids, score_index, score_targets, output_index, output_source, multiplicity)
     tensors = _to_device(device, *tensors)
@@ -369,20 +363,23 @@ def _rows_of_a_prompt(ids: Tensor, offset: Tensor, scored: Tensor) -> Tensor:
     return torch.tensor([first_of.setdefault(x, i) for i, x in enumerate(prompts)], device="cpu")
 
 
-def _common_prefixes(ids: Tensor, offset: Tensor, need: Tensor, row: Tensor, leader: Tensor, group: Tensor) -> Tensor:
-    """[S] how many leading tokens the rows of each row's group share; 0 in groups of one row."""
-    follows = (leader != torch.arange(len(leader), device="cpu")).nonzero()[:, 0]
-    if not len(follows):
-        return torch.zeros_like(leader)
-    mine, first = row[follows], row[leader[follows]]
-    bound = torch.minimum(need[mine], need[first])
-    columns = torch.arange(int(bound.max()), device="cpu")
-    same = _tokens_from(ids[mine], offset[mine], columns) == _tokens_from(ids[first], offset[first], columns)
-    same &= columns < bound[:, None]
-    common = torch.where(same.all(1), bound, _span(~same)[0])
-    shortest = torch.full_like(leader, ids.shape[1]).scatter_reduce(0, group[follows], common, "amin")  # [groups..]
-    has_followers = torch.zeros_like(leader, dtype=torch.bool).index_fill(0, group[follows], True)
-    return torch.where(has_followers, shortest, 0)[group]
+def _paths(rows: Sequence[NDArray[np.int64]], tree: Sequence[Branch], order: Sequence[int]) -> Tensor:
+    """[S, longest] the packed token of each token of the rows, -1 behind their ends.
+
+    Args:
+        rows: the tokens of each row.
+        tree: how each row is stored.
+        order: the order in which the rows are.
+    """
+    paths = np.full((len(rows), max(map(len, rows))), -1)
+    end = 0
+    for i in order:
+        parent, shared, _ = tree[i]
+        own = len(rows[i]) - shared
+        paths[i, :shared] = paths[parent, :shared]
+        paths[i, shared : shared + own] = np.arange(end, end + own)
+        end += own
+    return torch.from_numpy(paths)
 
 
 def _repeat(values: Tensor, counts: Tensor) -> Tensor:
@@ -390,33 +387,17 @@ def _repeat(values: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
-def _tokens_from(ids: Tensor, offset: Tensor, columns: Tensor) -> Tensor:
-    """The tokens of each row from its offset on. Values beyond the end of a row are arbitrary."""
-    if not offset.any():
-        return ids[:, : len(columns)]
-    return ids.gather(1, (offset[:, None] + columns).clamp(max=ids.shape[1] - 1))
-
-
-def _multiplicity(prefix_start: Tensor, prefix_length: Tensor, n_tokens: int) -> Tensor:
-    """[T] 1 plus the number of other rows that have each token in their prefix."""
-    change = prefix_start.new_zeros(n_tokens + 1)
-    change[0] = 1
-    change.index_add_(0, prefix_start, torch.ones_like(prefix_start))
-    change.index_add_(0, prefix_start + prefix_length, torch.ones_like(prefix_start), alpha=-1)
-    return change.cumsum(0)[:-1]
-
-
-def _score_once(packed: Tensor, target: Tensor, in_prefix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges equal pairs of packed position and target, which exist only in prefixes.
+def _score_once(packed: Tensor, target: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merges equal pairs of packed position and target, which exist only where rows share the position.
 
     Returns:
         score_index [N], targets [N] and output_source [M] of the `Layout`.
     """
     base = int(target.max()) + 1 if len(target) else 1
-    key, merged = torch.unique((packed * base + target)[in_prefix], return_inverse=True)
-    unshared = ~in_prefix
+    key, merged = torch.unique((packed * base + target)[shared], return_inverse=True)
+    unshared = ~shared
     source = unshared.cumsum(0) - 1
-    source[in_prefix] = int(unshared.sum()) + merged
+    source[shared] = int(unshared.sum()) + merged
     return torch.cat([packed[unshared], key // base]), torch.cat([target[unshared], key % base]), source
 
 

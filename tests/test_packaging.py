@@ -32,7 +32,7 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
     "checks": set(),
     "reasons": set(),
-    "packing": {"checks", "prefix_groups", "reasons"},
+    "packing": {"checks", "prefix_tree", "reasons"},
     "distributed": set(),
     "logs": set(),
     "testing": set(),

@@ -9,7 +9,6 @@ import torch
 
 from fastdpo import packing
 from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
-from fastdpo.prefix_groups import groups_by_content
 
 # Tests describe a row of a batch by its ids and, for each id, its label or None.
 
@@ -70,14 +69,10 @@ def visible_ids(layout, t, ids):
     stored = ids.reshape(-1)[layout.token_index].tolist()
     for prefix, prefix_length, start, length in layout.rows.tolist():
         if start <= t < start + length:
-            return stored[prefix : prefix + prefix_length] + stored[start : t + 1]
+            before = visible_ids(layout, prefix + prefix_length - 1, ids) if prefix_length else []
+            assert len(before) == prefix_length
+            return before + stored[start : t + 1]
     raise AssertionError(f"token {t} belongs to no row")
-
-
-def shared_length(rows):
-    """The number of leading ids that all rows share."""
-    columns = enumerate(zip(*rows, strict=False))
-    return next((i for i, column in columns if len(set(column)) > 1), min(len(row) for row in rows))
 
 
 def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False):
@@ -114,8 +109,8 @@ def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False
     assert end == len(layout.token_index)
     assert mask.reshape(-1)[layout.token_index].all()
 
-    # Stored tokens: the common prefix of each group once, then the rest of each row up to its last
-    # scored position.
+    # Stored tokens: each that a scored position depends on, once for all rows of a group with the
+    # same tokens up to it.
     need = [max([c - offset[r] + 1 for s, c in scored if s == r], default=0) for r in range(n_rows)]
     if store_all:
         need = [len(row) for row in real]
@@ -126,14 +121,8 @@ def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False
     for r in range(n_rows):
         if need[r]:
             members[int(groups[r])].append(real[r][: need[r]])
-    tokens = 0
-    for rows in members.values():
-        shared = shared_length(rows)
-        tokens += shared + sum(len(row) - shared for row in rows)
-        if len(rows) < 3:  # each distinct token, identified by the ids up to it, is stored once
-            distinct = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
-            assert len(distinct) == shared + sum(len(row) - shared for row in rows)
-    assert len(layout.token_index) == tokens
+    distinct = [{tuple(row[: i + 1]) for row in rows for i in range(len(row))} for rows in members.values()]
+    assert len(layout.token_index) == sum(map(len, distinct))
     assert layout.multiplicity.sum() == sum(need)  # every needed token of every row is counted
 
 
@@ -171,13 +160,9 @@ def test_rows_with_the_same_beginning_share_it(shifted):
     rng = random.Random(f"content {shifted}")
     shared = 0
     for _ in range(50):
-        (ids, mask, labels), _ = random_batch(rng, shifted)
-        scored = (labels if shifted else labels[:, 1:]) != IGNORE_INDEX
-        needs = [max((c + 1 for c, s in enumerate(row) if s), default=0) for row in scored.tolist()]
-        stored = [row[int(real.argmax()) : need].numpy() for row, real, need in zip(ids, mask, needs, strict=True)]
-        groups = torch.tensor(groups_by_content(stored))
-        layout = pack(ids, mask, labels, groups="content", shifted=shifted)
-        assert_layout_is_right(layout, (ids, mask, labels), groups, shifted)
+        batch, groups = random_batch(rng, shifted)
+        layout = pack(*batch, groups="content", shifted=shifted)
+        assert_layout_is_right(layout, batch, torch.zeros_like(groups), shifted)
         shared += int(layout.rows[:, 1].sum())
     assert shared
 
@@ -209,6 +194,18 @@ BATCHES = {  # rows of one group, and the number of stored tokens
     "a pair": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], 4 + 2 + 1),
     "three": (
         [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1]), scored_answer(PROMPT, [3, 3])],
+        4 + 2 + 1 + 1,
+    ),
+    "three with two beginnings": (
+        [scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1, 3]), scored_answer(PROMPT, [2, 1, 4, 5])],
+        4 + 2 + 2 + 1,
+    ),
+    "prompts behind a header": (
+        [scored_answer([*PROMPT, *prompt], answer) for answer in ([1, 2], [3, 4]) for prompt in ([1, 2], [3, 4])],
+        4 + (2 + 1 + 1) + (2 + 1 + 1),
+    ),
+    "two pairs with one answer in common": (
+        [scored_answer(PROMPT, answer) for answer in ([1, 2, 3], [1, 2, 3], [4, 5], [6, 7])],
         4 + 2 + 1 + 1,
     ),
     "one row": ([scored_answer(PROMPT, [1, 2, 3])], 4 + 2),

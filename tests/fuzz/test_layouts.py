@@ -110,10 +110,14 @@ def check_layout(case: Batch) -> None:
         padded[i, mask[i]] = torch.tensor(prefix_hashes(ids[i, mask[i]].tolist()))
     packed_ids = layout.pack(ids)[0].tolist()
     packed, end = torch.zeros(len(packed_ids), dtype=torch.long), 0
+    paths: list[list[int]] = []  # of each packed token, those from the first of its row to itself
     for prefix, prefix_length, own, own_length in layout.rows.tolist():
         assert own == end
         assert prefix + prefix_length <= own
-        seen = packed_ids[prefix : prefix + prefix_length] + packed_ids[own : own + own_length]
+        before = paths[prefix + prefix_length - 1] if prefix_length else []
+        assert len(before) == prefix_length
+        paths += [[*before, *range(own, own + i + 1)] for i in range(own_length)]
+        seen = [packed_ids[t] for t in paths[-1]]
         packed[own : own + own_length] = torch.tensor(prefix_hashes(seen)[prefix_length:])
         positions = range(prefix_length, prefix_length + own_length)
         assert case.reach is not None or layout.position_ids[own : own + own_length].tolist() == list(positions)

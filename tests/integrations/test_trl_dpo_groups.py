@@ -1,10 +1,10 @@
 """Pairs of one prompt, and conversations that begin alike, in TRL's DPOTrainer: every row of a batch may share."""
 
 import functools
+import itertools
 import random
 
 import pytest
-import torch
 from comparison import assert_far_from_same
 from families import FUSED, HYBRID, kind
 from trl_runs import adapter, assert_fused, assert_same, recorded_layouts, train_both
@@ -29,6 +29,17 @@ def pairs_of_prompts(prompt: int = PROMPT) -> list[dict[str, str]]:
         for p in prompts
         for _ in range(PAIRS_OF_A_PROMPT)
     ]
+
+
+def pairs_of_ranked_answers(prompt: int = PROMPT) -> list[dict[str, str]]:
+    """All pairs of four answers, for prompts behind one system prompt. The answers begin alike."""
+    rng, rows = random.Random(2), []
+    system, beginning = words(rng, prompt), words(rng, 2)
+    for _ in range(3):
+        question = f"{system} {words(rng, prompt)} "
+        answers = [f"{beginning} {words(rng, rng.randint(*ANSWERS))}" for _ in range(4)]
+        rows += [{"prompt": question, "chosen": a, "rejected": b} for a, b in itertools.combinations(answers, 2)]
+    return rows
 
 
 def turns_of_conversations() -> list[dict[str, str]]:
@@ -61,6 +72,13 @@ CASES = {
         kind="mixtral", tiny=FUSED["mixtral"][1] | dict(router_aux_loss_coef=0.5)
     ),
     "conversations": lambda: dict(data=turns_of_conversations()),
+    "pairs of ranked answers": lambda: dict(data=pairs_of_ranked_answers()),
+    "ranked answers in a window": lambda: dict(
+        kind="mistral", tiny=dict(sliding_window=20), data=pairs_of_ranked_answers()
+    ),
+    "ranked answers, and experts": lambda: dict(
+        kind="mixtral", tiny=FUSED["mixtral"][1] | dict(router_aux_loss_coef=0.5), data=pairs_of_ranked_answers()
+    ),
     "equal pairs": lambda: dict(data=pairs_of_prompts()[:1] * 16),
     "checkpointing": lambda: dict(gradient_checkpointing=True),
     "sliding window": lambda: dict(kind="mistral", tiny=dict(sliding_window=5)),
@@ -76,9 +94,9 @@ def test_same_training(both, layouts, name):
     assert all(layout.multiplicity.max() > 2 for layout in layouts), "more rows than those of a pair share"
 
 
+@pytest.mark.parametrize("data", [pairs_of_prompts(140), pairs_of_ranked_answers(70)], ids=["pairs", "ranked answers"])
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5_text", "lfm2"])
-def test_states_are_shared(both, layouts, name):
-    data = pairs_of_prompts(140)
+def test_states_are_shared(both, layouts, name, data):
     tiny = HYBRID[name][1] | dict(max_position_embeddings=256)
     stock, patched = both(kind(name), tiny=tiny, data=data, max_steps=1, max_length=512)
     assert_fused(patched, policy=1, reference=1)
@@ -93,15 +111,14 @@ def test_prompts_that_are_not_shared(both, layouts):
 
 
 def test_the_comparison_notices_a_prefix_that_is_too_long(both, monkeypatch):
-    stock_layout, stock_prefixes = forward.layout_of, packing._common_prefixes
+    stock_layout, stock_tree = forward.layout_of, packing.prefix_tree
 
     def longer(*args):
-        found = stock_prefixes(*args)
-        return torch.where(found > 1, found + 1, found)
+        return [branch._replace(shared=branch.shared + (branch.shared > 1)) for branch in stock_tree(*args)]
 
     def layout_of(*args, **options):  # not in the probe, which would notice as well
         with monkeypatch.context() as patch:
-            patch.setattr(packing, "_common_prefixes", longer)
+            patch.setattr(packing, "prefix_tree", longer)
             return stock_layout(*args, **options)
 
     monkeypatch.setattr(forward, "layout_of", layout_of)

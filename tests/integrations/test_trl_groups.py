@@ -33,6 +33,7 @@ from trl_runs import LORA, assert_fused, tiny_model
 import fastdpo
 from fastdpo import packing
 from fastdpo.models import probe
+from fastdpo.prefix_tree import Branch
 
 BOTH = pytest.mark.parametrize("trainer_class", NAMES)
 
@@ -249,8 +250,13 @@ def _no_prefix(monkeypatch):
 def _another_prompt(monkeypatch):
     """All rows take the prompt of the first."""
     monkeypatch.setattr(packing, "_rows_of_a_prompt", lambda ids, *rest: torch.zeros(len(ids), dtype=torch.int64))
-    stock = packing._common_prefixes
-    monkeypatch.setattr(packing, "_common_prefixes", lambda *args: stock(*args).clamp(min=1))
+    stock = packing.prefix_tree
+
+    def prefix_tree(*args):
+        first, *others = stock(*args)
+        return [first, *(branch if branch.shared else Branch(0, 1, 0) for branch in others)]
+
+    monkeypatch.setattr(packing, "prefix_tree", prefix_tree)
 
 
 def _positions_start_at_1(monkeypatch):

@@ -33,7 +33,7 @@ def _attention_by_products(monkeypatch):
 
 def batch_of(prompt: int) -> dict[str, torch.Tensor]:
     """Three rows of one prompt, three of another that begins with it, one with a short common
-    beginning, and one of its own.
+    beginning, one of its own, one that occurs before, and one that continues another.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -44,6 +44,8 @@ def batch_of(prompt: int) -> dict[str, torch.Tensor]:
     second = first + tokens(prompt // 2)
     prompts = [first, second, first, first[:2] + tokens(4), second, tokens(5), second, first]
     answers = [tokens(n) for n in (3, 5, 4, 6, 1, 2, 7, 3)]
+    prompts += [first, second]
+    answers += [answers[0], answers[4] + tokens(3)]
     rows = [p + a for p, a in zip(prompts, answers, strict=True)]
     shape = len(rows), max(map(len, rows))
     ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

@@ -1,6 +1,6 @@
 """packed_attention: as accurate as eager, no leaks between rows, bounded memory, errors."""
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -20,11 +20,12 @@ HEADS = {  # H, H_kv, D, D_v
     "wide values": (4, 2, 8, 12),  # torch's flash attention needs D_v = D, so keys are padded
     "narrow values": (4, 4, 12, 8),  # values are padded
 }
-GROUPS = {  # rows of each group: (prompt length, completion lengths)
+GROUPS = {  # rows of each group: (prompt length, completion lengths, or groups that continue the prompt)
     "single rows": [(5, [3]), (1, [1]), (0, [7])],  # no shared prefixes
     "pairs": [(5, [3, 4]), (9, [1, 6]), (2, [40, 3])],  # lengths that no block size divides
     "threes": [(5, [3, 4, 2]), (1, [1, 1, 9])],
     "mixed": [(4, [2, 3]), (6, [5]), (3, [0, 4]), (3, [2, 0, 0])],  # includes rows without tokens of their own
+    "tree": [(5, [3, (4, [2, 3, (1, [6, 2])]), (9, [1, 0, 7])]), (2, [(3, [1, 4]), 2])],  # prefixes in up to 3 pieces
     "long": [(150, [90, 70])],  # several blocks of the flash kernel
 }
 
@@ -44,17 +45,23 @@ def rows_of(groups):
 
     All ids are distinct except for the shared prompts.
     """
-    group_of_row = torch.tensor([i for i, (_, completions) in enumerate(groups) for _ in completions])
-    ids, number = [], 0
-    for prompt, completions in groups:
-        shared = torch.arange(number, number + prompt)
-        number += prompt
-        for length in completions:
-            ids.append(torch.cat([shared, torch.arange(number, number + length)]))
-            number += length
+    ids, group_of_row, numbers = [], [], count()
+
+    def add(before, part, group):
+        length, continuations = part if isinstance(part, tuple) else (part, None)
+        row = before + [next(numbers) for _ in range(length)]
+        for continuation in continuations or ():
+            add(row, continuation, group)
+        if continuations is None:
+            ids.append(torch.tensor(row))
+            group_of_row.append(group)
+
+    for group, part in enumerate(groups):
+        add([], part, group)
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
-    layout = pack(padded, padded >= 0, torch.full_like(padded, -100), groups=group_of_row, store_all=True)
-    assert len(layout.token_index) == number
+    groups = torch.tensor(group_of_row)
+    layout = pack(padded, padded >= 0, torch.full_like(padded, -100), groups=groups, store_all=True)
+    assert len(layout.token_index) == next(numbers)
     return layout.rows
 
 
@@ -119,7 +126,7 @@ def test_output_and_gradients_are_as_accurate_as_eager(groups, heads, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", ["grouped", "wide values"])
 @pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("groups", ["pairs", "threes", "mixed"])
+@pytest.mark.parametrize("groups", ["pairs", "threes", "mixed", "tree"])
 def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, path):
     rows = rows_of(GROUPS[groups])
     assert_accurate(rows, attention_inputs(rows, heads, dtype), **options_of(features, heads, dtype))
@@ -129,7 +136,7 @@ def test_every_feature_is_as_accurate_as_eager(groups, features, heads, dtype, p
 @pytest.mark.parametrize("window", [2, 4, 5, 6, 8, 9, 10, 11, 41, 42])
 def test_windows_around_every_boundary(window, heads, path):
     """Windows of 2, around the prefix lengths 5 and 9, and around the longest row of 42."""
-    rows = rows_of([(5, [3, 4]), (9, [1, 6, 33]), (0, [7])])
+    rows = rows_of([(5, [3, (4, [2, 3])]), (9, [1, 6, 33]), (0, [7])])
     assert_accurate(rows, attention_inputs(rows, heads), window=window)
 
 
@@ -584,6 +591,11 @@ MISUSES = {  # arguments, exception, and pattern of the message
         dict(rows=rows_tensor([0, 0, 0, 2], [0, 3, 2, 2])),
         ValueError,
         rf"{TILE_RULE} in order, each after its prefix; got \(0, 3, 2, 2\)",
+    ),
+    "a prefix that no row begins with": (
+        dict(rows=rows_tensor([0, 0, 0, 3], [1, 2, 3, 1])),
+        ValueError,
+        r"rows must have prefixes that other rows begin with; got \(1, 2, 3, 1\)",
     ),
     "a negative prefix": (
         dict(rows=rows_tensor([0, 0, 0, 3], [-1, 2, 3, 1])),
