@@ -251,12 +251,14 @@ def _packed_attention_fwd_kernel(
         m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
 
-    for piece in range(tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)):
+    piece, end = tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)
+    while piece < end:  # a `for` would take more registers
         _, start, length, position = _load_piece(pieces_ptr, piece)
         acc, m, total = _attend(
             acc, m, total, q, k_ptr + start * stride_kt, v_ptr + start * stride_vt, before + first - position, length,
             stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
+        piece += 1
     _store_tokens(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, acc / total[:, None], D_V, BLOCK_DV)
     tl.store(lse_ptr + head * T + own + off_q, (m + tl.log2(total)) * LN2, mask=inside)
 
@@ -374,12 +376,14 @@ def _packed_attention_dq_kernel(
     delta = tl.load(delta_ptr + head * T + own + off_q, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    for piece in range(tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)):
+    piece, end = tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)
+    while piece < end:  # a `for` would take more registers
         _, start, length, position = _load_piece(pieces_ptr, piece)
         dq = _attend_dq(
             dq, q, grad, lse, delta, k_ptr + start * stride_kt, v_ptr + start * stride_vt, before + first - position,
             length, stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
+        piece += 1
     _store_tokens(dq_ptr + (own * H + head) * D, off_q, inside, H * D, dq * gain, D, BLOCK_D)
 
 
