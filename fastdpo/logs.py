@@ -1,10 +1,30 @@
-"""The logger of the library."""
+"""The logger of the library, and strict mode, in which what would be logged as disabled is an error."""
 
 from __future__ import annotations
 
 import logging
+import os
 
 logger = logging.getLogger("fastdpo")
+
+STRICT = "FASTDPO_STRICT"
+"""The environment variable that turns every fallback into an error."""
+
+
+class NotFused(RuntimeError):
+    """Raised with `FASTDPO_STRICT=1` instead of a fallback. The message holds the reason."""
+
+
+def strict() -> bool:
+    """Whether `FASTDPO_STRICT` turns every fallback into an error."""
+    return os.environ.get(STRICT, "0") not in ("", "0")
+
+
+def report(message: str) -> None:
+    """Logs that something is disabled, as a warning. In strict mode, raises `NotFused` instead."""
+    if strict():
+        raise NotFused(f"{message} (FASTDPO_STRICT=1)")
+    warn(message)
 
 
 def warn(message: str) -> None:

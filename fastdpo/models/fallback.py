@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ..logs import warn
+from ..logs import STRICT as STRICT
+from ..logs import NotFused as NotFused
+from ..logs import report as report
+from ..logs import strict as strict
 
 calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).
@@ -24,9 +26,6 @@ The path is one of
 - "stock": the trainer's own path;
 - "remembered": the reference memory had the log-probabilities, and no model ran.
 """
-
-STRICT = "FASTDPO_STRICT"
-"""The environment variable that turns every fallback into an error."""
 
 _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", default=None)
 
@@ -59,22 +58,6 @@ def calls_line(integration: str) -> str | None:
         savings.append(f"{computed / given:.0%} of {given:,} padded tokens computed")
     of_paths = ", ".join(f"{kind} {path} {n}" for (kind, path), n in counts.items())
     return f"fastdpo: {integration} calls: {of_paths}; {', '.join(savings)}"
-
-
-class NotFused(RuntimeError):
-    """Raised with `FASTDPO_STRICT=1` instead of a fallback. The message holds the reason."""
-
-
-def strict() -> bool:
-    """Whether `FASTDPO_STRICT` turns every fallback into an error."""
-    return os.environ.get(STRICT, "0") not in ("", "0")
-
-
-def report(message: str) -> None:
-    """Logs that something is disabled, as a warning. In strict mode, raises `NotFused` instead."""
-    if strict():
-        raise NotFused(f"{message} (FASTDPO_STRICT=1)")
-    warn(message)
 
 
 @contextmanager
