@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +21,7 @@ from . import self_check
 from .integrations import patching
 from .models import forward
 from .models.forward import Request
-from .ops import attention_backends, head_table
+from .ops import attention_backends, head_table, kernel_trials, kernel_verdicts
 from .ops.attention_calls import AttentionOptions
 from .ops.devices import suits_triton
 from .packing import IGNORE_INDEX
@@ -68,6 +69,8 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
     for device in _torch_devices():
         report[f"attention on {device}"] = list(_attention(device))
         report[f"head on {device}"] = list(_head(device))
+        if suits_triton(device, torch.bfloat16):
+            report[f"kernels on {device}"] = list(_kernels(device))
         report[f"ops on {device}"] = list(_ops(device))
     if model is not None:
         report[f"model {model}"] = list(_model(model))
@@ -175,6 +178,19 @@ def _head(device: torch.device) -> Iterator[Finding]:
             return
         kernel = "rows" if config is None else f"fused {tuple(config)}"
         yield Finding(OK, f"hidden size {width}", f"{kernel}, by {source}")
+
+
+def _kernels(device: torch.device) -> Iterator[Finding]:
+    """Whether fastdpo's own kernels work. Where one does not, its op computes with PyTorch."""
+    attention = partial(kernel_trials.packed_attention, attention_backends.OWN.prepare, d=128, d_v=128)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        trials: dict[str, kernel_verdicts.Trial] = {**kernel_trials.OF_LOGITS}
+        if dtype != torch.float32:
+            trials["packed_attention"] = attention
+        for kernel, trial in trials.items():
+            reason = kernel_verdicts.outcome(trial, device, dtype)
+            name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
+            yield Finding(OK, name) if reason is None else Finding(FAILED, name, reason)
 
 
 def _ops(device: torch.device) -> Iterator[Finding]:

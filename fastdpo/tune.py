@@ -14,10 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from . import checks
+from .logs import STRICT
 from .ops import linear_logps
 from .ops.head_table import VARIABLE, Entry, architecture, from_file
 
@@ -65,14 +67,13 @@ def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], e
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "table.json"
             path.write_text(json.dumps([] if blocks is None else [{**entry._asdict(), "blocks": blocks}]))
-            os.environ[VARIABLE] = str(path)
-            try:
-                elapsed = time(run)
-            except Exception as reason:  # a candidate that does not fit this device
-                print(f"{blocks}: {type(reason).__name__}: {reason}", file=sys.stderr)
-                return float("inf")
-            finally:
-                del os.environ[VARIABLE]
+            strict = {VARIABLE: str(path), STRICT: "1"}  # a candidate that does not work must not be replaced
+            with mock.patch.dict(os.environ, strict):
+                try:
+                    elapsed = time(run)
+                except Exception as reason:  # a candidate that does not fit this device
+                    print(f"{blocks}: {type(reason).__name__}: {reason}", file=sys.stderr)
+                    return float("inf")
         print(f"{'rows' if blocks is None else blocks}: {elapsed:.3f} ms", file=sys.stderr)
         return elapsed
 

@@ -171,3 +171,19 @@ def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
     (finding,) = doctor.examine(cache=str(tmp_path))[f"cache {tmp_path}"]
     assert finding.status == FAILED
     assert path.name in finding.detail
+
+
+def test_a_kernel_that_does_not_work_is_a_failure(monkeypatch):
+    def outcome(trial, device, dtype):
+        return "OutOfResources: shared memory" if dtype == torch.bfloat16 else None
+
+    monkeypatch.setattr(doctor.kernel_verdicts, "outcome", outcome)
+    found = statuses(doctor._kernels(CPU))
+    kernels = ["token_logps", "target_logits"]
+    assert {name for name, status in found.items() if status == OK} == {
+        *(f"{kernel}, float32" for kernel in kernels),
+        *(f"{kernel}, float16" for kernel in [*kernels, "packed_attention"]),
+    }
+    assert {name for name, status in found.items() if status == FAILED} == {
+        f"{kernel}, bfloat16" for kernel in [*kernels, "packed_attention"]
+    }

@@ -11,26 +11,29 @@
 The first backend that is installed and supports the call is used. If there is none, as in float32,
 `attention_pieces` computes the call on the GPU, and one log line per reason says why. Each of the four libraries must
 first pass a probe: on a small case it must align queries with the end of their keys, and no
-sequence may read from another. A library that fails is disabled with one log line. The environment
-variable FASTDPO_ATTENTION selects a backend by name.
+sequence may read from another. A library that fails is disabled with one log line, and so are
+fastdpo's kernels (`kernel_verdicts`). The environment variable FASTDPO_ATTENTION selects a backend
+by name.
 """
 
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ..logs import warn
+from . import kernel_trials
 from .attention_calls import OP, AttentionCall, AttentionOptions, Backend
 from .attention_flash import LIBRARIES
 from .attention_triton import TritonBackend
 from .devices import suits_triton
+from .kernel_verdicts import outcome
 
-TRITON = "triton"
-BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: TritonBackend()}
+TRITON, OWN = "triton", TritonBackend()
+BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: OWN}
 """Every backend by name, in the order of preference."""
 
 VARIABLE = "FASTDPO_ATTENTION"
@@ -51,6 +54,8 @@ def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
         if selected not in BACKENDS:
             raise ValueError(f"{OP}: {VARIABLE} must be one of {', '.join(BACKENDS)}, or unset; got {selected}")
         reason = BACKENDS[selected].unsupported_reason(query, value, options)
+        if reason is None and selected == TRITON and not OWN.works(query, value, options):
+            reason = "it is disabled, as logged"
         if reason is not None:
             rule = f"{VARIABLE} must name a backend that supports this call, or be unset"
             raise NotImplementedError(f"{OP}: {rule}; got {selected}: {reason}")
@@ -58,7 +63,9 @@ def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
     else:
         name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
     if name is None:
-        _log_unsupported(BACKENDS[TRITON].unsupported_reason(query, value, options))
+        reason = OWN.unsupported_reason(query, value, options)
+        if reason is not None:
+            _log_unsupported(reason)
         return None
     if options.window is not None and options.window >= int((rows[:, 1] + rows[:, 3]).max()):
         options = options._replace(window=None)  # as long as the longest row: it hides nothing
@@ -66,7 +73,7 @@ def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
 
 
 @lru_cache
-def _log_unsupported(reason: str | None) -> None:
+def _log_unsupported(reason: str) -> None:
     """Logs, once per reason, why the backend that supports the most calls does not support one."""
     warn(f"{OP}: plain matrix products are used instead of a backend: {TRITON}: {reason}")
 
@@ -75,30 +82,19 @@ def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOption
     backend = BACKENDS[name]
     if backend.unsupported_reason(query, value, options) is not None:
         return False
-    return not backend.needs_probe or passes_probe(name, query.device, query.dtype, query.shape[2], value.shape[2])
+    if backend.needs_probe:
+        return passes_probe(name, query.device, query.dtype, query.shape[2], value.shape[2])
+    return OWN.works(query, value, options)
 
 
 @lru_cache
 def passes_probe(name: str, device: torch.device, dtype: torch.dtype, d: int, d_v: int) -> bool:
-    """Whether a backend matches fastdpo's kernels on a pair of rows next to a row of NaN.
+    """Whether a backend computes packed attention on a small case next to a row of NaN.
 
     Runs once per device, dtype and head sizes.
     """
-    rows = torch.tensor([[0, 0, 0, 5], [0, 3, 5, 4], [9, 0, 9, 3]], dtype=torch.int32, device="cpu")
-    shapes = ((12, 2, d), (12, 1, d), (12, 1, d_v), (12, 2, d_v))
-    q, k, v, grad = (torch.arange(a * b * c).sin().view(a, b, c).to(device, dtype) for a, b, c in shapes)
-    for x in (q, k, v, grad):
-        x[9:] = torch.nan
-    results = []
-    try:
-        for backend in (BACKENDS[name], BACKENDS[TRITON]):
-            call = backend.prepare(q, v, rows, AttentionOptions(d**-0.5, None, None))
-            out, lse = call.forward(q, k, v, None)
-            results.append([out, *call.backward(grad, q, k, v, out, lse)])
-    except Exception as error:  # from a library; an error of fastdpo's kernels will be raised again where they are used
-        warn(f"{OP}: {name} is disabled: {type(error).__name__}: {error}")
-        return False
-    equal = all(torch.allclose(a[:9], b[:9], rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
-    if not equal:
-        warn(f"{OP}: {name} is disabled: it returns wrong values on a small test case")
-    return equal
+    trial = partial(kernel_trials.packed_attention, BACKENDS[name].prepare, d=d, d_v=d_v, with_sinks=False)
+    reason = outcome(trial, device, dtype)
+    if reason is not None:
+        warn(f"{OP}: {name} is disabled: {reason}")
+    return reason is None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from . import kernel_trials
 from .attention_calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
 from .attention_layouts import layout_blocks
 from .devices import compute_capability
+from .kernel_verdicts import Kernel, works
 
 
 class TritonBackend:
@@ -25,6 +29,14 @@ class TritonBackend:
         if reason is None and query.device.type == "cuda" and query.dtype == torch.float32:
             return f"it needs float16 or bfloat16; got {query.dtype}"
         return reason
+
+    def works(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+        """Whether the kernels for a supported call work on its device (see `kernel_verdicts`)."""
+        sizes = dict(d=query.shape[2], d_v=value.shape[2], group=query.shape[1] // value.shape[1])
+        features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
+        described = tuple(f"{name} {x}" for name, x in features.items())
+        kernel = Kernel(OP, query.device, query.dtype, described)
+        return works(kernel, partial(kernel_trials.packed_attention, self.prepare, **features))
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
         return TritonCall(query, value, rows, options)

@@ -6,14 +6,17 @@ Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .devices import memory_of, suits_triton
+from . import kernel_trials
+from .devices import constant_while_tracing, memory_of, suits_triton
 from .dtypes import accumulation_dtype
 from .head_table import fused_config
+from .kernel_verdicts import Kernel, works
 from .logit_rows import (
     RowSums,
     Transform,
@@ -84,13 +87,15 @@ class TileFormat(NamedTuple):
         """
         vocabulary, width = weight.shape
         float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
-        if not suits_triton(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
+        if not _takes_kernels(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
             rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
             return TileFormat(rows, vocabulary, float16_widened, triton=False, fused=None)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         fused = None
         if weight.stride(1) == 1 and not is_part:
             fused = fused_config(width, compute_dtype, weight.device)
+        if fused is not None and not _takes_fused_kernel(weight.device, compute_dtype, width, fused, float16_widened):
+            fused = None
         dtype = compute_dtype if fused is None else float16_widened  # the fused kernel does not normalize its tiles
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
         return TileFormat(rows, columns, dtype, triton=True, fused=fused)
@@ -107,6 +112,20 @@ class TileFormat(NamedTuple):
         """Uninitialized memory [rows, V] on the device of the weight."""
         memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
         return memory[:, : weight.shape[0]]
+
+
+@constant_while_tracing
+def _takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    trials = kernel_trials.OF_LOGITS.items()
+    return suits_triton(device, dtype) and all(works(Kernel(name, device, dtype), trial) for name, trial in trials)
+
+
+@constant_while_tracing
+def _takes_fused_kernel(
+    device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
+) -> bool:
+    trial = partial(kernel_trials.linear_exp, width=width, config=config, tile_dtype=tile_dtype)
+    return works(Kernel("linear_exp", device, dtype, (width, tuple(config))), trial)
 
 
 class Head:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from . import kernel_trials
 from .devices import suits_triton
 from .dtypes import accumulation_dtype
+from .kernel_verdicts import Kernel, works
 from .logit_rows import RowSums, Transform, block_slices, join_results, logit_gradient, sum_block_
 from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
 from .targets import TileTargets, split_targets
@@ -203,4 +205,7 @@ def token_logps(
 
 
 def _takes_kernels(logits: Tensor) -> bool:
-    return suits_triton(logits.device, logits.dtype) and logits.stride(-1) == 1
+    device, dtype = logits.device, logits.dtype
+    if not suits_triton(device, dtype) or logits.stride(-1) != 1:
+        return False
+    return works(Kernel(OP, device, dtype), kernel_trials.token_logps)
