@@ -126,20 +126,24 @@ bench-ops: $(READY)
 		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
 
 # On a machine with a GPU, with the Python that is installed there. If the tests of the ops fail, no suite is timed. The
-# accuracy is measured in any case, and one failing step makes the exit status non-zero.
+# accuracy is measured in any case, and one failing step makes the exit status non-zero. With GPU_DEVICE=cpu and
+# ARGS=--quick, the same steps run on small cases without a GPU.
 GPU_PYTHON ?= python3
+GPU_DEVICE ?= cuda
+GPU_TESTS ?= --quick
 GPU_SUITES ?= attention head step
+GPU_OUT := out/$(if $(filter cuda,$(GPU_DEVICE)),gpu,$(GPU_DEVICE))
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 bench-gpu:
 	status=0; suites="$(GPU_SUITES)"; \
-	$(GPU_PYTHON) -m pytest tests/ops --ignore tests/ops/test_preference_loss.py --device cuda -q -p no:cacheprovider || { \
+	$(GPU_PYTHON) -m benchmarks.device_tests --device $(GPU_DEVICE) --logs $(GPU_OUT) $(GPU_TESTS) || { \
 		status=1; suites=; echo "bench-gpu: the tests of the ops failed; no suite is timed" >&2; \
 	}; \
 	for suite in $$suites; do \
-		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume --json out/gpu/$$suite.json $(ARGS) || status=1; \
+		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume --json $(GPU_OUT)/$$suite.json $(ARGS) || status=1; \
 	done; \
-	$(GPU_PYTHON) -m benchmarks.accuracy --json out/gpu/accuracy.json || status=1; exit $$status
+	$(GPU_PYTHON) -m benchmarks.accuracy --json $(GPU_OUT)/accuracy.json || status=1; exit $$status
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
 define torch_in

@@ -29,12 +29,14 @@ def pytest_addoption(parser):
         "--measure", metavar="DIRECTORY", help="train larger models in real programs, and write times here"
     )
     parser.addoption("--rounds", type=int, default=3, help="how often `--measure` repeats each training")
+    parser.addoption("--shard", metavar="I/N", default="0/1", help="run every N-th test, from the I-th on")
     parser.addoption("--quick", action="store_true", help="run every value of each parameter, not every combination")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Deselects bfloat16 cases in the interpreter, and combinations of parameters with `--quick`.
+    """Deselects bfloat16 cases in the interpreter, combinations of parameters with `--quick`, and the
+    tests of other shards.
 
     The interpreter's bfloat16 arithmetic differs from that of every device.
     """
@@ -47,6 +49,8 @@ def pytest_collection_modifyitems(config, items):
         chosen = {cases[i] for cases in tests.values() for i in each_value_once([*map(_parameters, cases)])}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    shard, shards = map(int, config.getoption("shard").split("/"))
+    items[:] = items[shard::shards]
 
 
 def _parameters(item) -> dict:

@@ -40,3 +40,9 @@ def test_every_test_of_a_folder_is_kept():
     assert set(quick) < set(everything)
     assert {case.split("[")[0] for case in quick} == {case.split("[")[0] for case in everything}
     assert len(quick) < len(everything) / 2
+
+
+def test_shards_are_all_tests_once():
+    shards = [collected("--quick", "--shard", f"{i}/2") for i in range(2)]
+    assert sorted([*shards[0], *shards[1]]) == sorted(collected("--quick"))
+    assert abs(len(shards[0]) - len(shards[1])) <= 1

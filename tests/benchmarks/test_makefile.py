@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("failing", "steps"),
     [
-        ("nothing", ["pytest", "--suite head", "--suite step", "accuracy"]),
-        ("pytest", ["pytest", "accuracy"]),
-        ("--suite head", ["pytest", "--suite head", "--suite step", "accuracy"]),
-        ("accuracy", ["pytest", "--suite head", "--suite step", "accuracy"]),
+        ("nothing", ["device_tests --device cuda", "--suite head", "--suite step", "accuracy"]),
+        ("device_tests", ["device_tests --device cuda", "accuracy"]),
+        ("--suite head", ["device_tests --device cuda", "--suite head", "--suite step", "accuracy"]),
+        ("accuracy", ["device_tests --device cuda", "--suite head", "--suite step", "accuracy"]),
     ],
 )
 def test_bench_gpu(failing, steps, tmp_path):

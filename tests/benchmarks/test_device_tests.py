@@ -1,0 +1,32 @@
+"""`benchmarks.device_tests` runs the tests of the ops in several processes, and says what it does."""
+
+import re
+
+import pytest
+
+from benchmarks import device_tests
+
+OPTIONS = ("--device", "cpu", "--jobs", "2", "--quick")
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch):
+    monkeypatch.setattr(device_tests, "SECONDS", 0.2)
+
+
+def test_the_processes_run_all_tests_once(tmp_path, capsys):
+    assert device_tests.main([*OPTIONS, "--logs", str(tmp_path), "-k", "test_tiles_take_256 or large_gpu"]) == 0
+    runs = [re.findall(r"^\S*::(\S+) PASSED", log.read_text(), re.M) for log in sorted(tmp_path.iterdir())]
+    assert len(runs) == 2
+    assert all(runs)
+    assert len({*runs[0], *runs[1]}) == len(runs[0]) + len(runs[1]) == 6
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("tests of the ops: 6 tests done, 0 failed, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"), [(["--unknown"], "unrecognized arguments: --unknown"), (["-k", "no_such_test"], "")]
+)
+def test_a_process_that_fails_is_shown_and_running_nothing_is_a_failure(options, shown, tmp_path, capsys):
+    assert device_tests.main([*OPTIONS, "--logs", str(tmp_path), *options]) == 1
+    assert shown in capsys.readouterr().out
