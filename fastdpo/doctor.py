@@ -214,7 +214,7 @@ def _model(path: str) -> Iterator[Finding]:
 def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
     """What `_model` finds of a loaded model."""
     size = model.config.get_text_config().vocab_size
-    ids = torch.randint(size, (2, 24), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(size, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu").to(model.device)
     ids[1, :16] = ids[0, :16]
     labels = ids.clone()
     labels[:, :16] = IGNORE_INDEX

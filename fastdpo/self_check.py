@@ -21,11 +21,11 @@ N, V, D = 37, 101, 48
 H, H_KV = 4, 2
 HEAD_SIZE = 32
 
-_TARGETS = torch.arange(N) * 7 % V
+_TARGETS = torch.arange(N, device="cpu") * 7 % V
 _TARGETS[::5] = ops.IGNORE_INDEX
-_CU_SEQLENS = torch.tensor([0, 11, 12, 30, N], dtype=torch.int32)
-_REF = torch.tensor([[-30.0, -5.0], [-80.0, -20.0]])
-_ROWS = torch.tensor([[0, 0, 0, 9], [0, 9, 9, 12], [0, 9, 21, 3], [24, 0, 24, 13]], dtype=torch.int32)
+_CU_SEQLENS = torch.tensor([0, 11, 12, 30, N], dtype=torch.int32, device="cpu")
+_REF = torch.tensor([[-30.0, -5.0], [-80.0, -20.0]], device="cpu")
+_ROWS = torch.tensor([[0, 0, 0, 9], [0, 9, 9, 12], [0, 9, 21, 3], [24, 0, 24, 13]], dtype=torch.int32, device="cpu")
 """A prompt, two completions of it, and a row without a prefix."""
 
 _SHAPES = {
@@ -74,8 +74,8 @@ def run(device: torch.device, dtype: torch.dtype) -> Iterator[Verdict]:
 def _failure(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     leaves, others = _CASES[name]
     generator = torch.Generator().manual_seed(0)
-    values = {leaf: torch.randn(_SHAPES[leaf], generator=generator, dtype=torch.float64) for leaf in leaves}
-    values = {leaf: x.to(device, dtype) for leaf, x in values.items()}
+    on_host = (torch.randn(_SHAPES[x], generator=generator, dtype=torch.float64, device="cpu") for x in leaves)
+    values = {leaf: x.to(device, dtype) for leaf, x in zip(leaves, on_host, strict=True)}
 
     def outcome(op: Callable, dtype: torch.dtype, others: dict[str, Any]) -> list[Tensor]:
         inputs = [x.detach().to(dtype).requires_grad_() for x in values.values()]

@@ -254,7 +254,7 @@ def _add_noise(model: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
             parameter.mul_(1 + NOISE * noise)
 
 

@@ -135,7 +135,7 @@ def _difference(x: Tensor, base: Tensor, scale: Tensor | None) -> float:
 
 def _column(run: Run, name: str) -> Tensor | None:
     values = [log[name] for log in run["logs"] if name in log]
-    return torch.tensor(values, dtype=torch.float64) if values else None
+    return torch.tensor(values, dtype=torch.float64, device="cpu") if values else None
 
 
 def _scale(run: Run, name: str) -> Tensor | None:
@@ -163,5 +163,5 @@ def _count(run: Run, name: str) -> float:
 
 
 def _sketches(run: Run, group: str) -> Tensor:
-    empty = torch.zeros(gradients.SIZE, dtype=torch.float64)
+    empty = torch.zeros(gradients.SIZE, dtype=torch.float64, device="cpu")
     return torch.cat([x.get(group, empty) for x in run["gradients"]])

@@ -111,7 +111,7 @@ class Memory:
         else:
             calls[self._integration, "reference", "remembered"] += 1
             values = [self._values[digest] for digest in digests]
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def exchange(self) -> None:
         """Merges the new values of all ranks, and writes this rank's to the directory.
@@ -228,7 +228,7 @@ def _write(directory: Path, key: str, values: dict[bytes, Pair]) -> None:
     from ..ref_logps import shards
 
     halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
-    numbers = torch.tensor(list(values.values()), dtype=torch.float64)
+    numbers = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
     columns = (*halves.unbind(1), *numbers.unbind(1))
     shards.write_file(directory, key, {name: x.contiguous() for name, x in zip(DTYPES, columns, strict=True)})
 

@@ -60,7 +60,7 @@ def sketches(gradients: Iterable[tuple[str, Tensor]], groups: dict[str, str]) ->
     """
     totals: dict[str, Tensor] = {}
     for name, gradient in gradients:
-        total = totals.setdefault(groups[name], torch.zeros(SIZE, dtype=torch.float64))
+        total = totals.setdefault(groups[name], torch.zeros(SIZE, dtype=torch.float64, device="cpu"))
         total += _sketch(name, gradient.detach()).cpu()
     return {group: totals[group] for group in GROUPS if group in totals}
 

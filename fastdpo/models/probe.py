@@ -182,7 +182,8 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     another precision.
     """
     softcap, logit_scale = logit_transform(text_config(model))
-    ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=generator, device="cpu").to(device)
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _mode(model, training=False):
         expected = type(model).forward(model, **batch).logits
@@ -212,14 +213,14 @@ def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor,
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> Tensor:
-        return torch.randint(config.vocab_size, (n,), generator=generator)
+        return torch.randint(config.vocab_size, (n,), generator=generator, device="cpu")
 
     rows = []
     for prefix, branches in ((tokens(5), (SHORTEST_BRANCH, 9, 8)), (tokens(longest), (11, 14))):
         rows += [torch.cat([prefix, tokens(n)]) for n in branches]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long(), torch.tensor([0, 0, 0, 1, 1])
+    lengths, groups = torch.tensor([[len(row) for row in rows], [0, 0, 0, 1, 1]], device="cpu")
+    return ids, (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).long(), groups
 
 
 def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> Reason | None:

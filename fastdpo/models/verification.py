@@ -184,7 +184,7 @@ def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outco
     if not torch.is_grad_enabled() or not scored.logps.requires_grad or not trained:
         return _Outcome(values, {})
     logps = scored.logps[label_mask]
-    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(1), device="cpu")
     total = (logps * weights.to(logps)).sum()
     names, parameters = zip(*trained, strict=True)
     found = torch.autograd.grad(total, parameters, allow_unused=True)
@@ -202,7 +202,8 @@ def _differences(
         bound = rounding.allowed(error(rounded.values[name], x), unit)
         yield Difference(name, size, bound, "" if size <= bound else _place(label_mask, found.values[name], x))
     for group in (x for x in gradients.GROUPS if x in expected.gradients or x in found.gradients):
-        sides = (side.gradients.get(group, torch.zeros(gradients.SIZE)) for side in (found, expected, rounded))
+        zeros = torch.zeros(gradients.SIZE, device="cpu")
+        sides = (side.gradients.get(group, zeros) for side in (found, expected, rounded))
         fused, stock, other = sides
         yield Difference(f"gradient of {group}", error(fused, stock), rounding.allowed(error(other, stock), unit))
 

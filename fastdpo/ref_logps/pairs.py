@@ -105,9 +105,9 @@ class Pairs:
         ids, labels = [], []
         for answer in COLUMNS[1:]:
             for row in rows:
-                ids.append(torch.tensor([*row["prompt_ids"], *row[answer]][keep], dtype=torch.long))
+                ids.append(torch.tensor([*row["prompt_ids"], *row[answer]][keep], dtype=torch.long, device="cpu"))
                 unscored = [IGNORE_INDEX] * len(row["prompt_ids"])
-                labels.append(torch.tensor([*unscored, *row[answer]][keep], dtype=torch.long))
+                labels.append(torch.tensor([*unscored, *row[answer]][keep], dtype=torch.long, device="cpu"))
         return {
             "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
             "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),

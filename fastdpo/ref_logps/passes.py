@@ -140,7 +140,7 @@ def _fill(
     def store() -> None:
         nonlocal failure
         if shards is not None and pending and failure is None:
-            rows = torch.tensor(pending)
+            rows = torch.tensor(pending, device="cpu")
             failure = _failure(partial(shards.write, rows, values[rows]))
         pending.clear()
 

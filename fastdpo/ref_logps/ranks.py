@@ -44,7 +44,7 @@ def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tenso
     on all, so that none waits for it.
     """
     error = None
-    values = torch.empty(0)
+    values = torch.empty(0, device="cpu")
     try:
         values = read()
     except (ValueError, OSError) as caught:

@@ -123,7 +123,7 @@ class Shards:
         stored = [(path, len(rows)) for path, rows, _ in self._stored()]
         complete = next((path for path, n in stored if n == self.n_rows), None)
         if complete is None:
-            self.write(torch.arange(self.n_rows), values)
+            self.write(torch.arange(self.n_rows, device="cpu"), values)
         for path, _ in stored:
             if path != complete:
                 path.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def missing(n_rows: int) -> Tensor:
-    return torch.full((n_rows, 2), MISSING)
+    return torch.full((n_rows, 2), MISSING, device="cpu")
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

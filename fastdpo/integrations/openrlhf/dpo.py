@@ -151,7 +151,7 @@ def enable(options: PatchOptions) -> None:
     def all_reduce(self, data, op="mean"):
         if not isinstance(data, dict) or any(isinstance(x, Tensor | dict) for x in data.values()):
             return stock_reduce(self, data, op)
-        reduced = stock_reduce(self, torch.tensor(list(data.values()), dtype=torch.float32), op)
+        reduced = stock_reduce(self, torch.tensor(list(data.values()), dtype=torch.float32, device="cpu"), op)
         return dict(zip(data, reduced.tolist(), strict=True))
 
     _replacements.put(DPOTrainer, "__init__", __init__)

@@ -1,0 +1,56 @@
+"""Tensors on the host name it, because users set other default devices (`torch.set_default_device`).
+
+"meta", whose tensors have no values, stands in for a GPU.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastdpo import doctor, self_check
+
+PACKAGE = Path(__file__).parents[1] / "fastdpo"
+FACTORIES = {"arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+ON_THE_CPU = {
+    "ops/attention_islands.py": "under `torch.device('cpu')`",
+    "ops/attention_layouts.py": "under `torch.device('cpu')`",
+    "ops/kernel_trials.py": "in a thread of its own, where no default device is set",
+}
+"""Files whose functions are called where the default device is the CPU, and why."""
+
+
+def factories_without_a_device(source):
+    """The lines that make a tensor on the default device."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in FACTORIES:
+                if "device" not in {keyword.arg for keyword in node.keywords}:
+                    yield node.lineno
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_new_tensor_names_its_device(path):
+    lines = list(factories_without_a_device(path.read_text()))
+    assert bool(lines) == (str(path.relative_to(PACKAGE)) in ON_THE_CPU), lines
+
+
+def test_a_tensor_without_a_device_is_detected():
+    source = "torch.arange(3)\ntorch.zeros(3, device=x.device)\nx.new_zeros(3)\ntorch.tensor([1], dtype=torch.int)"
+    assert list(factories_without_a_device(source)) == [1, 4]
+
+
+def test_a_model_is_probed_and_packed_under_any_default_device():
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    with torch.device("meta"):
+        findings = list(doctor.model_findings(model))
+    assert {finding.status for finding in findings} == {doctor.OK}, findings
+
+
+def test_ops_are_compared_with_their_definitions_under_any_default_device():
+    with torch.device("meta"):
+        verdicts = list(self_check.run(torch.device("cpu"), torch.float32))
+    assert [verdict.failure for verdict in verdicts] == [None] * len(verdicts)
