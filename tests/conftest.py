@@ -35,13 +35,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    """Deselects bfloat16 cases in the interpreter, combinations of parameters with `--quick`, and the
-    tests of other shards.
-
-    The interpreter's bfloat16 arithmetic differs from that of every device.
-    """
-    if config.getoption("device") == "interpreter":
-        items[:] = [item for item in items if torch.bfloat16 not in _parameters(item).values()]
+    """Deselects combinations of parameters with `--quick`, and the tests of other shards."""
     if config.getoption("quick"):
         tests = defaultdict(list)
         for item in items:
@@ -77,7 +71,12 @@ def pytest_sessionfinish(session):
 def device(request, monkeypatch):
     kind = request.config.getoption("device")
     if kind == "interpreter":
+        import interpreted_accesses
+        import interpreted_bfloat16
+
         monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
+        interpreted_bfloat16.install(monkeypatch)
+        interpreted_accesses.install(monkeypatch)
     with torch.device("cuda") if kind == "cuda" else nullcontext():
         yield kind
 

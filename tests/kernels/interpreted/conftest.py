@@ -1,8 +1,10 @@
 """Runs the public ops on CPU tensors through the Triton kernels.
 
-Memory that no kernel writes holds NaN.
+Memory that no kernel writes holds NaN. Accesses are checked, and bfloat16 is as on a GPU.
 """
 
+import interpreted_accesses
+import interpreted_bfloat16
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from fastdpo.ops import devices
 @pytest.fixture(autouse=True)
 def kernels_for_the_cpu(monkeypatch):
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
+    interpreted_bfloat16.install(monkeypatch)
+    interpreted_accesses.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

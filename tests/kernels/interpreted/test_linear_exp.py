@@ -17,8 +17,8 @@ EVERYTHING = ",".join(STATISTICS)
 CONFIG = FusedConfig(16, 32, 16, 4, 2)
 
 
-def inputs(n, v, d):
-    hidden, weight, bias = torch.randn(n, d), torch.randn(v, d), torch.randn(v)
+def inputs(n, v, d, dtype=torch.float32):
+    hidden, weight, bias = torch.randn(n, d, dtype=dtype), torch.randn(v, d, dtype=dtype), torch.randn(v, dtype=dtype)
     targets = torch.randint(v, (n,))
     targets[0], targets[1] = v - 1, -100
     hidden[2] += weight[targets[2]]
@@ -60,12 +60,13 @@ def test_results_and_tile(shape, transform):
     assert error(again, tile) < 1e-6
 
 
-def test_operands_loaded_by_tensor_descriptors(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operands_loaded_by_tensor_descriptors(dtype, monkeypatch):
     """As on Hopper and later, with partial blocks in every dimension."""
-    tensors = inputs(37, 131, 24)
-    expected = call(*tensors, tile=(tile := torch.empty(37, 131)))
+    tensors = inputs(37, 131, 24, dtype)
+    expected = call(*tensors, tile=(tile := torch.empty(37, 131, dtype=dtype)))
     monkeypatch.setattr(linear_exp, "takes_descriptors", lambda x: True)
-    found = call(*tensors, tile=(again := torch.empty(37, 131)))
+    found = call(*tensors, tile=(again := torch.empty(37, 131, dtype=dtype)))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert torch.equal(tile, again)
 

@@ -301,7 +301,7 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gather_keys_and_its_gradient(dtype, value_heads):
     layout = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU)
     key = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype)

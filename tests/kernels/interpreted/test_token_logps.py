@@ -1,7 +1,4 @@
-"""token_logps through its Triton kernels: the checks of the torch path, and kernel-specific cases.
-
-float32 and float16: the interpreter's arithmetic in bfloat16 is not that of any device.
-"""
+"""token_logps through its Triton kernels: the checks of the torch path, and kernel-specific cases."""
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from fastdpo.testing import assert_as_accurate_as, error
 
 INF, NAN = float("inf"), float("nan")
 OUTPUTS = ("logps", *STATISTICS)
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = {  # N, V; a block is 2048 or 4096 columns in the forward, 4096 in the backward
     "one word": (3, 1),  # only the target
