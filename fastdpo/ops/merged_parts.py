@@ -93,17 +93,11 @@ def merge_parts(
     if "entropy" in names or "log_sum_sq_probs" in names:  # of the tiles' logits, those of the targets included
         own = results["own_logits"].amax(0)
         in_tile = _with_targets(others, shifts, torch.maximum(shift, own), own, is_owner)
-        is_empty, log_share = in_tile.mass == 0, in_tile.log_share
         if "entropy" in names:
-            shares = in_tile.mass / in_tile.total
-            entropies = results["entropy"]
-            entropy = torch.where(is_empty, 0.0, shares * (entropies - log_share)).sum(0)
-            offset = entropy - entropies[rank] + log_share[rank]
-            values["entropy"], entropy_share = entropy, shares[rank]
-            mean_offset = torch.where(is_empty[rank], 0.0, offset)
+            values["entropy"], entropy_share, mean_offset = _entropy(in_tile, results["entropy"], rank)
         if "log_sum_sq_probs" in names:
-            terms = 2 * log_share + results["log_sum_sq_probs"]
-            values["log_sum_sq_probs"] = torch.where(is_empty, -torch.inf, terms).logsumexp(0)
+            terms = 2 * in_tile.log_share + results["log_sum_sq_probs"]
+            values["log_sum_sq_probs"] = torch.where(in_tile.mass == 0, -torch.inf, terms).logsumexp(0)
     if "mean_logits" in names:
         weighted = (mean * (size / sum(sizes)) for mean, size in zip(results["mean_logits"], sizes, strict=True))
         values["mean_logits"] = torch.stack([*weighted]).sum(0)
@@ -132,6 +126,14 @@ def _with_targets(others: Tensor, shifts: Tensor, top: Tensor, target: Tensor, i
     parts = len(mass)
     rest = [sum((mass[q] for q in range(parts) if q != r), torch.zeros_like(top)) for r in range(parts)]
     return _Masses(mass, torch.stack(rest), mass.sum(0))
+
+
+def _entropy(masses: _Masses, entropies: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The entropy, and the share and the mean offset of one part, [N] each, from the parts' entropies [R, N]."""
+    is_empty, log_share, shares = masses.mass == 0, masses.log_share, masses.mass / masses.total
+    entropy = torch.where(is_empty, 0.0, shares * (entropies - log_share)).sum(0)
+    offset = entropy - entropies[rank] + log_share[rank]
+    return entropy, shares[rank], torch.where(is_empty[rank], 0.0, offset)
 
 
 def _are_top1(is_top1: Tensor, tops: Tensor, is_owner: Tensor) -> Tensor:

@@ -74,6 +74,13 @@ def test_other_placements_are_not_supported(placement, mesh):
     assert head.unsupported_reason(linear).name == "split-head"
 
 
+def test_a_weight_that_is_cut_twice_is_not_supported(mesh):
+    linear, _ = cut(mesh, "colwise_rep", bias=False)
+    local, twice = linear.weight.to_local().detach(), init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tp"))
+    linear.weight = nn.Parameter(DTensor.from_local(local, twice, [Shard(0), Shard(0)]))
+    assert head.unsupported_reason(linear).name == "split-head"
+
+
 def test_a_whole_weight_behind_a_cut_forward_is_not_supported(mesh):
     linear, _ = cut(mesh, "colwise_rep", bias=False)
     linear.weight = nn.Parameter(linear.weight.to_local().detach())

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import vocabulary_worker as worker
+from heads import LEAVES, head_inputs
 from rank_processes import run_ranks
 
 from fastdpo.ops import VocabularyGroup, linear_logps, linear_sequence_logps
@@ -22,6 +24,37 @@ WORK = (
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 def test_on_ranks(work, ranks):
     run_ranks(ranks, work)
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield VocabularyGroup.of(11)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("keep", "form_jacobian", "statistics"),
+    [
+        (0, False, ""),  # forward only
+        (0, True, ""),  # a frozen head
+        (8, False, "entropy,mean_logits,is_top1,log_sum_sq_probs"),  # every tile kept, every result
+    ],
+)
+def test_opcheck(keep, form_jacobian, statistics, dtype, group):
+    inputs = head_inputs(8, 11, 5, dtype)
+    call = (*(inputs[name] for name in (*LEAVES, "targets")), 5.0, 1.7, 0.7, dtype)
+    cut, checked = (group.name, list(group.sizes), group.rank), ("test_schema", "test_faketensor")
+    forward, backward = torch.ops.fastdpo.vocabulary_parallel_fwd, torch.ops.fastdpo.vocabulary_parallel_bwd
+    arguments = (*call, statistics, keep, form_jacobian, *cut)
+    torch.library.opcheck(forward, arguments, test_utils=checked)
+    kept, jacobian, *results = forward(*arguments)
+    of_entropy, n_sums = (torch.randn(8), 7) if statistics else (None, 5)
+    needs = [True, not form_jacobian, not form_jacobian]
+    upstream = torch.randn(8), of_entropy
+    arguments = (*upstream, kept, jacobian, results[:n_sums], needs, None, *call, *cut)
+    torch.library.opcheck(backward, arguments, test_utils=checked)
 
 
 HEAD = dict(hidden=torch.randn(3, 4), weight=torch.randn(5, 4), targets=torch.tensor([0, 1, 2]))
