@@ -287,5 +287,6 @@ CASES = {
     "tensor parallel": Case(model=SIX_HEADS, tensor_parallel=True),
     "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
     "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),
+    "tensor parallel two epochs": Case(dict(num_train_epochs=2, evaluate=0), SIX_HEADS, tensor_parallel=True),
     "tensor parallel holes": Case(model=SIX_HEADS, tensor_parallel=True, change=make_a_hole),
 }

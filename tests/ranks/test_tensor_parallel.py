@@ -17,6 +17,13 @@ def test_training_equals_stock(case, ranks):
             assert torch.equal(weight, ranks[0]["patched"]["weights"][name]), f"{name} differs between the ranks"
 
 
+@pytest.mark.parametrize("case", ["tensor parallel two epochs"])
+def test_the_reference_is_not_remembered(case, ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert_calls(rank["patched"], batches=24)
+
+
 @pytest.mark.parametrize("case", ["tensor parallel holes"])
 def test_a_batch_that_cannot_be_packed(case, ranks):
     for rank in ranks:
