@@ -32,6 +32,7 @@ MODEL = LlamaForCausalLM(
     LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
 )
 TOKENS = ops.TokenLogps(torch.zeros(2, 3), entropy=torch.ones(2, 3))
+SUMS = ops.SequenceLogps(torch.zeros(2), torch.ones(2, dtype=torch.long))
 LOSS = ops.preference_loss(*torch.zeros(4, 2))
 
 
@@ -209,6 +210,13 @@ FUNCTIONS = {
         ops.linear_sequence_logps,
         dict(**HEAD, cu_seqlens=(BOUNDS, required(BOUNDS_KIND)), **HEAD_OPTIONS),
         ("linear_logps",),
+    ),
+    "merged_sequence_logps": Function(
+        ops.merged_sequence_logps,
+        dict(
+            parts=(SUMS, values(None, 3, "x", SUMS.logps, tuple(SUMS), SUMS._replace(lengths=torch.ones(3)))),
+            group=(None, OBJECT),
+        ),
     ),
     "linear_preference_loss": Function(
         ops.linear_preference_loss,

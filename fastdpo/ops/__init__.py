@@ -21,6 +21,7 @@ from .preference_loss import (
 )
 from .results import LinearPreferenceLoss, SequenceLogps, TokenLogps
 from .sequence_logps import linear_sequence_logps, sequence_logps
+from .split_sequences import merged_sequence_logps
 from .token_logps import token_logps
 from .vocabulary_parallel import VocabularyGroup
 
@@ -39,6 +40,7 @@ __all__ = [
     "linear_logps",
     "linear_preference_loss",
     "linear_sequence_logps",
+    "merged_sequence_logps",
     "pack",
     "pack_pairs",
     "packed_attention",
