@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,17 +33,20 @@ class MemoryLedger(TorchDispatchMode):
         scratch: memory of ops that no result shows, by the names of the ops.
         mask_count: the number of True in every boolean mask that a tensor is indexed by, which a
             fake mask cannot tell.
+        held: tensors that exist already. A view of one is no memory.
 
     Attributes:
         live: bytes that are alive.
     """
 
-    def __init__(self, scratch: dict[str, Scratch], mask_count: int) -> None:
+    def __init__(self, scratch: dict[str, Scratch], mask_count: int, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = 0
         self._scratch, self._mask_count = scratch, mask_count
         self._known = WeakIdKeyDictionary()
         self._peaks: list[Peak] = []
+        for tensor in held:
+            self._known[tensor.untyped_storage()] = 0
 
     def start_peak(self) -> Peak:
         """Starts to record a peak, above what is alive now."""

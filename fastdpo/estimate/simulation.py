@@ -153,7 +153,8 @@ class _Step:
             forward.fix_batch(model, batch | options, self.fake.from_tensor)
         self.inputs = {name: self.fake.from_tensor(x) for name, x in batch.items()}
         scored = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
-        self.ledger = MemoryLedger(head_scratch(setup.device, setup.device_memory), scored)
+        held = [x for model in filter(None, (self.policy, self.reference)) for x in _tensors(model)]
+        self.ledger = MemoryLedger(head_scratch(setup.device, setup.device_memory), scored, held)
         self.activations = self.head = self.reference_run = 0
 
     def run(self) -> Memory:
@@ -241,6 +242,11 @@ def _build(setup: Setup) -> tuple[Any, Any]:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", **setup.lora)), None
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _materialize(model: nn.Module, fake: FakeTensorMode) -> int:
