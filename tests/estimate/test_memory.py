@@ -7,11 +7,11 @@ import pytest
 from benchmarks.predicted_memory import Case, compare_in_new_process, predict
 
 ALLOWED = 0.15
-LORA = Case("gemma2", pairs=4, lora=True, checkpointing=True)
 SIDES = [
     (Case(pairs=2), False),
     (Case(pairs=8), True),
-    (LORA, True),
+    (Case(pairs=8, checkpointing=True), True),
+    (Case(pairs=24, lora=True), True),
     (Case("gemma2", pairs=4), True),
 ]
 
