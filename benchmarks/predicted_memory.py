@@ -34,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, output_router_logits=True),
 }
 """Model types, and the entries of their configurations that not all of them share."""
+HYBRID = ("Qwen3.5", "Falcon-H1", "LFM2")
+"""Names of `benchmarks.sides.workload.ARCHITECTURES`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Case:
     """A training.
 
     Attributes:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES` or `HYBRID`.
         pairs: of each batch.
         lora, checkpointing, bf16, precomputed, accumulates: as in `fastdpo.estimate.simulation.Setup`.
         ragged: whether pairs have different lengths, so that batches are padded.
@@ -65,9 +67,13 @@ class Case:
     def config(self) -> PretrainedConfig:
         from transformers import AutoConfig
 
-        from benchmarks.sides.workload import ModelSize, Workload, decoder_entries
+        from benchmarks.sides.workload import ARCHITECTURES, ModelSize, Workload, decoder_entries
 
-        shared = decoder_entries(Workload((), size=ModelSize(**SIZE), max_length=1024))
+        size = ModelSize(**SIZE)
+        shared = decoder_entries(Workload((), size=size, max_length=1024))
+        if self.family in HYBRID:
+            kind, entries = ARCHITECTURES[self.family]
+            return AutoConfig.for_model(kind, **shared, **entries(size))
         return AutoConfig.for_model(self.family, **shared | FAMILIES[self.family])
 
 
@@ -82,6 +88,8 @@ CASES = (
     Case(lora=True, checkpointing=True, bf16=True, pairs=24),
     *(Case(family, pairs=n) for family in ("gemma2", "qwen3_moe") for n in (4, 12)),
     *(Case(family, lora=True, checkpointing=True, pairs=12) for family in ("gemma2", "qwen3_moe")),
+    *(Case(family, pairs=4) for family in HYBRID),
+    *(Case(family, checkpointing=True, pairs=12) for family in HYBRID),
 )
 LORA = dict(r=16, lora_alpha=32, target_modules="all-linear")
 

@@ -17,9 +17,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..integrations import patching
 from ..models import forward
+from ..models.mixers import segments
 from ..ops.head_budget import budget_for
 from ..packing import IGNORE_INDEX
 from .ledger import MemoryLedger
@@ -27,6 +29,8 @@ from .scratch import head_scratch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from ..models.mixers.segments import Segments
 
 DPO = "trl.DPOTrainer"
 OPTIMIZER_COPIES = {"adamw_torch_fused": 2, "adamw_torch": 2, "rmsprop": 1, "adagrad": 1, "sgd": 0}
@@ -107,6 +111,7 @@ def simulate(setup: Setup, batch: dict[str, Tensor], *, patched: bool) -> Memory
     with ExitStack() as stack:
         if patched:
             stack.enter_context(patching.patched(DPO, memory_budget=_head_budget(setup)))
+            stack.enter_context(_readable_layouts())
         elif setup.device == "cuda":
             stack.enter_context(_triton_head())
         return _Step(setup, batch, patched).run()
@@ -266,6 +271,19 @@ def _materialize(model: nn.Module, fake: FakeTensorMode) -> int:
                     if x is not None:
                         tensors[name] = fake_of(x)
     return sum(x.numel() * x.element_size() for x in memo.values())
+
+
+@contextmanager
+def _readable_layouts() -> Iterator[None]:
+    """Lets mixers read their layouts, whose values are real, while all other tensors are fake."""
+    from ..models.mixers import hooks
+
+    def segments_of(layout: Tensor, device: torch.device) -> Segments:
+        with _disable_current_modes():
+            return segments.segments_of(layout, device)
+
+    with mock.patch.object(hooks, "segments_of", segments_of):
+        yield
 
 
 class _KernelThatDoesNothing:

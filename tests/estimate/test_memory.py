@@ -13,6 +13,7 @@ SIDES = [
     (Case(pairs=8, checkpointing=True), True),
     (Case(pairs=24, lora=True), True),
     (Case("gemma2", pairs=4), True),
+    (Case("Falcon-H1", pairs=4), True),
 ]
 
 
