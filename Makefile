@@ -113,7 +113,7 @@ docs: $(READY)
 	$(BIN)/python docs/draw_layout.py
 	$(BIN)/python tests/support/reason_sections.py
 
-SUITES ?= step bf16 evaluation precompute online kto grpo vision head attention memory scaling
+SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo vision head attention memory scaling
 
 bench: $(READY)
 	status=0; for suite in $(SUITES); do \

@@ -13,7 +13,8 @@ from tabulate import tabulate
 
 from benchmarks.case_runner import INCORRECT
 from benchmarks.cases import SUBJECT
-from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, DETERMINISTIC, FLOOR, LABELLED, PAIRS_ONLY, STOCK
+from benchmarks.suites.sharing import DETERMINISTIC, PAIRS_ONLY
+from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, FLOOR, LABELLED, STOCK
 from benchmarks.summary import by_group, mean_ratio
 
 Result = dict[str, Any]
@@ -22,6 +23,8 @@ WIDTH = 100
 GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
 WORK = {
     "step": "Training step",
+    "hybrid": "Training step of a hybrid model",
+    "sharing": "Training step",
     "bf16": "Training step, emulated bfloat16",
     "evaluation": "Evaluation step",
     "precompute": "Precomputing reference log-probs",
@@ -203,7 +206,11 @@ def scaling_table(result: Result) -> str:
     return f"{render(rows, ['axis', 'x', 'exponent of time in x', 'median time at each x'])}\n\n{note}"
 
 
-TABLES = {"step": step_table, "bf16": step_table, "memory": memory_table, "scaling": scaling_table}
+TABLES = {
+    **dict.fromkeys(("step", "hybrid", "sharing", "bf16"), step_table),
+    "memory": memory_table,
+    "scaling": scaling_table,
+}
 """Suites with a table of their own; the others use `sides_table`."""
 
 

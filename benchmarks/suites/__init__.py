@@ -6,18 +6,22 @@ from benchmarks.suites import (
     evaluation,
     grpo,
     head,
+    hybrid,
     kto,
     llamafactory,
     memory,
     online,
     precompute,
     scaling,
+    sharing,
     step,
     vision,
 )
 
 _MODULES = (
     step,
+    hybrid,
+    sharing,
     bf16,
     evaluation,
     precompute,

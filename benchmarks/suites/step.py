@@ -1,8 +1,4 @@
-"""A training step of TRL's `DPOTrainer` without the optimizer, at the lengths of six datasets.
-
-Hybrid models, and batches with several pairs of each prompt, run at the lengths of three of them.
-Steps with dropout are checked without it, since they are random.
-"""
+"""A training step of TRL's `DPOTrainer` without the optimizer, at the lengths of six datasets."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floo
 STOCK_FLASH = "TRL, flash_attention_2"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
-PAIRS_ONLY = "fastdpo, prompts shared by pairs only"
-DETERMINISTIC = "fastdpo, prompts not shared under dropout"
 
 
 class LengthProfile(NamedTuple):
@@ -37,14 +31,9 @@ PROFILES = {
     "HelpSteer": LengthProfile(775, 6.34),
     "UltraFeedback": LengthProfile(409, 0.42),
 }
-HYBRID = {"Qwen3.5": "gated delta rule", "Falcon-H1": "Mamba 2 and attention", "LFM2": "gated convolutions"}
-HYBRID_PROFILES = {name: PROFILES[name] for name in ("HH", "TL;DR", "UltraFeedback")}
-SEVERAL_PROFILES = {name: PROFILES[name] for name in ("TL;DR", "HelpSteer", "UltraFeedback")}
 SPREAD = 0.6  # standard deviation of the logarithm of a length
 BOUNDS = 2, 1536  # tokens of a prompt or completion
 PAIRS = 6
-PAIRS_OF_PROMPT, PAIRS_WITH_SEVERAL = (2, 4), 8
-LORA_DROPOUT = 0.05
 
 GPU_MODELS = {  # size, LoRA, gradient checkpointing
     "0.5B, full": (ModelSize(24, 896, 4864, 14, 2, 151_936), False, False),  # Qwen2.5
@@ -58,16 +47,6 @@ def workload(profile: LengthProfile, quick: bool, lora: bool = False, batches: i
     pairs, batches, size = (2, 2, QUICK_SIZE) if quick else (PAIRS, batches, ModelSize())
     lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=BOUNDS) for seed in range(batches)]
     return Workload(tuple(lengths), lora=lora, size=size)
-
-
-def workload_of_prompts(profile: LengthProfile, quick: bool, pairs_of_prompt: int) -> Workload:
-    """A batch with several pairs of each prompt, whose completions all have their own lengths."""
-    pairs, size = (4, QUICK_SIZE) if quick else (PAIRS_WITH_SEVERAL, ModelSize())
-    completions = 2 * pairs_of_prompt
-    options = {"spread": SPREAD, "bounds": BOUNDS, "completions": completions}
-    prompts = draw_lengths(*profile, pairs // pairs_of_prompt, 0, **options)
-    batch = tuple((p, *answers[i : i + 2]) for p, *answers in prompts for i in range(0, completions, 2))
-    return Workload((batch,), size=size, pairs_of_prompt=pairs_of_prompt)
 
 
 def case_of(name: str, group: str, profile: LengthProfile, sides: tuple[Side, ...]) -> Case:
@@ -85,16 +64,6 @@ def sides(work: Workload) -> tuple[Side, ...]:
         Side(BUDGET, "benchmarks.sides.budget:BudgetStep", work),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
-
-
-def sides_of_hybrid(work: Workload) -> tuple[Side, ...]:
-    return sides(work)[:3]  # the floor runs attention only
-
-
-def sides_of_sharing(work: Workload, less: str, options: dict[str, str]) -> tuple[Side, ...]:
-    """TRL, fastdpo, and fastdpo with options that make it share less."""
-    stock, labelled, subject, *_ = sides(work)
-    return stock, labelled, Side(less, subject.build, work, subject.options | options), subject
 
 
 def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
@@ -121,26 +90,11 @@ def build_gpu_cases(quick: bool) -> list[Case]:
 def build_cases(quick: bool) -> list[Case]:
     if torch.cuda.is_available():
         return build_gpu_cases(quick)
-    cases = [
+    return [
         case_of(f"{group}/{name}", group, profile, sides(workload(profile, quick, lora)))
         for group, lora in (("full", False), ("LoRA", True))
         for name, profile in (QUICK_PROFILES if quick else PROFILES).items()
     ]
-    for architecture in HYBRID:
-        for name, profile in (QUICK_PROFILES if quick else HYBRID_PROFILES).items():
-            work = replace(workload(profile, quick), architecture=architecture)
-            cases.append(case_of(f"{architecture}/{name}", architecture, profile, sides_of_hybrid(work)))
-    for count in PAIRS_OF_PROMPT:
-        for name, profile in (QUICK_PROFILES if quick else SEVERAL_PROFILES).items():
-            compared = sides_of_sharing(workload_of_prompts(profile, quick, count), PAIRS_ONLY, {"groups": "pairs"})
-            group = f"{count} pairs of a prompt"
-            cases.append(case_of(f"{group}/{name}", group, profile, compared))
-    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
-        work = replace(workload(profile, quick, lora=True), lora_dropout=LORA_DROPOUT)
-        compared = sides_of_sharing(work, DETERMINISTIC, {"share_prompts": "deterministic"})
-        group = f"LoRA, dropout {LORA_DROPOUT}"
-        cases.append(case_of(f"{group}/{name}", group, profile, compared))
-    return cases
 
 
 SUITE = Suite(

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import plots, run, tables
 from benchmarks.cases import SUBJECT, Case, Side
 from benchmarks.sides.heads import HeadWorkload
-from benchmarks.suites import SUITES, step
+from benchmarks.suites import SUITES, hybrid, sharing, step
 
 HERE = Path(__file__).parent
 
@@ -31,7 +31,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("suite", "cases"),
     [
-        ("step", "full/|LoRA/"),
+        ("step", ""),
         ("bf16", ""),
         ("evaluation", ""),
         ("precompute", ""),
@@ -75,22 +75,22 @@ def test_a_suite(suite, cases, tmp_path, capsys):
 
 
 def test_steps_of_hybrid_models(tmp_path):
-    code, result = run_suite("step", tmp_path, "--cases", "|".join(step.HYBRID), "--rounds", "1")
+    code, result = run_suite("hybrid", tmp_path, "--rounds", "1")
     assert code == 0
-    assert len(result["cases"]) == len(step.HYBRID)
+    assert len(result["cases"]) == len(hybrid.ARCHITECTURES)
     for case in result["cases"]:
         tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
         assert tokens[SUBJECT] < tokens[step.STOCK]
 
 
 def test_steps_that_share_more_than_the_prompt_of_a_pair(tmp_path, capsys):
-    code, result = run_suite("step", tmp_path, "--cases", "4 pairs|dropout", "--rounds", "1")
+    code, result = run_suite("sharing", tmp_path, "--cases", "4 pairs|dropout", "--rounds", "1")
     assert code == 0
-    for case, less in zip(result["cases"], (step.PAIRS_ONLY, step.DETERMINISTIC), strict=True):
+    for case, less in zip(result["cases"], (sharing.PAIRS_ONLY, sharing.DETERMINISTIC), strict=True):
         assert {side["status"] for side in case["sides"].values()} == {"measured"}
         tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
         assert tokens[SUBJECT] < tokens[less] < tokens[step.STOCK]
-    assert result["cases"][1]["workload"]["lora_dropout"] == step.LORA_DROPOUT
+    assert result["cases"][1]["workload"]["lora_dropout"] == sharing.LORA_DROPOUT
     table = capsys.readouterr().out
     assert "speedup over sharing by pairs only" in table
     assert "speedup over prompts not shared under dropout" in table

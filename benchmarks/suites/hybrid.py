@@ -1,0 +1,30 @@
+"""A training step of TRL's `DPOTrainer` on hybrid models, at the lengths of three datasets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.cases import Case, Suite
+from benchmarks.suites.step import PROFILES, QUICK_PROFILES, case_of, sides, workload
+
+ARCHITECTURES = ("Qwen3.5", "Falcon-H1", "LFM2")  # gated delta rule; Mamba 2 with attention; gated convolutions
+DATASETS = ("HH", "TL;DR", "UltraFeedback")
+
+
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
+    for architecture in ARCHITECTURES:
+        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in DATASETS}).items():
+            work = replace(workload(profile, quick), architecture=architecture)
+            compared = sides(work)[:3]  # the floor runs attention only
+            cases.append(case_of(f"{architecture}/{name}", architecture, profile, compared))
+    return cases
+
+
+SUITE = Suite(
+    name="hybrid",
+    title="DPO training step in TRL on hybrid models: policy forward and backward, reference forward",
+    truth="benchmarks.sides.exact:ExactStep",
+    cases=build_cases,
+    rounds=3,
+)
