@@ -110,7 +110,8 @@ class Comparison(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def examples(case: Case) -> list[dict[str, Any]]:
+def examples(case: Case, batches: int = 1) -> list[dict[str, Any]]:
+    """Pairs of random tokens. No two are equal, since fastdpo computes equal rows of a batch once."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
@@ -119,7 +120,7 @@ def examples(case: Case) -> list[dict[str, Any]]:
         return torch.randint(5, VOCABULARY, (n,), generator=generator).tolist()
 
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return [{name: ids(n) for name, n in zip(names, lengths, strict=True)} for lengths in case.lengths]
+    return [{name: ids(n) for name, n in zip(names, lengths, strict=True)} for lengths in case.lengths * batches]
 
 
 def predict(case: Case, patched: bool) -> int:
@@ -191,7 +192,7 @@ def measure(case: Case, patched: bool) -> int:
                 save_strategy="no",
                 disable_tqdm=True,
             ),
-            train_dataset=Dataset.from_list(examples(case) * STEPS * (1 + case.accumulates)),
+            train_dataset=Dataset.from_list(examples(case, STEPS * (1 + case.accumulates))),
             processing_class=build_tokenizer(),
             peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if case.lora else None,
             callbacks=[watch],
