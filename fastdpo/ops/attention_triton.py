@@ -48,8 +48,7 @@ class TritonCall:
     def __init__(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> None:
         from ..kernels.packed_attention import kernel_configs
 
-        hopper = compute_capability(query.device) == 9
-        self.configs = kernel_configs(query.shape[2], value.shape[2], hopper)
+        self.configs = kernel_configs(query.shape[2], value.shape[2], compute_capability(query.device))
         self.rows, self.options = rows, options
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

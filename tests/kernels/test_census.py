@@ -3,6 +3,7 @@
 This needs no GPU.
 """
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -22,6 +23,7 @@ TARGETS = {
     "sm100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+CAPABILITIES = {"sm80": 8, "sm90": 9, "sm100": 10, "gfx942": None}
 FORWARD, BACKWARD = token_logps._token_logps_fwd_kernel, token_logps._token_logps_bwd_kernel
 STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # those that TRL's DPOTrainer logs
 LOGIT_ARGUMENTS = {
@@ -161,7 +163,7 @@ PRODUCTS = {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm100": "tcgen05.mma
 
 
 def compile_attention(target, name, d, features="plain"):
-    config = dict(zip(ATTENTION, packed_attention.kernel_configs(d, d, target == "sm90"), strict=True))[name]
+    config = dict(zip(ATTENTION, packed_attention.kernel_configs(d, d, CAPABILITIES[target]), strict=True))[name]
     arguments = attention_arguments(d, d, config, **FEATURES[features])
     pointers = {name for name, kind in arguments.items() if isinstance(kind, str) and kind.startswith("*")}
     aligned = pointers | {name for name in arguments if name.startswith("stride")}
@@ -169,27 +171,61 @@ def compile_attention(target, name, d, features="plain"):
 
 
 SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
-    (128, "forward", "sm80"): 64,  # 56
     (128, "forward", "sm100"): 288,  # 280
-    (128, "keys", "sm100"): 96,  # 88
-    (128, "keys", "gfx942"): 16,  # 11
+    (128, "keys", "sm100"): 64,  # 56
+    (128, "keys", "gfx942"): 16,  # 16
     (256, "forward", "sm100"): 128,  # 120
     (256, "queries", "sm100"): 224,  # 216
-    (256, "keys", "sm80"): 64,  # 0, with Triton 3.6 64
-    (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 9
-    (256, "keys", "sm90"): 208,  # 200
-    (256, "keys", "sm100"): 64,  # 48
+    (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 10
+    (256, "keys", "sm90"): 208,  # 208
+    (256, "keys", "sm100"): 64,  # 56
+}
+SHARED_MEMORY = {  # maximum bytes per program
+    "sm80": 99 << 10,  # the limit of sm86 and sm89, which run the same configurations
+    "sm90": 227 << 10,
+    "sm100": 227 << 10,
+    "gfx942": 64 << 10,
 }
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("d", [128, 256])
-def test_attention_spills_little_and_uses_tensor_cores(d, name, target, tmp_path):
+def test_attention_fits_spills_little_and_uses_tensor_cores(d, name, target, tmp_path):
     compiled = compile_attention(target, name, d)
+    assert compiled.metadata.shared <= SHARED_MEMORY[target]
     _, spills = registers_and_spills(compiled, target, tmp_path)
     assert spills <= SPILLS.get((d, name, target), 0)
     assert PRODUCTS[target] in (compiled.asm.get("ptx") or compiled.asm["amdgcn"])
+
+
+REPEATED = {  # products executed over those needed
+    # The two warp groups repeat two of four products of 64 keys. Both sums of 128 keys would take all registers.
+    (256, "keys", "sm90"): 1.5,
+}
+
+
+def products_executed(compiled):
+    """Multiplications that the instructions of all warps compute, each instruction counted once."""
+    ptx, warps = compiled.asm["ptx"], compiled.metadata.num_warps
+    of_a_warp = re.findall(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", ptx)
+    of_four = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", ptx)
+    counts = [math.prod(map(int, shape)) for shape in of_a_warp] * 4 + [math.prod(map(int, x)) for x in of_four]
+    return sum(counts) * warps // 4
+
+
+def products_needed(compiled):
+    """Multiplications of the products in the kernel, each product counted once."""
+    shapes = re.findall(r"tt\.dot .*: tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x", compiled.asm["ttir"])
+    return sum(math.prod(map(int, shape)) for shape in shapes)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_attention_computes_each_product_once(d, name, target):
+    compiled = compile_attention(target, name, d)
+    assert products_executed(compiled) == REPEATED.get((d, name, target), 1) * products_needed(compiled)
 
 
 @pytest.mark.parametrize(("d", "features"), [(64, "plain"), (128, "all")])

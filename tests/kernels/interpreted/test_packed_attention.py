@@ -293,7 +293,7 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
     from fastdpo.kernels import packed_attention as kernels
 
     configs = kernels.KernelConfigs(*[kernels.KernelConfig(*sizes, 4, 2)] * 3)
-    monkeypatch.setattr(kernels, "kernel_configs", lambda d, d_v, hopper: configs)
+    monkeypatch.setattr(kernels, "kernel_configs", lambda d, d_v, capability: configs)
     tensors = inputs_of("grouped")
     mine = results(packed_attention, tensors, window=window, softcap=2.0)
     exact = results(reference.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
