@@ -1,4 +1,4 @@
-"""Compiles the kernels for four architectures and checks registers, spills and instructions.
+"""Compiles the kernels for five architectures and checks registers, spills and instructions.
 
 This needs no GPU.
 """
@@ -21,9 +21,10 @@ TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
     "sm90": GPUTarget("cuda", 90, 32),
     "sm100": GPUTarget("cuda", 100, 32),
+    "sm120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-CAPABILITIES = {"sm80": 8, "sm90": 9, "sm100": 10, "gfx942": None}
+CAPABILITIES = {"sm80": 8, "sm90": 9, "sm100": 10, "sm120": 12, "gfx942": None}
 FORWARD, BACKWARD = token_logps._token_logps_fwd_kernel, token_logps._token_logps_bwd_kernel
 STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # those that TRL's DPOTrainer logs
 LOGIT_ARGUMENTS = {
@@ -45,12 +46,12 @@ CASES = {  # a kernel, and its arguments as the launchers pass them: bfloat16 lo
 # determine occupancy: an NVIDIA multiprocessor runs 8 programs of 8 warps at 32 registers, 6 at 40,
 # 5 at 48 and 4 at 64. gfx942 reaches full occupancy at 64.
 CEILINGS = {
-    "forward": dict(sm80=48, sm90=40, sm100=40, gfx942=48),  # 47, 32, 38, 36
-    "forward, statistics": dict(sm80=64, sm90=64, sm100=64, gfx942=48),  # 61, 56, 53, 41
-    "forward of a head": dict(sm80=64, sm90=64, sm100=64, gfx942=64),
-    "backward": dict(sm80=40, sm90=40, sm100=40, gfx942=48),  # 32, 30, 32, 31
-    "backward, entropy": dict(sm80=48, sm90=40, sm100=48, gfx942=48),  # 40, 40, 42, 38
-    "backward of a head": dict(sm80=40, sm90=40, sm100=40, gfx942=48),
+    "forward": dict(sm80=48, sm90=40, sm100=40, sm120=40, gfx942=48),  # 47, 32, 38, 36, 36
+    "forward, statistics": dict(sm80=64, sm90=64, sm100=64, sm120=64, gfx942=48),  # 61, 56, 53, 54, 41
+    "forward of a head": dict(sm80=64, sm90=64, sm100=64, sm120=64, gfx942=64),
+    "backward": dict(sm80=40, sm90=40, sm100=40, sm120=40, gfx942=48),  # 32, 30, 32, 40, 31
+    "backward, entropy": dict(sm80=48, sm90=40, sm100=48, sm120=48, gfx942=48),  # 40, 40, 42, 44, 38
+    "backward of a head": dict(sm80=40, sm90=40, sm100=40, sm120=40, gfx942=48),
 }
 VARIANTS = {  # arguments of other models
     "softcap": dict(scale="fp32", cap="fp32"),
@@ -159,7 +160,13 @@ FEATURES = {
     "plain": {},
     "all": dict(window="i32", cap="fp32", sinks_ptr="*fp32"),
 }
-PRODUCTS = {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm100": "tcgen05.mma", "gfx942": "v_mfma"}
+PRODUCTS = {
+    "sm80": "mma.sync",
+    "sm90": "wgmma.mma_async",
+    "sm100": "tcgen05.mma",
+    "sm120": "mma.sync",
+    "gfx942": "v_mfma",
+}
 
 
 def compile_attention(target, name, d, features="plain"):
@@ -179,11 +186,16 @@ SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0
     (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 10
     (256, "keys", "sm90"): 208,  # 208
     (256, "keys", "sm100"): 64,  # 56
+    (128, "forward", "sm120"): 48,  # 16, with Triton 3.6 48
+    (128, "keys", "sm120"): 48,  # 48
+    (256, "queries", "sm120"): 16,  # 16
+    (256, "keys", "sm120"): 32,  # 32
 }
 SHARED_MEMORY = {  # maximum bytes per program
     "sm80": 99 << 10,  # the limit of sm86 and sm89, which run the same configurations
     "sm90": 227 << 10,
     "sm100": 227 << 10,
+    "sm120": 99 << 10,
     "gfx942": 64 << 10,
 }
 
@@ -220,7 +232,7 @@ def products_needed(compiled):
     return sum(math.prod(map(int, shape)) for shape in shapes)
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm120"])
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_attention_computes_each_product_once(d, name, target):
