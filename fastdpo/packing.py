@@ -219,8 +219,11 @@ def pack(
     row = (need > 0).nonzero()[:, 0]  # [S] rows of the padded batch
     tokens, ends = ids.numpy(), zip(row.tolist(), offset[row].tolist(), need[row].tolist(), strict=True)
     stored = [tokens[i, start : start + n] for i, start, n in ends]
-    tree = prefix_tree(stored, groups.cpu()[row].tolist())
-    order = sorted(range(len(row)), key=lambda i: tree[i].root)  # rows that share are neighbours
+    first_of: dict[int, int] = {}
+    first_rows = [first_of.setdefault(group, i) for i, group in enumerate(groups.tolist())]  # of their groups
+    group_of = [first_rows[i] for i in row.tolist()]
+    tree = prefix_tree(stored, group_of)
+    order = sorted(range(len(row)), key=lambda i: (group_of[i], tree[i].root))  # rows that share are neighbours
     paths = _paths(stored, tree, order)  # [S, longest]
 
     row, shared = row[order], torch.tensor([tree[i].shared for i in order], device="cpu")
