@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -262,6 +262,20 @@ def is_fused(model: nn.Module) -> bool:
     """Whether calls of a model, or of one inside of it, may take the fused path."""
     states = map(_state_of, model.modules())
     return any(fused is not None and fused.unsupported_reason() is None for fused in states)
+
+
+@contextmanager
+def sharing_in_pairs(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets only the two rows of a pair share tokens during the block."""
+    states = [fused for model in models for fused in map(_state_of, model.modules()) if fused is not None]
+    requests = [fused.request for fused in states]
+    try:
+        for fused in states:
+            fused.request = fused.request._replace(groups="pairs")
+        yield
+    finally:
+        for fused, request in zip(states, requests, strict=True):
+            fused.request = request
 
 
 def disabled_reason(model: nn.Module, integration: str) -> Reason | None:

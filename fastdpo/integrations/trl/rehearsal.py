@@ -100,7 +100,8 @@ class Rehearsal:
         self._prepared = None
         largest = self._largest(trainer, loader, lengths)
         try:
-            with _without_traces(trainer):
+            # No batch of the training shares less.
+            with _without_traces(trainer), forward.sharing_in_pairs(models_of(trainer).values()):
                 self._run(trainer, loader, largest)
         except RuntimeError as error:
             if _is_out_of_memory(error):
