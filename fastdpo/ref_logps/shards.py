@@ -199,8 +199,7 @@ def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
     """
     path = directory / f".{uuid4().hex}.tmp"
     try:
-        with path.open("xb") as file:
-            _locked(file)
+        with _new_locked(path) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -211,12 +210,24 @@ def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def _locked(file: IO[bytes]) -> bool:
+def _new_locked(path: Path) -> IO[bytes]:
+    """Creates a file and locks it if its file system has locks. Creates it again if another
+    process's `remove_leftovers` came between.
+    """
+    while True:
+        file = path.open("xb")
+        _locked(file, wait=True)  # until the other process, if there is one, has deleted the file
+        if path.exists():
+            return file
+        file.close()
+
+
+def _locked(file: IO[bytes], wait: bool = False) -> bool:
     """Tries to lock an open file until it is closed. Returns whether that succeeded."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -194,6 +194,24 @@ def test_a_file_that_is_being_written_is_kept(stored):
     assert sorted(path.name for path in stored.parent.iterdir()) == sorted([".lock", stored.name])
 
 
+def test_a_file_that_another_process_removes_before_it_is_locked(tmp_path, monkeypatch):
+    flock, calls = shards_module.fcntl.flock, []
+
+    def after_removal(file, operation):
+        calls.append(operation)
+        if len(calls) == 1:
+            remove_leftovers(tmp_path)
+            assert not list(tmp_path.iterdir())
+        flock(file, operation)
+
+    monkeypatch.setattr(shards_module.fcntl, "flock", after_removal)
+    assert shards_module.unusable_reason(tmp_path) is None
+    calls.clear()
+    shards = Shards(tmp_path, "key", 2)
+    shards.write(torch.tensor([0, 1]), -torch.ones(2, 2))
+    assert torch.equal(shards.read(), -torch.ones(2, 2))
+
+
 def test_a_finished_cache_is_cleaned_up_unless_it_is_locked(stored):
     shards = Shards(stored.parent, stored.parent.name, 6)
     values = shards.read()
