@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -21,3 +22,12 @@ def gather_objects(x: T) -> list[T]:
     if len(gathered) > 1:
         dist.all_gather_object(gathered, x)
     return gathered
+
+
+def largest_of_ranks(x: int, device: torch.device) -> int:
+    """Returns the largest number of any rank, by a collective on this device. Every rank must call this."""
+    if rank_and_world_size()[1] == 1:
+        return x
+    largest = torch.tensor(x, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)

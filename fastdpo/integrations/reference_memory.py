@@ -6,14 +6,15 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed import gather_objects
+from ..distributed import gather_objects, largest_of_ranks
 from ..logs import logger, warn
 from ..models import fallback
 from ..models.fallback import calls
@@ -29,9 +30,23 @@ DTYPES = {"high": "I64", "low": "I64", "chosen": "F64", "rejected": "F64"}
 
 Pair = tuple[float, float]
 
+T = TypeVar("T")
+
+
+class Vote(IntEnum):
+    """What one rank knows about its batch. The largest vote of any rank decides for all."""
+
+    REMEMBERED = 0
+    MISSING = 1
+    CHANGED = 2  # the reference, of which this rank may be the only one to hold the changed shard
+    DISABLED = 3
+
 
 class Memory:
     """The reference memory of one trainer. Each rank has its own, and `exchange` merges them.
+
+    Ranks that hold shards of the reference can only run it together. They vote in every batch: all
+    of them run it if one rank needs to, and all memories are cleared or disabled with the first.
 
     Args:
         option: False disables it. True keeps values for the lifetime of the trainer, a directory
@@ -51,8 +66,13 @@ class Memory:
         self._reference_has_changed = False
         self._values: dict[bytes, Pair] = {}
         self._new: dict[bytes, Pair] = {}
+        self._vote_on: torch.device | None = None
+        self._changed = False
+        self._disabling: Reason | None = None  # until the next vote
 
-    def start(self, unsupported_reason: Reason | None, key: Callable[[], str]) -> None:
+    def start(
+        self, unsupported_reason: Reason | None, key: Callable[[], str], vote_on: torch.device | None = None
+    ) -> None:
         """Disables the memory if there is a reason to, and otherwise reads the values in the
         directory.
 
@@ -61,10 +81,13 @@ class Memory:
                 None.
             key: returns a hash of everything that they depend on next to a pair's tokens. It is
                 called again when the reference has changed.
+            vote_on: the device of the ranks' collective if they hold shards of the reference, or
+                None. If given, every rank must make the same calls.
         """
-        self.started, self._make_key = True, key
-        if unsupported_reason is not None:
-            self.disable(unsupported_reason)
+        self.started, self._make_key, self._vote_on = True, key, vote_on
+        reason = next(filter(None, self._of_voters(unsupported_reason)), None)
+        if reason is not None:
+            self._disable(reason)
         else:
             self._read()
 
@@ -77,35 +100,47 @@ class Memory:
         return other
 
     def disable(self, reason: Reason) -> None:
+        """Disables the memory. That of ranks that vote stays enabled until their next vote."""
+        if self._vote_on is None:
+            self._disable(reason)
+        else:
+            self._disabling = self._disabling or reason
+
+    def _disable(self, reason: Reason) -> None:
         self.enabled, self._values, self._new = False, {}, {}
         fallback.report(f"{self._integration}: reference_memory is disabled, {reason.named}")
 
     def log_probs(
         self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor], tokens: int
-    ) -> Tensor:
-        """Returns the log-probabilities of chosen and rejected completions, float64 [B, 2]. Call
-        `check` first.
+    ) -> Tensor | None:
+        """Returns the log-probabilities of chosen and rejected completions, float64 [B, 2]. None if
+        the memory is disabled, on all ranks if they vote. Call `check` first.
 
         Args:
             reference: the model that `compute` runs.
-            digests: of the B pairs (see `digests_of_pairs`).
-            compute: given the indices of M pairs that are not remembered, returns their values [M,
-                2]. It is not called for M = 0. If it draws random numbers, the memory is disabled.
+            digests: of the B pairs (see `digests_of_pairs`). Empty after `disable`.
+            compute: given the indices of M pairs, returns their values [M, 2]. It is called for
+                those that are not remembered, and for one pair that is when only another rank needs
+                to run the reference. If it draws random numbers, the memory is disabled.
             tokens: number of tokens in the padded batch.
         """
         if any(module.training for module in reference.modules()):  # values may differ from those in evaluation mode
             digests = [hashlib.blake2b(x, digest_size=len(x), person=b"training").digest() for x in digests]
+        others_run = self._vote(digests)
+        if not self.enabled:
+            return None
         missing = [i for i, digest in enumerate(digests) if digest not in self._values]
-        fallback.count_tokens(self._integration, tokens * (len(digests) - len(missing)) // len(digests), 0)
-        if missing:
+        run = missing or ([0] if others_run else [])
+        fallback.count_tokens(self._integration, tokens * (len(digests) - len(run)) // len(digests), 0)
+        if run:
             before = _random_states(reference.device)
-            computed = compute(missing).double().tolist()
-            new: dict[bytes, Pair] = {digests[i]: (pair[0], pair[1]) for i, pair in zip(missing, computed, strict=True)}
-            values = [new.get(digest) or self._values[digest] for digest in digests]
+            computed = compute(run).double().tolist()
+            new: dict[bytes, Pair] = {digests[i]: (pair[0], pair[1]) for i, pair in zip(run, computed, strict=True)}
+            values = [self._values.get(digest) or new[digest] for digest in digests]
             if not all(map(torch.equal, before, _random_states(reference.device))):
                 self.disable(Reason("random-reference"))
-            if self.enabled:
-                finite = {digest: pair for digest, pair in new.items() if all(map(math.isfinite, pair))}
+            if self.enabled and self._disabling is None:
+                finite = {digests[i]: new[digests[i]] for i in missing if all(map(math.isfinite, new[digests[i]]))}
                 self._values |= finite
                 self._new |= finite
         else:
@@ -113,26 +148,56 @@ class Memory:
             values = [self._values[digest] for digest in digests]
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 
+    def _vote(self, digests: list[bytes]) -> bool:
+        """Whether a rank runs the reference for this batch. Clears or disables the memory if that of
+        any rank must be. One collective if ranks vote, otherwise False.
+        """
+        if self._vote_on is None:
+            return False
+        if self._disabling is not None:
+            vote = Vote.DISABLED
+        elif self._changed:
+            vote = Vote.CHANGED
+        else:
+            vote = Vote.REMEMBERED if digests and self._values.keys() >= set(digests) else Vote.MISSING
+        decision = largest_of_ranks(vote, self._vote_on)
+        if decision == Vote.DISABLED:
+            self._disable(next(filter(None, gather_objects(self._disabling))))
+        elif decision == Vote.CHANGED:
+            self._clear()
+        self._changed = False
+        return decision != Vote.REMEMBERED
+
+    def _of_voters(self, x: T) -> list[T]:
+        """What each rank passes, or only `x` if ranks do not vote."""
+        return [x] if self._vote_on is None else gather_objects(x)
+
     def exchange(self) -> None:
         """Merges the new values of all ranks, and writes this rank's to the directory.
 
         Every rank must call this, whether its memory is enabled or not.
         """
-        tensors = None if self._fingerprint is None else self._fingerprint.tensors
+        voting = self._vote_on is not None  # then the memories are of the same reference, and fingerprints of shards
+        tensors = None if voting or self._fingerprint is None else self._fingerprint.tensors
         for tensors_of_rank, new_of_rank in gather_objects((tensors, self._new)):
             if self.enabled and tensors_of_rank == tensors:
                 self._values |= new_of_rank
         self._write()
 
     def check(self, reference: PreTrainedModel) -> None:
-        """Clears the memory if the reference, as it would run now, has changed since the last call."""
+        """Clears the memory if the reference, as it would run now, has changed since the last call.
+
+        That of ranks that vote is cleared by their next vote.
+        """
         try:
             current = fingerprint(reference, self._structure)
         except (RuntimeError, NotImplementedError) as error:
             self.disable(Reason("unreadable-reference", error=error))
             return
         if self._fingerprint is not None and current != self._fingerprint:
-            self._clear()
+            self._changed = self._vote_on is not None
+            if not self._changed:
+                self._clear()
         self._fingerprint = current
 
     def _clear(self) -> None:
@@ -152,20 +217,26 @@ class Memory:
         """
         from ..ref_logps import shards
 
-        if self._directory is None:
+        if not any(self._of_voters(self._directory)):
             return
         try:
-            self._key = self._make_key()
+            self._key = self._make_key()  # by all ranks that vote, since it may read all shards
         except NotImplementedError as error:
             self._keep_in_ram(Reason("no-key", error=error))
             return
-        directory = self._directory / self._key
+        directory = None if self._directory is None else self._directory / self._key
+        error = None
         try:
-            self._values = _read(directory, self._key)
-        except (ValueError, OSError) as error:
+            self._values = {} if directory is None else _read(directory, self._key)
+        except (ValueError, OSError) as caught:
+            error = caught
+        error = next(filter(None, self._of_voters(error)), None)  # raised on all, so that none waits for the others
+        if error is not None:
             if not self._reference_has_changed:  # at the start, when raising loses no work
-                raise
+                raise error
             self._keep_in_ram(Reason("cache-file", done="read", error=error))
+            return
+        if directory is None:
             return
         reason = shards.unusable_reason(directory)
         if reason is None:

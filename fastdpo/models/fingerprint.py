@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .adapters import active_parameters
+from .local_shards import local_shard
 from .structure import Structure, additions_to
 
 if TYPE_CHECKING:
@@ -46,13 +47,14 @@ def fingerprint(model: PreTrainedModel, structure: Structure) -> Fingerprint:
     """The fingerprint of a model as it would run now.
 
     Args:
-        model: with all its parameters in this process.
+        model: of which this process may hold shards (see `reshard`). Then the fingerprint is that
+            of the shards.
         structure: caches what it has computed for the same model, so pass the same object again.
 
     Raises:
         RuntimeError, NotImplementedError: the memory of a tensor cannot be read.
     """
-    tensors = [*active_parameters(model), *model.buffers()]
+    tensors = [local_shard(x) for x in (*active_parameters(model), *model.buffers())]
     checksums = _checksums(tensors)
     described = tuple((x.dtype, tuple(x.shape), checksum) for x, checksum in zip(tensors, checksums, strict=True))
     return Fingerprint(hash((structure.hash(model), *additions_to(model))), described)

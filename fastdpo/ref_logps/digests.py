@@ -37,14 +37,26 @@ def canonical_json(x: object) -> str:
 
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
-    """Hash of a tensor's dtype, shape and bytes."""
+    """Hash of a tensor's dtype, shape and bytes.
+
+    A parameter sharded by FSDP2 or ZeRO-3 is gathered, so every rank must call this.
+    """
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter) or hasattr(tensor, "ds_id"):
+    if hasattr(tensor, "ds_id"):
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return _digest(name, tensor.data)
+    return _digest(name, tensor)
+
+
+def _digest(name: str, tensor: Tensor) -> str:
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
         kind = "on the meta device" if tensor.is_meta else type(tensor).__name__
         raise NotImplementedError(
             f"precompute: the values of {name} cannot be read for the cache's key: it is {kind}. Call precompute "
-            "before the model is offloaded or sharded by ZeRO-3, or without cache_dir"
+            "before the model is offloaded, or without cache_dir"
         )
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
+from ..distributed import gather_objects
 from ..models.adapters import active_adapters
+from ..models.support import is_sharded
 from ..reasons import Reason
 from .digests import canonical_json, config_digest, tensor_digest
 from .module_state import ModuleStates, NotCacheable
@@ -48,16 +49,18 @@ def model_digest(model: PreTrainedModel) -> str:
     """Hash of a model as it would run now: its configuration, `ModuleStates` and active adapters.
 
     A model with disabled adapters has the digest of the model without them. Parameters sharded by
-    FSDP2 are gathered one at a time, so every rank must call this.
+    FSDP2 or ZeRO-3 are gathered one at a time, so every rank must call this. The digest does not
+    depend on the number of ranks.
 
     Raises:
-        NotCacheable: the model runs functions that cannot be identified.
+        NotCacheable: the model runs functions that cannot be identified, on any rank if it is
+            sharded.
         NotImplementedError: the values of a tensor cannot be read.
     """
-    states = ModuleStates(model)
+    sharded = is_sharded(model)
+    states = _states_on_all_ranks(model) if sharded else ModuleStates(model)
     tensors = sorted(states.tensors.items())
     different = list({id(x): (name, x) for name, x in reversed(tensors)}.values())[::-1]
-    sharded = any(isinstance(x, DTensor) for _, x in different)
     with ThreadPoolExecutor(1 if sharded else min(8, os.cpu_count() or 1)) as pool:
         digests = list((map if sharded else pool.map)(lambda item: tensor_digest(*item), different))
     of_id = {id(x): digest for (_, x), digest in zip(different, digests, strict=True)}
@@ -65,6 +68,19 @@ def model_digest(model: PreTrainedModel) -> str:
     entries = sorted(map(canonical_json, states.entries))
     whole = [config_digest(model.config), of_tensors, entries, active_adapters(model)]
     return hashlib.sha256(canonical_json(whole).encode()).hexdigest()
+
+
+def _states_on_all_ranks(model: PreTrainedModel) -> ModuleStates:
+    """The states of a model. An error on one rank is raised on all, so that none waits for it."""
+    try:
+        states = ModuleStates(model)
+    except NotCacheable as error:
+        gather_objects(error)
+        raise
+    none: NotCacheable | None = None
+    for error in filter(None, gather_objects(none)):
+        raise error
+    return states
 
 
 def uncacheable_reason(model: nn.Module) -> Reason | None:

@@ -31,6 +31,7 @@ from torch.nn.modules import module as hooks_of_all_modules
 from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
 from ..models.forward import ATTRIBUTE as FUSED_FORWARD
 from ..models.functions import closure_contents
+from ..models.structure import COUNTERS
 from .digests import config_digest
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ IRRELEVANT_ATTRIBUTES = {
     *("neftune_noise_alpha", "_hf_peft_config_loaded", "peft_config", "_ep_plan", "_fsdp_plan"),
     *("_pp_plan", "_use_kernels", "_weight_conversions", "_compiled_call_impl", "_is_accelerate_prepared"),
     *("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_torch_compile"),
+    *("_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn"),  # set by DeepSpeed
     *("device", "config", "forward", "_old_forward", "_original_forward", FUSED_FORWARD),
 }
 """Attributes that outputs in evaluation mode do not depend on, and
@@ -75,8 +77,8 @@ class NotCacheable(NotImplementedError):
 class ModuleStates:
     """Everything that the outputs of a model depend on, as it would run now.
 
-    It is the same with and without inactive adapters, FSDP2, `torch.compile` and the hooks of
-    trainers.
+    It is the same with and without inactive adapters, FSDP2, DeepSpeed, `torch.compile` and the
+    hooks of trainers.
 
     Attributes:
         tensors: parameters, all buffers and tensors held as attributes, by name.
@@ -154,6 +156,8 @@ class ModuleStates:
         dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
         declared = set().union(*(names for kind, names in self._declared.items() if isinstance(module, kind)))
         for attribute in sorted(attributes.keys() - declared - IRRELEVANT_ATTRIBUTES - dropout):
+            if attribute.startswith(COUNTERS):
+                continue
             self._add(name, attribute, self._value(f"{name}.{attribute}", attributes[attribute]))
 
     def _add(self, name: str, what: str, value: object) -> None:

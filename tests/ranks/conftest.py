@@ -1,12 +1,14 @@
 """Trainings on several ranks. They run in `make test-ranks`, which installs DeepSpeed.
 
 Without DeepSpeed these tests are not collected. Each test has a parameter `case`, a name of
-`rank_cases.CASES`, and uses the fixture `ranks`. The cases of all collected tests are trained in
-one launch of `RANKS` processes (an environment variable; default: 2).
+`rank_cases.CASES`, and uses the fixture `ranks`; a test that compares cases has a parameter `cases`
+and uses `ranks_of`. The cases of all collected tests are trained in one launch of `RANKS` processes
+(an environment variable; default: 2).
 """
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,15 +29,24 @@ def trained(request, tmp_path_factory, number_of_ranks):
     """Maps each case to the results of its ranks, or to the launch that did not finish it."""
     from rank_launch import run_cases
 
-    specs = (getattr(item, "callspec", None) for item in request.session.items)
-    names = dict.fromkeys(spec.params["case"] for spec in specs if spec and "case" in spec.params)
-    return run_cases(list(names), number_of_ranks, tmp_path_factory.mktemp("ranks"))
+    all_params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = (name for params in all_params for name in (*params.get("cases", ()), params.get("case")) if name)
+    return run_cases(list(dict.fromkeys(names)), number_of_ranks, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture
-def ranks(case, trained) -> list[dict]:
-    """The results of each rank in a case, as a dict by kind."""
-    results = trained[case]
-    if not isinstance(results, list):
-        pytest.fail(f"case {case!r} was not finished; {results}", pytrace=False)
-    return results
+def ranks_of(trained) -> Callable[[str], list[dict]]:
+    """Maps a case to the results of each rank, as a dict by kind."""
+
+    def finished(case: str) -> list[dict]:
+        results = trained[case]
+        if not isinstance(results, list):
+            pytest.fail(f"case {case!r} was not finished; {results}", pytrace=False)
+        return results
+
+    return finished
+
+
+@pytest.fixture
+def ranks(case, ranks_of) -> list[dict]:
+    return ranks_of(case)

@@ -17,7 +17,17 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, load_from_disk
 from families import HYBRID as FAMILIES
-from rank_trainers import BecomesStrict, LastRaises, MainLogs, MainReads, Rehearsed, Unpatches, with_callback
+from rank_trainers import (
+    BecomesStrict,
+    ChangesShard,
+    Forgets,
+    LastRaises,
+    MainLogs,
+    MainReads,
+    Rehearsed,
+    Unpatches,
+    with_callback,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import DPOTrainer
@@ -45,9 +55,10 @@ class Case:
         model: arguments of `trl_runs.tiny_model`, for policy and reference.
         lora: whether to train an adapter; the reference is the model without it.
         tensor_parallel: whether the ranks shard each layer of both models and get equal batches.
-        kinds: any of "stock", "patched" and "sabotaged". Sabotaged is patched, with one label
-            removed on the last rank.
+        kinds: any of "stock", "patched", "again" and "sabotaged". Again is patched. Sabotaged is
+            patched, with one label removed on the last rank.
         patch: options of `fastdpo.patch`.
+        in_directory: whether the reference memory is kept in a directory that all kinds share.
         change: applied to the second batch of each rank selected by `changed_on`.
         prepare: applied to policy and reference on each rank selected by `changed_on`.
         changed_on: a predicate of the rank and the number of ranks.
@@ -61,6 +72,7 @@ class Case:
     tensor_parallel: bool = False
     kinds: tuple[str, ...] = ("stock", "patched")
     patch: dict[str, Any] = field(default_factory=dict)
+    in_directory: bool = False
     change: Callable[[dict[str, Tensor]], None] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
     changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
@@ -192,6 +204,10 @@ VERIFIED = dict(verify=True)
 
 LONGEST_FIRST = dict(longest_first=True)
 
+REMEMBERED = dict(reference_memory=True)
+
+TWO_EPOCHS = dict(num_train_epochs=2, eval_strategy="epoch")
+
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
 UNEVEN = pairs(13, seed=14)
@@ -284,6 +300,20 @@ CASES = {
     "zero3 fails the probe on the last rank": Case(zero(3), prepare=spoil_packed, changed_on=on_last),
     "zero3 not qualified on the last rank": Case(zero(3), prepare=disqualify, changed_on=on_last),
     "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
+    **{
+        f"{engine} remembered{' lora' if lora else ''}": Case(dict(options, **TWO_EPOCHS), lora=lora, patch=REMEMBERED)
+        for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
+        for lora in (False, True)
+    },
+    **{
+        f"{engine} {what}": Case(dict(options, **TWO_EPOCHS), patch=REMEMBERED, trainer_class=with_callback(callback))
+        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
+        for what, callback in {"forgotten on the last rank": Forgets, "changed on the last rank": ChangesShard}.items()
+    },
+    **{
+        f"{engine} remembered in a directory": Case(options, kinds=("stock", "patched", "again"), in_directory=True)
+        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
+    },
     "tensor parallel": Case(model=SIX_HEADS, tensor_parallel=True),
     "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
     "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),

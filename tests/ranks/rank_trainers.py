@@ -13,6 +13,7 @@ from trl_ranks_worker import COLLECTIVES
 
 import fastdpo
 from fastdpo.integrations.protocol import STATE
+from fastdpo.models.local_shards import local_shard
 
 
 class BecomesStrict(TrainerCallback):
@@ -66,6 +67,30 @@ class Rehearsed(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if STATE in vars(self.trainer) and (len(self.largest) != 1 or not self.largest[0].is_drawn):
             raise AssertionError(f"one drawn batch must be rehearsed; got {self.largest}")
+
+
+class Forgets(TrainerCallback):
+    """Empties the reference memory of the last rank after the first epoch."""
+
+    def __init__(self, trainer: DPOTrainer):
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if state.epoch and STATE in vars(self.trainer) and dist.get_rank() == dist.get_world_size() - 1:
+            vars(self.trainer)[STATE].memory._values.clear()
+
+
+class ChangesShard(TrainerCallback):
+    """Changes the last rank's shards of the reference's first layer after the first epoch."""
+
+    def __init__(self, trainer: DPOTrainer):
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if state.epoch and dist.get_rank() == dist.get_world_size() - 1:
+            for name, x in self.trainer.ref_model.named_parameters():
+                if ".layers.0." in name:
+                    local_shard(x).detach().mul_(1.5)
 
 
 class Unpatches(TrainerCallback):

@@ -109,7 +109,9 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     options = copy.deepcopy(OPTIONS | case.options)  # engines write into their configurations
     torch.manual_seed(0)  # adapters
     messages = recorded_messages()
-    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", **case.patch):
+    memory = directory.parent / "memory"
+    patch = case.patch | (dict(reference_memory=memory) if case.in_directory else {})
+    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", **patch):
         done = train(
             directory / f"rank{RANK}",
             model,
@@ -127,7 +129,8 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
         # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
         dist.barrier()
         weights = {name: whole(x) for name, x in named.items()}
-    return {**vars(done), "weights": weights, "sharded": sharded, "messages": messages}
+    keys = sorted(path.name for path in memory.glob("*"))
+    return {**vars(done), "weights": weights, "sharded": sharded, "messages": messages, "keys": keys}
 
 
 def recorded_messages() -> list[str]:

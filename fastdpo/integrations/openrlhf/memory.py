@@ -73,5 +73,7 @@ def remembered(
     base = base_of(trainer.ref_model)
     memory.check(base)
     logps = memory.log_probs(base, digests, compute, rows.ids.numel())
+    if logps is None:
+        return score(*batch)
     chosen, rejected = logps.to(rows.ids.device, torch.float32).unbind(1)
     return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()

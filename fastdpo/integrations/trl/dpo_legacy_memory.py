@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...models.support import is_sharded
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..concatenated import Inputs
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
-from .reference import precision_of, reference_digest
+from .reference import precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -45,6 +46,8 @@ def remembered(
         return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
 
     logps = remembered_logps(memory, trainer, _as_reference, digests, compute, inputs["input_ids"].numel())
+    if logps is None:
+        return {}
     chosen, rejected = logps.to(inputs["input_ids"].device, torch.float32).unbind(1)
     return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
@@ -57,7 +60,11 @@ def _start(trainer: DPOTrainer, memory: Memory) -> None:
         return key_of("legacy", reference_digest(trainer, _as_reference), precision_of(trainer), normalized)
 
     trainer.add_callback(exchange_callback(memory))  # on every rank, since all must take part
-    reason = Reason("encoder-decoder", model="the model") if trainer.is_encoder_decoder else None
+    reason = None
+    if trainer.is_encoder_decoder:
+        reason = Reason("encoder-decoder", model="the model")
+    elif is_sharded(reference_of(trainer)):
+        reason = Reason("reference-on-ranks")
     memory.start(reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
 
 

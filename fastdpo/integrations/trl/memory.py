@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ...models import support
 from ...models.adapters import active_parameters
 from ...models.image_content import digests_of_rows
 from ...models.images import ARGUMENTS
+from ...models.local_shards import reshard
 from ...reasons import Reason
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from ..replacements import temporarily
@@ -47,13 +49,11 @@ class ReferenceMemory(Memory):
         """
         if self.enabled and not self.started:
             self._start(trainer)
-        digests = self._digests(trainer, inputs) if self.enabled else []
-        if isinstance(digests, Reason):
-            self.disable(digests)
-        if isinstance(digests, Reason) or not self.enabled:
+        logps = self._of_batch(trainer, inputs) if self.enabled else None
+        if logps is None:
             yield inputs
             return
-        chosen, rejected = self._of_batch(trainer, inputs, digests)
+        chosen, rejected = logps
         with temporarily(trainer, precompute_ref_logps=True):
             yield {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
@@ -69,7 +69,8 @@ class ReferenceMemory(Memory):
             return key_of(digest, precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
 
         trainer.add_callback(exchange_callback(self))  # on every rank, since all must take part
-        self.start(memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference), key)
+        reason = memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference)
+        self.start(reason, key, device_of_votes(trainer))
 
     def _digests(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> list[bytes] | Reason:
         """The digests of the pairs of a batch, or why they have none."""
@@ -89,8 +90,14 @@ class ReferenceMemory(Memory):
                 return contents
         return digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"], contents)
 
-    def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor], digests: list[bytes]) -> tuple[Tensor, Tensor]:
-        """The reference log-probabilities of chosen and rejected completions, [B] each."""
+    def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """The reference log-probabilities of chosen and rejected completions, [B] each. None if the
+        memory is disabled.
+        """
+        digests = self._digests(trainer, inputs)
+        if isinstance(digests, Reason):
+            self.disable(digests)
+            digests = []
         device = inputs["input_ids"].device
 
         def compute(missing: list[int]) -> Tensor:
@@ -102,6 +109,8 @@ class ReferenceMemory(Memory):
             return torch.stack(list(reference_logps(trainer, part)), 1)
 
         logps = remembered_logps(self, trainer, as_reference, digests, compute, inputs["input_ids"].numel())
+        if logps is None:
+            return None
         dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
         chosen, rejected = logps.to(device, dtype).unbind(1)
         return chosen, rejected
@@ -123,8 +132,10 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
         return Reason("synced-reference")
     if type(trainer).compute_ref_log_probs is not stock.compute_ref_log_probs:
         return Reason("own-reference", trainer=type(trainer).__name__)
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.parallelism_config is not None:
+    if trainer.accelerator.parallelism_config is not None:
         return Reason("reference-on-ranks")
+    if any(isinstance(module, FullyShardedDataParallel) for module in reference_of(trainer).modules()):
+        return Reason("fsdp1")
     base = scoring.base_of(reference_of(trainer))
     if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
@@ -138,6 +149,11 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
     return None
 
 
+def device_of_votes(trainer: Any) -> torch.device | None:
+    """The device on which ranks agree on running the reference, or None if each has a whole one."""
+    return trainer.accelerator.device if support.is_sharded(reference_of(trainer)) else None
+
+
 def remembered_logps(
     memory: Memory,
     trainer: Any,
@@ -145,11 +161,12 @@ def remembered_logps(
     digests: list[bytes],
     compute: Callable[[list[int]], Tensor],
     tokens: int,
-) -> Tensor:
+) -> Tensor | None:
     """`Memory.log_probs` for a trainer's reference as it is now."""
     from ...ref_logps import scoring
 
     base = scoring.base_of(reference_of(trainer))
+    reshard(reference_of(trainer))
     with as_reference(trainer):
         memory.check(base)
     return memory.log_probs(base, digests, compute, tokens)

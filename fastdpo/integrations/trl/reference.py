@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from ...models.local_shards import reshard
+
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -48,6 +50,7 @@ def reference_digest(trainer: Any, as_reference: AsReference) -> str:
     """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
     from ...ref_logps import keys, scoring
 
+    reshard(reference_of(trainer))
     with as_reference(trainer):
         return keys.model_digest(scoring.base_of(reference_of(trainer)))
 

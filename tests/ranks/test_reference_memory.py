@@ -1,0 +1,55 @@
+"""The reference memory where ranks run the reference together: all of them skip it or none."""
+
+import pytest
+from rank_comparison import assert_same, assert_same_weights
+
+ENGINES = ("fsdp2", "zero2", "zero3")
+SHARDED = ("fsdp2", "zero3")
+IN_DIRECTORY = [f"{engine} remembered in a directory" for engine in ("ddp", *SHARDED)]
+
+
+def reference_calls(run: dict) -> tuple[int, int]:
+    """The numbers of batches for which the reference ran and was skipped."""
+    return run["calls"]["reference", "fused"], run["calls"]["reference", "remembered"]
+
+
+@pytest.mark.parametrize("case", [f"{engine} remembered{kind}" for engine in ENGINES for kind in ("", " lora")])
+def test_each_pair_is_computed_once(case, ranks, number_of_ranks):
+    trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks  # batches of an epoch and of an evaluation
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        # Two epochs and three evaluations, one of them after the training.
+        assert reference_calls(rank["patched"]) == (trained + evaluated, trained + 2 * evaluated)
+
+
+@pytest.mark.parametrize("case", [f"{engine} forgotten on the last rank" for engine in SHARDED])
+def test_all_ranks_run_what_one_misses(case, ranks, number_of_ranks):
+    trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert reference_calls(rank["patched"]) == (2 * (trained + evaluated), evaluated)
+
+
+@pytest.mark.parametrize("case", [f"{engine} changed on the last rank" for engine in SHARDED])
+def test_all_ranks_notice_a_change_of_one_shard(case, ranks, number_of_ranks):
+    trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert reference_calls(rank["patched"]) == (2 * (trained + evaluated), evaluated)
+        assert any("the reference has changed" in message for message in rank["patched"]["messages"])
+
+
+@pytest.mark.parametrize("case", IN_DIRECTORY)
+def test_a_directory_outlives_the_training(case, ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert_same_weights(rank["patched"], rank["again"])
+        assert reference_calls(rank["patched"])[0] > 0
+        assert reference_calls(rank["again"])[0] == 0
+        assert len(rank["again"]["keys"]) == 1
+
+
+@pytest.mark.parametrize("cases", [IN_DIRECTORY], ids=["engines"])
+def test_the_key_is_that_of_the_whole_reference(cases, ranks_of):
+    of_ddp, *others = [ranks_of(case)[0]["again"]["keys"] for case in cases]
+    assert others == [of_ddp] * len(others)
