@@ -296,6 +296,16 @@ def logged_reasons(model: nn.Module, integration: str) -> frozenset[Reason]:
     return frozenset() if base is None else frozenset(vars(base)[ATTRIBUTE].logged)
 
 
+def examine_again(model: nn.Module, integration: str) -> None:
+    """Forgets how a model was found in its calls so far, so that its next call probes it.
+
+    Every rank of those that run the model together must call this.
+    """
+    base = _model_of(model, integration)
+    if base is not None:
+        vars(base)[ATTRIBUTE].probe_results.clear()
+
+
 def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     """Counts and logs a call that an integration leaves to its trainer before the model sees it."""
     base = cast("PreTrainedModel", _model_of(model, integration))

@@ -255,6 +255,13 @@ CASES = {
     ),
     "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
     "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
+    **{
+        f"{engine} precomputed{' lora' if lora else ''}": Case(
+            dict(options, precompute_ref_log_probs=True, evaluate=0), lora=lora, data=shared
+        )
+        for engine, options in {"zero2": zero(2), "zero3": zero(3)}.items()
+        for lora in (False, True)
+    },
     "ddp holes": Case(change=make_a_hole),
     "ddp holes on the last rank": Case(change=make_a_hole, changed_on=on_last),
     "ddp no labels on the last rank": Case(change=lose_all_labels, changed_on=on_last),

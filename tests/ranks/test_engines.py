@@ -45,7 +45,11 @@ def test_without_accumulation(case, ranks, number_of_ranks):
         assert_calls(rank["patched"], batches=6 // number_of_ranks, evaluated=6 // number_of_ranks)
 
 
-@pytest.mark.parametrize("case", ["ddp precomputed", "ddp precomputed in memory"])
+PRECOMPUTED = ["ddp precomputed", "ddp precomputed in memory"]
+PRECOMPUTED += [f"{engine} precomputed{kind}" for engine in ("zero2", "zero3") for kind in ("", " lora")]
+
+
+@pytest.mark.parametrize("case", PRECOMPUTED)
 def test_precomputed_reference(case, ranks, number_of_ranks):
     assert_trained(case, ranks, number_of_ranks)
     for rank in ranks:

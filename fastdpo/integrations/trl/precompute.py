@@ -9,7 +9,9 @@ of everything that they depend on.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from ...logs import warn
 from ...models import fallback, forward
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
 
 FOLDER = "fastdpo-ref-logps"
+
+ENGINE = "_precompute_engine"
+"""The attribute in which TRL keeps the DeepSpeed engine of a policy that is its own reference."""
 
 
 def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
@@ -50,7 +55,7 @@ def _unsupported_reason(trainer: DPOTrainer) -> Reason | None:
         return Reason("late-truncation")
     if type(trainer).compute_ref_log_probs is not dpo_trainer.DPOTrainer.compute_ref_log_probs:
         return Reason("own-reference", trainer=type(trainer).__name__)
-    if trainer.is_deepspeed_enabled:
+    if _needs_engine(trainer) and not hasattr(trainer, ENGINE):
         return Reason("deepspeed-precompute")
     if trainer.accelerator.parallelism_config is not None:
         return Reason("parallel-precompute")
@@ -84,13 +89,16 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     digest = None if directory is None else _cacheable_digest(trainer)
     stored = None
     if directory is not None and digest is not None:
-        key = keys.key(rows, digest, precision_of(trainer), trainer.ld_alpha)
+        precision = precision_of(trainer)
+        if _needs_engine(trainer):  # which casts the weights where others use autocast
+            precision += ", DeepSpeed"
+        key = keys.key(rows, digest, precision, trainer.ld_alpha)
         ranks.require_equal_work(key)
         stored = shards.Shards(directory / key, key, len(rows))
 
     def score(examples):
         batch = send_to_device(collator(examples), accelerator.device)
-        return reference_logps(trainer, batch)
+        return reference_logps(trainer, batch, _engine(trainer))
 
     with scoring.evaluating(model):
         logps = passes.run(
@@ -101,7 +109,37 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
             accelerator.device,
             f"Computing reference log probs for {name} dataset",
         )
+    if getattr(trainer, ENGINE, None) is not None:
+        _complete_trace(getattr(trainer, ENGINE))
+        forward.examine_again(model, DPO)  # the training's engine adds hooks of its own
     return with_ref_logps(dataset, logps)
+
+
+def _needs_engine(trainer: DPOTrainer) -> bool:
+    """Whether the reference is the policy, which DeepSpeed has not prepared before the training."""
+    return trainer.is_deepspeed_enabled and trainer.ref_model is None
+
+
+def _engine(trainer: DPOTrainer) -> nn.Module:
+    """The module that runs the reference, as in `DPOTrainer._precompute_ref_logps`."""
+    model = reference_of(trainer)
+    if not _needs_engine(trainer):
+        return model
+    from trl.models.utils import prepare_deepspeed
+
+    if getattr(trainer, ENGINE) is None:
+        setattr(trainer, ENGINE, prepare_deepspeed(model, trainer.accelerator))
+    return getattr(trainer, ENGINE)
+
+
+def _complete_trace(engine: Any) -> None:
+    """Completes the trace of modules that ZeRO-3 records in an engine's first forward pass.
+
+    It would do so in the next one, which fails after a pass of a single batch: the training's engine
+    has then given the same modules other ids.
+    """
+    if engine.zero_optimization_partition_weights():
+        engine.optimizer.get_param_coordinator().reset_step()
 
 
 def _cacheable_digest(trainer: DPOTrainer) -> str | None:

@@ -26,12 +26,16 @@ def reference_of(trainer: DPOTrainer) -> nn.Module:
     return cast(nn.Module, trainer.model if trainer.ref_model is None else trainer.ref_model)
 
 
-def reference_logps(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def reference_logps(trainer: Any, inputs: dict[str, Any], model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
     """The reference's log-probabilities of chosen and rejected completions, [B] each, by TRL's own
     function.
+
+    `model` is the engine that runs the reference if it is not the trainer's own model.
     """
     takes_model = "model" in inspect.signature(trainer.compute_ref_log_probs).parameters  # since TRL 1.9
-    return trainer.compute_ref_log_probs(*((reference_of(trainer),) if takes_model else ()), inputs)
+    return trainer.compute_ref_log_probs(
+        *((reference_of(trainer) if model is None else model,) if takes_model else ()), inputs
+    )
 
 
 def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
