@@ -5,6 +5,7 @@ Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -94,8 +95,10 @@ class TileFormat(NamedTuple):
         fused = None
         if weight.stride(1) == 1 and not is_part:
             fused = fused_config(width, compute_dtype, weight.device)
-        if fused is not None and not _takes_fused_kernel(weight.device, compute_dtype, width, fused, float16_widened):
-            fused = None
+        if fused is not None:
+            width = operator.index(width)  # a constant, also where the compiler takes sizes for symbols
+            if not _takes_fused_kernel(weight.device, compute_dtype, width, fused, float16_widened):
+                fused = None
         dtype = compute_dtype if fused is None else float16_widened  # the fused kernel does not normalize its tiles
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
         return TileFormat(rows, columns, dtype, triton=True, fused=fused)
