@@ -282,8 +282,11 @@ def _readable_layouts() -> Iterator[None]:
         with _disable_current_modes():
             return segments.segments_of(layout, device)
 
-    with mock.patch.object(hooks, "segments_of", segments_of):
-        yield
+    try:
+        with mock.patch.object(hooks, "segments_of", segments_of):
+            yield
+    finally:
+        segments._segments_of.cache_clear()  # their indices are fake
 
 
 class _KernelThatDoesNothing:
