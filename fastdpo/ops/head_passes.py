@@ -163,14 +163,14 @@ def _add_targets(
     for rows in head.tiles():
         index, gradient = head.columns.index[rows], gradients[rows, None]
         if grad_hidden is not None:
-            grad_hidden[rows] += _scaled(head.weight[index], gradient)
+            grad_hidden[rows] += scaled(head.weight[index], gradient)
         if weight_sum is not None:
-            weight_sum.add_rows(index, _scaled(head.hidden_rows(rows), gradient))
+            weight_sum.add_rows(index, scaled(head.hidden_rows(rows), gradient))
         if bias_sum is not None:
             bias_sum.add_rows(index, gradient)
 
 
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """`x * factor` in the dtype of the factor, 0 where the factor is 0, even if x is infinite there."""
     return torch.where(factor == 0, 0.0, x.to(factor.dtype) * factor)
 

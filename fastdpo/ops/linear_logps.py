@@ -16,7 +16,13 @@ from .head_budget import default_budget
 from .head_passes import backward_pass, empty_outputs, forward_pass, take_kept
 from .head_tiles import HeadCall, TileFormat, empty_gradients
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
-from .vocabulary_parallel import VocabularyGroup, require_group, vocabulary_parallel_logps
+from .vocabulary_parallel import (
+    VocabularyGroup,
+    number_of_factors,
+    require_group,
+    vocabulary_parallel_bwd,
+    vocabulary_parallel_fwd,
+)
 
 OP = "linear_logps"
 
@@ -98,32 +104,35 @@ class _LinearLogps(torch.autograd.Function):
         keep,
         form_jacobian,
         main_grad,
+        *cut,  # name, sizes and rank of a vocabulary group
     ):
         ctx.set_materialize_grads(False)
-        scalars = softcap, logit_scale, temperature, compute_dtype
-        kept, jacobian, *results = linear_logps_fwd(
-            hidden, weight, bias, targets, *scalars, statistics, keep, form_jacobian
-        )
-        logps, shift, others, total, *extra = results
+        call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+        forward_op = vocabulary_parallel_fwd if cut else linear_logps_fwd
+        kept, jacobian, *results = forward_op(*call, statistics, keep, form_jacobian, *cut)
+        n_sums = 4 + (number_of_factors(statistics) if cut else 0)
+        sums, extra = results[:n_sums], results[n_sums:]
         ctx.kept = kept
-        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, logps, shift, others, total)
-        ctx.scalars, ctx.main_grad, ctx.has_entropy = scalars, main_grad, "entropy" in statistic_names(statistics)
+        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
+        ctx.scalars, ctx.cut, ctx.main_grad = call[4:], cut, main_grad
+        ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
-        return (logps, *extra)
+        return (sums[0], *extra)
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
         hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept = take_kept(ctx)
+        kept, options = take_kept(ctx), [None] * (9 + len(ctx.cut))
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
-            return (None,) * 12
+            return (None, None, None, *options)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         main_grad = ctx.main_grad if needs_weight else None
         needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
         call = HeadCall(hidden, weight, bias, targets, *ctx.scalars)
-        grads = linear_logps_bwd(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call)
-        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *[None] * 9
+        backward_op = vocabulary_parallel_bwd if ctx.cut else linear_logps_bwd
+        grads = backward_op(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call, *ctx.cut)
+        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
 
 
 def linear_logps(
@@ -236,10 +245,8 @@ def linear_logps(
     tiles = TileFormat.of(weight, compute_dtype, is_part=group is not None)
     keep = tiles.rows_within(len(hidden), budget) if trains_head else 0
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    if group is None:
-        logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad)
-    else:
-        logps, *extra = vocabulary_parallel_logps(call, statistics, keep, form_jacobian, main_grad, group)
+    cut = () if group is None else (group.name, list(group.sizes), group.rank)
+    logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad, *cut)
     return named_results(logps, extra, statistics, targets.shape)
 
 

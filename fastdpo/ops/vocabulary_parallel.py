@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from .. import checks
 from ..packing import IGNORE_INDEX
 from .dtypes import accumulation_dtype
-from .head_passes import PartGradients, backward_pass, empty_outputs, forward_pass, take_kept
+from .head_passes import PartGradients, backward_pass, empty_outputs, forward_pass, scaled
 from .head_tiles import HeadCall, empty_gradients
 from .merged_parts import EXCHANGED, merge_parts
 from .results import statistic_names
@@ -95,7 +95,7 @@ def _process_group(name: str) -> dist.ProcessGroup:
 
 
 @torch.library.custom_op("fastdpo::vocabulary_parallel_fwd", mutates_args=())
-def _fwd(
+def vocabulary_parallel_fwd(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -114,8 +114,9 @@ def _fwd(
     """The forward of one rank.
 
     Returns:
-        Gradient tiles and jacobian as of `forward_pass`; shift, others and total of the part; the
-        vectors of `_number_of_factors`; then logps and the statistics over the whole vocabulary. [N] each
+        Gradient tiles and jacobian as of `forward_pass`; logps over the whole vocabulary; shift,
+        others and total of the part; the vectors of `number_of_factors`; then the statistics over
+        the whole vocabulary. [N] each
     """
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
     if not len(hidden):
@@ -137,21 +138,19 @@ def _fwd(
     gain = call.transform.gain if slope is None else call.transform.gain * slope
     of_targets = torch.where(has_target, merged.rest * gain, 0.0)
     of_entropy = [x for x in (merged.entropy_share, merged.mean_offset) if x is not None]
-    return [
-        *(kept, jacobian, shift, others, total, merged.share, of_targets, *of_entropy),
-        *(x.masked_fill_(ignored, 0) for x in (merged.logps, *merged.statistics)),
-    ]
+    logps, *whole = (x.masked_fill_(ignored, 0) for x in (merged.logps, *merged.statistics))
+    return [kept, jacobian, logps, shift, others, total, merged.share, of_targets, *of_entropy, *whole]
 
 
 def _empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
     sizes = (call.compute_dtype, statistics, keep, form_jacobian)
     kept, jacobian, logps, *sums = empty_outputs(call.hidden, call.weight, *sizes, is_part=True)
-    factors = [torch.empty_like(logps) for _ in range(_number_of_factors(statistics))]
-    return [kept, jacobian, *sums[:3], *factors, logps, *sums[3:]]
+    factors = [torch.empty_like(logps) for _ in range(number_of_factors(statistics))]
+    return [kept, jacobian, logps, *sums[:3], *factors, *sums[3:]]
 
 
-def _number_of_factors(statistics: str) -> int:
-    """How many vectors the backward needs next to shift, others and total.
+def number_of_factors(statistics: str) -> int:
+    """How many vectors the backward of a part needs besides logps, shift, others and total.
 
     The share of the part's probability and the gradients that reach the targets' logits by way of
     the other parts; with the entropy, the share and the offset of its gradient.
@@ -159,14 +158,14 @@ def _number_of_factors(statistics: str) -> int:
     return 4 if "entropy" in statistic_names(statistics) else 2
 
 
-@_fwd.register_fake
+@vocabulary_parallel_fwd.register_fake
 def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
     return _empty_outputs(call, *options[:3])
 
 
 @torch.library.custom_op("fastdpo::vocabulary_parallel_bwd", mutates_args=("main_grad",))
-def _bwd(
+def vocabulary_parallel_bwd(
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
     kept: Tensor,
@@ -187,97 +186,30 @@ def _bwd(
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as of `backward_pass`, that of hidden summed over ranks."""
-    shift, others, total, share, of_targets, *of_entropy = sums
+    *row_sums, share, of_targets = sums[:6]
     part = VocabularyGroup(name, tuple(sizes), rank).part
     ignored = targets == IGNORE_INDEX
-    upstream = torch.zeros_like(total) if grad_logps is None else grad_logps.masked_fill(ignored, 0)
+    upstream = torch.zeros_like(share) if grad_logps is None else grad_logps.masked_fill(ignored, 0)
     entropy_of_part = mean_offset = None
     if grad_entropy is not None:
-        entropy_share, mean_offset = of_entropy
+        entropy_share, mean_offset = sums[6:]
         grad_entropy = grad_entropy.masked_fill(ignored, 0)
-        entropy_of_part = _scaled(entropy_share, grad_entropy)
+        entropy_of_part = scaled(entropy_share, grad_entropy)
         mean_offset = mean_offset.masked_fill(grad_entropy == 0, 0)  # NaN where the target is unknown
-    gradients = PartGradients(part, _scaled(of_targets, upstream), mean_offset)
+    gradients = PartGradients(part, scaled(of_targets, upstream), mean_offset)
     # Partial gradients of hidden are summed before they are rounded.
     wide = hidden.to(accumulation_dtype(compute_dtype)) if needs[0] else hidden
     call = HeadCall(wide, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    row_sums = (upstream, shift, others, total)
     grad_hidden, grad_weight, grad_bias = backward_pass(
-        OP, call, _scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad, gradients
+        OP, call, scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad, gradients
     )
     if len(grad_hidden):
         dist.all_reduce(grad_hidden, group=_process_group(name))
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _scaled(factor: Tensor, upstream: Tensor) -> Tensor:
-    """`factor * upstream`, zero where the upstream gradient is zero, even if the factor is NaN."""
-    return torch.where(upstream == 0, 0.0, factor * upstream)
-
-
-@_bwd.register_fake
+@vocabulary_parallel_bwd.register_fake
 def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
     wide = hidden.to(sums[0].dtype) if needs[0] else hidden
     grad_hidden, *others = empty_gradients(wide, weight, bias, needs)
     return grad_hidden.to(hidden.dtype), *others
-
-
-class _VocabularyParallelLogps(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        softcap,
-        logit_scale,
-        temperature,
-        compute_dtype,
-        statistics,
-        keep,
-        form_jacobian,
-        main_grad,
-        name,
-        sizes,
-        rank,
-    ):
-        ctx.set_materialize_grads(False)
-        scalars, group = (softcap, logit_scale, temperature, compute_dtype), (name, sizes, rank)
-        options = (statistics, keep, form_jacobian)
-        kept, jacobian, *results = _fwd(hidden, weight, bias, targets, *scalars, *options, *group)
-        n_sums = 3 + _number_of_factors(statistics)
-        logps, *extra = results[n_sums:]
-        ctx.kept = kept
-        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *results[:n_sums])
-        ctx.scalars, ctx.group, ctx.main_grad = scalars, group, main_grad
-        ctx.has_entropy = "entropy" in statistic_names(statistics)
-        ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
-        return (logps, *extra)
-
-    @staticmethod
-    def backward(ctx, grad_logps, *grad_extra):
-        hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept = take_kept(ctx)
-        grad_entropy = grad_extra[0] if ctx.has_entropy else None
-        if grad_logps is None and grad_entropy is None:
-            return (None,) * 15
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        main_grad = ctx.main_grad if needs_weight else None
-        needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
-        call = HeadCall(hidden, weight, bias, targets, *ctx.scalars)
-        grads = _bwd(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call, *ctx.group)
-        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *[None] * 12
-
-
-def vocabulary_parallel_logps(
-    call: HeadCall,
-    statistics: str,
-    keep: int,
-    form_jacobian: bool,
-    main_grad: Tensor | None,
-    group: VocabularyGroup,
-) -> tuple[Tensor, ...]:
-    """logps and the statistics [N] over the vocabulary of all ranks."""
-    cut = group.name, list(group.sizes), group.rank
-    return _VocabularyParallelLogps.apply(*call, statistics, keep, form_jacobian, main_grad, *cut)
