@@ -25,7 +25,7 @@ from ..models.mixers import segments
 from ..ops.head_budget import budget_for
 from ..packing import IGNORE_INDEX
 from .ledger import MemoryLedger
-from .scratch import head_scratch
+from .scratch import HeadScratch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -159,7 +159,7 @@ class _Step:
         self.inputs = {name: self.fake.from_tensor(x) for name, x in batch.items()}
         scored = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         held = [x for model in filter(None, (self.policy, self.reference)) for x in _tensors(model)]
-        self.ledger = MemoryLedger(head_scratch(setup.device, setup.device_memory), scored, held)
+        self.ledger = MemoryLedger(HeadScratch(setup.device, setup.device_memory).of_ops, scored, held)
         self.activations = self.head = self.reference_run = 0
 
     def run(self) -> Memory:
@@ -286,7 +286,7 @@ def _readable_layouts() -> Iterator[None]:
         with mock.patch.object(hooks, "segments_of", segments_of):
             yield
     finally:
-        segments._segments_of.cache_clear()  # their indices are fake
+        segments.forget()  # their indices are fake
 
 
 class _KernelThatDoesNothing:
