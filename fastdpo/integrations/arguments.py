@@ -43,12 +43,11 @@ def checked_options(
         error = ValueError if isinstance(share_prompts, str) else TypeError
         raise error(f'{op}: share_prompts must be True, False or "deterministic"; got {checks.shown(share_prompts)}')
     checks.require_bytes(op, memory_budget=memory_budget)
-    memory_budget = None if memory_budget is None else int(memory_budget)
     memory = reference_memory
     if not isinstance(memory, bool):
         rule = "be True, False or the path of a directory"
         memory = checks.checked_path(op, "reference_memory", memory, rule)
     checks.require_positive_integer(op, "max_tokens", max_tokens, optional=True)
-    max_tokens = None if max_tokens is None else int(max_tokens)
+    budget, tokens = (None if x is None else int(x) for x in (memory_budget, max_tokens))
     flags = group_prompts, log_savings, longest_first
-    return PatchOptions(share_prompts, memory_budget, memory, verify, max_tokens, *flags)
+    return PatchOptions(share_prompts, budget, memory, verify, tokens, *flags)

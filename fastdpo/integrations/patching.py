@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.metadata
+import inspect
 import os
 import sys
 import weakref
@@ -340,6 +341,8 @@ def _during_a_block(patch: Callable[_P, PatchReport]) -> Callable[_P, AbstractCo
         finally:
             _undo(set(_patched) - before)
 
+    signature = inspect.signature(patch).replace(return_annotation=AbstractContextManager[PatchReport])
+    vars(patched)["__signature__"] = signature  # for help()
     return patched
 
 
