@@ -8,11 +8,11 @@ gradients be rounded as well.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import weakref
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 _policies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that were replaced, by the states of FSDP2 that had them."""
@@ -39,10 +39,6 @@ def restore(model: nn.Module, head: nn.Module) -> None:
 
 def _states(model: nn.Module, head: nn.Module) -> list[Any]:
     """The states of FSDP2 for the head and the modules around it, wrappers of the model included."""
-    if "torch.distributed.fsdp" not in sys.modules:  # its import is slow, and nothing is sharded without
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
     unit = next((m for m in model.modules() if isinstance(m, FSDPModule)), None)
     if unit is None:
         return []
