@@ -195,7 +195,7 @@ class Load(NamedTuple):
 def lengths_of(pairs: Sequence[w.Lengths]) -> PairLengths:
     """The lengths of pairs whose rows share the prompt and nothing else."""
     prompt, chosen, rejected = np.array(pairs, np.int64).T
-    return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt)
+    return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt, prompt)
 
 
 def drawn_lengths(dataset: str, pairs: int, seed: int) -> PairLengths:

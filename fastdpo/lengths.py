@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,7 @@ class PairLengths:
         chosen, rejected: tokens of the prompt and its completion.
         chosen_answer, rejected_answer: tokens of the completion alone.
         common: tokens that both rows begin with, found by comparing ids.
+        prompt: tokens of the prompt that both rows begin with, 0 if the prompt's first ones are cut off.
     """
 
     chosen: np.ndarray
@@ -32,14 +33,14 @@ class PairLengths:
     chosen_answer: np.ndarray
     rejected_answer: np.ndarray
     common: np.ndarray
+    prompt: np.ndarray
 
     def __len__(self) -> int:
         return len(self.common)
 
     def __getitem__(self, index: np.ndarray | slice) -> PairLengths:
         """Some of the pairs."""
-        fields = self.chosen, self.rejected, self.chosen_answer, self.rejected_answer, self.common
-        return PairLengths(*(x[index] for x in fields))
+        return PairLengths(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @property
     def longest(self) -> np.ndarray:
@@ -82,6 +83,14 @@ class PairLengths:
         triangles = [n * (n + 1) // 2 for n in (chosen, rejected, prefix)]
         return triangles[0] + triangles[1] - triangles[2]
 
+    @property
+    def shared_prompt(self) -> np.ndarray:
+        """Tokens that each row of a pair shares with those of another pair of its prompt, int64 [N].
+
+        At least: answers may begin alike, too.
+        """
+        return np.minimum(self.prompt, np.minimum(*self._needed(False)))
+
     def _rows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         return (self.chosen, self.chosen_answer), (self.rejected, self.rejected_answer)
 
@@ -117,7 +126,7 @@ def pair_lengths(
     rule = f"be one of {', '.join(TRUNCATIONS)}"
     checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
     require_dataset(op, dataset)
-    parts = [np.zeros((5, 0), np.int64)]
+    parts = [np.zeros((len(fields(PairLengths)), 0), np.int64)]
     with tqdm(total=len(dataset), desc="Reading lengths", unit=" pairs", disable=not progress) as bar:
         for columns in read_columns(op, dataset):
             parts.append(_lengths(columns, max_length, truncation_mode == "keep_start"))
@@ -167,7 +176,9 @@ def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | Non
     common = shorter.copy()
     differing = np.flatnonzero(chosen != rejected)
     np.minimum.at(common, pair[differing], place[differing])
-    return np.stack([*rows, *kept_answers, common])
+    starts_with_prompt = np.maximum(*skipped) == 0
+    kept_prompt = np.where(starts_with_prompt, np.minimum(prompt, shorter), 0)
+    return np.stack([*rows, *kept_answers, common, kept_prompt])
 
 
 def _ids(

@@ -70,3 +70,7 @@ class CostModel:
             (self.scored, lengths.scored(share=share)),
         )
         return np.sum([weight * amount for weight, amount in parts], axis=0)
+
+    def of_prefixes(self, tokens: np.ndarray) -> np.ndarray:
+        """The costs of rows without a scored position, float64 [N], given their tokens [N]."""
+        return self.token * tokens + self.attended * (tokens * (tokens + 1) // 2)

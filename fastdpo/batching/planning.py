@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from sortedcontainers import SortedList
@@ -29,7 +30,7 @@ class StepPlanner:
         cost: what pairs are balanced by. Default: their tokens.
         share_prompts: whether the rows of a pair share their first tokens, as in `patch`.
         prompts: int [N], equal for pairs of the same prompt, which then are in one micro-batch as
-            far as they fit. Their prompt counts once for each pair.
+            far as they fit, where their prompt counts once. Default: each pair has its own.
         op: the public function, for error messages.
 
     Raises:
@@ -56,16 +57,18 @@ class StepPlanner:
             checks.require(shape == [len(lengths)], op, "prompts", f"be [{len(lengths)}], one for each pair", shape)
         self.max_tokens, self.ranks = int(max_tokens), int(ranks)
         self.lengths = lengths
-        self.tokens = lengths.packed(share=share_prompts)
-        self.costs = (cost or CostModel()).costs(lengths, share=share_prompts)
-        self._prompts = prompts
+        cost = cost or CostModel()
+        tokens, costs = lengths.packed(share=share_prompts), cost.costs(lengths, share=share_prompts)
+        self._prompts = np.arange(len(lengths)) if prompts is None else prompts
+        of_prompts = lengths.shared_prompt if share_prompts else np.zeros_like(tokens)
+        self._tokens, self._costs = _Amounts(tokens, of_prompts), _Amounts(costs, cost.of_prefixes(of_prompts))
         self._op = op
-        too_long = np.flatnonzero(self.tokens > max_tokens)
+        too_long = np.flatnonzero(tokens > max_tokens)
         if len(too_long):
-            longest = int(self.tokens.max())
+            longest = int(tokens.max())
             raise ValueError(
                 f"{op}: max_tokens must be at least the distinct tokens of every pair; got {max_tokens}, but pair "
-                f"{too_long[0]} has {self.tokens[too_long[0]]}, as {len(too_long)} of {len(lengths)} pairs have more. "
+                f"{too_long[0]} has {tokens[too_long[0]]}, as {len(too_long)} of {len(lengths)} pairs have more. "
                 f"Set max_tokens to {longest} or more, truncate by max_length, or remove these pairs"
             )
 
@@ -87,11 +90,14 @@ class StepPlanner:
         if not len(index) or len(index) % self.ranks:
             rule = f"be a positive number of pairs that {self.ranks} ranks divide"
             raise ValueError(f"{self._op}: pairs must {rule}; got {len(index)}")
-        tokens, costs = self.tokens[index], self.costs[index]
-        groups = self._groups(index, tokens)
-        sizes = [int(tokens[group].sum()) for group in groups]
-        weights = [float(costs[group].sum()) for group in groups]
-        count = max(1, -(-int(tokens.sum()) // (self.max_tokens * self.ranks)))
+
+        def cost_of(places: list[int]) -> float:
+            return self.cost_of(index[places])
+
+        groups = self._groups(index)
+        sizes = [self.tokens_of(index[group]) for group in groups]
+        weights = [cost_of(group) for group in groups]
+        count = max(1, -(-sum(sizes) // (self.max_tokens * self.ranks)))
         while True:  # ends at the latest when each pair has a micro-batch of its own
             packed = _balanced(sizes, weights, self.max_tokens, count * self.ranks)
             packed = packed or _best_fit(sizes, self.max_tokens, count * self.ranks)
@@ -99,22 +105,46 @@ class StepPlanner:
                 break
             count += 1
         bins = [sorted(place for group in members for place in groups[group]) for members in packed]
-        bins = _without_empty(bins, costs)
-        return [[index[places].tolist() for places in of_ranks] for of_ranks in _dealt(bins, costs, self.ranks)]
+        bins = _without_empty(bins, cost_of)
+        return [[index[places].tolist() for places in of_ranks] for of_ranks in _dealt(bins, cost_of, self.ranks)]
 
-    def _groups(self, index: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+    def tokens_of(self, pairs: Sequence[int] | np.ndarray) -> int:
+        """The distinct tokens of a micro-batch."""
+        return int(self._tokens.total(pairs, self._prompts))
+
+    def cost_of(self, pairs: Sequence[int] | np.ndarray) -> float:
+        """The cost of a micro-batch."""
+        return float(self._costs.total(pairs, self._prompts))
+
+    def _groups(self, index: np.ndarray) -> list[list[int]]:
         """The places of pairs that stay together."""
-        if self._prompts is None:
-            return [[place] for place in range(len(index))]
         groups: dict[int, list[int]] = {}
         finished = []
         for place, prompt in enumerate(self._prompts[index].tolist()):
             group = groups.setdefault(prompt, [])
-            if tokens[group].sum() + tokens[place] > self.max_tokens:
+            if group and self.tokens_of(index[[*group, place]]) > self.max_tokens:
                 finished.append(group.copy())
                 group.clear()
             group.append(place)
         return finished + list(groups.values())
+
+
+class _Amounts(NamedTuple):
+    """Tokens or costs, [N] each: of pairs by themselves, and of the prompt that others share with them."""
+
+    of_pairs: np.ndarray
+    of_prompts: np.ndarray
+
+    def total(self, pairs: Sequence[int] | np.ndarray, prompts: np.ndarray) -> float:
+        """The amount of these pairs together, with each of their prompts once."""
+        pairs = np.asarray(pairs, dtype=np.int64)
+        total = self.of_pairs[pairs].sum()
+        if len(pairs) == 1:
+            return total
+        _, place, counts = np.unique(prompts[pairs], return_inverse=True, return_counts=True)
+        least = np.full(len(counts), np.inf)
+        np.minimum.at(least, place, self.of_prompts[pairs])
+        return total - ((counts - 1) * least).sum()
 
 
 def _descending(values: Sequence[float]) -> list[int]:
@@ -157,24 +187,24 @@ def _best_fit(sizes: list[int], capacity: int, n_bins: int) -> Bins | None:
     return bins
 
 
-def _without_empty(bins: Bins, costs: np.ndarray) -> Bins:
+def _without_empty(bins: Bins, cost_of: Callable[[list[int]], float]) -> Bins:
     """Moves a pair into each empty bin, from the most expensive bin that has several."""
     for empty in (places for places in bins if not places):
-        source = max((places for places in bins if len(places) > 1), key=lambda places: costs[places].sum())
+        source = max((places for places in bins if len(places) > 1), key=cost_of)
         empty.append(source.pop())
     return bins
 
 
-def _dealt(bins: Bins, costs: np.ndarray, ranks: int) -> list[Bins]:
+def _dealt(bins: Bins, cost_of: Callable[[list[int]], float], ranks: int) -> list[Bins]:
     """Gives ranks micro-batches of similar costs at the same time, and similar costs in total."""
-    cost_of = [float(costs[places].sum()) for places in bins]
-    order = _descending(cost_of)
+    costs = [cost_of(places) for places in bins]
+    order = _descending(costs)
     totals = np.zeros(ranks)
     dealt = []
     for start in range(0, len(order), ranks):
         of_ranks: Bins = [[] for _ in range(ranks)]
         for i, rank in zip(order[start : start + ranks], np.argsort(totals, kind="stable"), strict=True):
             of_ranks[rank] = bins[i]
-            totals[rank] += cost_of[i]
+            totals[rank] += costs[i]
         dealt.append(of_ranks)
     return dealt

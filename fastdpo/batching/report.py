@@ -87,9 +87,10 @@ def budget_report(
     for batches in tqdm(steps, desc="Scanning steps", unit=" steps", disable=not progress):
         pairs = np.concatenate([np.asarray(batch, np.int64) for batch in batches])
         cut = planner.cut(pairs)
-        of_ranks = np.array([[planner.costs[pairs].sum() for pairs in ranks] for ranks in cut]).sum(0)
+        of_ranks = np.array([[planner.cost_of(pairs) for pairs in of_ranks] for of_ranks in cut]).sum(0)
         padded = sum(2 * len(batch) * int(longest[np.asarray(batch, np.int64)].max()) for batch in batches)
-        tokens = padded, unshared[pairs].sum(), planner.tokens[pairs].sum()
+        shared = sum(planner.tokens_of(pairs) for of_ranks in cut for pairs in of_ranks)
+        tokens = padded, unshared[pairs].sum(), shared
         rows.append((len(pairs), *tokens, len(batches) / planner.ranks, len(cut), of_ranks.max() / of_ranks.mean()))
     table = np.array(rows, np.float64)
     pairs, padded, packed, shared, fixed, by_budget, slowest = table.mean(0).tolist()

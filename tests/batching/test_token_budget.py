@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from trl_runs import tiny_model
 
 from fastdpo.batching import CostModel, StepPlanner, TokenBudgetSampler, budget_report
-from fastdpo.lengths import PairLengths, pair_lengths
-from fastdpo.ops import pack_pairs
+from fastdpo.lengths import PairLengths, number_prompts, pair_lengths
+from fastdpo.ops import pack, pack_pairs
 
 SIZES = [(1, 0.1), (2, 0.6), (4, 1.2)]
 """Ranks, and the spread of the logarithm of lengths: nearly equal, as in datasets, a long tail."""
@@ -21,7 +21,7 @@ SIZES = [(1, 0.1), (2, 0.6), (4, 1.2)]
 def lengths_of(n: int, spread: float = 0.6, seed: int = 0) -> PairLengths:
     rng = np.random.default_rng(seed)
     prompt, chosen, rejected = rng.lognormal(4, spread, (3, n)).clip(2, 900).astype(np.int64)
-    return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt)
+    return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt, prompt)
 
 
 def flat(cut: list) -> list[int]:
@@ -36,8 +36,8 @@ def test_a_step_is_cut(ranks, spread):
         cut = planner.cut(pairs)
         assert sorted(flat(cut)) == sorted(pairs.tolist())
         assert all(len(of_ranks) == ranks and all(of_ranks) for of_ranks in cut)
-        assert all(planner.tokens[micro_batch].sum() <= 3000 for of_ranks in cut for micro_batch in of_ranks)
-        fewest = -(-planner.tokens[pairs].sum() // (3000 * ranks))
+        assert all(planner.tokens_of(micro_batch) <= 3000 for of_ranks in cut for micro_batch in of_ranks)
+        fewest = -(-planner.tokens_of(pairs) // (3000 * ranks))
         assert len(cut) <= fewest + 1
         assert cut == planner.cut(pairs)
 
@@ -50,19 +50,19 @@ def test_ranks_are_balanced(ranks):
     size = 32 * ranks
     by_budget, fixed = [], []
     for pairs in np.random.default_rng(1).permutation(2048).reshape(-1, size):
-        costs = np.array([[planner.costs[x].sum() for x in of_ranks] for of_ranks in planner.cut(pairs)])
+        costs = np.array([[planner.cost_of(x) for x in of_ranks] for of_ranks in planner.cut(pairs)])
         by_budget.append((costs.sum(0).max() / costs.sum(0).mean(), costs.max() / costs.mean()))
-        of_ranks = planner.costs[pairs].reshape(ranks, -1).sum(1)
-        fixed.append(of_ranks.max() / of_ranks.mean())
+        of_ranks = [planner.cost_of(x) for x in pairs.reshape(ranks, -1)]
+        fixed.append(np.max(of_ranks) / np.mean(of_ranks))
     assert np.max([total for total, _ in by_budget]) < 1.02
     assert np.mean([largest for _, largest in by_budget]) < 1.05
     assert np.mean(fixed) > 1.04
 
 
 def test_best_fit_where_balance_needs_more_room():
-    lengths = PairLengths(*np.array([[5, 5, 4, 4, 3, 3], [1] * 6, [4, 4, 3, 3, 2, 2], [0] * 6, [1] * 6]))
+    lengths = PairLengths(*np.array([[5, 5, 4, 4, 3, 3], [1] * 6, [4, 4, 3, 3, 2, 2], [0] * 6, [1] * 6, [1] * 6]))
     planner = StepPlanner(lengths, 11)  # 4 + 4 + 3 + 3 + 2 + 2 + shared ones fit in two, if not one at a time
-    assert planner.tokens.tolist() == [4, 4, 3, 3, 2, 2]
+    assert [planner.tokens_of([i]) for i in range(6)] == [4, 4, 3, 3, 2, 2]
     assert len(planner.cut(range(6))) == 2
 
 
@@ -84,20 +84,46 @@ def test_pairs_of_a_prompt_stay_together():
     assert sorted(flat(apart.cut(range(64)))) == list(range(64)), "too many pairs for one micro-batch are split"
 
 
-def test_tokens_are_those_of_layouts(tmp_path):
+COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def padded(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ids, mask and labels of a batch, chosen rows first."""
+    parts = [[row["prompt_ids"], row[name]] for name in COLUMNS[1:] for row in rows]
+    width = max(len(p) + len(a) for p, a in parts)
+    ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in parts])
+    labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in parts])
+    return ids, ids != 0, labels
+
+
+def test_tokens_are_those_of_layouts():
     rng = np.random.default_rng(0)
     rows = [{n: rng.integers(3, 9, rng.integers(1, 12)).tolist() for n in COLUMNS} for _ in range(20)]
     planner = StepPlanner(pair_lengths(rows), 100)
     for (micro_batch,) in planner.cut(range(20)):
-        parts = [[rows[i]["prompt_ids"], rows[i][name]] for name in COLUMNS[1:] for i in micro_batch]
-        width = max(len(p) + len(a) for p, a in parts)
-        ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in parts])
-        labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in parts])
-        layout = pack_pairs(ids, ids != 0, labels)
-        assert len(layout.token_index) == planner.tokens[micro_batch].sum() <= 100
+        layout = pack_pairs(*padded([rows[i] for i in micro_batch]))
+        assert len(layout.token_index) == planner.tokens_of(micro_batch) <= 100
 
 
-COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+def test_a_prompt_of_several_pairs_counts_once():
+    """Their answers begin with different tokens, so that nothing else is in common."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(100, 999, n).tolist() for n in rng.integers(20, 60, 6)]
+    answers = [[[10 * i + k, *rng.integers(100, 999, rng.integers(1, 40))] for k in (1, 2)] for i in range(24)]
+    rows = [dict(zip(COLUMNS, (prompts[i // 4], *pair), strict=True)) for i, pair in enumerate(answers)]
+    lengths = pair_lengths(rows)
+    planner = StepPlanner(lengths, 500, prompts=number_prompts(rows), cost=CostModel(1.0, 0.01))
+    cut = planner.cut(rng.permutation(24))
+    for (micro_batch,) in cut:
+        layout = pack(*padded([rows[i] for i in micro_batch]), groups="prompts")
+        assert len(layout.token_index) == planner.tokens_of(micro_batch) <= 500
+    assert sum(len(set(np.array(micro_batch) // 4)) for (micro_batch,) in cut) == 6
+    assert len(cut) < len(StepPlanner(lengths, 500).cut(range(24)))
+    prompt = len(prompts[0])
+    once = 3 * (prompt + 0.01 * prompt * (prompt + 1) / 2)
+    assert planner.cost_of(range(4)) == pytest.approx(sum(planner.cost_of([i]) for i in range(4)) - once)
+    unshared = StepPlanner(lengths, 500, prompts=number_prompts(rows), share_prompts=False)
+    assert unshared.tokens_of(range(4)) == sum(unshared.tokens_of([i]) for i in range(4))
 
 
 def sampler(ranks: int = 1, n: int = 100, **options) -> TokenBudgetSampler:
@@ -167,14 +193,14 @@ def test_costs_are_operations_of_the_model():
     assert cost.token == 2 * layers
     assert cost.scored == 2 * config.hidden_size * config.vocab_size
     assert cost.attended == 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    pair = PairLengths(*np.array([[6], [5], [3], [2], [3]]))  # needs P P P C C and P P P R
+    pair = PairLengths(*np.array([[6], [5], [3], [2], [3], [3]]))  # needs P P P C C and P P P R
     assert pair.attended().tolist() == [15 + 4]
     assert pair.attended(share=False).tolist() == [15 + 10]
     assert cost.costs(pair)[0] == 6 * cost.token + 19 * cost.attended + 5 * cost.scored
 
 
 def test_the_report_counts():
-    lengths = PairLengths(*np.array([[6, 11], [5, 3], [3, 1], [2, 1], [3, 2]]))
+    lengths = PairLengths(*np.array([[6, 11], [5, 3], [3, 1], [2, 1], [3, 2], [3, 2]]))
     report = budget_report(lengths, StepPlanner(lengths, 12), [[[0, 1]]])
     assert (report.padded, report.packed, report.shared) == (4 * 11, 6 + 5 + 11 + 3, 6 + 10)
     assert (report.fixed, report.by_budget, report.most, report.filled) == (1, 2, 2, 16 / 24)

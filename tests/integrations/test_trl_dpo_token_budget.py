@@ -170,7 +170,7 @@ def test_the_budget_bounds_what_is_computed_under_dropout(tmp_path, computed):
 @pytest.mark.parametrize("splits", [False, True])
 def test_ranks_have_the_pairs_that_accelerate_draws(splits):
     """Two ranks with 4 pairs each, of batches of 4 pairs or split batches of 8."""
-    lengths = PairLengths(*torch.tensor([[9], [8], [5], [4], [4]]).expand(5, 40).numpy())
+    lengths = PairLengths(*torch.tensor([[9], [8], [5], [4], [4], [4]]).expand(6, 40).numpy())
 
     def loader(rank):
         pairs = DataLoader(list(range(40)), 8 if splits else 4, shuffle=True, collate_fn=list)
