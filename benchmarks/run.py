@@ -31,12 +31,12 @@ from benchmarks.summary import summarize
 
 PACKAGES = (
     *("torch", "transformers", "trl", "llamafactory", "fastdpo", "peft", "accelerate"),
-    *("cut-cross-entropy", "liger-kernel"),
+    *("cut-cross-entropy", "liger-kernel", "quack-kernels"),
 )
 ERRORS = {INCORRECT, FAILED}
 QUICK_ROUNDS = 2
-RESUME_FIELDS = ("suite", "commit", "machine", "versions", "quick", "rounds")
-"""Fields that must be equal in a resumed run."""
+RESUME_FIELDS = ("suite", "machine", "versions", "quick", "rounds")
+"""Fields that must be equal in a resumed run. Each case has the commit that it was measured at."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -99,7 +99,7 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
         task = progress.add_task(f"suite {suite.name}", total=len(cases))
         for case in cases:
             record = CaseRunner(suite, case, rounds, args.threads, progress, args.one_by_one).run()
-            result["cases"].append(record)
+            result["cases"].append({**record, "commit": result["commit"]})
             result["summary"] = summarize(suite, result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
             progress.advance(task)

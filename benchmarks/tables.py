@@ -293,9 +293,11 @@ def _readme_note(results: list[Result]) -> str:
 
 
 def where(result: Result) -> str:
-    """The command, machine, versions and commit of a run."""
+    """The command, machine, versions and commits of a run."""
     command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
-    text = wrap(f"`{command}` on {environment(result)}, commit {result['commit'][:7]}.")
+    commits = dict.fromkeys(case.get("commit", result["commit"])[:7] for case in result["cases"])
+    at = f"commit {commits.popitem()[0]}" if len(commits) == 1 else f"commits {' and '.join(commits)}"
+    text = wrap(f"`{command}` on {environment(result)}, {at}.")
     if result.get("micro"):
         text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
     return text
