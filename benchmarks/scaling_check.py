@@ -141,7 +141,6 @@ def run_rank(launch: Launch, rank: int, port: int, file: Path) -> None:
         os.environ["FASTDPO_STRICT"] = "1"
         fastdpo.patch("trl.DPOTrainer", reference_memory=False)
     trainer: Any = build_trainer(work, file.with_suffix(".trainer"), "sdpa")
-    trainer.model.gradient_checkpointing_enable()
     for model in (trainer.model, trainer.ref_model):
         shard(model)
     batches = [trainer.data_collator(w.examples(work, i)) for i in range(BATCHES)]

@@ -72,7 +72,10 @@ def build_trainer(workload: Workload, directory: Path, attention: str) -> DPOTra
     )
     if workload.lora:
         w.fill_adapters(trainer.model)
-    trainer.current_gradient_accumulation_steps = 1  # set by `train()` before its first step
+    # What `train()` does before its first step.
+    trainer.current_gradient_accumulation_steps = 1
+    if workload.checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     return trainer
 
 
