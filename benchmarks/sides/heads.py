@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,10 @@ Some libraries accumulate the gradient of the weight in 16 bits.
 """
 TRL_CHUNK = 32_768
 """The chunk of the vocabulary that `trl.trainer.utils` uses."""
+LOGIT_SPREAD = 3.0
+"""Standard deviation of the logits: 200 of 100,000 entries have half of the probability."""
+LOG_ODDS, LOG_ODDS_SPREAD = 1.0, 2.0
+"""Mean and standard deviation of the log-odds of targets, whose mean probability then is 0.65."""
 STATISTICS = ("entropy", "mean_logits", "is_top1")
 """The statistics that TRL logs of every token."""
 OUTPUT_LABELS = {"logps": "log-probs", "entropy": "entropy", "mean_logits": "mean logit", "is_top1": "top-1 accuracy"}
@@ -85,12 +90,24 @@ class HeadInputs:
         n, v, d = workload.n, workload.v, workload.d
         device, dtype = torch.accelerator.current_accelerator() or torch.device("cpu"), getattr(torch, workload.dtype)
         on_device = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-        self.hidden = torch.randn(n, d, **on_device).to(dtype)
         self.weight = (torch.randn(v, d, **on_device) * d**-0.5).to(dtype)
         self.targets = torch.randint(0, v, (n,), **on_device)
+        self.hidden = self._hidden(on_device).to(dtype)
         self.grad_logps = torch.randn(n, **on_device)
         self.projections = torch.randn(d, PROJECTIONS, dtype=torch.float64, **on_device)
         self.compared = slice(None) if dtype == torch.float32 else slice(0, n, max(1, n // COMPARED_ROWS))
+
+    def _hidden(self, on_device: dict[str, Any]) -> Tensor:
+        """Hidden states whose logits are like those of a trained model. Libraries may skip small gradients.
+
+        Logits are normally distributed, and those of targets are raised to their log-odds.
+        """
+        n, (v, d) = len(self.targets), self.weight.shape
+        hidden = LOGIT_SPREAD * torch.randn(n, d, **on_device)
+        log_odds = LOG_ODDS + LOG_ODDS_SPREAD * torch.randn(n, **on_device)
+        rows = self.weight[self.targets].float()  # [N, D]
+        raised = log_odds + math.log(v) + LOGIT_SPREAD**2 / 2 - (hidden * rows).sum(1)
+        return hidden + rows * (raised / rows.square().sum(1))[:, None]
 
     def project(self, grad_weight: Tensor) -> Tensor:
         """[V, PROJECTIONS]: the weight's gradient times random vectors; has its relative error."""
@@ -163,6 +180,21 @@ def build_liger(outputs: tuple[str, ...] = ("logps",)) -> Head:
     return head
 
 
+def build_quack(outputs: tuple[str, ...] = ("logps",)) -> Head:
+    """Its chunked function returns a mean, whose gradient it takes at once; this one has one loss a token."""
+    _require_log_probs_only(outputs)
+    _require_gpu()
+    try:
+        from quack.linear_cross_entropy import linear_cross_entropy_func as fused
+    except ImportError as reason:
+        raise Unavailable(f"not installed ({reason})") from None
+
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        return TokenLogps(-fused(hidden, weight, None, targets, reduction="none"))
+
+    return head
+
+
 def _require_log_probs_only(outputs: tuple[str, ...]) -> None:
     if outputs != ("logps",):
         raise Unavailable("computes log-probs only")
@@ -184,6 +216,7 @@ PEERS: dict[str, Callable[..., Head]] = {
     "cut-cross-entropy": partial(build_cut_cross_entropy, "cce"),
     "cut-cross-entropy, torch_compile": partial(build_cut_cross_entropy, "torch_compile"),
     "Liger": build_liger,
+    "QuACK": build_quack,
     "fastdpo": build_fastdpo,
 }
 
