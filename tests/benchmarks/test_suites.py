@@ -11,6 +11,8 @@ import pytest
 from benchmarks import plots, run, tables
 from benchmarks.cases import SUBJECT, Case, Side
 from benchmarks.sides.heads import HeadWorkload
+from benchmarks.sides.trainer import TrainerStep
+from benchmarks.sides.workload import Workload
 from benchmarks.suites import SUITES, hybrid, sharing, step
 
 HERE = Path(__file__).parent
@@ -40,6 +42,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("grpo", ""),
         ("vision", "2 images|gemma3/LoRA"),
         ("head", "frozen|trainable"),
+        ("loss", ""),
         ("attention", ""),
         ("memory", "head/512|budget"),
         ("scaling", "pairs|scored"),
@@ -112,6 +115,16 @@ def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
     assert tokens[SUBJECT] < tokens[step.UNSHARED] < tokens[step.STOCK]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_steps_with_checkpointing_compute_layers_twice(checkpointing):
+    work = Workload((((8, 4, 3),),), size=step.QUICK_SIZE, checkpointing=checkpointing)
+    trained = TrainerStep(work, "stock")
+    calls = []
+    trained.model.model.layers[0].mlp.register_forward_pre_hook(lambda *call: calls.append(call))
+    trained.step(0)
+    assert len(calls) == 1 + checkpointing
+
+
 @pytest.fixture
 def sabotaged_suite(monkeypatch):
     """The suite `head` with one case: plain PyTorch, fastdpo and all faulty sides."""
@@ -176,7 +189,9 @@ def test_a_run_resumes_an_earlier_run(monkeypatch, tmp_path):
         return [Case(name, "group", (side,)) for name in ("a", "b")]
 
     monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=build_cases))
+    monkeypatch.setattr(run, "commit", lambda: "0" * 40)
     _, first = run_suite("head", tmp_path, "--cases", "a", "--rounds", "1")
+    monkeypatch.setattr(run, "commit", lambda: "1" * 40)
     with pytest.raises(SystemExit, match="--resume: rounds must be 1, as in the file; got 2"):
         run_suite("head", tmp_path, "--rounds", "2", "--resume")
     _, resumed = run_suite("head", tmp_path, "--rounds", "1", "--resume")
@@ -184,3 +199,5 @@ def test_a_run_resumes_an_earlier_run(monkeypatch, tmp_path):
     assert [case["name"] for case in resumed["cases"]] == ["a", "b"]
     assert resumed["summary"]["cases"].keys() == {"a", "b"}
     assert resumed["command"].count("python -m benchmarks.run") == 2
+    assert [case["commit"][0] for case in resumed["cases"]] == ["0", "1"]
+    assert "commits 0000000 and 1111111." in tables.where(resumed).replace("\n", " ")
