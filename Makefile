@@ -20,7 +20,7 @@ SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
 PACKAGING := .venv-packaging
 
-.PHONY: demo test test-all test-census test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
+.PHONY: demo test test-all test-census test-ptx test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
 	test-llamafactory test-swift test-axolotl measure-programs fuzz dist hub lint docs bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
@@ -37,6 +37,17 @@ test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS)
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
 fuzz: $(READY)
 	FASTDPO_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
+# Ops on a CPU, with kernels that are compiled for NVIDIA architectures and executed in NumPy.
+PTX_TARGETS ?= sm80 sm90
+PTX_TESTS := tests/ops/test_token_logps.py tests/ops/test_linear_logps.py tests/ops/test_packed_attention.py \
+	-k "each_option or each_mode or a_gap_of or special_rows or (every_feature and pairs and not blocks)"
+HEAD_TABLE := tests/kernels/fused_heads.json
+test-ptx: $(READY)
+	$(BIN)/python -m pytest tests/kernels/executed $(ARGS)
+	status=0; for target in $(PTX_TARGETS); do for table in "" $(abspath $(HEAD_TABLE)); do \
+		FASTDPO_HEAD_TABLE=$$table $(BIN)/python -m pytest --device ptx --target $$target $(PTX_TESTS) $(ARGS) || status=1; \
+	done; done; exit $$status
 
 # The kernels compiled by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
 test-census: $(READY) $(OLDEST_TRITON)

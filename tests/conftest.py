@@ -3,8 +3,9 @@
 `--quick` leaves out combinations of parameters: each test still runs at least once with every value
 of each of its parameters.
 
-The tests of ops also run with `--device cuda`, which creates tensors on a GPU, and with `--device
-interpreter` and TRITON_INTERPRET=1, which runs the kernels on CPU tensors.
+The tests of ops also run with `--device cuda`, which creates tensors on a GPU, with `--device
+interpreter` and TRITON_INTERPRET=1, which interprets the kernels on CPU tensors, and with `--device
+ptx`, which compiles the kernels for the architecture `--target` and executes their PTX on CPU tensors.
 """
 
 import gc
@@ -24,7 +25,8 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "interpreter", "cuda"), default="cpu", help="where ops run")
+    parser.addoption("--device", choices=("cpu", "interpreter", "ptx", "cuda"), default="cpu", help="where ops run")
+    parser.addoption("--target", default="sm90", metavar="ARCHITECTURE", help="what `--device ptx` compiles for")
     parser.addoption(
         "--measure", metavar="DIRECTORY", help="train larger models in real programs, and write times here"
     )
@@ -77,6 +79,10 @@ def device(request, monkeypatch):
         monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
         interpreted_bfloat16.install(monkeypatch)
         interpreted_accesses.install(monkeypatch)
+    if kind == "ptx":
+        import executed_kernels
+
+        executed_kernels.install(monkeypatch, request.config.getoption("target"))
     with torch.device("cuda") if kind == "cuda" else nullcontext():
         yield kind
 

@@ -1,0 +1,108 @@
+"""The kernels, compiled for NVIDIA architectures and executed on the CPU (tests/support/ptx)."""
+
+import pytest
+import torch
+
+from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
+from fastdpo.kernels.linear_exp import FusedConfig, linear_exp_fwd, linear_exp_tile
+from fastdpo.kernels.linear_logps import target_logits
+from fastdpo.ops import attention_layouts, packed_attention, reference, token_logps
+from fastdpo.ops.results import STATISTICS
+from fastdpo.testing import assert_as_accurate_as, error
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float32]
+# A prefix with two branches, a row that ends with a partial block, and one of a single token.
+ROWS = torch.tensor([[0, 0, 0, 70], [0, 70, 70, 33], [0, 66, 103, 90], [193, 0, 193, 5], [198, 0, 198, 1]])
+ROWS = ROWS.to(torch.int32)
+TOKENS = int(ROWS[-1, 2:].sum())
+
+
+def gradients(op, tensors, grad, **options):
+    """The result of an op and the gradients of its tensors."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    result = op(*leaves, **options)
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    return result, torch.autograd.grad(first, leaves, grad.to(first.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [4099, 8192])  # not aligned and several blocks, and aligned
+def test_token_logps(vocabulary, dtype, launches):
+    logits, grad = (1 + torch.randn(3, vocabulary)).to(dtype), torch.randn(3)
+    targets = torch.tensor([vocabulary - 1, -100, 5])
+    options = dict(targets=targets, softcap=20.0, outputs=("logps", *STATISTICS))
+    (mine, mine_grad), (eager, eager_grad) = (
+        gradients(op, [logits], grad, **options) for op in (token_logps, reference.token_logps)
+    )
+    exact, exact_grad = gradients(reference.token_logps, [logits.double()], grad, **options)
+    assert launches == ["_token_logps_fwd_kernel", "_token_logps_bwd_kernel"]
+    for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
+        assert_as_accurate_as(*(getattr(x, name) for x in (mine, eager, exact)))
+    assert torch.equal(mine.is_top1, exact.is_top1)
+    assert_as_accurate_as(mine_grad[0], eager_grad[0], exact_grad[0])
+
+
+@pytest.mark.parametrize("options", [dict(), dict(window=40, softcap=15.0, sinks=True)], ids=["plain", "options"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_attention(d, options, launches):
+    options = {**options, "sinks": torch.randn(4)} if "sinks" in options else options
+    tensors = [torch.randn(TOKENS, h, d).bfloat16() for h in (4, 2, 2)]
+    grad = torch.randn(TOKENS, 4, d)
+    mine, eager = (
+        gradients(op, tensors, grad, rows=ROWS, **options) for op in (packed_attention, reference.packed_attention)
+    )
+    exact = gradients(reference.packed_attention, [x.double() for x in tensors], grad, rows=ROWS, **options)
+    names = [
+        "_packed_attention_fwd_kernel",
+        "_delta_kernel",
+        "_packed_attention_dq_kernel",
+        "_packed_attention_dkv_kernel",
+    ]
+    assert launches == names
+    for x, eager_x, exact_x in zip((mine[0], *mine[1]), (eager[0], *eager[1]), (exact[0], *exact[1]), strict=True):
+        assert_as_accurate_as(x, eager_x, exact_x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_keys(dtype, launches):
+    places = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU).places
+    key, value = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype), torch.randn(TOKENS, 2, 64).to(dtype)
+    placed = gather_keys_fwd(key, value, places.index)
+    assert all(torch.equal(x, of[places.index]) for x, of in zip(placed, (key, value), strict=True))
+    grads = [torch.randn_like(x) for x in placed]
+    summed = gather_keys_bwd(*grads, places.readers, places.first_reader)
+    for x, grad, of in zip(summed, grads, (key, value), strict=True):
+        exact = torch.zeros(of.shape, dtype=torch.float64).index_add_(0, places.index.long(), grad.double())
+        assert error(x, exact) < torch.finfo(dtype).eps
+    assert launches == ["_gather_keys_fwd_kernel", "_gather_keys_bwd_kernel"]
+
+
+@pytest.mark.parametrize("transform", [(None, 1.0, 1.0), (5.0, 1.7, 0.7)], ids=["plain", "capped"])
+@pytest.mark.parametrize("shape", [(150, 300, 72), (40, 131, 128)], ids=str)
+def test_fused_head(shape, transform, launches):
+    n, vocabulary, d = shape
+    hidden, weight, bias = (
+        x.bfloat16() for x in (torch.randn(n, d) / 2, torch.randn(vocabulary, d), torch.randn(vocabulary))
+    )
+    targets = torch.randint(vocabulary, (n,))
+    targets[0], targets[1] = vocabulary - 1, -100
+    tile = torch.full((n, vocabulary + 16 - vocabulary % 16), torch.nan, dtype=torch.bfloat16)[:, :vocabulary]
+    given = target_logits(hidden, weight, bias, targets, *transform)
+    values = linear_exp_fwd(hidden, weight, bias, targets, given, *transform, ",".join(STATISTICS), tile, FusedConfig())
+    results = dict(zip(("logps", "shift", "others", "total", *STATISTICS), values, strict=True))
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()).requires_grad_()
+    options = dict(zip(("softcap", "logit_scale", "temperature"), transform, strict=True))
+    expected = reference.token_logps(logits, targets, outputs=("logps", *STATISTICS), **options)
+    expected.logps.sum().backward()
+    for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
+        assert error(results[name], getattr(expected, name)) < 4e-6
+    assert torch.equal(results["is_top1"], expected.is_top1)
+    gradient = tile.double() * (-transform[1] / transform[2] / results["total"].double())[:, None]
+    assert error(gradient, logits.grad) < torch.finfo(torch.bfloat16).eps
+    again = torch.full_like(tile, torch.nan)
+    linear_exp_tile(
+        hidden, weight, bias, targets, results["shift"], results["others"], *transform, again, FusedConfig()
+    )
+    assert error(again, tile) < 1e-3
+    assert launches == ["_target_logits_kernel", "_linear_exp_kernel", "_linear_exp_sums_kernel", "_linear_exp_kernel"]

@@ -1,0 +1,31 @@
+"""Runs the ops on CPU tensors with kernels compiled for an NVIDIA architecture, executed by `ptx`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from ptx.driver import PTXDriver
+from ptx.driver import install as install_driver
+
+from fastdpo.kernels import linear_exp
+from fastdpo.ops import attention_triton, devices
+
+
+def install(monkeypatch, name: str, edit: Callable[[str], str] | None = None) -> PTXDriver:
+    """Kernels are chosen as on a device of that architecture. `edit` changes their PTX."""
+    capability = int(name.removeprefix("sm")) // 10
+    kernels_unsupported_reason = attention_triton.kernels_unsupported_reason
+
+    def unsupported_reason(query, value):
+        return "float32" if query.dtype == torch.float32 else kernels_unsupported_reason(query, value)
+
+    monkeypatch.setattr(attention_triton, "kernels_unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention_triton, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(linear_exp, "takes_descriptors", lambda x: capability >= 9 and _rows_are_aligned(x))
+    return install_driver(monkeypatch, name, edit)
+
+
+def _rows_are_aligned(x) -> bool:
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
