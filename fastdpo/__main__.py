@@ -55,7 +55,9 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="a trainer or package that must be patchable")
     parser.add_argument("--model", metavar="PATH", help="a model that must pack; its weights are loaded")
-    parser.add_argument("--cache", metavar="DIRECTORY", help="a cache of reference log-probabilities to check")
+    parser.add_argument(
+        "--cache", metavar="DIRECTORY", help="path or URL of a cache of reference log-probabilities to check"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(start=_doctor)
 

@@ -11,7 +11,6 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from .ops import attention_backends, head_table, kernel_trials, kernel_verdicts
 from .ops.attention_calls import AttentionOptions
 from .ops.devices import suits_triton
 from .packing import IGNORE_INDEX
+from .storage import Directory, checked_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,10 +60,10 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
         targets: trainers or packages that must be patchable, as for `patch`. Without any, those
             that `patch()` patches are looked at, and none of them must be.
         model: path or name of a model that must pack and fuse.
-        cache: a directory of reference log-probabilities, of `ref_logps` or of `reference_memory`.
+        cache: path or URL of a directory of reference log-probabilities, of `ref_logps` or of `reference_memory`.
 
     Raises:
-        ValueError: a target is unknown.
+        ValueError: a target is unknown, or fsspec cannot reach the URL of the cache.
     """
     report = {"packages": list(_packages()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
     for device in _torch_devices():
@@ -75,7 +75,8 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
     if model is not None:
         report[f"model {model}"] = list(_model(model))
     if cache is not None:
-        report[f"cache {cache}"] = list(_cache(Path(cache)))
+        directory = checked_directory("doctor", "cache", cache, "be the path or URL of a directory")
+        report[f"cache {cache}"] = list(_cache(directory))
     return report
 
 
@@ -238,32 +239,25 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
     yield Finding(OK, "shared prompts", "one dropout mask for both rows" if is_random else "")
 
 
-def _cache(directory: Path) -> Iterator[Finding]:
+def _cache(cache: Directory) -> Iterator[Finding]:
     """The files with values in each directory that is named after a key."""
-    from .ref_logps import shards
-
-    keys = sorted(path for path in directory.glob("*") if path.is_dir())
+    keys = cache.directories()
     if not keys:
-        yield Finding(FAILED, str(directory), "holds no directory that is named after a key")
-    for path in keys:
-        files = shards.files(path)
-        unreadable = [reason for reason in map(_unreadable_reason, files) if reason is not None]
-        leftovers = len(list(path.glob(shards.TEMPORARY)))
-        size = sum(file.stat().st_size for file in files) / 2**20
+        yield Finding(FAILED, str(cache), "holds no directory that is named after a key")
+    for directory in keys:
+        files, leftovers = directory.files(), len(directory.leftovers())
+        unreadable = [reason for file in files if (reason := _unreadable_reason(directory, file)) is not None]
+        size = sum(map(directory.size, files)) / 2**20
         detail = f"{len(files)} files, {size:.1f} MiB" + (f", {leftovers} unfinished" if leftovers else "")
-        yield Finding(FAILED, path.name, unreadable[0]) if unreadable else Finding(OK, path.name, detail)
+        yield Finding(FAILED, directory.name, unreadable[0]) if unreadable else Finding(OK, directory.name, detail)
 
 
-def _unreadable_reason(path: Path) -> str | None:
-    from safetensors import SafetensorError, safe_open
-
+def _unreadable_reason(directory: Directory, file: str) -> str | None:
     from .integrations import reference_memory
     from .ref_logps import shards
 
     try:
-        with safe_open(path, "pt") as file:
-            remembered = set(file.keys()) == reference_memory.DTYPES.keys()
-        shards.read_file(path, path.parent.name, reference_memory.DTYPES if remembered else shards.DTYPES)
-    except (OSError, ValueError, SafetensorError) as error:
-        return f"{path}: {error}" if isinstance(error, SafetensorError) else str(error)
+        shards.read_file(directory, file, directory.name, shards.DTYPES, reference_memory.DTYPES)
+    except (OSError, ValueError) as error:
+        return str(error)
     return None

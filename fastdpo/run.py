@@ -23,6 +23,7 @@ from .integrations.arguments import checked_options
 from .integrations.patching import LINES, targeted_trainers
 from .models import fallback
 from .startup.sitecustomize import VARIABLE
+from .storage import is_url
 
 
 def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = False, **options: Any) -> NoReturn:
@@ -46,8 +47,9 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
     program = _program(command)
     checks.require_flags("run", strict=strict)
     checked = asdict(checked_options("run", **options))
-    if not isinstance(checked["reference_memory"], bool):
-        checked["reference_memory"] = str(checked["reference_memory"].resolve())
+    memory = checked["reference_memory"]
+    if isinstance(memory, str) and not is_url(memory):
+        checked["reference_memory"] = str(Path(memory).resolve())
     trainers = targeted_trainers("run", targets)
     handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
     os.close(handle)

@@ -15,6 +15,7 @@ from fastdpo import doctor, ops, self_check
 from fastdpo.doctor import FAILED, OFF, OK
 from fastdpo.integrations import reference_memory
 from fastdpo.ref_logps import shards
+from fastdpo.storage import LocalDirectory
 
 CPU = torch.device("cpu")
 
@@ -145,9 +146,11 @@ def test_a_model_that_is_not_fused(model, reason):
 
 def test_caches(tmp_path):
     half = torch.zeros(3)
-    shards.write_file(tmp_path / "a", "a", {"rows": torch.arange(3), "chosen": half, "rejected": half + 1})
     shards.write_file(
-        tmp_path / "b",
+        LocalDirectory(tmp_path / "a"), "a", {"rows": torch.arange(3), "chosen": half, "rejected": half + 1}
+    )
+    shards.write_file(
+        LocalDirectory(tmp_path / "b"),
         "b",
         {"high": torch.arange(3), "low": torch.arange(3), "chosen": half.double(), "rejected": half.double() + 1},
     )
@@ -164,7 +167,7 @@ def test_caches(tmp_path):
 def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
     of = {"I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
     tensors = {name: torch.arange(3, dtype=of[dtype]) for name, dtype in dtypes.items()}
-    shards.write_file(tmp_path / "key", "other" if damage == "of another key" else "key", tensors)
+    shards.write_file(LocalDirectory(tmp_path / "key"), "other" if damage == "of another key" else "key", tensors)
     (path,) = (tmp_path / "key").iterdir()
     data = path.read_bytes()
     path.write_bytes({"cut": data[:-9], "changed": data[:-8] + b"\1" + data[-7:]}.get(damage, data))

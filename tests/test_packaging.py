@@ -30,23 +30,25 @@ ROOT = Path(__file__).parents[1]
 
 ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
+    "atomic_files": set(),
     "checks": set(),
     "reasons": set(),
     "packing": {"checks", "prefix_tree", "reasons"},
     "distributed": set(),
     "logs": set(),
     "testing": set(),
-    "ops": {"checks", "kernels", "logs", "packing"},
+    "storage": {"atomic_files", "checks", "reasons"},
+    "ops": {"atomic_files", "checks", "kernels", "logs", "packing"},
     "metrics": {"checks", "ops"},
     "models": {"checks", "distributed", "logs", "ops", "packing", "reasons", "testing"},
-    "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing", "reasons"},
+    "ref_logps": {"checks", "distributed", "logs", "models", "ops", "packing", "reasons", "storage"},
     "lengths": {"checks", "ref_logps"},
     "batching": {"checks", "lengths"},
     "integrations": {"batching", "checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons"}
-    | {"ref_logps"},
+    | {"ref_logps", "storage"},
     "check": {"integrations", "models", "ref_logps", "testing"},
     "estimate": {"check", "checks", "integrations", "lengths", "models", "ops", "packing", "ref_logps"},
-    "run": {"checks", "integrations", "models", "startup"},
+    "run": {"checks", "integrations", "models", "startup", "storage"},
 }
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastdpo.startup.sitecustomize import VARIABLE
+
 ROOT = Path(__file__).parents[1]
 ON = "fastdpo: trl.DPOTrainer"
 BIN = Path(sys.executable).parent
@@ -58,6 +60,17 @@ def test_a_module_trains_fused_with_an_option(script, tmp_path, option):
     done = run(option, "-m", "train", tmp_path / "out", path=(tmp_path,))
     assert done.returncode == 3, done.stderr
     assert CALLS in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("directory", "passed_on"), [("cache", str(Path.cwd() / "cache")), ("file:///cache", "file:///cache")]
+)
+def test_the_directory_of_the_reference_memory(directory, passed_on, tmp_path):
+    """A relative path stays that of this process, and a URL is one."""
+    program = tmp_path / "options.py"
+    program.write_text(f"import json, os; print(json.loads(os.environ['{VARIABLE}'])['options']['reference_memory'])")
+    done = run("--reference-memory", directory, program)
+    assert done.stdout == f"{passed_on}\n", done.stderr
 
 
 def test_children_are_patched(script, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .. import checks
+from .. import checks, storage
 from ..models.layouts import SharePrompts
 from .protocol import PatchOptions
 
@@ -27,7 +27,7 @@ def checked_options(
         op: the public function, for its error messages.
         share_prompts: see `PatchOptions`, like the others.
         memory_budget: any integer, also one of NumPy, or None.
-        reference_memory: a bool, or the path of a directory, which need not exist.
+        reference_memory: a bool, or the path or URL of a directory, which need not exist.
         verify, group_prompts, log_savings, longest_first: see `PatchOptions`.
         max_tokens: a positive integer, also one of NumPy, or None.
 
@@ -45,8 +45,8 @@ def checked_options(
     checks.require_bytes(op, memory_budget=memory_budget)
     memory = reference_memory
     if not isinstance(memory, bool):
-        rule = "be True, False or the path of a directory"
-        memory = checks.checked_path(op, "reference_memory", memory, rule)
+        rule = "be True, False or the path or URL of a directory"
+        memory = str(storage.checked_directory(op, "reference_memory", memory, rule))
     checks.require_positive_integer(op, "max_tokens", max_tokens, optional=True)
     budget, tokens = (None if x is None else int(x) for x in (memory_budget, max_tokens))
     flags = group_prompts, log_savings, longest_first

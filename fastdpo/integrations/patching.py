@@ -216,10 +216,10 @@ def patch(
             or None for the default of `ops.linear_logps`.
         reference_memory: remember the reference's log-probabilities of each pair when they are
             first computed, so that later epochs, and evaluations after the first, do not run the
-            reference. With a directory, later processes remember them, too. Applies to the
-            DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is patched. Disabled,
-            with a logged reason, where the reference is trained or random, and where ranks run it
-            together.
+            reference. With the path or URL of a directory, later processes remember them, too.
+            Applies to the DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is
+            patched. Disabled, with a logged reason, where the reference is trained or random, and
+            where ranks run it together without agreement.
         verify: compare the first fused calls of each model of a trainer with stock ones, and raise
             `VerificationError` if they differ by more than rounding explains, before any weight is
             changed. Costs two more forward and backward passes, once. The training ends in the same

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..models.layouts import SharePrompts
@@ -26,7 +25,7 @@ class PatchOptions:
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
             for the default of `ops.linear_logps`.
         reference_memory: remember the reference's log-probabilities of each pair: not at all, in
-            this process, or in a directory.
+            this process, or in the directory with this path or URL.
         verify: compare the first fused calls of each model with stock ones.
         max_tokens: distinct tokens of a micro-batch, by which steps are cut. None: they are not.
         group_prompts: put pairs of one prompt into one batch.
@@ -36,7 +35,7 @@ class PatchOptions:
 
     share_prompts: SharePrompts = True
     memory_budget: int | None = None
-    reference_memory: bool | Path = False
+    reference_memory: bool | str = False
     verify: bool = False
     max_tokens: int | None = None
     group_prompts: bool = False

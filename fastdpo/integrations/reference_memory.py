@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from ..models.fallback import calls
 from ..models.fingerprint import Fingerprint, fingerprint
 from ..models.structure import Structure
 from ..reasons import Reason
+from ..storage import Directory, directory_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,15 +49,15 @@ class Memory:
     of them run it if one rank needs to, and all memories are cleared or disabled with the first.
 
     Args:
-        option: False disables it. True keeps values for the lifetime of the trainer, a directory
-            beyond it.
+        option: False disables it. True keeps values for the lifetime of the trainer, the path or URL
+            of a directory beyond it.
         integration: name under which calls are counted and logged.
     """
 
-    def __init__(self, option: bool | Path, integration: str):
+    def __init__(self, option: bool | str, integration: str):
         self.enabled = option is not False
         self.started = False
-        self._directory = option if isinstance(option, Path) else None
+        self._directory = directory_at(option) if isinstance(option, str) else None
         self._integration = integration
         self._make_key: Callable[[], str] = str
         self._key = ""
@@ -215,9 +215,7 @@ class Memory:
         """Reads the values stored under the key. Continues in RAM if there is
         no key or the directory is unusable.
         """
-        from ..ref_logps import shards
-
-        if not any(self._of_voters(self._directory)):
+        if not any(self._of_voters(self._directory is not None)):
             return
         try:
             self._key = self._make_key()  # by all ranks that vote, since it may read all shards
@@ -238,9 +236,9 @@ class Memory:
             return
         if directory is None:
             return
-        reason = shards.unusable_reason(directory)
+        reason = directory.unusable_reason()
         if reason is None:
-            shards.remove_leftovers(directory)
+            directory.remove_leftovers()
         else:
             self._keep_in_ram(reason)
 
@@ -295,7 +293,7 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256(repr((keys.VERSION, "by content", *parts)).encode()).hexdigest()
 
 
-def _write(directory: Path, key: str, values: dict[bytes, Pair]) -> None:
+def _write(directory: Directory, key: str, values: dict[bytes, Pair]) -> None:
     from ..ref_logps import shards
 
     halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
@@ -304,15 +302,15 @@ def _write(directory: Path, key: str, values: dict[bytes, Pair]) -> None:
     shards.write_file(directory, key, {name: x.contiguous() for name, x in zip(DTYPES, columns, strict=True)})
 
 
-def _read(directory: Path, key: str) -> dict[bytes, Pair]:
+def _read(directory: Directory, key: str) -> dict[bytes, Pair]:
     """The values in all files. Raises ValueError if `_write` has not
     written one of them for this key.
     """
     from ..ref_logps import shards
 
     values: dict[bytes, Pair] = {}
-    for path in shards.files(directory):
-        high, low, chosen, rejected = shards.read_file(path, key, DTYPES).values()
+    for file in directory.files():
+        high, low, chosen, rejected = shards.read_file(directory, file, key, DTYPES).values()
         digests = torch.stack([high, low], 1).numpy()
         numbers = zip(chosen.tolist(), rejected.tolist(), strict=True)
         values.update((digest.tobytes(), pair) for digest, pair in zip(digests, numbers, strict=True))

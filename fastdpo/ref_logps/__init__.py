@@ -14,13 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .. import checks
+from .. import checks, storage
 from ..models import forward
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs, positive, require_dataset
@@ -58,7 +57,8 @@ def precompute(
     that they depend on: the model's modules, tensors and configuration, its active adapter, the
     token ids, truncation, `ld_alpha` and the precision. A later process continues after one that
     was killed. SIGTERM stores computed values before it ends the process, unless the program
-    handles it. Two processes that compute the same values wait for each other.
+    handles it. Two processes that compute the same values wait for each other, except on object
+    storage, which has no locks.
 
     Values are not cached, with one warning, if the directory is not writable, or if the model runs
     hooks, forwards or other functions that do not come from an installed package, which a hash
@@ -77,7 +77,8 @@ def precompute(
         dataset: N rows with token ids in `prompt_ids`, `chosen_ids` and `rejected_ids`, as in TRL's
             `DPOTrainer.train_dataset`: a `datasets.Dataset` or a sequence of mappings. Pairs with
             images are not supported.
-        cache_dir: directory in which values are stored, or None.
+        cache_dir: directory in which values are stored, or None. A path, or a URL of a file system
+            that fsspec reaches, such as "s3://bucket/cache".
         max_length: number of tokens of prompt and completion to keep, or None for all.
         truncation_mode: which tokens to keep: "keep_start" or "keep_end".
         ld_alpha: in [0, 1], the weight of a completion's tokens beyond the length of the pair's
@@ -100,8 +101,10 @@ def precompute(
         if isinstance(ld_alpha, bool) or not isinstance(ld_alpha, Real) or not 0 <= ld_alpha <= 1:
             raise ValueError(f"precompute: ld_alpha must lie in [0, 1] or be None; got {ld_alpha!r}")
         ld_alpha = float(ld_alpha)
+    directory = None
     if cache_dir is not None:
-        cache_dir = checks.checked_path("precompute", "cache_dir", cache_dir, "be the path of a directory or None")
+        rule = "be the path or URL of a directory, or None"
+        directory = storage.checked_directory("precompute", "cache_dir", cache_dir, rule)
     tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
     base = scoring.base_of(model)
     pairs = Pairs(dataset, max_length, truncation_mode, scoring.vocabulary_of(base))
@@ -113,12 +116,12 @@ def precompute(
     ):
         bounds = passes.Bounds(tokens_per_batch, None if forward.is_fused(base) else 1)
         options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
-        ranks.require_equal_work(pairs.digest, *options, cache_dir is None)
+        ranks.require_equal_work(pairs.digest, *options, directory is None)
         shards = None
-        if cache_dir is not None and not ranks.cache_disabled(keys.uncacheable_reason(model)):
+        if directory is not None and not ranks.cache_disabled(keys.uncacheable_reason(model)):
             key = keys.key(pairs, keys.model_digest(base), _precision(device), ld_alpha)
             ranks.require_equal_work(key)
-            shards = Shards(Path(cache_dir) / key, key, len(pairs))
+            shards = Shards(directory / key, key, len(pairs))
         return passes.run(score, pairs, shards, bounds, device)
 
 

@@ -22,7 +22,7 @@ from ..models import fallback
 from ..reasons import Reason
 from .pairs import Pairs, batches
 from .ranks import cache_disabled, merge, read_on_all_ranks
-from .shards import MISSING, Shards, missing, remove_leftovers, unusable_reason
+from .shards import MISSING, Shards, missing
 from .termination import ending_by_sigterm
 
 SECONDS_BETWEEN_SHARDS = 30.0
@@ -78,7 +78,7 @@ def run(
         if shards is not None:
             shards.clean(values)
         return _split(values)
-    if shards is not None and cache_disabled(unusable_reason(shards.directory)):
+    if shards is not None and cache_disabled(shards.directory.unusable_reason()):
         shards = None
     with ending_by_sigterm(), ExitStack() as stack:
         if shards is not None and not _lock(shards, stack):
@@ -117,7 +117,7 @@ def _lock(shards: Shards, stack: ExitStack) -> bool:
     else:
         while (failure := gather_objects(None)[0]) == held:
             continue
-        remove_leftovers(shards.directory)  # on a disk of its own
+        shards.directory.remove_leftovers()  # on a disk of its own
     return not cache_disabled(failure)
 
 

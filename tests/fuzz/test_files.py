@@ -13,7 +13,8 @@ from fuzzing import SEEDS, Source, fuzzed
 from hypothesis import strategies as st
 
 from fastdpo.integrations import reference_memory
-from fastdpo.ref_logps.shards import DTYPES, Shards, files, read_file, write_file
+from fastdpo.ref_logps.shards import DTYPES, Shards, read_file, write_file
+from fastdpo.storage import LocalDirectory
 
 
 class Files(NamedTuple):
@@ -65,25 +66,27 @@ def values_or_error(read: Callable[[], dict]) -> dict | ValueError:
 def check_files(case: Files) -> None:
     source = Source(case.seed)
     values = source.normal(case.rows, 2, dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as directory:
-        shards = Shards(Path(directory), "key", case.rows)
+    with tempfile.TemporaryDirectory() as name:
+        directory = LocalDirectory(Path(name))
+        shards = Shards(directory, "key", case.rows)
         expected = torch.full((case.rows, 2), -torch.inf)
         for _ in range(case.written):
             rows = source.mask(case.stored, case.rows).nonzero()[:, 0]
             shards.write(rows, values[rows])
             expected[rows] = values[rows]
         assert torch.equal(shards.read(), expected)
-        assert len(files(Path(directory))) == case.written
+        assert len(directory.files()) == case.written
         with pytest.raises(ValueError, match="must have the key other"):
-            Shards(Path(directory), "other", case.rows).read()
+            Shards(directory, "other", case.rows).read()
         if case.damage == "none":
             shards.merge(expected if (expected > -torch.inf).all() else values)
-            assert len(files(Path(directory))) == 1
+            assert len(directory.files()) == 1
             return
-        path = files(Path(directory))[case.seed % case.written]
-        before = read_file(path, "key", DTYPES)
+        file = directory.files()[case.seed % case.written]
+        path = directory.path / file
+        before = read_file(directory, file, "key", DTYPES)
         path.write_bytes(damaged(path.read_bytes(), case))
-        after = values_or_error(lambda: read_file(path, "key", DTYPES))
+        after = values_or_error(lambda: read_file(directory, file, "key", DTYPES))
         if isinstance(after, ValueError):
             assert str(path) in str(after)
         else:  # the damage is in what nothing depends on, such as the header's padding
@@ -95,21 +98,23 @@ def check_memory(case: Files) -> None:
     source = Source(case.seed)
     digests = {bytes(source.integers(0, 255, 16).tolist()) for _ in range(case.rows)}
     values = {digest: tuple(source.normal(2, scale=50.0).tolist()) for digest in sorted(digests)}
-    with tempfile.TemporaryDirectory() as directory:
-        reference_memory._write(Path(directory), "key", values)
-        assert reference_memory._read(Path(directory), "key") == values
-        (path,) = files(Path(directory))
+    with tempfile.TemporaryDirectory() as name:
+        directory = LocalDirectory(Path(name))
+        reference_memory._write(directory, "key", values)
+        assert reference_memory._read(directory, "key") == values
+        (path,) = directory.path.iterdir()
         if case.damage == "none":
             return
         path.write_bytes(damaged(path.read_bytes(), case))
-        after = values_or_error(lambda: reference_memory._read(Path(directory), "key"))
+        after = values_or_error(lambda: reference_memory._read(directory, "key"))
         assert str(path) in str(after) if isinstance(after, ValueError) else after == values
 
 
 def test_files_with_other_names_are_refused(tmp_path):
-    write_file(tmp_path, "key", {"rows": torch.zeros(1, dtype=torch.long)})
+    directory = LocalDirectory(tmp_path)
+    write_file(directory, "key", {"rows": torch.zeros(1, dtype=torch.long)})
     with pytest.raises(ValueError, match="must hold"):
-        Shards(tmp_path, "key", 1).read()
+        Shards(directory, "key", 1).read()
 
 
 test_shards = fuzzed(FILES, 0.02)(check_files)

@@ -17,13 +17,14 @@ import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
+from fastdpo.storage import LocalDirectory
 
 
 def stored_rows(cache, n: int) -> int:
     directory = next(cache.glob("*"), None)
     if directory is None:
         return 0
-    return int((Shards(directory, directory.name, n).read()[:, 0] != MISSING).sum())
+    return int((Shards(LocalDirectory(directory), directory.name, n).read()[:, 0] != MISSING).sum())
 
 
 def test_killed_twenty_times(tmp_path):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from trl_runs import tiny_model
 
 import fastdpo
-from fastdpo import ref_logps
-from fastdpo.ref_logps import shards as shards_module
-from fastdpo.ref_logps.shards import Shards, _digest, remove_leftovers
+from fastdpo import atomic_files, ref_logps
+from fastdpo.ref_logps.shards import Shards, _digest
+from fastdpo.storage import LocalDirectory
 
 ROWS = tokens(6)
 
@@ -151,10 +151,10 @@ def test_temporary_files_of_killed_processes_are_removed(stored):
 def test_the_error_for_an_unreadable_file_names_it_and_keeps_it(tmp_path, monkeypatch, error):
     values = -torch.arange(1.0, 13.0).view(6, 2)
     key = key_in(tmp_path)
-    shards = Shards(tmp_path / key, key, 6)
+    shards = Shards(LocalDirectory(tmp_path / key), key, 6)
     for rows in ([0, 1, 2], [3, 4, 5]):
         shards.write(torch.tensor(rows), values[rows])
-    unreadable = min(shards.directory.glob("*.safetensors"))
+    unreadable = min(shards.directory.path.glob("*.safetensors"))
     read = Path.read_bytes
 
     def read_bytes(path):
@@ -169,7 +169,7 @@ def test_the_error_for_an_unreadable_file_names_it_and_keeps_it(tmp_path, monkey
         with pytest.raises(ValueError, match="must be readable"), shards.lock():
             shards.merge(values)
     assert str(unreadable) in str(raised.value)
-    assert len(list(shards.directory.glob("*.safetensors"))) == 2
+    assert len(list(shards.directory.path.glob("*.safetensors"))) == 2
     logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
     assert torch.equal(torch.stack(logps, 1), values)
 
@@ -185,9 +185,9 @@ def key_in(cache) -> str:
 
 def test_a_file_that_is_being_written_is_kept(stored):
     """A process without the lock may be writing it, such as a rank of a job whose rank 0 died."""
-    with shards_module._temporary(stored.parent, b"half") as live:
+    with atomic_files.temporary(stored.parent, b"half") as live:
         precompute(stored)
-        remove_leftovers(stored.parent)
+        atomic_files.remove_leftovers(stored.parent)
         assert live.exists()
         live.replace(stored.parent / ".dead.tmp")
     precompute(stored)
@@ -195,25 +195,25 @@ def test_a_file_that_is_being_written_is_kept(stored):
 
 
 def test_a_file_that_another_process_removes_before_it_is_locked(tmp_path, monkeypatch):
-    flock, calls = shards_module.fcntl.flock, []
+    flock, calls = atomic_files.fcntl.flock, []
 
     def after_removal(file, operation):
         calls.append(operation)
         if len(calls) == 1:
-            remove_leftovers(tmp_path)
+            atomic_files.remove_leftovers(tmp_path)
             assert not list(tmp_path.iterdir())
         flock(file, operation)
 
-    monkeypatch.setattr(shards_module.fcntl, "flock", after_removal)
-    assert shards_module.unusable_reason(tmp_path) is None
+    monkeypatch.setattr(atomic_files.fcntl, "flock", after_removal)
+    assert LocalDirectory(tmp_path).unusable_reason() is None
     calls.clear()
-    shards = Shards(tmp_path, "key", 2)
+    shards = Shards(LocalDirectory(tmp_path), "key", 2)
     shards.write(torch.tensor([0, 1]), -torch.ones(2, 2))
     assert torch.equal(shards.read(), -torch.ones(2, 2))
 
 
 def test_a_finished_cache_is_cleaned_up_unless_it_is_locked(stored):
-    shards = Shards(stored.parent, stored.parent.name, 6)
+    shards = Shards(LocalDirectory(stored.parent), stored.parent.name, 6)
     values = shards.read()
     shards.write(torch.tensor([4, 2]), values[[4, 2]])
     (stored.parent / ".dead.tmp").touch()
@@ -226,24 +226,24 @@ def test_a_finished_cache_is_cleaned_up_unless_it_is_locked(stored):
 
 
 def test_many_files_become_one(tmp_path):
-    shards = Shards(tmp_path / "key", "key", 5)
+    shards = Shards(LocalDirectory(tmp_path / "key"), "key", 5)
     values = -torch.arange(10.0).view(5, 2)
     with shards.lock():
         for rows in ([3, 1], [0], [4, 2]):
             shards.write(torch.tensor(rows), values[rows])
             assert torch.equal(shards.read()[rows], values[rows])
-        assert len(list(shards.directory.glob("*.safetensors"))) == 3
+        assert len(list(shards.directory.path.glob("*.safetensors"))) == 3
         shards.merge(values)
-    assert len(list(shards.directory.glob("*.safetensors"))) == 1
+    assert len(list(shards.directory.path.glob("*.safetensors"))) == 1
     assert torch.equal(shards.read(), values)
 
 
 def test_the_first_file_by_name_wins_if_two_have_the_same_row(tmp_path):
-    shards = Shards(tmp_path / "key", "key", 2)
+    shards = Shards(LocalDirectory(tmp_path / "key"), "key", 2)
     with shards.lock():
         for value in (-1.0, -2.0):
             shards.write(torch.tensor([0, 1]), torch.full((2, 2), value))
-    first = min(shards.directory.glob("*.safetensors"))
+    first = min(shards.directory.path.glob("*.safetensors"))
     assert torch.equal(shards.read()[:, 0], loaded(first)["chosen"])
 
 
@@ -283,7 +283,7 @@ def test_one_process_computes_while_others_wait(tmp_path, caplog):
 
 
 def test_waiting_is_logged(tmp_path, caplog):
-    shards = Shards(tmp_path / "key", "key", 1)
+    shards = Shards(LocalDirectory(tmp_path / "key"), "key", 1)
 
     def hold() -> None:
         with shards.lock():

@@ -11,7 +11,8 @@ from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.ref_logps import passes, shards
+from fastdpo.ref_logps import passes
+from fastdpo.storage import LocalDirectory, local
 
 ROWS = tokens(12)
 
@@ -100,7 +101,7 @@ def test_a_file_system_without_locks(tmp_path, caplog, monkeypatch):
     def acquire(self, **_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(shards.FileLock, "acquire", acquire)
+    monkeypatch.setattr(local.FileLock, "acquire", acquire)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
         logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
     assert_close(logps, exact(tiny_model(), ROWS))
@@ -137,10 +138,10 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
 
 def test_unusable_reason_of_a_directory(tmp_path, below_a_file, monkeypatch):
     """`reference_memory` uses the same check as `precompute`."""
-    assert shards.unusable_reason(tmp_path / "new" / "directory") is None
+    assert LocalDirectory(tmp_path / "new" / "directory").unusable_reason() is None
     assert list((tmp_path / "new" / "directory").iterdir()) == []
-    assert "Not a directory" in (shards.unusable_reason(below_a_file) or "")
-    assert "File exists" in (shards.unusable_reason(below_a_file.parent) or "")
+    assert "Not a directory" in (LocalDirectory(below_a_file).unusable_reason() or "")
+    assert "File exists" in (LocalDirectory(below_a_file.parent).unusable_reason() or "")
     full_disk(monkeypatch)
-    assert os.strerror(errno.ENOSPC) in (shards.unusable_reason(tmp_path) or "")
-    assert shards.files(below_a_file) == []
+    assert os.strerror(errno.ENOSPC) in (LocalDirectory(tmp_path).unusable_reason() or "")
+    assert LocalDirectory(below_a_file).files() == []

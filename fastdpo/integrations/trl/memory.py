@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -37,7 +36,7 @@ SUPPORTED_INPUTS = {"input_ids", "attention_mask", "completion_mask"}
 class ReferenceMemory(Memory):
     """The reference memory of one DPOTrainer."""
 
-    def __init__(self, option: bool | Path):
+    def __init__(self, option: bool | str):
         super().__init__(option, DPO)
 
     @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from ...logs import warn
 from ...models import fallback, forward
 from ...reasons import Reason
+from ...storage import Directory, directory_at
 from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
@@ -158,7 +159,7 @@ def _cacheable_digest(trainer: DPOTrainer) -> str | None:
     return None if ranks.cache_disabled(reason) else digest
 
 
-def _cache_directory(dataset: Dataset) -> Path | None:
+def _cache_directory(dataset: Dataset) -> Directory | None:
     """The directory of the dataset's files, or for a dataset in memory
     the cache directory of `datasets`.
     """
@@ -168,4 +169,4 @@ def _cache_directory(dataset: Dataset) -> Path | None:
         return None
     files = dataset.cache_files
     home = Path(files[0]["filename"]).parent if files else Path(config.HF_DATASETS_CACHE)
-    return home / FOLDER
+    return directory_at(home / FOLDER)

@@ -1,0 +1,277 @@
+"""A cache on storage without rename and locks: a file counts when the manifest has its entry."""
+
+import logging
+import os
+import signal
+import time
+from uuid import uuid4
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from ref_logps_runs import assert_close, exact, rank_of, ranks, slowly, start, tokens
+from trl_runs import tiny_model
+
+import fastdpo
+from fastdpo import doctor, ref_logps
+from fastdpo.ref_logps import passes
+from fastdpo.ref_logps.shards import MISSING, Shards
+from fastdpo.storage import checked_directory, directory_at
+from fastdpo.storage.remote import ENTRY, RemoteDirectory
+
+ROWS = tokens(12)
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    """A directory that does not exist yet."""
+    if request.param == "file":
+        return f"file://{tmp_path}/cache"
+    return f"memory://{uuid4().hex}/cache"
+
+
+def counted(model, rows, url, **options) -> tuple[ref_logps.RefLogps, int]:
+    before = fastdpo.calls.copy()
+    logps = ref_logps.precompute(model, rows, cache_dir=url, tokens_per_batch=1, **options)
+    return logps, (fastdpo.calls - before).total()
+
+
+def objects(url) -> list[str]:
+    """The URLs of all objects below a directory."""
+    filesystem, path = fsspec.core.url_to_fs(url)
+    return [filesystem.unstrip_protocol(name) for name in filesystem.find(path)]
+
+
+def shards_of(url, n_rows: int) -> Shards:
+    (directory,) = directory_at(url).directories()
+    return Shards(directory, directory.name, n_rows)
+
+
+def test_values_are_stored_and_read(url):
+    expected = exact(tiny_model(), ROWS)
+    for calls in (len(ROWS), 0):
+        logps, actual = counted(tiny_model(), ROWS, url)
+        assert_close(logps, expected)
+        assert actual == calls
+    file, entry = sorted(objects(url), key=len)
+    assert entry.startswith(file)
+    size, digest = ENTRY.fullmatch(entry.rsplit("/", 1)[-1]).groups()[1:]
+    data = fsspec.open(file).open().read()
+    assert (len(data), fsspec.open(entry).open().read()) == (int(size), b"")
+    assert len(digest) == 64
+
+
+def test_many_files_become_one(url, monkeypatch):
+    monkeypatch.setattr(passes, "SECONDS_BETWEEN_SHARDS", 0.0)
+    written = []
+    write = RemoteDirectory.write
+    monkeypatch.setattr(RemoteDirectory, "write", lambda self, data: written.append(write(self, data)))
+    logps, _ = counted(tiny_model(), ROWS, url)
+    assert len(written) == len(ROWS) + 1
+    assert len(objects(url)) == 2
+    assert torch.equal(shards_of(url, len(ROWS)).read(), torch.stack(logps, 1))
+
+
+@pytest.mark.parametrize("at", ["shard", "entry"])
+def test_a_writer_that_dies_before_the_entry(tmp_path, at):
+    """What it was writing is never read, and its rows are computed again."""
+    url, written = f"file://{tmp_path}/cache", 7
+
+    def work():
+        put, names = RemoteDirectory._put, []
+
+        def killed(directory, name, data):
+            names.append(name)
+            if len(names) == 1 + 2 * written + (1 if at == "shard" else 2):  # after the probe and these files
+                put(directory, name, data[: len(data) // 2]) if at == "shard" else None
+                os.kill(os.getpid(), signal.SIGKILL)
+            put(directory, name, data)
+
+        RemoteDirectory._put = killed
+        passes.SECONDS_BETWEEN_SHARDS = 0.0
+        counted(tiny_model(), ROWS, url)
+
+    process = start(work)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    shards = shards_of(url, len(ROWS))
+    assert len(objects(url)) == 2 * written + 1
+    assert (len(shards.directory.files()), len(shards.directory.leftovers())) == (written, 1)
+    assert int((shards.read()[:, 0] != MISSING).sum()) == written
+    logps, calls = counted(tiny_model(), ROWS, url)
+    assert calls == len(ROWS) - written
+    assert_close(logps, exact(tiny_model(), ROWS))
+    assert len(objects(url)) == 2, "what the dead writer left is gone"
+
+
+def spoiled(data: bytes, damage: str) -> bytes:
+    return {"cut": data[:-9], "empty": b"", "changed": data[:-8] + b"\1" + data[-7:]}[damage]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
+def test_the_error_for_an_invalid_file_names_its_url(url, damage):
+    counted(tiny_model(), ROWS, url)
+    file = min(objects(url), key=len)
+    filesystem, path = fsspec.core.url_to_fs(file)
+    filesystem.pipe_file(path, spoiled(filesystem.cat_file(path), damage))
+    with pytest.raises(ValueError, match="manifest entry") as error:
+        counted(tiny_model(), ROWS, url)
+    assert file in str(error.value)
+    assert "Delete it" in str(error.value)
+    (finding,) = doctor.examine(cache=url)[f"cache {url}"]
+    assert file in finding.detail
+    filesystem.rm_file(path)  # as the message says, and not its entry
+    logps, calls = counted(tiny_model(), ROWS, url)
+    assert calls == len(ROWS)
+    assert_close(logps, exact(tiny_model(), ROWS))
+    assert len(objects(url)) == 2
+
+
+def test_a_file_that_cannot_be_read(url, monkeypatch):
+    counted(tiny_model(), ROWS, url)
+
+    def cat_file(*_, **__):
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(type(directory_at(url).filesystem), "cat_file", cat_file)
+    with pytest.raises(ValueError, match="must be readable; got RuntimeError: connection reset"):
+        counted(tiny_model(), ROWS, url)
+    assert len(objects(url)) == 2
+
+
+def test_an_unfinished_file_of_a_running_writer_is_kept(url):
+    shards = Shards(directory_at(url) / "key", "key", 2)
+    shards.write(torch.tensor([0]), -torch.ones(1, 2))
+    shards.directory._put(f"{'a' * 32}.safetensors", b"half")
+    shards.directory._put("notes.safetensors", b"of somebody else")
+    with shards.lock():
+        assert shards.directory.leftovers() == [f"{'a' * 32}.safetensors"]
+    shards.write(torch.tensor([1]), -torch.ones(1, 2))
+    shards.clean(-torch.ones(2, 2))
+    assert shards.directory.leftovers() == []
+    assert {name.rsplit("/", 1)[-1] for name in objects(url)} == {
+        "notes.safetensors",
+        *(name for file in shards.directory.files() for name in (file, ENTRY.fullmatch(file)[1])),
+    }
+
+
+@pytest.mark.parametrize("first", ["0", "f"])
+def test_two_jobs_merge_at_the_same_time(url, monkeypatch, first):
+    """Without locks, one may delete what the other has listed, but never the last value."""
+    values = -torch.arange(1.0, 9.0).view(4, 2)
+    jobs = [Shards(directory_at(url) / "key", "key", 4) for _ in range(2)]
+    for row in range(4):
+        jobs[0].write(torch.tensor([row]), values[row : row + 1])
+    names = iter([first * 32, "8" * 32])
+    monkeypatch.setattr("fastdpo.storage.remote.uuid4", lambda: type("", (), {"hex": next(names)}))
+    put, running = RemoteDirectory._put, []
+
+    def interrupted(directory, name, data):
+        put(directory, name, data)
+        if not running:
+            running.append(name)
+            jobs[1].merge(values)  # the first job has written its file, without an entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "_put", interrupted)
+        jobs[0].merge(values)
+    assert running
+    assert torch.equal(jobs[0].read(), values)
+    jobs[0].clean(values)
+    assert torch.equal(jobs[0].read(), values)
+    assert len(objects(url)) == 2
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_the_work(tmp_path, world):
+    url, rows = f"file://{tmp_path}/cache", tokens(25)
+    expected = exact(tiny_model(), rows)
+
+    def work(_: int):
+        passes.SECONDS_BETWEEN_SHARDS = 0.0
+        return counted(tiny_model(), rows, url)
+
+    for name, calls in (("first", -(-25 // world)), ("second", 0)):
+        for logps, actual in ranks(world, tmp_path / name, work):
+            assert actual == calls
+            assert_close(logps, expected)
+    assert len(objects(url)) == 2
+
+
+def test_the_work_of_a_dead_rank_is_taken_over(tmp_path):
+    """By a job of another size, which keeps what both ranks had stored."""
+    rows, url = tokens(200), f"file://{tmp_path}/cache"
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    job = [start(rank_of, rank, 2, killed, lambda _: slowly(tiny_model(), rows, url, 0.01)) for rank in range(2)]
+    while len(list(tmp_path.rglob("*.safetensors"))) < 6:
+        time.sleep(0.01)
+    for process in reversed(job):  # rank 1 first
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    missing = int((shards_of(url, 200).read()[:, 0] == MISSING).sum())
+    assert 0 < missing < 200
+    for logps, calls in ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, url)):
+        assert calls == -(-missing // 3)
+        assert_close(logps, exact(tiny_model(), rows))
+    assert len(objects(url)) == 2
+
+
+@pytest.mark.parametrize("operation", ["makedirs", "ls", "pipe_file"])
+def test_storage_that_refuses_costs_the_cache(monkeypatch, caplog, operation):
+    """Also with an error of its own kind, such as for missing credentials."""
+
+    class NoCredentials(Exception):
+        pass
+
+    def refuse(*_, **__):
+        raise NoCredentials("no credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, operation, refuse)
+    url = f"memory://{uuid4().hex}/cache"
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        logps, _ = counted(tiny_model(), ROWS, url)
+    assert_close(logps, exact(tiny_model(), ROWS))
+    (warning,) = [record.message for record in caplog.records]
+    assert f"{url.replace('memory://', 'memory:///')}/" in warning
+    assert "is not writable: NoCredentials: no credentials [cache-directory]" in warning
+
+
+def test_listings_are_not_cached():
+    """Other processes add files, and some file systems of fsspec keep listings."""
+
+    listings = {}
+
+    class Keeping(MemoryFileSystem):
+        def ls(self, path, detail=True, **_):
+            if path not in listings:
+                listings[path] = super().ls(path, detail)
+            return listings[path]
+
+        def invalidate_cache(self, path=None):
+            listings.pop(path, None)
+
+    path = f"/{uuid4().hex}"
+    shards = Shards(RemoteDirectory(Keeping(), path), "key", 2)
+    other = Shards(directory_at(f"memory:/{path}"), "key", 2)
+    assert not shards.directory.files()
+    for row in range(2):
+        other.write(torch.tensor([row]), -torch.ones(1, 2))
+        assert int((shards.read()[:, 0] != MISSING).sum()) == row + 1
+
+
+@pytest.mark.parametrize(("url", "message"), [("nowhere://x", "nowhere"), ("s3://x/y", "s3fs")])
+def test_urls_that_cannot_be_reached(monkeypatch, url, message):
+    def missing(protocol):
+        raise ImportError("Install s3fs to access S3") if protocol == "s3" else ValueError(f"not known: {protocol}")
+
+    monkeypatch.setattr("fsspec.core.get_filesystem_class", missing)
+    rule = f"cache_dir must be the path or URL of a directory, or None; got '{url}', which fsspec cannot reach: "
+    with pytest.raises(ValueError, match=message) as error:
+        ref_logps.precompute(tiny_model(), ROWS, cache_dir=url)
+    assert str(error.value).startswith(f"precompute: {rule}")
+    with pytest.raises(ValueError, match=message):
+        checked_directory("patch", "reference_memory", url, "be")
+    with pytest.raises(ValueError, match=message):
+        fastdpo.patch("trl.DPOTrainer", reference_memory=url)
