@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -28,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import atomic_files
 from ..logs import NotFused, report, strict, warn
 from .head_table import architecture
 from .layout_cache import is_capturing
@@ -206,15 +206,7 @@ def _note(path: Path, environment: dict[str, str], kernel: Kernel) -> None:
     passed = sorted({*_passed(path, environment), kernel.noted})
     content = {"format": FORMAT, "environment": environment, "passed": passed}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(content, file, indent=1)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        atomic_files.write(path, json.dumps(content, indent=1).encode())
     except OSError as error:
         _warn_unwritable(f"{VARIABLE}: {path} cannot be written, so each process tries the kernels again: {error}")
 
