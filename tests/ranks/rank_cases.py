@@ -6,6 +6,7 @@ evenly among 2 and among 3 ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ import planted
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset, load_from_disk
 from families import HYBRID as FAMILIES
 from rank_trainers import (
@@ -190,10 +193,23 @@ def zero(stage: int) -> dict[str, Any]:
     )
 
 
-REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
-
 SIX_HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=6)
 """A number of heads that divides evenly among 2 and among 3 ranks."""
+
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+"""The number of ranks in the process of one. pytest's process only reads the names of cases."""
+
+CONTEXT_PARALLEL = dict(parallelism_config=ParallelismConfig(cp_size=RANKS))
+
+SEQUENCE_PARALLEL = dict(
+    parallelism_config=ParallelismConfig(
+        sp_size=RANKS,
+        sp_backend="deepspeed",
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
+    )
+)
+
+REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 
 WHOLE_STEPS = dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)
 
@@ -325,5 +341,13 @@ CASES = {
     "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
     "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),
     "tensor parallel two epochs": Case(dict(num_train_epochs=2, evaluate=0), SIX_HEADS, tensor_parallel=True),
+    **{
+        f"{parallelism} {kind}": Case(options, SIX_HEADS, kinds=(kind,))
+        for parallelism, options in {
+            "context parallel": dict(fsdp2(), **CONTEXT_PARALLEL),
+            "sequence parallel": dict(zero(2), **SEQUENCE_PARALLEL),
+        }.items()
+        for kind in ("stock", "patched")
+    },
     "tensor parallel holes": Case(model=SIX_HEADS, tensor_parallel=True, change=make_a_hole),
 }
