@@ -1,7 +1,8 @@
 """Heads whose vocabulary transformers' tensor parallelism cuts over ranks.
 
 A plan of `colwise_gather_output` or `colwise_rep` makes the weight and the bias DTensors with
-consecutive rows on each rank, and replaces the head's forward by one that gathers the logits.
+consecutive rows on each rank, and replaces the head's forward by one that gathers the logits. FSDP2
+may shard these rows again over other ranks. It gathers them before the head is called.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # FSDP2's of a tensor that is a shard already
 
 from ..ops import VocabularyGroup
 from .functions import closure_contents, inner_function, module_of, name_of
@@ -52,16 +54,16 @@ def local_parameters(head: nn.Linear) -> tuple[Tensor, Tensor | None, Vocabulary
 
 
 def _is_cut(x: Tensor) -> bool:
-    return (
-        isinstance(x, DTensor)
-        and len(x.placements) == 1
-        and type(x.placements[0]) is Shard
-        and x.placements[0].dim == 0
-    )
+    if not isinstance(x, DTensor):
+        return False
+    *of_fsdp, placement = x.placements
+    is_cut = type(placement) is Shard and placement.dim == 0
+    return is_cut and all(isinstance(other, _StridedShard | Replicate) for other in of_fsdp)
 
 
 def _sizes(weight: DTensor) -> list[int]:
-    return chunk_sizes(len(weight), weight.device_mesh.size())
+    mesh = weight.device_mesh
+    return chunk_sizes(len(weight), mesh.size(mesh.ndim - 1))
 
 
 def chunk_sizes(rows: int, ranks: int) -> list[int]:

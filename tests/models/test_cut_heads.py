@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from fastdpo.models import cut_heads, head
@@ -85,6 +86,17 @@ def test_a_whole_weight_behind_a_cut_forward_is_not_supported(mesh):
     linear, _ = cut(mesh, "colwise_rep", bias=False)
     linear.weight = nn.Parameter(linear.weight.to_local().detach())
     assert head.unsupported_reason(linear).name == "split-head"
+
+
+@pytest.mark.parametrize(
+    "of_fsdp", [[_StridedShard(0, split_factor=1)], [Replicate(), _StridedShard(0, split_factor=1)]]
+)
+def test_rows_that_fsdp2_shards_again(of_fsdp, mesh):
+    linear, _ = cut(mesh, "colwise_rep", bias=False)
+    whole = init_device_mesh("cpu", (1,) * (len(of_fsdp) + 1))
+    local = linear.weight.to_local().detach()
+    linear.weight = nn.Parameter(DTensor.from_local(local, whole, [*of_fsdp, Shard(0)]))
+    assert head.unsupported_reason(linear) is None
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(9, [3, 3, 3]), (7, [3, 3, 1]), (4, [2, 2, 0])])

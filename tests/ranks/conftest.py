@@ -3,11 +3,12 @@
 Without DeepSpeed these tests are not collected. Each test has a parameter `case`, a name of
 `rank_cases.CASES`, and uses the fixture `ranks`; a test that compares cases has a parameter `cases`
 and uses `ranks_of`. The cases of all collected tests are trained in one launch of `RANKS` processes
-(an environment variable; default: 2).
+(an environment variable; default: 2), those that need another number of ranks in one more.
 """
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +28,18 @@ def number_of_ranks() -> int:
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory, number_of_ranks):
     """Maps each case to the results of its ranks, or to the launch that did not finish it."""
+    from rank_cases import CASES
     from rank_launch import run_cases
 
     all_params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = (name for params in all_params for name in (*params.get("cases", ()), params.get("case")) if name)
-    return run_cases(list(dict.fromkeys(names)), number_of_ranks, tmp_path_factory.mktemp("ranks"))
+    launches = defaultdict(list)
+    for name in dict.fromkeys(names):
+        launches[CASES[name].ranks or number_of_ranks].append(name)
+    results = {}
+    for ranks, cases in launches.items():
+        results |= run_cases(cases, ranks, tmp_path_factory.mktemp("ranks"))
+    return results
 
 
 @pytest.fixture

@@ -58,6 +58,8 @@ class Case:
         model: arguments of `trl_runs.tiny_model`, for policy and reference.
         lora: whether to train an adapter; the reference is the model without it.
         tensor_parallel: whether the ranks shard each layer of both models and get equal batches.
+        in_two_halves: whether each half of the ranks does so, and FSDP2 shards what they have.
+        ranks: the number of ranks if the case needs one.
         kinds: any of "stock", "patched", "again" and "sabotaged". Again is patched. Sabotaged is
             patched, with one label removed on the last rank.
         patch: options of `fastdpo.patch`.
@@ -73,6 +75,8 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     tensor_parallel: bool = False
+    in_two_halves: bool = False
+    ranks: int | None = None
     kinds: tuple[str, ...] = ("stock", "patched")
     patch: dict[str, Any] = field(default_factory=dict)
     in_directory: bool = False
@@ -197,7 +201,7 @@ SIX_HEADS = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=6)
 """A number of heads that divides evenly among 2 and among 3 ranks."""
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-"""The number of ranks in the process of one. pytest's process only reads the names of cases."""
+"""The number of ranks in the process of one. pytest's process reads only `Case.ranks`."""
 
 CONTEXT_PARALLEL = dict(parallelism_config=ParallelismConfig(cp_size=RANKS))
 
@@ -340,7 +344,13 @@ CASES = {
     "tensor parallel": Case(model=SIX_HEADS, tensor_parallel=True),
     "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
     "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),
-    "tensor parallel two epochs": Case(dict(num_train_epochs=2, evaluate=0), SIX_HEADS, tensor_parallel=True),
+    "tensor parallel lora": Case(model=SIX_HEADS, lora=True, tensor_parallel=True),
+    **{
+        f"fsdp2 of tensor parallel{kind}": Case(
+            dict(evaluate=0), model, tensor_parallel=True, in_two_halves=True, ranks=4
+        )
+        for kind, model in {"": SIX_HEADS, " tied": dict(SIX_HEADS, tie_word_embeddings=True)}.items()
+    },
     **{
         f"{parallelism} {kind}": Case(options, SIX_HEADS, kinds=(kind,))
         for parallelism, options in {

@@ -151,7 +151,8 @@ def build(directory: Path, case: Case, seed: int) -> PreTrainedModel:
     if RANK == 0:
         model.save_pretrained(directory / f"model{seed}")
     dist.barrier()
-    shared = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    units = 2 if case.in_two_halves else 1
+    shared = DistributedConfig(tp_size=dist.get_world_size() // units, fsdp_size=units, tp_plan="auto")
     return AutoModelForCausalLM.from_pretrained(directory / f"model{seed}", distributed_config=shared)
 
 
