@@ -196,10 +196,11 @@ def train(
     return Run(trainer, fastdpo.calls - before)
 
 
-def run_two_ranks(directory: Path, stage: int) -> list[dict]:
+def run_two_ranks(directory: Path, stage: int, epochs: int = 1) -> list[dict]:
     """Runs `zero_worker.py` on two ranks and returns the result of each.
 
-    Rank r trains on `rows(12, seed=r)`.
+    Rank r trains on `rows(12, seed=r)`. With several epochs, the patched training remembers its
+    reference.
     """
     for seed in range(2):
         checkpoint(directory, seed=seed)
@@ -209,7 +210,7 @@ def run_two_ranks(directory: Path, stage: int) -> list[dict]:
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     done = subprocess.run(
-        [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory)],
+        [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory), str(epochs)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,

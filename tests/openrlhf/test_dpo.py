@@ -204,15 +204,6 @@ def test_a_changed_reference_clears_the_memory(tmp_path, caplog):
     assert patched.calls["reference", "fused"] == patched.calls["reference", "remembered"] == 2 * (3 + 2)
 
 
-def test_zero_3_disables_reference_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Strategy, "stage", 3, raising=False)
-    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
-    with fastdpo.patched("openrlhf", reference_memory=True):
-        patched = train(*paths, Strategy(), epochs=2)
-    assert patched.calls == {call: 2 * n for call, n in FUSED.items()}
-    assert caplog.text.count("reference_memory is disabled, ranks run the reference together, and might disagree") == 1
-
-
 class DoublesLogps(Recorded):
     """A subclass that changes the results of the trainer's forward pass."""
 

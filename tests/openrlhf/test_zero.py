@@ -22,3 +22,12 @@ def test_two_ranks(tmp_path, stage):
             assert torch.equal(patched["weights"][name], ranks[0]["patched"]["weights"][name])
         numbers = len(stock["logs"][0]) - 2  # the trainer adds two means after the reduction
         assert rank["collectives"] == {"stock": 3 * numbers, "patched": 3}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_second_epoch_skips_the_reference(tmp_path, stage):
+    for rank in run_two_ranks(tmp_path, stage, epochs=2):
+        stock, patched = rank["stock"], rank["patched"]
+        assert patched["calls"] == {("policy", "fused"): 6, ("reference", "fused"): 3, ("reference", "remembered"): 3}
+        assert_same_logs(stock["logs"], patched["logs"])
+        assert_same_gradients([stock["weights"]], [patched["weights"]])

@@ -1,7 +1,8 @@
-"""One rank of a training under DeepSpeed's ZeRO. Usage, under torchrun: `zero_worker.py STAGE OUT`.
+"""One rank of a training under DeepSpeed's ZeRO. Usage, under torchrun:
+`zero_worker.py STAGE OUT EPOCHS`.
 
-Trains stock, then patched, from the same initial weights. Writes the logs, the final weights and
-the counters of both.
+Trains stock, then patched, from the same initial weights. With several epochs, patched remembers the
+reference. Writes the logs, the final weights and the counters of both.
 """
 
 import functools
@@ -54,7 +55,7 @@ def counted(reduce, counts: Counter, name: str, *args, **kwargs):
 
 
 def main() -> None:
-    stage, out = int(sys.argv[1]), Path(sys.argv[2])
+    stage, out, epochs = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.cuda.current_device = lambda: torch.device("cpu")  # where `DeepspeedStrategy` reduces
@@ -64,7 +65,7 @@ def main() -> None:
     results = {}
     for name in ("stock", "patched"):
         if name == "patched":
-            fastdpo.patch("openrlhf")
+            fastdpo.patch("openrlhf", reference_memory=epochs > 1)
         before = Counter(fastdpo.calls)
         torch.manual_seed(0)
         models = [actor(out / f"llama{seed}", packing_samples=False) for seed in range(2)]
@@ -73,7 +74,8 @@ def main() -> None:
         strategy = ZeroStrategy()
         data = loader(strategy, rows(12, seed=rank))
         scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=RATE), 1.0)
-        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler, beta=0.1, max_epochs=1)
+        options = dict(beta=0.1, max_epochs=epochs)
+        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler, **options)
 
         dist.all_reduce = functools.partial(counted, stock_reduce, collectives, name)
         trainer.fit(strategy.args)

@@ -345,6 +345,10 @@ CASES = {
     "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
     "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),
     "tensor parallel lora": Case(model=SIX_HEADS, lora=True, tensor_parallel=True),
+    "tensor parallel remembered": Case(TWO_EPOCHS, SIX_HEADS, tensor_parallel=True, patch=REMEMBERED),
+    "tensor parallel remembered in a directory": Case(
+        model=SIX_HEADS, tensor_parallel=True, kinds=("stock", "patched", "again"), in_directory=True
+    ),
     **{
         f"fsdp2 of tensor parallel{kind}": Case(
             dict(evaluate=0), model, tensor_parallel=True, in_two_halves=True, ranks=4

@@ -22,6 +22,13 @@ def test_each_pair_is_computed_once(case, ranks, number_of_ranks):
         assert reference_calls(rank["patched"]) == (trained + evaluated, trained + 2 * evaluated)
 
 
+@pytest.mark.parametrize("case", ["tensor parallel remembered"])
+def test_ranks_that_share_batches_compute_each_pair_once(case, ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert reference_calls(rank["patched"]) == (12 + 6, 12 + 2 * 6)
+
+
 @pytest.mark.parametrize("case", [f"{engine} forgotten on the last rank" for engine in SHARDED])
 def test_all_ranks_run_what_one_misses(case, ranks, number_of_ranks):
     trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks
@@ -39,7 +46,7 @@ def test_all_ranks_notice_a_change_of_one_shard(case, ranks, number_of_ranks):
         assert any("the reference has changed" in message for message in rank["patched"]["messages"])
 
 
-@pytest.mark.parametrize("case", IN_DIRECTORY)
+@pytest.mark.parametrize("case", [*IN_DIRECTORY, "tensor parallel remembered in a directory"])
 def test_a_directory_outlives_the_training(case, ranks):
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])

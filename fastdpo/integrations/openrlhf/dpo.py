@@ -143,7 +143,7 @@ def enable(options: PatchOptions) -> None:
                 return stock_forward(self, model, *batch)
             return score(self, model, rows(*batch), batch[-1])
 
-        if model is self.ref_model and memory_enabled(self, state.memory):
+        if model is self.ref_model and memory_enabled(self, state.memory, chosen_ids.device):
             return remembered(self, state.memory, rows(*batch), scored, *batch)
         return scored(*batch)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...models.support import is_sharded
 from ...packing import IGNORE_INDEX
-from ...reasons import Reason
 from ..reference_memory import Memory, digests_of_pairs, key_of
 from .batches import PairRows, Results, base_of
 
@@ -37,15 +37,20 @@ class LoaderWithCallback:
         return getattr(self._loader, name)
 
 
-def memory_enabled(trainer: DPOTrainer, memory: Memory) -> bool:
-    """Whether a trainer remembers its reference. Starts its memory with the first batch."""
+def memory_enabled(trainer: DPOTrainer, memory: Memory, device: torch.device) -> bool:
+    """Whether a trainer remembers its reference. Starts its memory with the first batch.
+
+    Args:
+        trainer: the trainer.
+        memory: its memory.
+        device: that of the batch, for collectives. Parameters may be offloaded.
+    """
     if memory.enabled and not memory.started:
         from ...ref_logps import keys
 
-        actor = trainer.ref_model
-        sharded = getattr(trainer.strategy, "stage", 0) == 3
-        reason = Reason("reference-on-ranks") if sharded else None
-        memory.start(reason, lambda: key_of("openrlhf", keys.model_digest(base_of(actor)), actor.temperature))
+        base, temperature = base_of(trainer.ref_model), trainer.ref_model.temperature
+        vote_on = device if is_sharded(base) else None
+        memory.start(None, lambda: key_of("openrlhf", keys.model_digest(base), temperature), vote_on)
     return memory.enabled
 
 

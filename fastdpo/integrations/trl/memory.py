@@ -131,7 +131,8 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
         return Reason("synced-reference")
     if type(trainer).compute_ref_log_probs is not stock.compute_ref_log_probs:
         return Reason("own-reference", trainer=type(trainer).__name__)
-    if trainer.accelerator.parallelism_config is not None:
+    parallelism = trainer.accelerator.parallelism_config
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         return Reason("reference-on-ranks")
     if any(isinstance(module, FullyShardedDataParallel) for module in reference_of(trainer).modules()):
         return Reason("fsdp1")
