@@ -49,9 +49,9 @@ test-ptx: $(READY)
 		FASTDPO_HEAD_TABLE=$$table $(BIN)/python -m pytest --device ptx --target $$target $(PTX_TESTS) $(ARGS) || status=1; \
 	done; done; exit $$status
 
-# The kernels compiled by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
+# The kernels compiled, and executed in NumPy, by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
 test-census: $(READY) $(OLDEST_TRITON)
-	PYTHONPATH=$(abspath $(OLDEST_TRITON)) $(BIN)/python -m pytest tests/kernels/test_census.py $(ARGS)
+	PYTHONPATH=$(abspath $(OLDEST_TRITON)) $(BIN)/python -m pytest tests/kernels/test_census.py tests/kernels/executed $(ARGS)
 
 # TRL before its rewrite, the newest and the oldest that is supported.
 test-legacy: $(LEGACY)/.ready
