@@ -403,7 +403,8 @@ def _launch_bwd(
             *scale_and_cap(softcap, logit_scale, temperature),
             BLOCK_V=BLOCK_V,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=True,
+            # Fused, z - shift would take the scaled logit before its rounding, and shift the one after.
+            enable_fp_fusion=False,
         )
 
 

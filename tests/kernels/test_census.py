@@ -87,7 +87,8 @@ def compile_case(target, case, variant=None):
     given = VARIANTS.get(variant, {})
     arguments = {**arguments, **{name: kind for name, kind in given.items() if name != "tile_ptr" or name in arguments}}
     aligned = ALIGNED if arguments["ALIGNED"] else frozenset()
-    return compile_for(target, kernel, arguments, aligned, num_warps=token_logps.NUM_WARPS)
+    options = dict(num_warps=token_logps.NUM_WARPS, enable_fp_fusion=kernel is FORWARD)
+    return compile_for(target, kernel, arguments, aligned, **options)
 
 
 def registers_and_spills(compiled, target, folder):
