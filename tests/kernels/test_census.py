@@ -187,6 +187,8 @@ def compile_attention(target, name, d, features="plain"):
 
 SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
     (64, "keys", "sm100"): 8,  # 8
+    (64, "queries", "sm100"): 24,  # 0, with Triton 3.6 24
+    (64, "queries", "sm120"): 8,  # 0, with Triton 3.6 8
     (128, "forward", "sm86"): 32,  # 24
     (128, "forward", "sm89"): 32,  # 24
     (128, "forward", "sm100"): 288,  # 280
@@ -197,6 +199,10 @@ SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0
     (256, "forward", "sm100"): 128,  # 120
     (256, "queries", "sm100"): 224,  # 216
     (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 10
+    (256, "forward", "gfx950"): 8,  # 0, with Triton 3.6 8
+    (256, "keys", "gfx950"): 1,  # 0, with Triton 3.6 1
+    (256, "keys", "sm86"): 8,  # 0, with Triton 3.6 8
+    (256, "keys", "sm89"): 8,  # 0, with Triton 3.6 8
     (256, "keys", "sm90"): 208,  # 208
     (256, "keys", "sm100"): 64,  # 56
     (128, "forward", "sm120"): 48,  # 16, with Triton 3.6 48
