@@ -73,6 +73,7 @@ INTEGERS = {
     f"setp.gt.f32 %p1, {ONE}, {HALF}; @!%p1 mov.b32 %r1, 7; @%p1 mov.b32 %r1, 5;": 5,
     f"cvt.rzi.s32.f32 %r1, {MINUS_TWO};": -2,
     f"cvt.rn.bf16x2.f32 %r1, {ONE}, {MINUS_TWO};": 0x3F80C000,
+    f"mov.b64 %d2, {{{HALF}, {ONE}}}; add.f32x2 %d2, %d2, %d2; mov.b64 {{%r2, %r1}}, %d2;": 0x40000000,
     f"cvt.rn.f16x2.f32 %r1, {ONE}, {MINUS_TWO};": 0x3C00C000,
     "cvt.rn.bf16.f32 %h1, 0f3F808000; cvt.u32.u16 %r1, %h1;": 0x3F80,  # halfway: to even
     "cvt.rn.bf16.f32 %h1, 0f3F818000; cvt.u32.u16 %r1, %h1;": 0x3F82,

@@ -7,7 +7,7 @@ from functools import reduce
 
 import numpy as np
 
-from .formats import DTYPES, F32, HALVES, U32, canonical, flushed, packed, unpacked, unsigned
+from .formats import AS_BITS, DTYPES, F32, U32, canonical, flushed, packed, unpacked, unsigned
 from .instructions import Execute, instruction, type_error
 from .program import Alternatives, Instruction, Vector
 
@@ -16,16 +16,16 @@ FLOAT = "rn|ftz|approx|full"
 
 
 def _elementwise(ins: Instruction, function: Function) -> Execute:
-    """`d = function(a, ...)` in the instruction's type. Two 16-bit numbers are computed in float32."""
+    """`d = function(a, ...)` in the instruction's type. 16-bit numbers are computed in float32."""
     if len(ins.types) != 1:
         raise type_error(ins)
     destination, *operands = ins.operands
     kind, flushes = ins.type, "ftz" in ins.modifiers
-    dtype = HALVES.get(kind) or DTYPES[kind]
+    dtype = AS_BITS.get(kind) or DTYPES[kind]
 
     def execute(threads, mask):
         values = [threads.read(x, dtype) for x in operands]
-        if kind in HALVES:
+        if kind in AS_BITS:
             values = [unpacked(x, kind) for x in values]
         if flushes:
             values = [flushed(x) for x in values]
@@ -34,13 +34,13 @@ def _elementwise(ins: Instruction, function: Function) -> Execute:
             result = flushed(result)
         if kind == "f32" and ins.opcode not in ("neg", "abs"):
             result = canonical(result)
-        threads.write(destination, packed(result, kind) if kind in HALVES else result.astype(dtype), mask)
+        threads.write(destination, packed(result, kind) if kind in AS_BITS else result.astype(dtype), mask)
 
     return execute
 
 
 def _is_float(kind: str) -> bool:
-    return kind in HALVES or DTYPES[kind].kind == "f"
+    return kind in AS_BITS or DTYPES[kind].kind == "f"
 
 
 @instruction("add", "sub", modifiers=FLOAT)
@@ -190,8 +190,8 @@ def _convert(ins: Instruction) -> Execute:
         raise type_error(ins)
 
     def read(threads, operand):
-        if source in HALVES:
-            return unpacked(threads.read(operand, HALVES[source]), source)
+        if source in AS_BITS:
+            return unpacked(threads.read(operand, AS_BITS[source]), source)
         value = threads.read(operand, DTYPES[source])
         return rounding(value) if rounding else value
 
@@ -200,7 +200,7 @@ def _convert(ins: Instruction) -> Execute:
         if to.endswith("x2"):
             upper, lower = np.broadcast_arrays(*values)
             result = packed(np.stack([lower, upper], -1), to)
-        elif to in HALVES:
+        elif to in AS_BITS:
             result = packed(values[0], to)
         elif DTYPES[to].kind in "iu" and _is_float(source):
             limits = np.iinfo(DTYPES[to])

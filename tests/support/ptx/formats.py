@@ -11,8 +11,9 @@ DTYPES = {
 U8, U16, U32, U64 = (DTYPES[f"u{n}"] for n in (8, 16, 32, 64))
 F32 = DTYPES["f32"]
 NAN = np.array(0x7FFFFFFF, U32).view(F32)[()]
-HALVES = {"bf16": U16, "f16": U16, "bf16x2": U32, "f16x2": U32}  # as bits, of which `unpacked` takes the numbers
-TYPES = {*DTYPES, *HALVES}
+# Types of one or two numbers that are read as bits. `unpacked` gives the numbers.
+AS_BITS = {"bf16": U16, "f16": U16, "bf16x2": U32, "f16x2": U32, "f32x2": U64}
+TYPES = {*DTYPES, *AS_BITS}
 
 
 def unsigned(size: int) -> np.dtype:
@@ -32,7 +33,9 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def unpacked(bits: np.ndarray, kind: str) -> np.ndarray:
-    """float32 values of 16-bit numbers. For a packed kind, the last dimension holds both of a word."""
+    """float32 values of a type in AS_BITS. Where it has two numbers, they are the last dimension."""
+    if kind == "f32x2":
+        return np.stack([bits & 0xFFFFFFFF, bits >> 32], -1).astype(U32).view(F32)
     if kind.endswith("x2"):
         bits = np.stack([bits & 0xFFFF, bits >> 16], -1).astype(U16)
     return from_bfloat16(bits) if kind.startswith("bf16") else bits.view(DTYPES["f16"]).astype(F32)
@@ -41,6 +44,9 @@ def unpacked(bits: np.ndarray, kind: str) -> np.ndarray:
 def packed(x: np.ndarray, kind: str) -> np.ndarray:
     """The inverse of `unpacked`, rounding to nearest."""
     x = np.asarray(x, F32)
+    if kind == "f32x2":
+        bits = x.view(U32).astype(U64)
+        return bits[..., 0] | bits[..., 1] << 32
     bits = to_bfloat16(x) if kind.startswith("bf16") else x.astype(DTYPES["f16"]).view(U16)
     if kind.endswith("x2"):
         return bits[..., 0].astype(U32) | bits[..., 1].astype(U32) << 16

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .asynchronous import swizzled
-from .formats import DTYPES, F32, HALVES, U32, U64, canonical, unpacked
+from .formats import AS_BITS, DTYPES, F32, U32, U64, canonical, unpacked
 from .instructions import WARP, Execute, instruction, type_error
 from .memory import SEVERAL_WARPS
 from .program import Instruction, Vector
@@ -50,7 +50,7 @@ def _write_accumulators(threads: Threads, registers, values: np.ndarray, mask) -
 def _warp_product(ins: Instruction) -> Execute:
     """`d = a @ b + c` with a [16, 16], b [16, 8] and float32 c, d [16, 8]."""
     kind = ins.types[1]
-    if ins.types != ("f32", kind, kind, "f32") or kind not in HALVES:
+    if ins.types != ("f32", kind, kind, "f32") or kind not in AS_BITS:
         raise type_error(ins)
     d, a, b, c = (x.elements for x in ins.operands)
 
@@ -72,7 +72,7 @@ def _group_product(ins: Instruction) -> Execute:
     kind = ins.type
     n = next(int(x[1]) for x in (re.fullmatch(r"m64n(\d+)k16", x) for x in ins.modifiers) if x)
     d, a, b, scale_d, sign_a, sign_b, *transposed = ins.operands
-    if ins.types != ("f32", kind, kind) or kind not in HALVES or any(x.bits != 1 for x in (sign_a, sign_b)):
+    if ins.types != ("f32", kind, kind) or kind not in AS_BITS or any(x.bits != 1 for x in (sign_a, sign_b)):
         raise type_error(ins)
     transposed = [x.bits == 1 for x in transposed]  # a, if it is in shared memory, and b
 
