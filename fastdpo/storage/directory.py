@@ -89,7 +89,7 @@ class Directory(ABC):
 
     @abstractmethod
     def try_out(self) -> None:
-        """Creates the directory if needed, lists it, and writes and deletes a file. Raises OSError
+        """Creates the directory if needed, writes and deletes a file, and lists it. Raises OSError
         if any of it fails.
         """
 

@@ -117,8 +117,8 @@ class RemoteDirectory(Directory):
         probe = f".{uuid4().hex}.tmp"
         with _as_os_errors():
             self.filesystem.makedirs(self.path, exist_ok=True)
-            self.filesystem.ls(self.path)
             self._put(probe, b"fastdpo")
+            self.filesystem.ls(self.path)  # not before: object storage has no empty directories
         self._remove(probe)
 
     def _listing(self) -> dict[str, str]:

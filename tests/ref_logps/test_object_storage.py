@@ -23,12 +23,40 @@ from fastdpo.storage.remote import ENTRY, RemoteDirectory
 ROWS = tokens(12)
 
 
-@pytest.fixture(params=["memory", "file"])
+LISTINGS = {}
+
+
+class Bucket(MemoryFileSystem):
+    """Like object storage: there are no empty directories, and listings are kept until they are invalidated."""
+
+    protocol = "bucket"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("bucket:/"))
+
+    def makedirs(self, path, exist_ok=False):
+        pass
+
+    def ls(self, path, detail=True, **_):
+        path = self._strip_protocol(path)
+        if path not in LISTINGS:
+            LISTINGS[path] = super().ls(path, detail=True)
+        return LISTINGS[path] if detail else [entry["name"] for entry in LISTINGS[path]]
+
+    def invalidate_cache(self, path=None):
+        LISTINGS.pop(path, None) if path else LISTINGS.clear()
+
+
+fsspec.register_implementation("bucket", Bucket, clobber=True)
+
+
+@pytest.fixture(params=["memory", "bucket", "file"])
 def url(request, tmp_path):
     """A directory that does not exist yet."""
     if request.param == "file":
         return f"file://{tmp_path}/cache"
-    return f"memory://{uuid4().hex}/cache"
+    return f"{request.param}://{uuid4().hex}/cache"
 
 
 def counted(model, rows, url, **options) -> tuple[ref_logps.RefLogps, int]:
@@ -40,6 +68,7 @@ def counted(model, rows, url, **options) -> tuple[ref_logps.RefLogps, int]:
 def objects(url) -> list[str]:
     """The URLs of all objects below a directory."""
     filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()
     return [filesystem.unstrip_protocol(name) for name in filesystem.find(path)]
 
 
@@ -238,24 +267,10 @@ def test_storage_that_refuses_costs_the_cache(monkeypatch, caplog, operation):
     assert "is not writable: NoCredentials: no credentials [cache-directory]" in warning
 
 
-def test_listings_are_not_cached():
-    """Other processes add files, and some file systems of fsspec keep listings."""
-
-    listings = {}
-
-    class Keeping(MemoryFileSystem):
-        def ls(self, path, detail=True, **_):
-            if path not in listings:
-                listings[path] = super().ls(path, detail)
-            return listings[path]
-
-        def invalidate_cache(self, path=None):
-            listings.pop(path, None)
-
-    path = f"/{uuid4().hex}"
-    shards = Shards(RemoteDirectory(Keeping(), path), "key", 2)
-    other = Shards(directory_at(f"memory:/{path}"), "key", 2)
-    assert not shards.directory.files()
+def test_files_of_other_processes_are_seen():
+    path = f"{uuid4().hex}/key"
+    shards = Shards(directory_at(f"bucket://{path}"), "key", 2)
+    other = Shards(directory_at(f"memory://{path}"), "key", 2)  # the same objects, without kept listings
     for row in range(2):
         other.write(torch.tensor([row]), -torch.ones(1, 2))
         assert int((shards.read()[:, 0] != MISSING).sum()) == row + 1
