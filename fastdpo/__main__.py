@@ -76,37 +76,57 @@ def _doctor(args: argparse.Namespace) -> None:
 def _add_tune(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "tune",
-        help="measure which kernels are fastest for a head on this GPU",
-        description="Measures which kernels are fastest for a head on this GPU, and adds an entry to a head table if "
-        "the fused kernel is. The entry applies to every head whose hidden size is at most that of the command.",
-        epilog="example: fastdpo tune --hidden 896 --vocabulary 151936 --table head.json",
+        help="measure which kernels are fastest for a model on this GPU",
+        description="Measures which kernels are fastest on this GPU for the head and the attention of a model, prints "
+        "their times, and notes the choices for later trainings, which otherwise measure at their first batches.",
+        epilog="example: fastdpo tune --model path/to/model --tokens 4096 16384",
     )
-    parser.add_argument("--hidden", type=int, required=True, help="size of the hidden states")
-    parser.add_argument("--vocabulary", type=int, required=True, help="number of vocabulary entries")
+    parser.add_argument("--model", metavar="PATH", help="the directory of a model, of which the configuration is read")
+    parser.add_argument("--hidden", type=int, help="without a model: size of the hidden states")
+    parser.add_argument("--vocabulary", type=int, help="without a model: number of vocabulary entries")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="packed tokens of a batch, for attention; default: 4096 16384",
+    )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of the matrix product"
     )
     parser.add_argument("--frozen", action="store_true", help="measure a head that is not trained (LoRA)")
     parser.add_argument(
-        "--table", type=Path, default=Path("head.json"), help="JSON file to write or extend; default: head.json"
+        "--table", type=Path, metavar="FILE", help="JSON file to which a fused head is added, for FASTDPO_HEAD_TABLE"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(start=_tune)
 
 
 def _tune(args: argparse.Namespace) -> None:
+    size = [args.hidden, args.vocabulary]
+    if (args.model is None) == (None in size):
+        sys.exit("fastdpo tune: pass --model, or --hidden and --vocabulary")
     from . import tune
 
     try:
-        entry = tune.run(args.hidden, args.vocabulary, args.dtype, args.frozen, args.table)
+        if args.model is None:
+            head, attention = tune.HeadSize(*size), []
+        else:
+            from transformers import AutoConfig
+
+            head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
+        choices = tune.run(head, attention, args.dtype, args.frozen, args.tokens or tune.TOKENS)
+        entry = None if args.table is None else tune.write_table(args.table, head, choices)
     except (OSError, ValueError) as error:
         sys.exit(f"fastdpo tune: {str(error).removeprefix('tune: ')}")
     if args.json:
-        print(json.dumps({"table": str(args.table), "entry": None if entry is None else entry._asdict()}))
-    elif entry is None:
-        print("The fused kernel is not faster on this GPU: no entry was written.")
-    else:
-        print(f"Wrote {args.table}. Use it with {tune.VARIABLE}={args.table.resolve()}")
+        noted = {call.noted: choice._asdict() for call, choice in choices.items()}
+        print(json.dumps({"choices": noted, "entry": None if entry is None else entry._asdict()}))
+        return
+    print(tune.as_text(choices))
+    if args.table is not None:
+        written = "the fused kernel is not faster: no entry was written" if entry is None else "an entry was written"
+        print(f"\n{args.table}: {written}")
 
 
 def _add_check(commands: argparse._SubParsersAction) -> None:

@@ -20,7 +20,7 @@ from . import self_check
 from .integrations import patching
 from .models import forward
 from .models.forward import Request
-from .ops import attention_backends, head_table, kernel_trials, kernel_verdicts
+from .ops import attention_backends, head_table, kernel_trials, kernel_verdicts, tuning
 from .ops.attention_calls import AttentionOptions
 from .ops.devices import suits_triton
 from .packing import IGNORE_INDEX
@@ -71,6 +71,7 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
         report[f"head on {device}"] = list(_head(device))
         if suits_triton(device, torch.bfloat16):
             report[f"kernels on {device}"] = list(_kernels(device))
+            report[f"choices on {device}"] = list(_choices(device))
         report[f"ops on {device}"] = list(_ops(device))
     if model is not None:
         report[f"model {model}"] = list(_model(model))
@@ -192,6 +193,18 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
             reason = kernel_verdicts.outcome(trial, device, dtype)
             name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
             yield Finding(OK, name) if reason is None else Finding(FAILED, name, reason)
+
+
+def _choices(device: torch.device) -> Iterator[Finding]:
+    """The measured choices between kernels that are noted for later processes."""
+    if not tuning.is_on(device):
+        yield Finding(OFF, "built-in", f"nothing is measured with {tuning.VARIABLE}=0 or deterministic algorithms")
+        return
+    choices = tuning.noted(device)
+    if not choices:
+        yield Finding(OK, "none", "a training makes them at its first batches, and `fastdpo tune` beforehand")
+    for call, choice in choices.items():
+        yield Finding(OK, call, str(choice))
 
 
 def _ops(device: torch.device) -> Iterator[Finding]:

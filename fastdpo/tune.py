@@ -1,111 +1,165 @@
-"""Measures which kernels are fastest for a head on this GPU, and writes a head table.
+"""Measures which kernels are fastest on this GPU for a model, and notes it for later trainings.
 
+    fastdpo tune --model PATH [--tokens N ...] [--dtype bfloat16] [--frozen]
     fastdpo tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
 
-The written entry applies to every head whose hidden size is at most `--hidden`: measure the widest
-head you use. No entry is written if the fused kernel is not faster.
+A training measures the same at its first calls (`ops.tuning`). What is noted is not measured again.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import checks
-from .logs import STRICT
-from .ops import linear_logps
-from .ops.head_table import VARIABLE, Entry, architecture, from_file
+from .ops import linear_logps, packed_attention, tuning
+from .ops.attention_backends import LEAST_TUNED
+from .ops.head_table import Entry, architecture, from_file
+from .ops.kernel_verdicts import Kernel
+from .ops.tuning import Choice
 
-TOKENS = 8192
-MIN_SPEEDUP = 1.02  # of the fused kernel over the table's `rows`, for an entry to be written
-CANDIDATES = (  # block sizes of tokens, vocabulary and hidden size, warps, stages
-    (128, 256, 64, 8, 3),
-    (128, 256, 64, 8, 4),
-    (128, 128, 64, 8, 3),
-    (128, 128, 64, 4, 4),
-    (64, 256, 64, 4, 4),
-    (256, 128, 64, 8, 3),
-)
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TOKENS = (4096, 16384)
+PROMPT, COMPLETION = 512, 256  # tokens, of the pairs for which attention is measured
 
 
-def step(hidden: int, vocabulary: int, dtype: torch.dtype, frozen: bool) -> Callable[[], None]:
-    """A function that runs forward and backward of a head of `TOKENS` tokens on the GPU."""
-    h = torch.randn(TOKENS, hidden, device="cuda", dtype=dtype, requires_grad=True)
-    weight = (torch.randn(vocabulary, hidden, device="cuda") * hidden**-0.5).to(dtype).requires_grad_(not frozen)
-    targets = torch.randint(vocabulary, (TOKENS,), device="cuda")
-    leaves = [h] if frozen else [h, weight]
+class HeadSize(NamedTuple):
+    """The size of an LM head."""
 
-    def run() -> None:
-        torch.autograd.grad(linear_logps(h, weight, targets, outputs=("entropy", "is_top1")).logps.sum(), leaves)
-
-    return run
+    hidden: int
+    vocabulary: int
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    from triton.testing import do_bench
+class AttentionSize(NamedTuple):
+    """The size and options of a layer's attention."""
 
-    return float(do_bench(run, warmup=200, rep=1000, return_mode="median"))  # type: ignore[arg-type]
-
-
-def tune(run: Callable[[], None], time: Callable[[Callable[[], None]], float], entry: Entry) -> Entry | None:
-    """The entry with the fastest blocks, or None if `rows` is as fast, up to `MIN_SPEEDUP`.
-
-    Args:
-        run: runs the head once.
-        time: measures `run`, in milliseconds.
-        entry: the entry to be completed with blocks.
-    """
-
-    def measured(blocks: tuple[int, ...] | None) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "table.json"
-            path.write_text(json.dumps([] if blocks is None else [{**entry._asdict(), "blocks": blocks}]))
-            strict = {VARIABLE: str(path), STRICT: "1"}  # a candidate that does not work must not be replaced
-            with mock.patch.dict(os.environ, strict):
-                try:
-                    elapsed = time(run)
-                except Exception as reason:  # a candidate that does not fit this device
-                    print(f"{blocks}: {type(reason).__name__}: {reason}", file=sys.stderr)
-                    return float("inf")
-        print(f"{'rows' if blocks is None else blocks}: {elapsed:.3f} ms", file=sys.stderr)
-        return elapsed
-
-    rows = measured(None)
-    best, blocks = min((measured(blocks), blocks) for blocks in CANDIDATES)
-    return entry._replace(blocks=blocks) if best * MIN_SPEEDUP < rows else None
+    heads: int
+    key_heads: int
+    head_size: int
+    window: int | None
+    softcap: float | None
 
 
-def run(hidden: int, vocabulary: int, dtype: str, frozen: bool, table: Path) -> Entry | None:
-    """Measures a head on the first GPU, and adds an entry to a head table if there is anything to gain.
-
-    Args:
-        hidden: size of the hidden states.
-        vocabulary: number of vocabulary entries.
-        dtype: "bfloat16" or "float16", of the matrix product.
-        frozen: whether the head is not trained.
-        table: JSON file to write or extend.
-
-    Returns:
-        The entry that was written, or None if the fused kernel is not faster.
+def sizes_of(config: PretrainedConfig) -> tuple[HeadSize, list[AttentionSize]]:
+    """The head and the kinds of attention of a model.
 
     Raises:
-        ValueError: a size is not positive, the file is not a head table, or there is no GPU.
-        OSError: the file cannot be read or written.
+        ValueError: the configuration does not say the number of heads, or has other head sizes for
+            values than for keys.
     """
-    for name, size in (("hidden", hidden), ("vocabulary", vocabulary)):
+    text: Any = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None or getattr(text, "qk_rope_head_dim", None) is not None:
+        raise ValueError(f"tune: the attention of {text.model_type} cannot be read from its configuration")
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    layers = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    windows = {window if kind == "sliding_attention" else None for kind in layers if "attention" in kind}
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    kinds = [AttentionSize(heads, key_heads, size, x, softcap) for x in sorted(windows, key=lambda x: x or 0)]
+    return HeadSize(text.hidden_size, text.vocab_size), kinds
+
+
+def run(
+    head: HeadSize, attention: Sequence[AttentionSize], dtype: str, frozen: bool, tokens: Sequence[int]
+) -> dict[Kernel, Choice]:
+    """Makes the choices for a model on the current GPU.
+
+    Args:
+        head: its LM head.
+        attention: its kinds of attention.
+        dtype: "bfloat16" or "float16", of hidden states and weights.
+        frozen: whether the head is not trained.
+        tokens: the numbers of packed tokens that attention is measured for.
+
+    Returns:
+        The choices, by the kind of call.
+
+    Raises:
+        ValueError: a number is not positive, there is no GPU, or nothing may be measured on it.
+    """
+    for name, size in head._asdict().items():
         checks.require(size > 0, "tune", name, "be positive", size)
-    before = [entry._asdict() for entry in from_file(str(table))] if table.exists() else []
+    for count in tokens:
+        checks.require(count >= LEAST_TUNED, "tune", "tokens", "be at least {}", count, LEAST_TUNED)
     if not torch.cuda.is_available():
         raise ValueError("tune: no GPU found (torch.cuda.is_available() is False)")
-    entry = Entry(architecture(torch.device("cuda", 0)), dtype, hidden, CANDIDATES[0])
-    fastest = tune(step(hidden, vocabulary, getattr(torch, dtype), frozen), milliseconds, entry)
-    if fastest is not None:
-        table.write_text(json.dumps([fastest._asdict(), *before], indent=1) + "\n")
-    return fastest
+    return measured(head, attention, getattr(torch, dtype), frozen, tokens, torch.device("cuda", 0))
+
+
+def measured(
+    head: HeadSize,
+    attention: Sequence[AttentionSize],
+    dtype: torch.dtype,
+    frozen: bool,
+    tokens: Sequence[int],
+    device: torch.device,
+) -> dict[Kernel, Choice]:
+    """As `run`, on some device."""
+    if not tuning.is_on(device):
+        raise ValueError(f"tune: nothing is measured with {tuning.VARIABLE}=0 or deterministic algorithms")
+    weight = (torch.randn(head.vocabulary, head.hidden, device=device) * head.hidden**-0.5).to(dtype)
+    weight.requires_grad_(not frozen)
+    linear_logps(weight.detach()[:1], weight, torch.zeros(1, dtype=torch.int64, device=device))
+    del weight
+    for size in attention:
+        for count in tokens:
+            query = torch.randn(count, size.heads, size.head_size, device=device).to(dtype)
+            key = query[:, : size.key_heads]
+            packed_attention(query, key, key, _pairs(count), window=size.window, softcap=size.softcap)
+    return tuning.made()
+
+
+def _pairs(tokens: int) -> torch.Tensor:
+    """Rows of a layout [S, 4]: pairs of completions that share a prompt, and a shorter pair at the end."""
+    rows = []
+    for start in range(0, tokens, PROMPT + 2 * COMPLETION):
+        end = min(start + PROMPT + 2 * COMPLETION, tokens)
+        prompt, chosen = ((end - start) * x // (PROMPT + 2 * COMPLETION) for x in (PROMPT, PROMPT + COMPLETION))
+        rows += [[start, 0, start, chosen], [start, prompt, start + chosen, end - start - chosen]]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")
+
+
+def as_text(choices: dict[Kernel, Choice]) -> str:
+    """A table of the candidates of each call, the chosen one marked."""
+    lines = []
+    for call, choice in choices.items():
+        lines += ["", call.noted]
+        for name, found in choice.measured.items():
+            mark = "*" if name == choice.name else " "
+            time = f"{found:9.3f} ms  {name}" if isinstance(found, float) else f"{'-':>9}     {name}: {found}"
+            lines.append(f"{mark} {time}")
+    return "\n".join(lines[1:])
+
+
+def write_table(path: Path, head: HeadSize, choices: dict[Kernel, Choice]) -> Entry | None:
+    """Adds an entry to a head table if the fused kernel was chosen for a head.
+
+    The entry applies to every head of the same dtype whose hidden size is at most that of the head.
+
+    Returns:
+        The entry, or None if there is nothing to write.
+
+    Raises:
+        ValueError: the file is not a head table.
+        OSError: the file cannot be read or written.
+    """
+    before = [entry._asdict() for entry in from_file(str(path))] if path.exists() else []
+    entry = None
+    for call, choice in choices.items():
+        fused = re.match(r"fused \(([\d, ]+)\)", choice.name)
+        if fused is not None:
+            block_n, block_v, block_d, warps, stages = map(int, fused[1].split(", "))
+            dtype = str(call.dtype).removeprefix("torch.")
+            entry = Entry(architecture(call.device), dtype, head.hidden, (block_n, block_v, block_d, warps, stages))
+    if entry is not None:
+        path.write_text(json.dumps([entry._asdict(), *before], indent=1) + "\n")
+    return entry

@@ -14,6 +14,7 @@ from workload import TINY
 from fastdpo import doctor, ops, self_check
 from fastdpo.doctor import FAILED, OFF, OK
 from fastdpo.integrations import reference_memory
+from fastdpo.ops import kernel_cache, tuning
 from fastdpo.ref_logps import shards
 from fastdpo.storage import LocalDirectory
 
@@ -174,6 +175,19 @@ def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
     (finding,) = doctor.examine(cache=str(tmp_path))[f"cache {tmp_path}"]
     assert finding.status == FAILED
     assert path.name in finding.detail
+
+
+def test_choices_that_were_measured_are_listed(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    assert [finding.name for finding in doctor._choices(CPU)] == ["built-in"]
+    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
+    assert [finding.name for finding in doctor._choices(CPU)] == ["none"]
+    choice = tuning.Choice("torch", {"torch": 1.5, "triton": "OutOfResources: shared memory"})
+    kernel_cache.note(CPU, choices={"packed_attention T 4096": choice._asdict(), "damaged": None})
+    (finding,) = doctor._choices(CPU)
+    assert finding.name == "packed_attention T 4096"
+    assert finding.detail == "torch (torch: 1.500 ms; triton: OutOfResources: shared memory)"
 
 
 def test_a_kernel_that_does_not_work_is_a_failure(monkeypatch):

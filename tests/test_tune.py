@@ -1,45 +1,24 @@
-"""Entries that `fastdpo tune` writes to the head table, and the kernels that they select."""
+"""`fastdpo tune` measures the head and the attention of a model, and head tables select kernels."""
 
 import json
-import os
 import sys
+from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, Qwen2Config
 
 from fastdpo import tune
 from fastdpo.__main__ import main
-from fastdpo.logs import strict
-from fastdpo.ops import head_table
-from fastdpo.ops.head_table import Entry, fused_config
+from fastdpo.ops import head_table, tuning
+from fastdpo.ops.head_table import CANDIDATES, Entry, fused_candidates, fused_config
+from fastdpo.ops.kernel_verdicts import Kernel
+from fastdpo.ops.tuning import Choice
+from fastdpo.tune import AttentionSize, HeadSize
 
 CPU = torch.device("cpu")
-ENTRY = Entry("cpu", "bfloat16", 896, tune.CANDIDATES[0])
-
-
-def timer(times):
-    """A timer that looks up milliseconds by block sizes. An unknown size raises an error."""
-
-    def time(run):
-        entries = head_table.from_file(os.environ[head_table.VARIABLE])
-        assert strict()  # a kernel that does not work raises, and PyTorch is not timed in its place
-        return times[entries[0].blocks if entries else None]
-
-    return time
-
-
-@pytest.mark.parametrize(
-    ("times", "blocks"),
-    [
-        ({None: 10.0, tune.CANDIDATES[0]: 9.0, tune.CANDIDATES[2]: 8.0}, tune.CANDIDATES[2]),
-        ({None: 10.0, tune.CANDIDATES[0]: 9.9}, None),  # less than the minimum speedup
-        ({None: 10.0}, None),  # no candidate fits the device
-    ],
-)
-def test_the_fastest_candidate_is_chosen_if_it_is_faster_than_rows(times, blocks):
-    entry = tune.tune(lambda: None, timer(times), ENTRY)
-    assert entry == (None if blocks is None else ENTRY._replace(blocks=blocks))
-    assert head_table.VARIABLE not in os.environ
+ENTRY = Entry("cpu", "bfloat16", 896, CANDIDATES[0])
+SIZES: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, vocab_size=99)
 
 
 def test_a_table_file_selects_the_fused_kernel(tmp_path, monkeypatch):
@@ -47,8 +26,8 @@ def test_a_table_file_selects_the_fused_kernel(tmp_path, monkeypatch):
     path.write_text(json.dumps([ENTRY._asdict()]))
     assert fused_config(896, torch.bfloat16, CPU) is None
     monkeypatch.setenv(head_table.VARIABLE, str(path))
-    assert fused_config(896, torch.bfloat16, CPU) == tune.CANDIDATES[0]
-    assert fused_config(64, torch.bfloat16, CPU) == tune.CANDIDATES[0]
+    assert fused_config(896, torch.bfloat16, CPU) == CANDIDATES[0]
+    assert fused_config(64, torch.bfloat16, CPU) == CANDIDATES[0]
     assert fused_config(897, torch.bfloat16, CPU) is None
     assert fused_config(896, torch.float16, CPU) is None
     assert fused_config(896, torch.bfloat16, torch.device("meta")) is None
@@ -65,38 +44,129 @@ def test_an_invalid_table_file_raises(content, tmp_path, monkeypatch):
         fused_config(896, torch.bfloat16, CPU)
 
 
-HEAD = ["tune", "--hidden", "896", "--vocabulary", "1000"]
+@pytest.mark.parametrize(
+    ("architecture", "fitting"),
+    [
+        ("sm80", {0, 1, 2, 3, 4, 5}),
+        ("sm86", {0, 2, 3, 5}),
+        ("sm90", {0, 1, 2, 3, 4, 5}),
+        ("sm120", {0, 2, 3, 5}),
+        ("gfx942", {2}),
+        ("unknown", {0, 1, 2, 3, 4, 5}),
+    ],
+)
+def test_candidates_that_do_not_fit_a_device_are_never_tried(architecture, fitting):
+    pytest.importorskip("triton")
+    assert fused_candidates(architecture, torch.bfloat16) == [CANDIDATES[i] for i in sorted(fitting)]
+    assert fused_candidates(architecture, torch.float32) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (LlamaConfig(**SIZES), [AttentionSize(4, 4, 16, None, None)]),
+        (Qwen2Config(**SIZES, num_key_value_heads=2), [AttentionSize(4, 2, 16, None, None)]),
+        (
+            Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=32, sliding_window=7),
+            [AttentionSize(4, 2, 32, None, 50.0), AttentionSize(4, 2, 32, 7, 50.0)],
+        ),
+    ],
+    ids=lambda x: getattr(x, "model_type", ""),
+)
+def test_the_sizes_of_a_model(config, attention):
+    assert tune.sizes_of(config) == (HeadSize(64, 99), attention)
+
+
+def test_a_model_whose_attention_is_not_known():
+    with pytest.raises(ValueError, match=r"^tune: the attention of deepseek_v3 cannot be read"):
+        tune.sizes_of(DeepseekV3Config(**SIZES))
+
+
+def test_pairs_tile_the_tokens():
+    rows = tune._pairs(2500)
+    assert rows[:, 3].sum() == 2500
+    assert torch.equal(rows[1:, 2], rows[:-1, 2:].sum(1))
+    assert rows[:2].tolist() == [[0, 0, 0, 768], [0, 512, 768, 256]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (HEAD, "fastdpo tune: no GPU found (torch.cuda.is_available() is False)"),
-        (["tune", "--hidden", "0", "--vocabulary", "9"], "fastdpo tune: hidden must be positive; got 0"),
+        ("--hidden 896 --vocabulary 1000", "no GPU found (torch.cuda.is_available() is False)"),
+        ("--hidden 0 --vocabulary 9", "hidden must be positive; got 0"),
+        ("--hidden 8 --vocabulary 9 --tokens 4096 100", "tokens must be at least 1024; got 100"),
+        ("--hidden 8", "pass --model, or --hidden and --vocabulary"),
+        ("--model path --hidden 8 --vocabulary 9", "pass --model, or --hidden and --vocabulary"),
+        ("--model /no/model", "/no/model"),
     ],
 )
 def test_the_command_ends_with_one_line(monkeypatch, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["fastdpo", *arguments])
+    monkeypatch.setattr(sys, "argv", ["fastdpo", "tune", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == message
+    assert ended.value.code.startswith("fastdpo tune: ")
+    assert message in ended.value.code
 
 
-def test_the_command_writes_the_table_and_prints_json(monkeypatch, tmp_path, capsys):
+FUSED = f"fused {CANDIDATES[1]}, tiles of 4096"
+HEAD = Choice(FUSED, {"rows, tiles of 4096": 10.0, FUSED: 8.0})
+ATTENTION = Choice("torch", {"torch": 1.5, "triton": "OutOfResources: shared memory"})
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """Plants the choices that the command makes. Returns what it was asked for."""
+    asked = []
+    made = {
+        Kernel("linear_logps", CPU, torch.bfloat16): HEAD,
+        Kernel("packed_attention", CPU, torch.bfloat16): ATTENTION,
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "measured", lambda *arguments: asked.append(arguments) or made)
+    return asked
+
+
+def test_the_command_prints_times(choices, tmp_path, monkeypatch, capsys):
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fastdpo", "tune", "--model", str(tmp_path), "--frozen"])
+    main()
+    ((head, attention, dtype, frozen, tokens, device),) = choices
+    assert (head, attention) == tune.sizes_of(LlamaConfig(**SIZES))
+    assert (dtype, frozen, tokens, device) == (torch.bfloat16, True, tune.TOKENS, torch.device("cuda", 0))
+    assert capsys.readouterr().out.splitlines() == [
+        "linear_logps torch.bfloat16",
+        "     10.000 ms  rows, tiles of 4096",
+        f"*     8.000 ms  {FUSED}",
+        "",
+        "packed_attention torch.bfloat16",
+        "*     1.500 ms  torch",
+        "          -     triton: OutOfResources: shared memory",
+    ]
+
+
+@pytest.mark.parametrize("head", [HEAD, HEAD._replace(name="rows, tiles of 4096")])
+def test_the_command_writes_a_table(head, choices, monkeypatch, tmp_path, capsys):
     table = tmp_path / "head.json"
     table.write_text(json.dumps([ENTRY._asdict()]))
-    for name, stand_in in {
-        "is_available": lambda: True,
-        "get_device_capability": lambda device: (9, 0),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(tune, "step", lambda *head: lambda: None)
-    monkeypatch.setattr(tune, "milliseconds", timer({None: 10.0, tune.CANDIDATES[1]: 8.0}))
-    monkeypatch.setattr(sys, "argv", ["fastdpo", *HEAD, "--table", str(table), "--json"])
+    monkeypatch.setattr(tune, "measured", lambda *arguments: {Kernel("linear_logps", CPU, torch.bfloat16): head})
+    arguments = ["--hidden", "896", "--vocabulary", "1000", "--table", str(table), "--json"]
+    monkeypatch.setattr(sys, "argv", ["fastdpo", "tune", *arguments])
     main()
     printed = json.loads(capsys.readouterr().out)
-    written = json.loads(table.read_text())
-    assert printed == {"table": str(table), "entry": written[0]}
-    assert written[0]["blocks"] == list(tune.CANDIDATES[1])
-    assert written[1:] == [json.loads(json.dumps(ENTRY._asdict()))]
+    entries = [json.loads(json.dumps(entry._asdict())) for entry in head_table.from_file.__wrapped__(str(table))]
+    written = [printed["entry"]] if head is HEAD else []
+    assert entries == [*written, json.loads(json.dumps(ENTRY._asdict()))]
+    assert not written or written[0]["blocks"] == list(CANDIDATES[1])
+    assert printed["choices"] == {"linear_logps torch.bfloat16": head._asdict()}
+
+
+@pytest.mark.parametrize("pinned", ["FASTDPO_TUNE", "deterministic"])
+def test_the_command_says_why_nothing_is_measured(pinned, monkeypatch):
+    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
+    if pinned == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    else:
+        monkeypatch.setenv(tuning.VARIABLE, "0")
+    with pytest.raises(ValueError, match="nothing is measured with FASTDPO_TUNE=0 or deterministic algorithms"):
+        tune.measured(HeadSize(8, 9), [], torch.bfloat16, False, [], CPU)

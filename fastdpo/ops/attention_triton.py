@@ -11,7 +11,7 @@ from . import kernel_trials
 from .attention_calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
 from .attention_layouts import layout_blocks
 from .devices import compute_capability
-from .kernel_verdicts import Kernel, works
+from .kernel_verdicts import Kernel, Trial, works
 
 
 class TritonBackend:
@@ -32,11 +32,14 @@ class TritonBackend:
 
     def works(self, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
         """Whether the kernels for a supported call work on its device (see `kernel_verdicts`)."""
+        return works(*self.kernel_and_trial(query, value, options))
+
+    def kernel_and_trial(self, query: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Kernel, Trial]:
         sizes = dict(d=query.shape[2], d_v=value.shape[2], group=query.shape[1] // value.shape[1])
         features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
         described = tuple(f"{name} {x}" for name, x in features.items())
         kernel = Kernel(OP, query.device, query.dtype, described)
-        return works(kernel, partial(kernel_trials.packed_attention, self.prepare, **features))
+        return kernel, partial(kernel_trials.packed_attention, self.prepare, **features)
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
         return TritonCall(query, value, rows, options)

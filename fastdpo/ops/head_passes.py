@@ -14,7 +14,8 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_gr
 
 from ..packing import IGNORE_INDEX
 from .dtypes import accumulation_dtype
-from .head_tiles import GradientSum, Head, HeadCall, TileFormat, empty_gradients, split_row_scale, wide_product
+from .gradient_sums import GradientSum, empty_gradients, split_row_scale, wide_product
+from .head_tiles import Head, HeadCall, TileFormat
 from .logit_rows import RowSums, upstream_scale
 from .results import empty_results
 from .targets import VocabularyPart

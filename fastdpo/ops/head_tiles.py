@@ -6,19 +6,21 @@ Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import kernel_trials
+from . import kernel_trials, tuning
 from .devices import constant_while_tracing, memory_of, suits_triton
 from .dtypes import accumulation_dtype
-from .head_table import fused_config
-from .kernel_verdicts import Kernel, works
+from .gradient_sums import GradientSum, wide_product
+from .head_table import architecture, fused_candidates, fused_config, is_named
+from .kernel_verdicts import Kernel, Trial, failure_of_candidate, works
 from .logit_rows import (
+    MIN_TILE_ROWS,
     RowSums,
     Transform,
     block_slices,
@@ -34,11 +36,14 @@ from .logit_rows import (
 )
 from .results import statistic_names
 from .targets import TileTargets, VocabularyPart, split_targets, targets_of_part
+from .tuning import Candidate
 
 if TYPE_CHECKING:
     from ..kernels.linear_exp import FusedConfig
 
 ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
+LEAST_TUNED = 1 << 24  # elements of the weight: smaller heads take little time
+TUNED_STATISTICS = "entropy,mean_logits,is_top1"  # those that TRL logs
 
 
 class HeadCall(NamedTuple):
@@ -92,16 +97,41 @@ class TileFormat(NamedTuple):
             rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
             return TileFormat(rows, vocabulary, float16_widened, triton=False, fused=None)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        fused = None
-        if weight.stride(1) == 1 and not is_part:
-            fused = fused_config(width, compute_dtype, weight.device)
-        if fused is not None:
-            width = operator.index(width)  # a constant, also where the compiler takes sizes for symbols
-            if not _takes_fused_kernel(weight.device, compute_dtype, width, fused, float16_widened):
-                fused = None
-        dtype = compute_dtype if fused is None else float16_widened  # the fused kernel does not normalize its tiles
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
-        return TileFormat(rows, columns, dtype, triton=True, fused=fused)
+        builtin = TileFormat(rows, columns, compute_dtype, triton=True, fused=None)
+        if is_part or weight.stride(1) != 1:
+            return builtin
+        config = fused_config(width, compute_dtype, weight.device)
+        if config is not None:
+            builtin = builtin._with_blocks(config)._if_working(weight, compute_dtype, builtin)
+        if is_named() or not tuning.is_on(weight.device) or vocabulary * width < LEAST_TUNED:
+            return builtin
+        return _tuned(builtin, weight, compute_dtype)._if_working(weight, compute_dtype, builtin)
+
+    @property
+    def name(self) -> str:
+        """The kernels and the size of a tile."""
+        return f"{'rows' if self.fused is None else f'fused {tuple(self.fused)}'}, tiles of {self.rows}"
+
+    def candidates(self, compute_dtype: torch.dtype, device: torch.device) -> dict[str, TileFormat]:
+        """By name, this format and others, one of which may be faster."""
+        rows = self._replace(dtype=compute_dtype, fused=None)
+        fused = map(rows._with_blocks, fused_candidates(architecture(device), compute_dtype))
+        formats = self, rows, rows._replace(rows=max(MIN_TILE_ROWS, rows.rows // 2)), *fused
+        return {format.name: format for format in formats}
+
+    def _with_blocks(self, fused: FusedConfig) -> TileFormat:
+        """The format `rows` with the fused kernel instead, which does not normalize its tiles."""
+        dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
+        return self._replace(dtype=dtype, fused=fused)
+
+    def _if_working(self, weight: Tensor, compute_dtype: torch.dtype, otherwise: TileFormat) -> TileFormat:
+        """This format, or another one if the fused kernel does not work for a weight."""
+        if self.fused is None:
+            return self
+        width = operator.index(weight.shape[1])  # a constant, also where the compiler takes sizes for symbols
+        works = _takes_fused_kernel(weight.device, compute_dtype, width, self.fused, self.dtype)
+        return self if works else otherwise
 
     def rows_within(self, n: int, budget: int) -> int:
         """How many of n tokens have gradient tiles that fit in `budget` bytes.
@@ -127,8 +157,96 @@ def _takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def _takes_fused_kernel(
     device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
 ) -> bool:
+    return works(*_fused_kernel_and_trial(device, dtype, width, config, tile_dtype))
+
+
+def _fused_kernel_and_trial(
+    device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
+) -> tuple[Kernel, Trial]:
     trial = partial(kernel_trials.linear_exp, width=width, config=config, tile_dtype=tile_dtype)
-    return works(Kernel("linear_exp", device, dtype, (width, tuple(config))), trial)
+    return Kernel("linear_exp", device, dtype, (width, tuple(config))), trial
+
+
+def _tuned(builtin: TileFormat, weight: Tensor, dtype: torch.dtype) -> TileFormat:
+    """The fastest format for a weight [V, D] that is multiplied in `dtype`."""
+    device, vocabulary, width = weight.device, operator.index(weight.shape[0]), operator.index(weight.shape[1])
+    if torch.compiler.is_compiling():
+        blocks = None if builtin.fused is None else tuple(builtin.fused)
+        rows, blocks = _settled(builtin.rows, builtin.columns, blocks, device, dtype, vocabulary, width)
+        return _format(rows, builtin.columns, dtype, blocks)
+    formats = builtin.candidates(dtype, device)
+
+    def candidates() -> list[Candidate]:
+        return [
+            Candidate(
+                name,
+                run=partial(_run_tiles, format, builtin.rows, weight, dtype),
+                failure=partial(_failure, format, device, dtype, width),
+            )
+            for name, format in formats.items()
+        ]
+
+    name = tuning.choose(_tuned_call(device, dtype, vocabulary, width), builtin.name, candidates)
+    return formats.get(name, builtin)
+
+
+@constant_while_tracing
+def _settled(
+    rows: int,
+    columns: int,
+    blocks: tuple[int, ...] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabulary: int,
+    width: int,
+) -> tuple[int, tuple[int, ...] | None]:
+    """Rows and blocks of the chosen format, from those of the built-in one. The compiler takes no nested
+    named tuples for constants.
+    """
+    builtin = _format(rows, columns, dtype, blocks)
+    formats = builtin.candidates(dtype, device)
+    name = tuning.settled(_tuned_call(device, dtype, vocabulary, width), builtin.name, [*formats])
+    chosen = formats.get(name, builtin)
+    return chosen.rows, None if chosen.fused is None else tuple(chosen.fused)
+
+
+def _format(rows: int, columns: int, dtype: torch.dtype, blocks: tuple[int, ...] | None) -> TileFormat:
+    format = TileFormat(rows, columns, dtype, triton=True, fused=None)
+    if blocks is None:
+        return format
+    from ..kernels.linear_exp import FusedConfig
+
+    return format._with_blocks(FusedConfig(*blocks))
+
+
+def _tuned_call(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> Kernel:
+    return Kernel("linear_logps", device, dtype, (f"V {vocabulary}", f"D {width}"))
+
+
+def _failure(format: TileFormat, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    if format.fused is None:
+        return None  # its kernels have been tried before
+    return failure_of_candidate(*_fused_kernel_and_trial(device, dtype, width, format.fused, format.dtype))
+
+
+def _run_tiles(format: TileFormat, n: int, weight: Tensor, dtype: torch.dtype) -> None:
+    """Runs forward and backward of a head on n tokens, or V if there are less. Rows of the weight
+    stand in for hidden states.
+    """
+    trained, weight = weight.requires_grad, weight.detach()
+    hidden = weight[:n]
+    targets = torch.arange(len(hidden), device=weight.device)
+    call = HeadCall(hidden, weight, None, targets, None, 1.0, 1.0, dtype)
+    head = Head("linear_logps", call, format=format)
+    wide, tile_weight = head.accumulation_dtype, head.weight.to(format.dtype)
+    grad_hidden = torch.empty_like(hidden, dtype=wide)
+    grad_weight = GradientSum(torch.empty_like(weight, dtype=wide), wide, None) if trained else None
+    for rows in head.tiles():
+        tile = head.scratch(rows, format.dtype)
+        head.results(rows, TUNED_STATISTICS, tile)
+        wide_product(tile, tile_weight, grad_hidden[rows])
+        if grad_weight is not None:
+            grad_weight.add(tile, head.hidden_rows(rows))
 
 
 class Head:
@@ -138,9 +256,11 @@ class Head:
     part's distribution alone, to which a target outside of it adds nothing.
     """
 
-    def __init__(self, op: str, call: HeadCall, part: VocabularyPart | None = None) -> None:
+    def __init__(
+        self, op: str, call: HeadCall, part: VocabularyPart | None = None, format: TileFormat | None = None
+    ) -> None:
         dtype = self.dtype = call.compute_dtype
-        self.format = TileFormat.of(call.weight, dtype, is_part=part is not None)
+        self.format = TileFormat.of(call.weight, dtype, is_part=part is not None) if format is None else format
         vocabulary = len(call.weight) if part is None else part.vocabulary
         split = split_targets(op, call.targets, vocabulary)
         self.part, self.ignored, self.unknown = part, split.ignored, split.unknown
@@ -347,88 +467,3 @@ def _store(place: Tensor, block: Tensor) -> None:
     """Copies a block to its place in a tile, unless it was computed there."""
     if block.data_ptr() != place.data_ptr():
         place.copy_(block)
-
-
-class GradientSum:
-    """The gradient of a parameter: `scale * sum(tile.T @ rows)` over tiles, in a wide dtype.
-
-    Args:
-        out: [V, ...] memory for the gradient.
-        dtype: the dtype of the sum. A sum in another dtype than `out` is kept separately and
-            rounded once.
-        scale: a scalar tensor, or None for 1.
-        accumulate: add the gradient to `out`, as to Megatron-LM's `main_grad`, instead of
-            overwriting it.
-    """
-
-    def __init__(self, out: Tensor, dtype: torch.dtype, scale: Tensor | None, accumulate: bool = False) -> None:
-        self.out, self.scale, self.accumulate = out, scale, accumulate
-        self.separate = scale is not None or out.dtype != dtype
-        self.total = torch.empty_like(out, dtype=dtype) if self.separate else out
-        self.overwrite = self.separate or not accumulate  # the first product replaces what `total` holds
-
-    def add(self, tile: Tensor, rows: Tensor) -> None:
-        """Adds `tile.T @ rows` for a tile [n, V] and rows [n, ...]."""
-        total, beta = self.total, 0 if self.overwrite else 1  # beta 0 also ignores uninitialized memory
-        if tile.dtype != total.dtype and tile.device.type == "cuda":
-            torch.addmm(total, tile.t(), rows.to(tile.dtype), beta=beta, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, tile.t().to(total.dtype), rows.to(total.dtype), beta=beta, out=total)
-        self.overwrite = False
-
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n, ...], without the scale, to those of `index` [n], after all tiles.
-
-        Rows of the same index are added in a fixed order.
-        """
-        self._apply_scale()
-        if self.total.device.type == "cuda":  # sorts, where index_add_ uses atomics
-            self.total.index_put_((index,), rows, accumulate=True)
-        else:
-            self.total.index_add_(0, index, rows)
-
-    def _apply_scale(self) -> None:
-        if self.scale is not None:
-            self.total *= self.scale
-            self.scale = None
-
-    def finish(self) -> None:
-        """Writes the gradient to `out`."""
-        self._apply_scale()
-        if self.separate and self.accumulate:
-            self.out += self.total
-        elif self.separate:
-            self.out.copy_(self.total)
-
-
-def wide_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Writes `a @ b` to `out`, whose dtype may be wider; on CUDA it is not rounded to theirs first."""
-    if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=out.dtype, out=out)
-    return out.copy_(a @ b)
-
-
-def split_row_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Splits row factors [N] into factors [N] that `dtype` can represent and a common factor.
-
-    Upstream gradients may be too small for float16. There, rows are multiplied by their share of
-    the largest factor, and the sum over all rows by that factor. For other dtypes the common factor
-    is None.
-    """
-    if dtype != torch.float16:
-        return scale, None
-    largest = scale.abs().amax().clamp(min=torch.finfo(scale.dtype).tiny)
-    return scale / largest, largest
-
-
-def empty_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized gradients of the inputs that need one, and empty tensors for the others."""
-    grads = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if needed and x is not None else hidden.new_empty(0)
-        for x, needed in zip((hidden, weight, bias), needs, strict=True)
-    ]
-    return grads[0], grads[1], grads[2]

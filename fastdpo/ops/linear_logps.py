@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import checks
 from .dtypes import accumulation_dtype
+from .gradient_sums import empty_gradients
 from .head_budget import default_budget
 from .head_passes import backward_pass, empty_outputs, forward_pass, take_kept
-from .head_tiles import HeadCall, TileFormat, empty_gradients
+from .head_tiles import HeadCall, TileFormat
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
 from .vocabulary_parallel import (
     VocabularyGroup,

@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import _resolve_process_group
 from .. import checks
 from ..packing import IGNORE_INDEX
 from .dtypes import accumulation_dtype
+from .gradient_sums import empty_gradients
 from .head_passes import PartGradients, backward_pass, empty_outputs, forward_pass, scaled
-from .head_tiles import HeadCall, empty_gradients
+from .head_tiles import HeadCall
 from .merged_parts import EXCHANGED, merge_parts
 from .results import statistic_names
 from .targets import VocabularyPart

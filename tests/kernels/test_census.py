@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from fastdpo.kernels import gather_keys, linear_exp, linear_logps, packed_attention, token_logps  # noqa: E402
+from fastdpo.ops import head_table  # noqa: E402
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -273,23 +274,23 @@ def test_attention_with_other_head_sizes_and_options(name, d, features, tmp_path
 CONFIG = linear_exp.FusedConfig()
 
 
-def compile_fused_head(target, tma, requested):
+def compile_fused_head(target, tma, requested, config=CONFIG):
     """Compiles the fused product in bfloat16.
 
     `requested` holds the arguments of requested results.
     """
     arguments = {
-        "hidden": f"tensordesc<bf16[{CONFIG.block_n}, {CONFIG.block_d}]>" if tma else "*bf16",
-        "weight": f"tensordesc<bf16[{CONFIG.block_v}, {CONFIG.block_d}]>" if tma else "*bf16",
+        "hidden": f"tensordesc<bf16[{config.block_n}, {config.block_d}]>" if tma else "*bf16",
+        "weight": f"tensordesc<bf16[{config.block_v}, {config.block_d}]>" if tma else "*bf16",
         **dict(targets_ptr="*i64", anchors_ptr="*fp32", others_ptr="*fp32"),
         **dict(N="i32", V="i32", D="i32", stride_n="i32", stride_v="i32"),
-        **dict(BLOCK_N=CONFIG.block_n, BLOCK_V=CONFIG.block_v, BLOCK_D=CONFIG.block_d, TMA=tma),
+        **dict(BLOCK_N=config.block_n, BLOCK_V=config.block_v, BLOCK_D=config.block_d, TMA=tma),
         **requested,
     }
     aligned = {"hidden", "weight", "tile_ptr", "stride_n", "stride_v", "tile_stride", "V", "D"} - (
         {"hidden", "weight"} if tma else set()
     )
-    options = dict(num_warps=CONFIG.warps, num_stages=CONFIG.stages)
+    options = dict(num_warps=config.warps, num_stages=config.stages)
     return compile_for(target, linear_exp._linear_exp_kernel, arguments, aligned, **options)
 
 
@@ -304,6 +305,17 @@ def test_a_fused_head_spills_little(requested, target, tma, tmp_path):
     assert spills <= 64
     assert PRODUCTS[target] in compiled.asm["ptx"]
     assert not tma or "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("target", "tma"), [("sm80", False), ("sm90", True), ("sm100", True), ("sm120", False)])
+@pytest.mark.parametrize("blocks", head_table.CANDIDATES, ids=str)
+def test_the_shared_memory_of_candidates_is_known(blocks, target, tma):
+    """Those that do not fit a device are never tried."""
+    config = linear_exp.FusedConfig(*blocks)
+    given = dict(tile_ptr="*bf16", tile_stride="i32", weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
+    compiled = compile_fused_head(target, tma, given, config)
+    barriers = 256  # bytes
+    assert 0 <= compiled.metadata.shared - head_table.shared_memory(config, target) <= barriers
 
 
 SMALL = {  # kernels that mainly move memory, and their arguments

@@ -9,7 +9,7 @@ import torch
 from fastdpo import NotFused, ops
 from fastdpo.kernels import linear_exp, packed_attention, token_logps
 from fastdpo.kernels import linear_logps as head_kernels
-from fastdpo.ops import attention_backends, kernel_trials, kernel_verdicts, reference
+from fastdpo.ops import attention_backends, kernel_cache, kernel_trials, kernel_verdicts, reference
 from fastdpo.ops.attention_triton import TritonBackend
 from fastdpo.ops.kernel_verdicts import Kernel
 
@@ -79,9 +79,10 @@ def tried(monkeypatch, tmp_path):
     """Tries kernels on the CPU, in a new process as far as they are concerned."""
     monkeypatch.setattr(kernel_verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setattr(kernel_verdicts, "_failures", {})
-    monkeypatch.setenv(kernel_verdicts.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(kernel_verdicts, "_reported", set())
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
-    kernel_verdicts._warn_unwritable.cache_clear()
+    kernel_cache._warn_unwritable.cache_clear()
 
 
 @pytest.fixture
@@ -185,8 +186,8 @@ def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, 
 def test_a_change_of_the_environment_tries_again(name, monkeypatch):
     trials = counting(monkeypatch)
     logps_and_gradient()
-    changed_environment = kernel_verdicts._environment(CPU) | {name: "other"}
-    monkeypatch.setattr(kernel_verdicts, "_environment", lambda device: changed_environment)
+    changed_environment = kernel_cache.environment(CPU) | {name: "other"}
+    monkeypatch.setattr(kernel_cache, "environment", lambda device: changed_environment)
     kernel_verdicts._failures.clear()
     logps_and_gradient()
     assert len(trials) == 2
@@ -202,7 +203,7 @@ def test_a_failure_is_not_noted(plant, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}', '{"format": 1, "environment": {}, "passed": []}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}', '{"format": 2, "environment": {}, "passed": []}'])
 def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
     trials = counting(monkeypatch)
     logps_and_gradient()
@@ -217,7 +218,7 @@ def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
 
 def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
-    monkeypatch.setenv(kernel_verdicts.VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file" / "cache"))
     trials = counting(monkeypatch)
     for _ in range(2):
         kernel_verdicts._failures.clear()
@@ -227,7 +228,7 @@ def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monke
 
 
 def test_the_file_can_be_switched_off(monkeypatch, tmp_path):
-    monkeypatch.setenv(kernel_verdicts.VARIABLE, "0")
+    monkeypatch.setenv(kernel_cache.VARIABLE, "0")
     logps_and_gradient()
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,456 @@
+"""Candidates are checked and timed before one is chosen, on the CPU as a device, with a planted clock."""
+
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import tuning_worker
+from rank_processes import run_ranks
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastdpo import ops, tune
+from fastdpo.kernels import linear_exp
+from fastdpo.ops import attention_backends, head_table, head_tiles, kernel_cache, kernel_verdicts, reference, tuning
+from fastdpo.ops.kernel_verdicts import Kernel
+from fastdpo.ops.tuning import Candidate
+
+CPU = torch.device("cpu")
+CALL = Kernel("op", CPU, torch.bfloat16, ("D 8",))
+BLOCKS = (16, 32, 16, 4, 2), (32, 16, 16, 4, 2)
+ROWS, HALVED, FUSED = "rows, tiles of 1024", "rows, tiles of 512", [f"fused {x}, tiles of 1024" for x in BLOCKS]
+
+
+VERDICTS = {}
+"""Those of the tests in which no kernel fails."""
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    monkeypatch.setattr(kernel_verdicts, "_failures", {})
+    monkeypatch.setattr(kernel_verdicts, "_reported", set())
+
+
+@pytest.fixture(autouse=True)
+def tuned(monkeypatch, tmp_path):
+    """Tunes calls on the CPU, in a new process as far as they are concerned."""
+    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
+    monkeypatch.setattr(tuning, "_choices", {})
+    monkeypatch.setattr(kernel_verdicts, "TRIED_DEVICES", ("cpu",))
+    monkeypatch.setattr(kernel_verdicts, "_failures", VERDICTS)
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    for name in (tuning.VARIABLE, "FASTDPO_STRICT", head_table.VARIABLE, attention_backends.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(head_table, "CANDIDATES", BLOCKS)
+    monkeypatch.setattr(head_tiles, "LEAST_TUNED", 0)
+    monkeypatch.setattr(head_tiles, "kernel_tile_rows", lambda *arguments: 1024)
+    monkeypatch.setattr(attention_backends, "LEAST_TUNED", 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Plants the milliseconds of candidates, which run nevertheless. Returns the names of those that were run."""
+
+    def plant(times):
+        ran = []
+
+        def milliseconds(candidate, device):
+            candidate.run()
+            ran.append(candidate.name)
+            return times[candidate.name]
+
+        monkeypatch.setattr(tuning, "milliseconds", milliseconds)
+        return ran
+
+    return plant
+
+
+def raising(error):
+    def run(*args, **kwargs):
+        raise error
+
+    return run
+
+
+def candidate(name, run=lambda: None, failure=None):
+    return Candidate(name, run, lambda: failure)
+
+
+def choose(*candidates, builtin="a"):
+    return tuning.choose(CALL, builtin, lambda: candidates)
+
+
+def new_process():
+    tuning._choices.clear()
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({"a": 10.0, "b": 9.0, "c": 8.0}, "c"),
+        ({"a": 10.0, "b": 9.9, "c": 12.0}, "a"),  # faster by less than the noise
+    ],
+)
+def test_the_fastest_candidate_is_chosen(times, chosen, clock, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    ran = clock(times)
+    assert choose(*map(candidate, times)) == chosen
+    assert len(ran) == 3 * (1 + tuning.ROUNDS)
+    assert choose() == chosen
+    assert len(ran) == 3 * (1 + tuning.ROUNDS)
+    (message,) = (record.message for record in caplog.records)
+    assert message.startswith(f"fastdpo: op torch.bfloat16 D 8: {chosen} (a: 10.000 ms; b: ")
+
+
+def test_a_hopeless_candidate_runs_twice(clock):
+    ran = clock({"a": 10.0, "b": 31.0})
+    assert choose(candidate("b"), candidate("a")) == "a"
+    assert ran.count("b") == 2
+    assert ran.count("a") == 1 + tuning.ROUNDS
+
+
+def test_a_candidate_with_wrong_values_or_that_does_not_compile_is_not_timed(clock):
+    ran = clock({"a": 10.0, "b": 1.0})
+    assert choose(candidate("a"), candidate("b", failure="wrong values on a small case")) == "a"
+    assert "b" not in ran
+    assert tuning.made()[CALL].measured == {"a": 10.0, "b": "wrong values on a small case"}
+
+
+@pytest.mark.parametrize("runs", [0, 3])
+def test_a_candidate_that_cannot_be_launched_is_not_chosen(runs, clock):
+    launches = iter(range(9))
+
+    def launch():
+        if next(launches) >= runs:
+            raise torch.OutOfMemoryError("at the size of the call")
+
+    clock({"a": 10.0, "b": 1.0})
+    assert choose(candidate("a"), candidate("b", run=launch)) == "a"
+    assert tuning.made()[CALL].measured["b"] == "OutOfMemoryError: at the size of the call"
+
+
+def test_the_builtin_choice_stays_where_it_cannot_be_timed(clock):
+    clock({"b": 1.0})
+    assert choose(candidate("a", run=raising(RuntimeError("no memory"))), candidate("b")) == "a"
+
+
+def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
+    ran = clock({"a": 10.0, "b": 8.0, "c": 9.0})
+    choose(candidate("a"), candidate("b"))
+    (path,) = tmp_path.iterdir()
+    noted = {"name": "b", "measured": {"a": 10.0, "b": 8.0}}
+    assert json.loads(path.read_text())["choices"] == {"op torch.bfloat16 D 8": noted}
+    ran.clear()
+    new_process()
+    assert choose(candidate("a"), candidate("b")) == "b"
+    assert not ran
+    new_process()
+    assert choose(candidate("a"), candidate("b"), candidate("c")) == "b"  # between others: measured again
+    assert {*ran} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("choice", [None, {}, {"name": "b"}, {"name": "d", "measured": {"a": 1.0, "b": 2.0}}])
+def test_an_invalid_note_is_measured_again(choice, clock):
+    clock({"a": 10.0, "b": 8.0})
+    kernel_cache.note(CPU, choices={CALL.noted: choice})
+    assert choose(candidate("a"), candidate("b")) == "b"
+    assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "b"
+
+
+def test_a_choice_and_a_verdict_share_a_file(clock):
+    clock({"a": 10.0, "b": 8.0})
+    kernel_cache.note(CPU, passed="kernel")
+    choose(candidate("a"), candidate("b"))
+    kernel_cache.note(CPU, passed="another")
+    assert kernel_cache.read(CPU).passed == ["another", "kernel"]
+    assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "b"
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(clock, monkeypatch):
+    ran = clock({})
+    monkeypatch.setattr(tuning, "is_capturing", lambda device: True)
+    assert choose(candidate("a"), candidate("b")) == "a"
+    monkeypatch.setattr(tuning, "is_capturing", lambda device: False)
+    assert choose(candidate("a"), candidate("b")) == "a"  # what the graph holds
+    assert not ran
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(tuning, "_store", lambda: store)
+    return store
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_all_ranks_make_the_choice_of_the_first(has_cache, clock, store, monkeypatch, tmp_path):
+    clock({"a": 10.0, "b": 8.0})
+    assert choose(candidate("a"), candidate("b")) == "b"
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "of another machine") if has_cache else "0")
+    if has_cache:  # one that differs
+        kernel_cache.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": 1.0, "b": 2.0}}})
+    new_process()
+    ran = clock({})
+    assert choose(candidate("a"), candidate("b")) == "b"
+    assert not ran
+    if has_cache:
+        assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "b"
+
+
+def test_a_rank_waits_for_the_one_that_measures(clock, store, monkeypatch):
+    clock({"a": 10.0, "b": 8.0})
+    begun, waited = threading.Event(), threading.Event()
+
+    def run():
+        begun.set()
+        assert waited.wait(60)
+
+    candidates = [candidate("a", run=run), candidate("b")]
+    first = threading.Thread(target=tuning._chosen, args=(CALL, "a", candidates))
+    first.start()
+    assert begun.wait(60)
+    monkeypatch.setattr(tuning.time, "sleep", lambda seconds: waited.set())
+    assert tuning._chosen(CALL, "a", candidates).name == "b"
+    first.join()
+
+
+def test_a_rank_does_not_wait_forever(clock, store, monkeypatch, caplog):
+    caplog.set_level("INFO", "fastdpo")
+    ran = clock({})
+    monkeypatch.setattr(dist.HashStore, "add", lambda *arguments: 2)  # another rank measures
+    monkeypatch.setattr(tuning, "PATIENCE", 0.0)
+    assert choose(candidate("a"), candidate("b")) == "a"
+    assert not ran
+    assert "no rank has measured it within 0 s" in caplog.text
+
+
+def test_ranks_do_not_wait_for_one_that_fails(clock, store):
+    clock({})
+    interrupted = candidate("b", failure=None)._replace(failure=raising(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        choose(candidate("a"), interrupted)
+    assert choose(candidate("a"), candidate("b")) == "a"
+
+
+def test_processes_agree():
+    run_ranks(2, tuning_worker.choose, seconds=120)
+
+
+def head(dtype=torch.float16):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 24, dtype=dtype), torch.randn(67, 24, dtype=dtype) / 24**0.5
+    return hidden.requires_grad_(), weight, torch.tensor([1, 5, -100, 66, 0])
+
+
+def gradient_of_head(op, tensors):
+    hidden, weight, targets = (x.detach() for x in tensors)
+    logps = op(hidden.requires_grad_(), weight, targets).logps
+    return logps.detach(), *torch.autograd.grad(logps.sum(), hidden)
+
+
+def assert_head_is_right():
+    tensors = head()
+    exact = gradient_of_head(reference.linear_logps, [x.double() if x.is_floating_point() else x for x in tensors])
+    for found, expected in zip(gradient_of_head(ops.linear_logps, tensors), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+def format_of_head():
+    return head_tiles.TileFormat.of(head()[1], torch.float16).name
+
+
+@pytest.fixture
+def one_round(monkeypatch):
+    monkeypatch.setattr(tuning, "ROUNDS", 1)
+
+
+TIMES = {ROWS: 10.0, HALVED: 11.0, FUSED[0]: 8.0, FUSED[1]: 9.0}
+
+
+@pytest.mark.parametrize("fastest", TIMES)
+def test_a_head_runs_its_fastest_kernels(fastest, clock, one_round):
+    ran = clock(TIMES | {fastest: 5.0})
+    assert_head_is_right()
+    assert {*ran} == {*TIMES}
+    assert format_of_head() == fastest
+
+
+def of_first_blocks(launch, replace):
+    """A launcher that does something else with the first blocks."""
+    return lambda *arguments: (replace if arguments[-1] == BLOCKS[0] else launch)(*arguments)
+
+
+def off_by_a_percent(*arguments):
+    logps, *others = LAUNCH(*arguments)
+    return [logps * 1.01, *others]
+
+
+def fails_at_the_size_of_the_head(hidden, weight, *arguments):
+    if len(weight) == 67:
+        raise RuntimeError("invalid argument")
+    return LAUNCH(hidden, weight, *arguments)
+
+
+LAUNCH = linear_exp.linear_exp_fwd
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (off_by_a_percent, "wrong values on a small case: logps is off by"),
+        (raising(TypeError("at 12:4: tl.dot")), "TypeError: at 12:4: tl.dot"),
+        (fails_at_the_size_of_the_head, "RuntimeError: invalid argument"),
+    ],
+    ids=["wrong values", "does not compile", "does not launch"],
+)
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_head_does_not_run_blocks_that_fail(untried, strict, fault, reason, clock, one_round, monkeypatch, caplog):
+    monkeypatch.setenv("FASTDPO_STRICT", strict)
+    monkeypatch.setattr(linear_exp, "linear_exp_fwd", of_first_blocks(LAUNCH, fault))
+    clock(TIMES)
+    assert_head_is_right()
+    assert format_of_head() == FUSED[1]
+    (choice,) = tuning.made().values()
+    assert choice.measured[FUSED[0]].startswith(reason)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_blocks_that_are_noted_are_checked_again(untried, clock, monkeypatch, caplog):
+    """The file of a choice may come from elsewhere."""
+    noted = {"linear_logps torch.float16 V 67 D 24": tuning.Choice(FUSED[0], TIMES)._asdict()}
+    kernel_cache.note(CPU, choices=noted)
+    monkeypatch.setattr(linear_exp, "linear_exp_fwd", of_first_blocks(LAUNCH, off_by_a_percent))
+    ran = clock({})
+    assert format_of_head() == ROWS
+    assert not ran
+    assert "the kernel linear_exp is disabled" in caplog.text
+
+
+@pytest.fixture(params=["FASTDPO_TUNE", "deterministic", "FASTDPO_HEAD_TABLE"])
+def pinned(request, monkeypatch, tmp_path):
+    if request.param == "deterministic":
+        torch.use_deterministic_algorithms(True)
+    elif request.param == "FASTDPO_TUNE":
+        monkeypatch.setenv(request.param, "0")
+    else:
+        table = tmp_path / "head.json"
+        table.write_text("[]")
+        monkeypatch.setenv(request.param, str(table))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_pinned_head_is_not_tuned(pinned, clock):
+    ran = clock({})
+    assert format_of_head() == ROWS
+    assert not ran
+
+
+def test_modes_of_the_call_do_not_see_what_is_timed(clock, one_round):
+    clock(TIMES)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False) as counted:
+        ops.linear_logps(*head())
+    assert counted.get_total_flops() <= 2 * 2 * 5 * 67 * 24  # one product, and the targets' logits
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round, caplog):
+    ran = clock(TIMES)
+    if noted:
+        format_of_head()
+        ran.clear()
+        new_process()
+    torch.compiler.reset()
+    compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
+    found, exact = (op(*head()).logps for op in (compiled, reference.linear_logps))
+    torch.testing.assert_close(found, exact.float(), rtol=2e-3, atol=2e-3)
+    assert format_of_head() == (FUSED[0] if noted else ROWS)
+    assert not ran
+
+
+class Library:
+    """fastdpo's kernels under another name. Counts calls."""
+
+    needs_probe = True
+
+    def __init__(self):
+        self.calls, self.error = 0, 0.0
+
+    def unsupported_reason(self, query, value, options):
+        return None
+
+    def prepare(self, *arguments):
+        self.calls += 1
+        call = attention_backends.OWN.prepare(*arguments)
+        forward = call.forward
+
+        def with_error(*tensors):
+            out, lse = forward(*tensors)
+            return out * (1 + self.error), lse
+
+        call.forward = with_error
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch):
+    library = Library()
+    monkeypatch.setattr(attention_backends, "BACKENDS", {"library": library, "triton": attention_backends.OWN})
+    attention_backends.passes_probe.cache_clear()
+    yield library
+    attention_backends.passes_probe.cache_clear()
+
+
+def attend():
+    torch.manual_seed(0)
+    query, key = torch.randn(9, 4, 16, requires_grad=True), torch.randn(9, 2, 16)
+    rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
+    found, exact = (
+        torch.autograd.grad(op(query, key, key, rows).square().sum(), query)[0]
+        for op in (ops.packed_attention, reference.packed_attention)
+    )
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("fastest", ["library", "triton"])
+def test_attention_runs_its_fastest_backend(fastest, library, clock, one_round):
+    clock({"library": 2.0, "triton": 2.0, fastest: 1.0})
+    attend()
+    calls = library.calls
+    attend()
+    assert library.calls == calls + (2 if fastest == "library" else 0)
+    ((call, choice),) = tuning.made().items()
+    assert call.noted == "packed_attention torch.float32 T 16 H 4 H_kv 2 D 16 D_v 16 windowed False capped False"
+    assert choice.name == fastest
+
+
+def test_the_command_measures_a_head_and_attention(library, clock, one_round):
+    clock(TIMES | {"library": 2.0, "triton": 1.0})
+    attention = tune.AttentionSize(2, 1, 16, window=8, softcap=None)
+    arguments = [attention], torch.float16, False, [40], CPU
+    choices = {call.name: choice for call, choice in tune.measured(tune.HeadSize(24, 67), *arguments).items()}
+    assert choices == {
+        "linear_logps": tuning.Choice(FUSED[0], TIMES),
+        "packed_attention": tuning.Choice("triton", {"library": 2.0, "triton": 1.0}),
+    }
+
+
+def test_a_wrong_library_is_not_timed(library, clock, caplog):
+    library.error = 0.01
+    ran = clock({})
+    attend()  # there is one backend left, so that nothing is to be chosen
+    assert "library is disabled: wrong values" in caplog.text
+    assert "library" not in ran
+
+
+def test_a_selected_backend_is_not_tuned(library, clock, monkeypatch):
+    monkeypatch.setenv(attention_backends.VARIABLE, "library")
+    ran = clock({})
+    attend()
+    assert not ran
+
+
+@pytest.mark.parametrize(("size", "power"), [(1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])
+def test_sizes_are_rounded_up_to_a_power_of_two(size, power):
+    assert tuning.bucket(size) == power
