@@ -25,10 +25,11 @@ NO_TESTS = 5  # exit status of pytest, in a process to which none of a few tests
 
 def start(job: int, jobs: int, device: str, log: Path, options: list[str]) -> subprocess.Popen[bytes]:
     """Starts pytest on every `jobs`-th test."""
-    strict = {"FASTDPO_STRICT": "1", "FASTDPO_KERNEL_CACHE": "0"}  # a kernel that fails is an error, not replaced
+    # A kernel that fails is an error and not replaced, and each test runs the kernels that it expects.
+    settings = {"FASTDPO_STRICT": "1", "FASTDPO_KERNEL_CACHE": "0", "FASTDPO_TUNE": "0"}
     command = [sys.executable, "-m", "pytest", *TESTS, "--device", device, "--shard", f"{job}/{jobs}", *options]
     with log.open("wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=os.environ | strict, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT)
 
 
 def progress(logs: list[Path]) -> str:

@@ -3,9 +3,10 @@
 `--quick` leaves out combinations of parameters: each test still runs at least once with every value
 of each of its parameters.
 
-The tests of ops also run with `--device cuda`, which creates tensors on a GPU, with `--device
-interpreter` and TRITON_INTERPRET=1, which interprets the kernels on CPU tensors, and with `--device
-ptx`, which compiles the kernels for the architecture `--target` and executes their PTX on CPU tensors.
+The tests of ops also run with `--device cuda`, which creates tensors on a GPU, with `--device cpu`,
+under which a default device is set as well, with `--device interpreter` and TRITON_INTERPRET=1, which
+interprets the kernels on CPU tensors, and with `--device ptx`, which compiles the kernels for the
+architecture `--target` and executes their PTX on CPU tensors.
 """
 
 import gc
@@ -25,7 +26,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "interpreter", "ptx", "cuda"), default="cpu", help="where ops run")
+    parser.addoption("--device", choices=("cpu", "interpreter", "ptx", "cuda"), help="where ops run; cpu if not given")
     parser.addoption("--target", default="sm90", metavar="ARCHITECTURE", help="what `--device ptx` compiles for")
     parser.addoption(
         "--measure", metavar="DIRECTORY", help="train larger models in real programs, and write times here"
@@ -71,20 +72,20 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(autouse=True)
 def device(request, monkeypatch):
-    kind = request.config.getoption("device")
-    if kind == "interpreter":
+    given = request.config.getoption("device")
+    if given == "interpreter":
         import interpreted_accesses
         import interpreted_bfloat16
 
         monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
         interpreted_bfloat16.install(monkeypatch)
         interpreted_accesses.install(monkeypatch)
-    if kind == "ptx":
+    if given == "ptx":
         import executed_kernels
 
         executed_kernels.install(monkeypatch, request.config.getoption("target"))
-    with torch.device("cuda") if kind == "cuda" else nullcontext():
-        yield kind
+    with torch.device(given) if given in ("cpu", "cuda") else nullcontext():
+        yield given or "cpu"
 
 
 @pytest.fixture(autouse=True)

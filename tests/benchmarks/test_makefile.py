@@ -1,7 +1,9 @@
 """`make bench-gpu` runs the remaining steps after one fails, but does not time incorrect ops."""
 
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
 @pytest.mark.parametrize(
     ("failing", "steps"),
     [
@@ -30,3 +34,16 @@ def test_bench_gpu(failing, steps, tmp_path):
     calls = log.read_text().splitlines()
     assert len(calls) == len(steps)
     assert all(step in call for step, call in zip(steps, calls, strict=True))
+
+
+def test_bench_gpu_without_a_gpu(tmp_path):
+    """Each step runs, on a part of its cases."""
+    given = {"GPU_PYTHON": sys.executable, "GPU_DEVICE": "cpu", "GPU_OUT": tmp_path, "GPU_SUITES": "head"}
+    given |= {"GPU_TESTS": "--quick -k large_gpu", "ARGS": "--quick --cases trainable"}
+    command = ["make", "bench-gpu", *(f"{name}={x}" for name, x in given.items())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " PASSED " in "".join(log.read_text() for log in tmp_path.glob("tests-*.log"))
+    (case,) = json.loads((tmp_path / "head.json").read_text())["cases"]
+    assert case["sides"]["fastdpo"]["status"] == "correct"
+    assert "fastdpo" in (tmp_path / "accuracy.json").read_text()
