@@ -69,6 +69,15 @@ def log_sigmoid(odds):
 
 
 @triton.jit
+def exponentials(z, shift, cap):
+    """exp(z - m), multiplied by the slope of the cap: the gradient tile of columns without the target."""
+    e = tl.exp2((z - shift) * LOG2E)
+    if cap is not None:
+        e *= slope(z, cap)
+    return e
+
+
+@triton.jit
 def gradient_tile(z, off_v, y, shift, others, cap):
     """exp(z - m), and -others at the target; multiplied by the slope of the cap."""
     tile = tl.where(off_v == y, -others, tl.exp2((z - shift) * LOG2E))

@@ -47,6 +47,7 @@ from .logit_math import (
     LOG2E,
     MIN_EXPONENT,
     empty_results_by_name,
+    exponentials,
     gradient_tile,
     log_sigmoid,
     rebase,
@@ -65,30 +66,19 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _load(row_ptr, off_v, end, read, SPLIT: tl.constexpr):
-    """The columns off_v < end of a row, and 0 from column `read` on.
+def _write_tile_block(tile_ptr, logits_ptr, start, end, off_v, y, scored, V, shift, others, factor, scale, cap):
+    """Writes the columns off_v in [start, end) of a row of the gradient tile, times a factor.
 
-    If SPLIT, a block that ends before `read` is loaded without a mask.
+    Most blocks contain neither the target nor the end of the row, and take a path without tests for
+    them.
     """
-    if SPLIT:
-        if end <= read:  # noqa: SIM108 - Triton has no conditional expression for device values
-            x = tl.load(row_ptr + off_v)
-        else:
-            x = tl.load(row_ptr + off_v, mask=off_v < read, other=0.0)
+    if scored & (end <= V) & ((y < start) | (y >= end)):
+        z = transform(tl.load(logits_ptr + off_v), scale, cap)
+        tl.store(tile_ptr + off_v, factor * exponentials(z, shift, cap))
     else:
-        x = tl.load(row_ptr + off_v, mask=off_v < read, other=0.0)
-    return x
-
-
-@triton.jit
-def _store(row_ptr, off_v, end, V, values, SPLIT: tl.constexpr):
-    if SPLIT:
-        if end <= V:
-            tl.store(row_ptr + off_v, values)
-        else:
-            tl.store(row_ptr + off_v, values, mask=off_v < V)
-    else:
-        tl.store(row_ptr + off_v, values, mask=off_v < V)
+        z = transform(tl.load(logits_ptr + off_v, mask=off_v < tl.where(scored, V, 0), other=0.0), scale, cap)
+        tile = factor * gradient_tile(z, off_v, y, shift, others, cap)
+        tl.store(tile_ptr + off_v, tl.where(scored, tile, 0.0), mask=off_v < V)
 
 
 @triton.jit
@@ -206,9 +196,9 @@ def _token_logps_fwd_kernel(
         tile_ptr += row * tile_stride
         for start in range(0, V, LANES * VEC):
             off_v, end = start + off_tile, start + LANES * VEC
-            z = transform(_load(logits_ptr, off_v, end, tl.where(scored, V, 0), True), scale, cap)
-            tile = gradient_tile(z, off_v, y, normalized, others, cap)
-            _store(tile_ptr, off_v, end, V, tl.where(scored, tile, 0.0), True)
+            _write_tile_block(
+                tile_ptr, logits_ptr, start, end, off_v, y, scored, V, normalized, others, 1.0, scale, cap
+            )
 
 
 @triton.jit
@@ -273,14 +263,17 @@ def _token_logps_bwd_kernel(
             mean_d -= tl.load(mean_offset_ptr + row)
         log_total = tl.log(total)
 
-    SPLIT: tl.constexpr = grad_entropy_ptr is None  # with the entropy, branches would cost occupancy
     for start in range(tl.program_id(1) * BLOCK_V, V, tl.num_programs(1) * BLOCK_V):
         off_v, end = start + tl.arange(0, BLOCK_V), start + BLOCK_V
-        z = transform(_load(logits_ptr, off_v, end, read, SPLIT), scale, cap)  # [BLOCK_V]
-        grad = tl.zeros([BLOCK_V], tl.float32)
-        if grad_logps_ptr is not None or grad_entropy_ptr is None:
-            grad += tile_scale * gradient_tile(z, off_v, y, shift, others, cap)
-        if grad_entropy_ptr is not None:
+        if grad_entropy_ptr is None:
+            _write_tile_block(
+                grad_ptr, logits_ptr, start, end, off_v, y, scored, V, shift, others, tile_scale, scale, cap
+            )
+        else:  # further branches would cost occupancy
+            z = transform(tl.load(logits_ptr + off_v, mask=off_v < read, other=0.0), scale, cap)  # [BLOCK_V]
+            grad = tl.zeros([BLOCK_V], tl.float32)
+            if grad_logps_ptr is not None:
+                grad += tile_scale * gradient_tile(z, off_v, y, shift, others, cap)
             d = tl.maximum(z - top, MIN_EXPONENT)
             entropy_grad = (
                 upstream_entropy * tl.exp2((d - log_total) * LOG2E) * (d - mean_d)
@@ -288,7 +281,7 @@ def _token_logps_bwd_kernel(
             if cap is not None:
                 entropy_grad *= slope(z, cap)
             grad -= entropy_grad
-        _store(grad_ptr, off_v, end, V, tl.where(scored, grad, 0.0), SPLIT)
+            tl.store(grad_ptr + off_v, tl.where(scored, grad, 0.0), mask=off_v < V)
 
 
 def token_logps_fwd(

@@ -142,6 +142,25 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, target, load):
     assert len(re.findall(r"ld\.global\S*b16|global_load_ushort", code)) <= 1  # that of the target
 
 
+def instructions(compiled, folder):
+    """The instructions of each basic block of a kernel for NVIDIA."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    listing = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    blocks = re.split(r"^\.L_x_\d+:|\bBRA\b", listing, flags=re.M)
+    return [re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9.]+)", block, re.M) for block in blocks]
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("case", ["forward of a head", "backward", "backward of a head"])
+def test_blocks_without_the_target_take_few_instructions(case, target, tmp_path):
+    """Less than 8 for each logit that is read, exponentiated and written; those with the target take 11."""
+    blocks = instructions(compile_case(target, case), tmp_path)
+    of_tile = [block for block in blocks if {"MUFU.EX2", "STG.E.128"} <= {*block}]
+    assert min(len(block) / block.count("MUFU.EX2") for block in of_tile) < 8
+
+
 def attention_arguments(d, d_v, config, **features):
     """Arguments as the launchers pass them: bfloat16, 32 query heads, 8 key heads."""
     return {
