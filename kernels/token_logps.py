@@ -164,7 +164,8 @@ def _token_logps_fwd_kernel(
         if log_sum_sq_probs_ptr is not None:
             squares += tl.sum(e * e, 1)
 
-    shift = tl.max(m, 0)
+    top_other = tl.max(m, 0)
+    shift = top_other
     others, weighted, squares = rebase(others, weighted, squares, m, shift)
     others = tl.sum(others, 0)
     # Only the target has a nonzero probability, or nothing in this part of the vocabulary.
@@ -178,7 +179,7 @@ def _token_logps_fwd_kernel(
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + row, tl.sum(sum_z, 0) / V)
     if is_top1_ptr is not None:
-        tl.store(is_top1_ptr + row, scored & (own >= shift) & (own > tl.max(before, 0)))
+        tl.store(is_top1_ptr + row, scored & (own >= top_other) & (own > tl.max(before, 0)))
     if entropy_ptr is not None or log_sum_sq_probs_ptr is not None:
         weighted, squares = tl.sum(weighted, 0), tl.sum(squares, 0)
         entropy, log_sum_sq_probs = statistics_with_target(others, weighted, squares, shift, own)
