@@ -10,7 +10,7 @@ from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
-WORK = HeadWorkload(n=16, v=50, d=8, trainable=True, statistics=True)
+WORK = HeadWorkload(n=64, v=500, d=16, trainable=True, statistics=True)
 SIDES = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", WORK, {"peer": peer}) for peer in micro.HEAD_PEERS)
 
 
