@@ -29,16 +29,30 @@ def transform(x, scale, cap):
     if scale is not None:
         z *= tl.cast(scale, tl.float32)
     if cap is not None:
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 * LOG2E)))  # saturates where exp2 overflows
-        z = tl.cast(cap, tl.float32) * tanh
+        z = tl.cast(cap, tl.float32) * tanh(z)
     return z
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) with a relative error of a few roundings, also where it is small.
+
+    Below 0.625 by the polynomial of `tanhf` in the Cephes Mathematical Library (S. L. Moshier, 1987).
+    """
+    q = x * x
+    series = 2.06390887954e-2 + q * -5.70498872745e-3
+    series = -5.37397155531e-2 + q * series
+    series = 1.33314422036e-1 + q * series
+    series = -3.33332819422e-1 + q * series
+    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))  # saturates where exp2 overflows
+    return tl.where(tl.abs(x) < 0.625, x + x * (q * series), large)
 
 
 @triton.jit
 def slope(z, cap):
     """d z / d (scale * x), divided by cap, from a capped z."""
-    tanh = z * (1.0 / tl.cast(cap, tl.float32))
-    return 1.0 - tanh * tanh
+    capped = z * (1.0 / tl.cast(cap, tl.float32))
+    return 1.0 - capped * capped
 
 
 @triton.jit

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.kernels.linear_exp import FusedConfig, linear_exp_fwd, linear_exp_tile
 from fastdpo.kernels.linear_logps import target_logits
+from fastdpo.kernels.logit_math import tanh
 from fastdpo.ops import attention_layouts, packed_attention, reference, token_logps
 from fastdpo.ops.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
@@ -41,6 +44,21 @@ def test_token_logps(vocabulary, dtype, launches):
         assert_as_accurate_as(*(getattr(x, name) for x in (mine, eager, exact)))
     assert torch.equal(mine.is_top1, exact.is_top1)
     assert_as_accurate_as(mine_grad[0], eager_grad[0], exact_grad[0])
+
+
+@triton.jit
+def _tanh_kernel(out_ptr, x_ptr, N: tl.constexpr):
+    index = tl.arange(0, N)
+    tl.store(out_ptr + index, tanh(tl.load(x_ptr + index)))
+
+
+def test_tanh(launches):
+    """To a few roundings, relative to each value."""
+    x = torch.logspace(-8, 2, 512)
+    x = torch.cat([x, -x])
+    _tanh_kernel[(1,)](out := torch.empty(1024), x, N=1024, enable_fp_fusion=True)
+    exact = x.double().tanh()
+    assert ((out - exact) / exact).abs().max() < 4 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("options", [dict(), dict(window=40, softcap=15.0, sinks=True)], ids=["plain", "options"])
