@@ -221,11 +221,8 @@ def balanced_costs(cost: CostModel, lengths: PairLengths, ranks: int) -> np.ndar
     The budget is the tokens of the rank that has most of them without it.
     """
     budget = int(lengths.packed().reshape(ranks, -1).sum(1).max())
-    (micro_batch, *others) = StepPlanner(lengths, budget, ranks=ranks, cost=cost).cut(range(len(lengths)))
-    costs = np.zeros(ranks)
-    for each in (micro_batch, *others):
-        costs += [cost.costs(lengths[np.array(pairs)]).sum() for pairs in each]
-    return costs
+    planner = StepPlanner(lengths, budget, ranks=ranks, cost=cost)
+    return np.sum([[planner.cost_of(pairs) for pairs in each] for each in planner.cut(range(len(lengths)))], axis=0)
 
 
 def loads(dataset: str, cost: CostModel, ranks: int, pairs: int, steps: int = STEPS) -> dict[str, Load]:
