@@ -296,7 +296,7 @@ def where(result: Result) -> str:
     """The command, machine, versions and commits of a run."""
     command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
     commits = dict.fromkeys(case.get("commit", result["commit"])[:7] for case in result["cases"])
-    at = f"commit {commits.popitem()[0]}" if len(commits) == 1 else f"commits {' and '.join(commits)}"
+    at = f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
     text = wrap(f"`{command}` on {environment(result)}, {at}.")
     if result.get("micro"):
         text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
