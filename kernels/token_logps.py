@@ -338,7 +338,7 @@ def token_logps_bwd(
     grad_entropy: Tensor | None,  # [N] float32
     logits: Tensor,  # [N, V], last stride 1
     targets: Tensor,  # [N]
-    sums: Sequence[Tensor],  # logps, shift, others, total, [N] each
+    sums: Sequence[Tensor],  # shift, others, total, [N] each
     softcap: float | None,
     logit_scale: float,
     temperature: float,
@@ -356,7 +356,7 @@ def token_logps_tile(
     tile: Tensor,  # [N, V], last stride 1, overwritten; may be the logits
     logits: Tensor,  # [N, V], last stride 1
     targets: Tensor,  # [N]
-    sums: Sequence[Tensor],  # logps, shift, others, total, [N] each
+    sums: Sequence[Tensor],  # shift, others, total, [N] each
     softcap: float | None,
     logit_scale: float,
     temperature: float,
@@ -378,7 +378,7 @@ def _launch_bwd(
     mean_offset: Tensor | None = None,
 ) -> None:
     n, vocabulary = logits.shape
-    _, shift, others, total = sums
+    shift, others, total = sums
     programs = 1 if grad_entropy is not None else triton.cdiv(vocabulary, BLOCK_V)
     with torch.cuda.device_of(logits):
         _token_logps_bwd_kernel[(n, programs)](

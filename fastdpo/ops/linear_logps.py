@@ -110,15 +110,15 @@ class _LinearLogps(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
         forward_op = vocabulary_parallel_fwd if cut else linear_logps_fwd
-        kept, jacobian, *results = forward_op(*call, statistics, keep, form_jacobian, *cut)
-        n_sums = 4 + (number_of_factors(statistics) if cut else 0)
+        kept, jacobian, logps, *results = forward_op(*call, statistics, keep, form_jacobian, *cut)
+        n_sums = 3 + (number_of_factors(statistics) if cut else 0)
         sums, extra = results[:n_sums], results[n_sums:]
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
         ctx.scalars, ctx.cut, ctx.main_grad = call[4:], cut, main_grad
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
-        return (sums[0], *extra)
+        return (logps, *extra)
 
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):

@@ -177,8 +177,8 @@ class _Visit:
         if self._trains_head:
             keep = n if n <= self.format.rows else self.format.rows_within(n, self.budget)
         forms_jacobian = self.needs[0] and not self._trains_head
-        kept, jacobian, *results = linear_logps_fwd(*call, self.statistics, keep, forms_jacobian)
-        sums, tokens = results[:4], (results[0], *results[4:])
+        kept, jacobian, logps, *results = linear_logps_fwd(*call, self.statistics, keep, forms_jacobian)
+        sums, tokens = results[:3], (logps, *results[3:])
         for mine, values in zip(self.tokens, tokens, strict=True):
             _scatter(mine, spans, values)
         for mine, span, bounds in zip(self.logps, spans, cu_seqlens, strict=True):

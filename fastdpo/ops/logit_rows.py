@@ -91,7 +91,6 @@ class Transform(NamedTuple):
 class RowSums(NamedTuple):
     """Sums that the gradient needs besides the logits, [n] each, in the dtype of the tile."""
 
-    logps: Tensor
     shift: Tensor  # m
     others: Tensor
     total: Tensor
@@ -156,8 +155,8 @@ def sum_block_(z: Tensor, targets: TileTargets, target_logits: Tensor, statistic
     return sums, exponentials
 
 
-def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]]:
-    """The log-probabilities with the sums of their gradient, and the requested statistics.
+def finish_sums(sums: BlockSums, statistics: str) -> tuple[Tensor, RowSums, list[Tensor]]:
+    """The log-probabilities, the sums of their gradient, and the requested statistics.
 
     The statistics are in the order of `STATISTICS`.
     """
@@ -165,7 +164,7 @@ def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]
     # A logit of +inf would have probability 1 and no gradient, and its overflow would go unnoticed:
     # make it NaN.
     gap = torch.where(target_logits == torch.inf, torch.nan, target_logits - shift)
-    row_sums = RowSums(F.logsigmoid(gap - others.log()), shift, others, others + gap.exp())
+    logps, row_sums = F.logsigmoid(gap - others.log()), RowSums(shift, others, others + gap.exp())
 
     # Statistics include the target: sums over the vocabulary, relative to the larger of m and the
     # target's logit.
@@ -181,7 +180,7 @@ def finish_sums(sums: BlockSums, statistics: str) -> tuple[RowSums, list[Tensor]
         values["entropy"] = log_total - total_weighted / total
     if squares is not None:
         values["log_sum_sq_probs"] = (squares * ratio.square() + target_exp.square()).log() - 2 * log_total
-    return row_sums, [values[name] for name in statistic_names(statistics)]
+    return logps, row_sums, [values[name] for name in statistic_names(statistics)]
 
 
 def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ def join_results(blocks: Sequence[BlockSums], rows: Tensor, ignored: Tensor, sta
     """
     if not blocks:
         return empty_results(rows, statistics)
-    (logps, *sums), extra = finish_sums(BlockSums.join(blocks), statistics)
+    logps, sums, extra = finish_sums(BlockSums.join(blocks), statistics)
     return [logps.masked_fill_(ignored, 0), *sums, *(x.masked_fill_(ignored, 0) for x in extra)]
 
 

@@ -123,7 +123,7 @@ class _TokenLogps(torch.autograd.Function):
     def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics, inplace_backward):
         ctx.set_materialize_grads(False)
         logps, shift, others, total, *extra = _fwd(logits, targets, softcap, logit_scale, temperature, statistics)
-        ctx.save_for_backward(logits, targets, logps, shift, others, total)
+        ctx.save_for_backward(logits, targets, shift, others, total)
         ctx.transform, ctx.inplace = (softcap, logit_scale, temperature), inplace_backward
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])

@@ -151,7 +151,7 @@ def _empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bo
 
 
 def number_of_factors(statistics: str) -> int:
-    """How many vectors the backward of a part needs besides logps, shift, others and total.
+    """How many vectors the backward of a part needs besides shift, others and total.
 
     The share of the part's probability and the gradients that reach the targets' logits by way of
     the other parts; with the entropy, the share and the offset of its gradient.
@@ -187,13 +187,13 @@ def vocabulary_parallel_bwd(
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as of `backward_pass`, that of hidden summed over ranks."""
-    *row_sums, share, of_targets = sums[:6]
+    *row_sums, share, of_targets = sums[:5]
     part = VocabularyGroup(name, tuple(sizes), rank).part
     ignored = targets == IGNORE_INDEX
     upstream = torch.zeros_like(share) if grad_logps is None else grad_logps.masked_fill(ignored, 0)
     entropy_of_part = mean_offset = None
     if grad_entropy is not None:
-        entropy_share, mean_offset = sums[6:]
+        entropy_share, mean_offset = sums[5:]
         grad_entropy = grad_entropy.masked_fill(ignored, 0)
         entropy_of_part = scaled(entropy_share, grad_entropy)
         mean_offset = mean_offset.masked_fill(grad_entropy == 0, 0)  # NaN where the target is unknown

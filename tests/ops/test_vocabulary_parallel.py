@@ -49,8 +49,8 @@ def test_opcheck(keep, form_jacobian, statistics, dtype, group):
     forward, backward = torch.ops.fastdpo.vocabulary_parallel_fwd, torch.ops.fastdpo.vocabulary_parallel_bwd
     arguments = (*call, statistics, keep, form_jacobian, *cut)
     torch.library.opcheck(forward, arguments, test_utils=checked)
-    kept, jacobian, *results = forward(*arguments)
-    of_entropy, n_sums = (torch.randn(8), 8) if statistics else (None, 6)
+    kept, jacobian, _, *results = forward(*arguments)
+    of_entropy, n_sums = (torch.randn(8), 7) if statistics else (None, 5)
     needs = [True, not form_jacobian, not form_jacobian]
     upstream = torch.randn(8), of_entropy
     arguments = (*upstream, kept, jacobian, results[:n_sums], needs, None, *call, *cut)
