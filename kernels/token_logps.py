@@ -60,7 +60,7 @@ from .logit_math import (
 
 NORMALIZED_SUM = tl.constexpr(1024.0)
 
-LANES = 512  # lanes of the forward's block, each with 16 bytes of logits
+LANES = 64  # lanes of the forward's block for each warp, each with 16 bytes of logits
 BLOCK_V = 4096  # columns of the backward's block
 NUM_WARPS = 8
 
@@ -294,10 +294,12 @@ def token_logps_fwd(
     statistics: str,
     target_logits: Tensor | None = None,  # [N] float32
     tile: Tensor | None = None,  # [N, V], last stride 1, overwritten; may be the logits
+    warps: int = NUM_WARPS,  # for each row
 ) -> list[Tensor]:
     """logps, shift, others, total and the statistics, [N] each.
 
-    Writes the gradient tile if one is given.
+    Writes the gradient tile if one is given. With more warps, fewer rows are read at a time, and more
+    of what the second pass reads again may still be in the caches.
     """
     n, vocabulary = logits.shape
     scale, cap = scale_and_cap(softcap, logit_scale, temperature)
@@ -323,10 +325,10 @@ def token_logps_fwd(
             vocabulary,
             scale,
             cap,
-            LANES=LANES,
+            LANES=LANES * warps,
             VEC=16 // logits.itemsize,
             ALIGNED=_takes_vectors(logits) and (tile is None or _takes_vectors(tile)),
-            num_warps=NUM_WARPS,
+            num_warps=warps,
             enable_fp_fusion=True,
         )
     return list(results.values())

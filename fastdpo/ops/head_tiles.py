@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
 LEAST_TUNED = 1 << 24  # elements of the weight: smaller heads take little time
+WHOLE_MULTIPROCESSOR = 32
+"""Warps that occupy a multiprocessor of NVIDIA's at 64 registers a thread. The rows that the device works on are then
+so few that most vocabularies' fit its L2 cache, from which the second pass reads them."""
 TUNED_STATISTICS = "entropy,mean_logits,is_top1"  # those that TRL logs
 
 
@@ -74,6 +77,7 @@ class TileFormat(NamedTuple):
         columns: allocated columns of a tile, at least V.
         dtype: the dtype in which gradient tiles are stored and multiplied.
         triton: whether Triton kernels make the passes over a tile.
+        row_warps: warps of the kernel that works on a row of a tile, or None for its default.
         fused: configuration of the kernel that also multiplies, or None if this head does not use
             it.
     """
@@ -83,6 +87,7 @@ class TileFormat(NamedTuple):
     dtype: torch.dtype
     triton: bool
     fused: FusedConfig | None
+    row_warps: int | None = None
 
     @staticmethod
     def of(weight: Tensor, compute_dtype: torch.dtype, *, is_part: bool = False) -> TileFormat:
@@ -111,13 +116,15 @@ class TileFormat(NamedTuple):
     @property
     def name(self) -> str:
         """The kernels and the size of a tile."""
-        return f"{'rows' if self.fused is None else f'fused {tuple(self.fused)}'}, tiles of {self.rows}"
+        rows = "rows" if self.row_warps is None else f"rows by {self.row_warps} warps"
+        return f"{rows if self.fused is None else f'fused {tuple(self.fused)}'}, tiles of {self.rows}"
 
     def candidates(self, compute_dtype: torch.dtype, device: torch.device) -> dict[str, TileFormat]:
         """By name, this format and others, one of which may be faster."""
         rows = self._replace(dtype=compute_dtype, fused=None)
+        whole = [rows._replace(row_warps=WHOLE_MULTIPROCESSOR)] if torch.version.hip is None else []
         fused = map(rows._with_blocks, fused_candidates(architecture(device), compute_dtype))
-        formats = self, rows, rows._replace(rows=max(MIN_TILE_ROWS, rows.rows // 2)), *fused
+        formats = self, rows, rows._replace(rows=max(MIN_TILE_ROWS, rows.rows // 2)), *whole, *fused
         return {format.name: format for format in formats}
 
     def _with_blocks(self, fused: FusedConfig) -> TileFormat:
@@ -126,7 +133,9 @@ class TileFormat(NamedTuple):
         return self._replace(dtype=dtype, fused=fused)
 
     def _if_working(self, weight: Tensor, compute_dtype: torch.dtype, otherwise: TileFormat) -> TileFormat:
-        """This format, or another one if the fused kernel does not work for a weight."""
+        """This format, or another one if a kernel that not every head uses does not work for a weight."""
+        if self.row_warps is not None:
+            return self if _takes_row_kernel(weight.device, compute_dtype, self.row_warps) else otherwise
         if self.fused is None:
             return self
         width = operator.index(weight.shape[1])  # a constant, also where the compiler takes sizes for symbols
@@ -154,6 +163,16 @@ def _takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @constant_while_tracing
+def _takes_row_kernel(device: torch.device, dtype: torch.dtype, warps: int) -> bool:
+    return works(*_row_kernel_and_trial(device, dtype, warps))
+
+
+def _row_kernel_and_trial(device: torch.device, dtype: torch.dtype, warps: int) -> tuple[Kernel, Trial]:
+    trial = partial(kernel_trials.token_logps, warps=warps)
+    return Kernel("token_logps", device, dtype, (f"{warps} warps",)), trial
+
+
+@constant_while_tracing
 def _takes_fused_kernel(
     device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
 ) -> bool:
@@ -172,9 +191,8 @@ def _tuned(builtin: TileFormat, weight: Tensor, dtype: torch.dtype) -> TileForma
     device, vocabulary, width = weight.device, operator.index(weight.shape[0]), operator.index(weight.shape[1])
     if torch.compiler.is_compiling():
         blocks = None if builtin.fused is None else tuple(builtin.fused)
-        rows, blocks = _settled(builtin.rows, builtin.columns, blocks, device, dtype, vocabulary, width)
-        return _format(rows, builtin.columns, dtype, blocks)
-    formats = builtin.candidates(dtype, device)
+        rows, blocks, row_warps = _settled(builtin.rows, builtin.columns, blocks, device, dtype, vocabulary, width)
+        return _format(rows, builtin.columns, dtype, blocks)._replace(row_warps=row_warps)
 
     def candidates() -> list[Candidate]:
         return [
@@ -183,11 +201,11 @@ def _tuned(builtin: TileFormat, weight: Tensor, dtype: torch.dtype) -> TileForma
                 run=partial(_run_tiles, format, builtin.rows, weight, dtype),
                 failure=partial(_failure, format, device, dtype, width),
             )
-            for name, format in formats.items()
+            for name, format in builtin.candidates(dtype, device).items()
         ]
 
     name = tuning.choose(_tuned_call(device, dtype, vocabulary, width), builtin.name, candidates)
-    return formats.get(name, builtin)
+    return builtin if name == builtin.name else builtin.candidates(dtype, device).get(name, builtin)
 
 
 @constant_while_tracing
@@ -199,15 +217,15 @@ def _settled(
     dtype: torch.dtype,
     vocabulary: int,
     width: int,
-) -> tuple[int, tuple[int, ...] | None]:
-    """Rows and blocks of the chosen format, from those of the built-in one. The compiler takes no nested
-    named tuples for constants.
+) -> tuple[int, tuple[int, ...] | None, int | None]:
+    """Rows, blocks and warps of the chosen format, from those of the built-in one. The compiler takes no
+    nested named tuples for constants.
     """
     builtin = _format(rows, columns, dtype, blocks)
     formats = builtin.candidates(dtype, device)
     name = tuning.settled(_tuned_call(device, dtype, vocabulary, width), builtin.name, [*formats])
     chosen = formats.get(name, builtin)
-    return chosen.rows, None if chosen.fused is None else tuple(chosen.fused)
+    return chosen.rows, None if chosen.fused is None else tuple(chosen.fused), chosen.row_warps
 
 
 def _format(rows: int, columns: int, dtype: torch.dtype, blocks: tuple[int, ...] | None) -> TileFormat:
@@ -224,6 +242,8 @@ def _tuned_call(device: torch.device, dtype: torch.dtype, vocabulary: int, width
 
 
 def _failure(format: TileFormat, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    if format.row_warps is not None:
+        return failure_of_candidate(*_row_kernel_and_trial(device, dtype, format.row_warps))
     if format.fused is None:
         return None  # its kernels have been tried before
     return failure_of_candidate(*_fused_kernel_and_trial(device, dtype, width, format.fused, format.dtype))
@@ -311,9 +331,10 @@ class Head:
         else:
             logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
         if self.format.triton:
-            from ..kernels.token_logps import token_logps_fwd
+            from ..kernels.token_logps import NUM_WARPS, token_logps_fwd
 
-            results = token_logps_fwd(logits, targets, *self.transform, statistics, target_logits, gradient)
+            outputs = (statistics, target_logits, gradient)
+            results = token_logps_fwd(logits, targets, *self.transform, *outputs, self.format.row_warps or NUM_WARPS)
         else:
             results = self._results_in_torch(rows, h, logits, target_logits, statistics, gradient)
         return results if self.part is None else [*results, target_logits]

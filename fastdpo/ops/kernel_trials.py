@@ -83,19 +83,21 @@ def _targets(vocabulary: int, tokens: int = TOKENS) -> Tensor:
     return targets
 
 
-def token_logps(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = None) -> Iterator[Comparison]:
     """Forward, gradient tile and backward of `kernels/token_logps.py`."""
-    from ..kernels.token_logps import token_logps_bwd, token_logps_fwd, token_logps_tile
+    from ..kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd, token_logps_tile
 
-    x = (3 * _random(TOKENS, VOCABULARY)).to(dtype).double().requires_grad_()
-    targets, upstream = _targets(VOCABULARY), _random(2, TOKENS, seed=1)
+    warps = warps or NUM_WARPS
+    vocabulary = VOCABULARY * warps // NUM_WARPS
+    x = (3 * _random(TOKENS, vocabulary)).to(dtype).double().requires_grad_()
+    targets, upstream = _targets(vocabulary), _random(2, TOKENS, seed=1)
     logits, on_device = _placed(x.detach(), device, dtype), targets.to(device)
     plain, capped = TRANSFORMS
 
     exact: Any = reference.token_logps(x, targets)
     (slope,) = torch.autograd.grad(exact.logps.sum(), x)
     tile = _Result.like(x, device, dtype)
-    logps, *sums = token_logps_fwd(logits, on_device, *plain, "", tile=tile.inside)
+    logps, *sums = token_logps_fwd(logits, on_device, *plain, "", tile=tile.inside, warps=warps)
     yield Comparison("logps", logps, exact.logps)
     yield from _tile("the tile of the forward", tile, sums[2], plain, slope)
     tile = _Result.like(x, device, dtype)
@@ -106,7 +108,7 @@ def token_logps(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison
     options: dict[str, Any] = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
     exact = reference.token_logps(x, targets, **options, outputs=STATISTICS)
     logits = _placed(x.detach(), device, dtype, aligned=False)
-    logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS))
+    logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS), warps=warps)
     yield Comparison("logps", logps, exact.logps)
     yield from _statistics(found[3:], exact, STATISTICS)
     of_logps, of_entropy = (g.to(device, torch.float32) for g in upstream)

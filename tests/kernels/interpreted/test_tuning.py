@@ -11,7 +11,7 @@ from rank_processes import run_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastdpo import ops, tune
-from fastdpo.kernels import linear_exp
+from fastdpo.kernels import linear_exp, token_logps
 from fastdpo.ops import attention_backends, head_table, head_tiles, kernel_cache, kernel_verdicts, reference, tuning
 from fastdpo.ops.kernel_verdicts import Kernel
 from fastdpo.ops.tuning import Candidate
@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 CALL = Kernel("op", CPU, torch.bfloat16, ("D 8",))
 BLOCKS = (16, 32, 16, 4, 2), (32, 16, 16, 4, 2)
 ROWS, HALVED, FUSED = "rows, tiles of 1024", "rows, tiles of 512", [f"fused {x}, tiles of 1024" for x in BLOCKS]
+WHOLE = "rows by 32 warps, tiles of 1024"
 
 
 VERDICTS = {}
@@ -265,7 +266,7 @@ def one_round(monkeypatch):
     monkeypatch.setattr(tuning, "ROUNDS", 1)
 
 
-TIMES = {ROWS: 10.0, HALVED: 11.0, FUSED[0]: 8.0, FUSED[1]: 9.0}
+TIMES = {ROWS: 10.0, HALVED: 11.0, WHOLE: 10.5, FUSED[0]: 8.0, FUSED[1]: 9.0}
 
 
 @pytest.mark.parametrize("fastest", TIMES)
@@ -316,6 +317,28 @@ def test_a_head_does_not_run_blocks_that_fail(untried, strict, fault, reason, cl
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def of_many_warps(launch, replace):
+    """A launcher that does something else with more warps than the default."""
+
+    def run(*arguments, **options):
+        many = 32 in [options.get("warps"), *(x for x in arguments if type(x) is int)]
+        return (replace if many else launch)(*arguments, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_head_does_not_run_rows_by_warps_that_fail(noted, untried, clock, one_round, monkeypatch, caplog):
+    clock(TIMES | {WHOLE: 5.0})
+    if noted:
+        kernel_cache.note(CPU, choices={"linear_logps torch.float16 V 67 D 24": tuning.Choice(WHOLE, TIMES)._asdict()})
+    launch = of_many_warps(token_logps.token_logps_fwd, raising(RuntimeError("too many resources")))
+    monkeypatch.setattr(token_logps, "token_logps_fwd", launch)
+    assert_head_is_right()
+    assert format_of_head() == (ROWS if noted else FUSED[0])
+    assert ("the kernel token_logps is disabled" in caplog.text) == noted
+
+
 def test_blocks_that_are_noted_are_checked_again(untried, clock, monkeypatch, caplog):
     """The file of a choice may come from elsewhere."""
     noted = {"linear_logps torch.float16 V 67 D 24": tuning.Choice(FUSED[0], TIMES)._asdict()}
@@ -354,10 +377,10 @@ def test_modes_of_the_call_do_not_see_what_is_timed(clock, one_round):
     assert counted.get_total_flops() <= 2 * 2 * 5 * 67 * 24  # one product, and the targets' logits
 
 
-@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("noted", [None, FUSED[0], WHOLE])
 def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round, caplog):
-    ran = clock(TIMES)
-    if noted:
+    ran = clock(TIMES | {noted: 5.0})
+    if noted is not None:
         format_of_head()
         ran.clear()
         new_process()
@@ -365,7 +388,7 @@ def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
     found, exact = (op(*head()).logps for op in (compiled, reference.linear_logps))
     torch.testing.assert_close(found, exact.float(), rtol=2e-3, atol=2e-3)
-    assert format_of_head() == (FUSED[0] if noted else ROWS)
+    assert format_of_head() == (noted or ROWS)
     assert not ran
 
 
