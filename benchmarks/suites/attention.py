@@ -10,7 +10,7 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.attention import AttentionWorkload
 from benchmarks.sides.workload import draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, SPREAD
-from fastdpo.ops.attention_backends import BACKENDS
+from fastdpo.ops.attention_backends import BACKENDS, TRITON
 
 PADDED, UNSHARED = "padded, torch SDPA", "packed, prompts not shared"
 SHAPES = {  # tokens of prompt, chosen and rejected
@@ -23,15 +23,24 @@ PAIRS, GPU_PAIRS = 2, 16
 GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # query heads, key heads, head size
 
 
-def sides(work: AttentionWorkload, backends: Sequence[str]) -> tuple[Side, ...]:
-    """Padded attention, and packed attention with the default backend and each of `backends`."""
+ESTIMATED = 3
+"""How many configurations of fastdpo's own kernels are measured on a GPU: the first of the static model's ranking."""
+
+
+def sides(work: AttentionWorkload, backends: Sequence[str], estimated: int = 0) -> tuple[Side, ...]:
+    """Padded attention, and packed attention with the default backend and each of `backends`.
+
+    Also with the first `estimated` configurations of fastdpo's own kernels by the static model.
+    """
     packed = "benchmarks.sides.attention:PackedAttention"
+    own = dict(shared=True, backend=TRITON)
     return (
         Side(PADDED, "benchmarks.sides.attention:PaddedAttention", work),
         Side(UNSHARED, packed, work, {"shared": False}),
         *(Side(f"{UNSHARED}, {name}", packed, work, {"shared": False, "backend": name}) for name in backends),
         Side(SUBJECT, packed, work, {"shared": True}),
         *(Side(f"{SUBJECT}, {name}", packed, work, {"shared": True, "backend": name}) for name in backends),
+        *(Side(f"{SUBJECT}, {TRITON}, estimate {i + 1}", packed, work, own | {"place": i}) for i in range(estimated)),
     )
 
 
@@ -48,7 +57,8 @@ def build_cases(quick: bool) -> list[Case]:
     for name, lengths in batches.items():
         group = "dataset lengths" if name in PROFILES else "fixed lengths"
         work = AttentionWorkload(lengths, **shape)
-        cases.append(Case(name, group, sides(work, BACKENDS if on_gpu else ()), {"dtype": shape["dtype"]}))
+        of_case = sides(work, [*BACKENDS], ESTIMATED) if on_gpu else sides(work, [])
+        cases.append(Case(name, group, of_case, {"dtype": shape["dtype"]}))
     return cases
 
 

