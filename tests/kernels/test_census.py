@@ -108,6 +108,10 @@ PRODUCTS = {
     "gfx950": "v_mfma",
 }
 SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
+    (64, "forward", "sm90"): 16,  # 0, with Triton 3.6 16
+    (64, "keys", "sm80"): 32,  # 0, with Triton 3.6 32
+    (64, "keys", "sm86"): 8,  # 0, with Triton 3.6 8
+    (64, "keys", "sm89"): 8,  # 0, with Triton 3.6 8
     (64, "keys", "sm100"): 8,  # 8
     (64, "queries", "sm100"): 24,  # 0, with Triton 3.6 24
     (64, "queries", "sm120"): 8,  # 0, with Triton 3.6 8
@@ -116,9 +120,9 @@ SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0
     (128, "forward", "sm89"): 72,  # 72
     (128, "forward", "sm100"): 288,  # 280
     (128, "keys", "sm80"): 32,  # 32
-    (128, "keys", "sm86"): 16,  # 16
-    (128, "keys", "sm89"): 16,  # 16
-    (128, "keys", "sm90"): 24,  # 24
+    (128, "keys", "sm86"): 24,  # 16, with Triton 3.6 24
+    (128, "keys", "sm89"): 24,  # 16, with Triton 3.6 24
+    (128, "keys", "sm90"): 80,  # 24, with Triton 3.6 80
     (128, "keys", "sm100"): 64,  # 56
     (128, "keys", "gfx942"): 16,  # 16
     (128, "keys", "gfx950"): 32,  # 32
@@ -194,7 +198,7 @@ def test_attention_computes_each_product_once(d, name, target):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_with_other_head_sizes_and_options(name, d, features):
     compiled = compile_attention("sm90", name, d, features)
-    assert registers_and_spills(compiled)[1] <= (160 if (name, d) == ("keys", 128) else 48)
+    assert registers_and_spills(compiled)[1] <= (208 if (name, d) == ("keys", 128) else 48)  # 160, with Triton 3.6 208
     assert PRODUCTS["sm90"] in compiled.asm["ptx"]
 
 
