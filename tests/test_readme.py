@@ -106,7 +106,7 @@ def test_the_speedup_matches_the_committed_results():
     """The range in README's status line covers the cases of the committed results."""
     low, high = map(float, re.search(r"was (\d\.\d) to (\d\.\d)[\s>]+times as", README.read_text()).groups())
     result = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())
-    speedups = [
-        case["times_fastdpo"]["TRL, labelled positions only"]["value"] for case in result["summary"]["cases"].values()
-    ]
+    ratios = [case["times_fastdpo"] for case in result["summary"]["cases"].values()]
+    speedups = [x["TRL, labelled positions only"]["value"] for x in ratios if "TRL, labelled positions only" in x]
+    assert len(speedups) >= 11  # under LoRA, TRL may run out of memory at the lengths of Capybara
     assert (low, high) == (round(min(speedups), 1), round(max(speedups), 1))
