@@ -26,7 +26,7 @@ from . import bounds
 from .bounds import Kernel
 from .compiled import ATTENTION, attention_configs
 from .devices import DEVICES, Device
-from .results import RESULTS, Row, markdown, read, write
+from .results import RESULTS, Row, read, tables, write
 
 HEAD_SIZES = (64, 128, 256)
 MOST_STACK = 64
@@ -95,7 +95,7 @@ def main() -> None:
             waiting = [pool.submit(task) for task in tasks()]
             found = [row for task in tqdm(as_completed(waiting), total=len(waiting)) for row in task.result()]
         write(found, args.json)
-    print(markdown(read(args.json)))
+    print(*tables(read(args.json)), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def ranked_attention(target: str, d: int) -> list[KernelConfigs]:
     return [KernelConfigs(*x) for x in zip(*(by_kernel[f"attention, {name}"] for name in ATTENTION), strict=False)]
 
 
-def markdown(rows: list[Row]) -> str:
+def tables(rows: list[Row]) -> list[str]:
     """The tables of docs/gpu.md. Times in ms."""
     from tabulate import tabulate
 
@@ -106,9 +106,8 @@ def markdown(rows: list[Row]) -> str:
         return [*cells(group[0]), blocks(group[0])]
 
     estimate = ["estimate", "limited by"]
-    tables = (
+    return [
         table("rows, forward of a head", estimate, lambda group: cells(group[0])),
         table("attention", [*estimate, "blocks", "lowest estimate", "its blocks"], of_attention),
         table("fused", [*estimate, "blocks"], of_fused),
-    )
-    return "\n\n".join(tables)
+    ]
