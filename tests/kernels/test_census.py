@@ -113,6 +113,7 @@ SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0
     (64, "keys", "sm86"): 8,  # 0, with Triton 3.6 8
     (64, "keys", "sm89"): 8,  # 0, with Triton 3.6 8
     (64, "keys", "sm100"): 8,  # 8
+    (64, "keys", "sm120"): 8,  # 0, with Triton 3.6 8
     (64, "queries", "sm100"): 24,  # 0, with Triton 3.6 24
     (64, "queries", "sm120"): 8,  # 0, with Triton 3.6 8
     (128, "forward", "sm80"): 56,  # 56
