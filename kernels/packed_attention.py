@@ -77,19 +77,17 @@ def kernel_configs(d: int, d_v: int, capability: int | None) -> KernelConfigs:
     """Configurations for head sizes d and d_v on NVIDIA devices of a major compute capability, or on others.
 
     Chosen from compiler output alone: they use tensor cores, spill few or no registers, fit in shared
-    memory, and are among those of the lowest estimated time on an A100 or an H200. On devices of
-    capability 8, 9 and 12, each product is computed once: warps that have no part of a small block for
-    themselves repeat the products of others.
+    memory, and for sizes up to 128 are among those of the lowest estimated time on an A100 or an H200.
+    On devices of capability 8, 9 and 12, all but one kernel compute each product once: warps that have
+    no part of a small block for themselves repeat the products of others.
     """
     size = max(d, d_v)
     if size <= 64 and capability == 9:
         return KernelConfigs(KernelConfig(128, 64, 4, 2), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2))
-    if size <= 64 and capability in (8, 12):
+    if (size <= 128 and capability == 8) or (size <= 64 and capability == 12):
         return KernelConfigs(KernelConfig(128, 32, 4, 2), KernelConfig(128, 16, 4, 2), KernelConfig(64, 64, 4, 2))
     if size <= 64:
         return KernelConfigs(KernelConfig(128, 64, 8, 3), KernelConfig(64, 32, 4, 2), KernelConfig(32, 64, 4, 2))
-    if size <= 128 and capability == 8:
-        return KernelConfigs(KernelConfig(128, 32, 4, 2), KernelConfig(128, 16, 4, 2), KernelConfig(64, 64, 4, 2))
     if size <= 128 and capability == 9:
         return KernelConfigs(KernelConfig(64, 32, 4, 2), KernelConfig(64, 32, 4, 2), KernelConfig(64, 64, 4, 2))
     if size <= 128:

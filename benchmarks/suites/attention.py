@@ -21,8 +21,6 @@ SHAPES = {  # tokens of prompt, chosen and rejected
 }
 PAIRS, GPU_PAIRS = 2, 16
 GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # query heads, key heads, head size
-
-
 ESTIMATED = 3
 """How many configurations of fastdpo's own kernels are measured on a GPU: the first of the static model's ranking."""
 
