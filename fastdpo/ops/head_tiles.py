@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from . import kernel_trials, tuning
 from .devices import constant_while_tracing, memory_of, suits_triton
 from .dtypes import accumulation_dtype
 from .gradient_sums import GradientSum, wide_product
-from .head_table import architecture, fused_candidates, fused_config, is_named
 from .kernel_verdicts import Kernel, Trial, failure_of_candidate, works
 from .logit_rows import (
-    MIN_TILE_ROWS,
     RowSums,
     Transform,
     block_slices,
@@ -34,15 +32,12 @@ from .logit_rows import (
     sum_block_,
     tile_rows,
 )
-from .results import statistic_names
 from .targets import TileTargets, VocabularyPart, split_targets, targets_of_part
 from .tuning import Candidate
 
-if TYPE_CHECKING:
-    from ..kernels.linear_exp import FusedConfig
-
 ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
 LEAST_TUNED = 1 << 24  # elements of the weight: smaller heads take little time
+DEFAULT_WARPS = "8 warps"
 WHOLE_MULTIPROCESSOR = 32
 """Warps that occupy a multiprocessor of NVIDIA's at 64 registers a thread. The rows that the device works on are then
 so few that most vocabularies' fit its L2 cache, from which the second pass reads them."""
@@ -78,69 +73,31 @@ class TileFormat(NamedTuple):
         dtype: the dtype in which gradient tiles are stored and multiplied.
         triton: whether Triton kernels make the passes over a tile.
         row_warps: warps of the kernel that works on a row of a tile, or None for its default.
-        fused: configuration of the kernel that also multiplies, or None if this head does not use
-            it.
     """
 
     rows: int
     columns: int
     dtype: torch.dtype
     triton: bool
-    fused: FusedConfig | None
     row_warps: int | None = None
 
     @staticmethod
     def of(weight: Tensor, compute_dtype: torch.dtype, *, is_part: bool = False) -> TileFormat:
         """The format for a weight [V, D] that is multiplied in `compute_dtype`.
 
-        One that has a part of the vocabulary does not use the fused kernel, whose exponentials are
-        relative to the target's logit.
+        One that has a part of the vocabulary is not tuned.
         """
         vocabulary, width = weight.shape
         float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
         if not _takes_kernels(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
             rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
-            return TileFormat(rows, vocabulary, float16_widened, triton=False, fused=None)
+            return TileFormat(rows, vocabulary, float16_widened, triton=False)
         columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
         rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
-        builtin = TileFormat(rows, columns, compute_dtype, triton=True, fused=None)
-        if is_part or weight.stride(1) != 1:
-            return builtin
-        config = fused_config(width, compute_dtype, weight.device)
-        if config is not None:
-            builtin = builtin._with_blocks(config)._if_working(weight, compute_dtype, builtin)
-        if is_named() or not tuning.is_on(weight.device) or vocabulary * width < LEAST_TUNED:
-            return builtin
-        return _tuned(builtin, weight, compute_dtype)._if_working(weight, compute_dtype, builtin)
-
-    @property
-    def name(self) -> str:
-        """The kernels and the size of a tile."""
-        rows = "rows" if self.row_warps is None else f"rows by {self.row_warps} warps"
-        return f"{rows if self.fused is None else f'fused {tuple(self.fused)}'}, tiles of {self.rows}"
-
-    def candidates(self, compute_dtype: torch.dtype, device: torch.device) -> dict[str, TileFormat]:
-        """By name, this format and others, one of which may be faster."""
-        rows = self._replace(dtype=compute_dtype, fused=None)
-        whole = [rows._replace(row_warps=WHOLE_MULTIPROCESSOR)] if torch.version.hip is None else []
-        fused = map(rows._with_blocks, fused_candidates(architecture(device), compute_dtype))
-        formats = self, rows, rows._replace(rows=max(MIN_TILE_ROWS, rows.rows // 2)), *whole, *fused
-        return {format.name: format for format in formats}
-
-    def _with_blocks(self, fused: FusedConfig) -> TileFormat:
-        """The format `rows` with the fused kernel instead, which does not normalize its tiles."""
-        dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-        return self._replace(dtype=dtype, fused=fused)
-
-    def _if_working(self, weight: Tensor, compute_dtype: torch.dtype, otherwise: TileFormat) -> TileFormat:
-        """This format, or another one if a kernel that not every head uses does not work for a weight."""
-        if self.row_warps is not None:
-            return self if _takes_row_kernel(weight.device, compute_dtype, self.row_warps) else otherwise
-        if self.fused is None:
-            return self
-        width = operator.index(weight.shape[1])  # a constant, also where the compiler takes sizes for symbols
-        works = _takes_fused_kernel(weight.device, compute_dtype, width, self.fused, self.dtype)
-        return self if works else otherwise
+        format = TileFormat(rows, columns, compute_dtype, triton=True)
+        if is_part or not tuning.is_on(weight.device) or vocabulary * width < LEAST_TUNED:
+            return format
+        return format._replace(row_warps=_tuned_warps(format, weight))
 
     def rows_within(self, n: int, budget: int) -> int:
         """How many of n tokens have gradient tiles that fit in `budget` bytes.
@@ -172,91 +129,59 @@ def _row_kernel_and_trial(device: torch.device, dtype: torch.dtype, warps: int) 
     return Kernel("token_logps", device, dtype, (f"{warps} warps",)), trial
 
 
-@constant_while_tracing
-def _takes_fused_kernel(
-    device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
-) -> bool:
-    return works(*_fused_kernel_and_trial(device, dtype, width, config, tile_dtype))
-
-
-def _fused_kernel_and_trial(
-    device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
-) -> tuple[Kernel, Trial]:
-    trial = partial(kernel_trials.linear_exp, width=width, config=config, tile_dtype=tile_dtype)
-    return Kernel("linear_exp", device, dtype, (width, tuple(config))), trial
-
-
-def _tuned(builtin: TileFormat, weight: Tensor, dtype: torch.dtype) -> TileFormat:
-    """The fastest format for a weight [V, D] that is multiplied in `dtype`."""
-    device, vocabulary, width = weight.device, operator.index(weight.shape[0]), operator.index(weight.shape[1])
+def _tuned_warps(format: TileFormat, weight: Tensor) -> int | None:
+    """The number of warps for a row that is fastest for a weight [V, D], or None for the default."""
+    device, dtype = weight.device, format.dtype
+    call = device, dtype, operator.index(weight.shape[0]), operator.index(weight.shape[1])
     if torch.compiler.is_compiling():
-        blocks = None if builtin.fused is None else tuple(builtin.fused)
-        rows, blocks, row_warps = _settled(builtin.rows, builtin.columns, blocks, device, dtype, vocabulary, width)
-        return _format(rows, builtin.columns, dtype, blocks)._replace(row_warps=row_warps)
+        warps = _settled_warps(*call)
+    else:
 
-    def candidates() -> list[Candidate]:
-        return [
-            Candidate(
-                name,
-                run=partial(_run_tiles, format, builtin.rows, weight, dtype),
-                failure=partial(_failure, format, device, dtype, width),
-            )
-            for name, format in builtin.candidates(dtype, device).items()
-        ]
+        def candidates() -> list[Candidate]:
+            return [
+                Candidate(
+                    name,
+                    run=partial(_run_tiles, format._replace(row_warps=warps), weight),
+                    failure=partial(_row_kernel_failure, device, dtype, warps),
+                )
+                for name, warps in _row_warps().items()
+            ]
 
-    name = tuning.choose(_tuned_call(device, dtype, vocabulary, width), builtin.name, candidates)
-    return builtin if name == builtin.name else builtin.candidates(dtype, device).get(name, builtin)
+        warps = _row_warps()[tuning.choose(_tuned_call(*call), DEFAULT_WARPS, candidates)]
+    return warps if warps is None or _takes_row_kernel(device, dtype, warps) else None
 
 
 @constant_while_tracing
-def _settled(
-    rows: int,
-    columns: int,
-    blocks: tuple[int, ...] | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    vocabulary: int,
-    width: int,
-) -> tuple[int, tuple[int, ...] | None, int | None]:
-    """Rows, blocks and warps of the chosen format, from those of the built-in one. The compiler takes no
-    nested named tuples for constants.
-    """
-    builtin = _format(rows, columns, dtype, blocks)
-    formats = builtin.candidates(dtype, device)
-    name = tuning.settled(_tuned_call(device, dtype, vocabulary, width), builtin.name, [*formats])
-    chosen = formats.get(name, builtin)
-    return chosen.rows, None if chosen.fused is None else tuple(chosen.fused), chosen.row_warps
+def _settled_warps(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> int | None:
+    """As `_tuned_warps`, where nothing can be run."""
+    choices = _row_warps()
+    return choices[tuning.settled(_tuned_call(device, dtype, vocabulary, width), DEFAULT_WARPS, [*choices])]
 
 
-def _format(rows: int, columns: int, dtype: torch.dtype, blocks: tuple[int, ...] | None) -> TileFormat:
-    format = TileFormat(rows, columns, dtype, triton=True, fused=None)
-    if blocks is None:
-        return format
-    from ..kernels.linear_exp import FusedConfig
-
-    return format._with_blocks(FusedConfig(*blocks))
+def _row_warps() -> dict[str, int | None]:
+    """By name, the numbers of warps for a row, one of which may be faster."""
+    whole = {} if torch.version.hip is not None else {f"{WHOLE_MULTIPROCESSOR} warps": WHOLE_MULTIPROCESSOR}
+    return {DEFAULT_WARPS: None, **whole}
 
 
 def _tuned_call(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> Kernel:
     return Kernel("linear_logps", device, dtype, (f"V {vocabulary}", f"D {width}"))
 
 
-def _failure(format: TileFormat, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    if format.row_warps is not None:
-        return failure_of_candidate(*_row_kernel_and_trial(device, dtype, format.row_warps))
-    if format.fused is None:
-        return None  # its kernels have been tried before
-    return failure_of_candidate(*_fused_kernel_and_trial(device, dtype, width, format.fused, format.dtype))
+def _row_kernel_failure(device: torch.device, dtype: torch.dtype, warps: int | None) -> str | None:
+    if warps is None:
+        return None  # has been tried before
+    return failure_of_candidate(*_row_kernel_and_trial(device, dtype, warps))
 
 
-def _run_tiles(format: TileFormat, n: int, weight: Tensor, dtype: torch.dtype) -> None:
-    """Runs forward and backward of a head on n tokens, or V if there are less. Rows of the weight
-    stand in for hidden states.
+def _run_tiles(format: TileFormat, weight: Tensor) -> None:
+    """Runs forward and backward of a head on the tokens of a tile, or V if there are less. Rows of
+    the weight stand in for hidden states.
     """
     trained, weight = weight.requires_grad, weight.detach()
-    hidden = weight[:n]
+    hidden = weight[: format.rows]
     targets = torch.arange(len(hidden), device=weight.device)
-    call = HeadCall(hidden, weight, None, targets, None, 1.0, 1.0, dtype)
+    call = HeadCall(hidden, weight, None, targets, None, 1.0, 1.0, format.dtype)
     head = Head("linear_logps", call, format=format)
     wide, tile_weight = head.accumulation_dtype, head.weight.to(format.dtype)
     grad_hidden = torch.empty_like(hidden, dtype=wide)
@@ -321,11 +246,6 @@ class Head:
         """
         h, targets = self.hidden_rows(rows), self.targets[rows]
         target_logits = self._target_logits(h, rows)
-        if self.format.fused is not None and _fused_kernel_computes(statistics):
-            from ..kernels.linear_exp import linear_exp_fwd
-
-            operands = (h.contiguous(), self.weight, self.bias, targets, target_logits)
-            return linear_exp_fwd(*operands, *self.transform, statistics, gradient, self.format.fused)
         if gradient is not None and gradient.dtype == self.dtype:
             logits = self._raw_logits(h, out=gradient)
         else:
@@ -383,12 +303,6 @@ class Head:
 
     def _gradient_tile(self, rows: slice, sums: RowSums, dtype: torch.dtype) -> Tensor:
         h, tile, tile_sums = self.hidden_rows(rows), self.scratch(rows, dtype), _rows_of(sums, rows)
-        if self.format.fused is not None:
-            from ..kernels.linear_exp import linear_exp_tile
-
-            operands = (h.contiguous(), self.weight, self.bias, self.targets[rows], tile_sums.shift, tile_sums.others)
-            linear_exp_tile(*operands, *self.transform, tile, self.format.fused)
-            return tile
         logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
         if self.format.triton:
             from ..kernels.token_logps import token_logps_tile
@@ -472,12 +386,6 @@ class Head:
     def _blocks(self, logits: Tensor) -> list[slice]:
         n, vocabulary = logits.shape
         return block_slices(n, vocabulary, self.accumulation_dtype, logits.device)
-
-
-def _fused_kernel_computes(statistics: str) -> bool:
-    from ..kernels.linear_exp import STATISTICS
-
-    return all(name in STATISTICS for name in statistic_names(statistics))
 
 
 def _rows_of(sums: RowSums, rows: slice) -> RowSums:

@@ -1,1 +1,0 @@
-"""Bounds on the time of the kernels, from their machine code and figures of devices. Nothing is run."""
