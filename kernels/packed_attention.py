@@ -76,8 +76,8 @@ class KernelConfigs(NamedTuple):
 def kernel_configs(d: int, d_v: int, capability: int | None) -> KernelConfigs:
     """Configurations for head sizes d and d_v on NVIDIA devices of a major compute capability, or on others.
 
-    Chosen from compiler output alone: they use tensor cores, spill few or no registers, fit in shared
-    memory, and for sizes up to 128 are among those of the lowest estimated time on an A100 or an H200.
+    Chosen from compiler output alone, and not timed: they use tensor cores, spill few or no registers
+    and fit in shared memory.
     On devices of capability 8, 9 and 12, all but one kernel compute each product once: warps that have
     no part of a small block for themselves repeat the products of others.
     """

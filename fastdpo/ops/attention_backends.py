@@ -2,37 +2,45 @@
 
 | backend | devices | dtypes | head size | window | softcap | sinks |
 |---|---|---|---|---|---|---|
-| `flash-attn-4` | Blackwell | float16, bfloat16 | up to 256 | yes | yes | yes |
 | `flash-attn-3` | Hopper | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `flash-attn-4` | Hopper, Blackwell | float16, bfloat16 | up to 256 | yes | yes | yes |
 | `flash-attn-2` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | yes | yes |
 | `torch` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | no | yes |
 | `triton`, fastdpo's own | all that Triton supports | float16, bfloat16 | up to 256 | yes | yes | yes |
 
 The fastest backend that is installed and supports the call is used (`tuning`), and the first of them
 where nothing is measured. If there is none, as in float32, `attention_pieces` computes the call on the
-GPU, and one log line per reason says why. Each of the four libraries must
-first pass a probe: on a small case it must align queries with the end of their keys, and no
-sequence may read from another. A library that fails is disabled with one log line, and so are
-fastdpo's kernels (`kernel_verdicts`). The environment variable FASTDPO_ATTENTION selects a backend
-by name.
+GPU, and one log line per reason says why. Each of the four libraries must first pass a probe for each
+`Kind` of call: on a small case it must align queries with the end of their keys, and no sequence may
+read from another. A library that fails is disabled with one log line, and so are fastdpo's kernels
+(`kernel_verdicts`). A backend that passed but raises an error in a later call is replaced by the next
+one for the rest of the process, once for each kind of call. The environment variable
+FASTDPO_ATTENTION selects a backend by name.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..logs import warn
+from ..logs import report, warn
 from . import kernel_trials, tuning
 from .attention_calls import OP, AttentionCall, AttentionOptions, Backend
 from .attention_flash import LIBRARIES
 from .attention_triton import TritonBackend
 from .devices import suits_triton
 from .kernel_verdicts import Kernel, failure_of_candidate, outcome
+from .layout_cache import is_capturing
 from .tuning import Candidate
+
+T = TypeVar("T")
 
 TRITON, OWN = "triton", TritonBackend()
 BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: OWN}
@@ -42,8 +50,62 @@ VARIABLE = "FASTDPO_ATTENTION"
 LEAST_TUNED = 1024  # packed tokens
 
 
-def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall | None:
-    """The call of the chosen backend, or None if no backend supports it.
+_replaced: dict[Kind, str] = {}  # by kind of call, the backend that raised an error after it had been chosen
+_is_trial: ContextVar[bool] = ContextVar("fastdpo_attention_trial", default=False)
+
+
+class Kind(NamedTuple):
+    """Calls for which a library runs the same kernels, as far as is known."""
+
+    device: torch.device
+    dtype: torch.dtype
+    d: int
+    d_v: int
+    windowed: bool
+    capped: bool
+    deterministic: bool
+
+    @staticmethod
+    def of(query: Tensor, value: Tensor, options: AttentionOptions) -> Kind:
+        features = options.window is not None, options.softcap is not None
+        sizes = query.shape[2], value.shape[2]
+        return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
+
+
+def compute(
+    run: Callable[[AttentionCall], T], query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+) -> T | None:
+    """What `run` returns for the call of the chosen backend, or None if no backend supports it.
+
+    If the backend raises an error, the next one takes its place.
+
+    Raises:
+        ValueError, NotImplementedError: see `chosen`.
+        NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
+    """
+    name = chosen(query, value, rows, options)
+    if name is None:
+        return None
+    call = _prepare(name, query, value, rows, options)  # raises for malformed rows, which no backend takes
+    try:
+        return run(call)
+    except torch.OutOfMemoryError:  # no fault of the backend
+        raise
+    except Exception as error:  # a library may raise anything
+        kind = Kind.of(query, value, options)
+        if kind in _replaced or os.environ.get(VARIABLE) or is_capturing(query.device):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        _replaced[kind] = name
+        tuning.withdraw(_tuned(query, value, options), name, reason)
+        other = chosen(query, value, rows, options)
+        message = f"{OP}: {name} has failed and is replaced by {other or 'plain matrix products'}: {reason}"
+        (report if other is None else warn)(message)
+        return None if other is None else run(_prepare(other, query, value, rows, options))
+
+
+def chosen(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str | None:
+    """The name of the backend for a call, or None if no backend supports it.
 
     Raises:
         ValueError: FASTDPO_ATTENTION is not the name of a backend.
@@ -62,27 +124,36 @@ def prepare_call(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
         if reason is not None:
             rule = f"{VARIABLE} must name a backend that supports this call, or be unset"
             raise NotImplementedError(f"{OP}: {rule}; got {selected}: {reason}")
-        name = selected
-    else:
-        name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
-        if name is not None and len(query) >= LEAST_TUNED and tuning.is_on(query.device):
-            name = _fastest(name, query, value, rows, options)
+        return selected
+    name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
     if name is None:
         reason = OWN.unsupported_reason(query, value, options)
-        if reason is not None:
+        if reason is not None and not _is_trial.get():
             _log_unsupported(reason)
         return None
+    if len(query) >= LEAST_TUNED and tuning.is_on(query.device):
+        return _fastest(name, query, value, rows, options)
+    return name
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Calls in the block are not those of a training, so that what they cannot use is not logged."""
+    token = _is_trial.set(True)
+    try:
+        yield
+    finally:
+        _is_trial.reset(token)
+
+
+def _prepare(name: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall:
     if options.window is not None and options.window >= int((rows[:, 1] + rows[:, 3]).max()):
         options = options._replace(window=None)  # as long as the longest row: it hides nothing
     return BACKENDS[name].prepare(query, value, rows, options)
 
 
 def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str:
-    """The fastest backend for calls like this one."""
-    (t, h, d), (_, h_kv, d_v) = query.shape, value.shape
-    sizes = dict(T=tuning.bucket(t), H=h, H_kv=h_kv, D=d, D_v=d_v)
-    features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
-    described = tuple(f"{name} {x}" for name, x in features.items())
+    """The fastest usable backend for calls like this one."""
 
     def candidates() -> list[Candidate]:
         return [
@@ -95,8 +166,17 @@ def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Tensor, options: 
             if backend.unsupported_reason(query, value, options) is None
         ]
 
-    name = tuning.choose(Kernel(OP, query.device, query.dtype, described), builtin, candidates)
-    return name if _is_usable(name, query, value, options) else builtin
+    call = _tuned(query, value, options)
+    names = tuning.choose(call, builtin, candidates), *tuning.timed(call)
+    return next((name for name in names if _is_usable(name, query, value, options)), builtin)
+
+
+def _tuned(query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel:
+    """The kind of call for which backends are timed."""
+    (t, h, d), (_, h_kv, d_v) = query.shape, value.shape
+    sizes = dict(T=tuning.bucket(t), H=h, H_kv=h_kv, D=d, D_v=d_v)
+    features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
+    return Kernel(OP, query.device, query.dtype, tuple(f"{name} {x}" for name, x in features.items()))
 
 
 def _run(backend: Backend, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> None:
@@ -117,27 +197,34 @@ def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOption
     backend = BACKENDS[name]
     if backend.unsupported_reason(query, value, options) is not None:
         return False
-    if backend.needs_probe:
-        return passes_probe(name, query.device, query.dtype, query.shape[2], value.shape[2])
-    return OWN.works(query, value, options)
+    kind = Kind.of(query, value, options)
+    if _replaced.get(kind) == name:
+        return False
+    return passes_probe(name, kind) if backend.needs_probe else OWN.works(query, value, options)
 
 
 def _failure(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
     """Why a backend that supports a call may not be used, or None."""
+    kind = Kind.of(query, value, options)
+    if _replaced.get(kind) == name:
+        return "it has failed before, as logged"
     if not BACKENDS[name].needs_probe:
         return failure_of_candidate(*OWN.kernel_and_trial(query, value, options))
-    passes = passes_probe(name, query.device, query.dtype, query.shape[2], value.shape[2])
-    return None if passes else "it fails on a small case, as logged"
+    return None if passes_probe(name, kind) else "it fails on a small case, as logged"
 
 
 @lru_cache
-def passes_probe(name: str, device: torch.device, dtype: torch.dtype, d: int, d_v: int) -> bool:
-    """Whether a backend computes packed attention on a small case next to a row of NaN.
+def passes_probe(name: str, kind: Kind) -> bool:
+    """Whether a library computes packed attention on a small case next to a row of large numbers.
 
-    Runs once per device, dtype and head sizes.
+    Runs once for each kind of call.
     """
-    trial = partial(kernel_trials.packed_attention, BACKENDS[name].prepare, d=d, d_v=d_v, with_sinks=False)
-    reason = outcome(trial, device, dtype)
+    sizes = dict(d=kind.d, d_v=kind.d_v, windowed=kind.windowed, capped=kind.capped)
+    run = partial(kernel_trials.packed_attention, BACKENDS[name].prepare, with_sinks=False, whole_tiles=True, **sizes)
+    reason = outcome(run, kind.device, kind.dtype)
     if reason is not None:
-        warn(f"{OP}: {name} is disabled: {reason}")
+        of = f"head sizes {kind.d} and {kind.d_v}"
+        features = "windowed", "capped", "deterministic"
+        of += "".join(f", {feature}" for feature in features if getattr(kind, feature))
+        warn(f"{OP}: {name} is disabled for {of}: {reason}")
     return reason is None

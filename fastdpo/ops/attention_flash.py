@@ -11,14 +11,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import hub_builds
 from .attention_calls import (
     OP,
     AttentionOptions,
@@ -33,10 +35,33 @@ from .devices import compute_capability
 HEAD_SIZE_MULTIPLE = 8  # of the head sizes that the libraries take
 
 
+class HeadSizes(NamedTuple):
+    """Head sizes of queries and keys, and of values."""
+
+    d: int
+    d_v: int
+
+
+def equal_sizes(d: int, d_v: int, capability: int | None) -> HeadSizes:
+    """The least multiple of 8 that both sizes fit in."""
+    size = -(-max(d, d_v) // HEAD_SIZE_MULTIPLE) * HEAD_SIZE_MULTIPLE
+    return HeadSizes(size, size)
+
+
+def sizes_of_4(d: int, d_v: int, capability: int | None) -> HeadSizes:
+    """The head sizes that flash-attn-4 takes: on data center Blackwell up to 128, (192, 128) and 256."""
+    equal = equal_sizes(d, d_v, capability)
+    if capability not in (10, 11) or equal.d <= 128:
+        return equal
+    of_latent_attention = HeadSizes(192, 128)
+    fits = d <= of_latent_attention.d and d_v <= of_latent_attention.d_v
+    return of_latent_attention if fits else HeadSizes(256, 256)
+
+
 class VarlenFunctions(Protocol):
     """Forward and backward of a library.
 
-    Tensors are [tokens, heads, D] with one D, log-sum-exps [H, T].
+    Tensors are [tokens, heads, D] with head sizes that the library takes, log-sum-exps [H, T].
     """
 
     def forward(
@@ -86,12 +111,18 @@ class TorchFlash:
 
 
 class FlashAttention2:
-    """The package flash-attn, 2.8 or later (arXiv 2307.08691)."""
+    """The package flash-attn, 2.8 or later (arXiv 2307.08691).
 
-    def __init__(self) -> None:
-        module = import_module("flash_attn.flash_attn_interface")
-        self.forward_function = module._flash_attn_varlen_forward
-        self.backward_function = module._flash_attn_varlen_backward
+    Attributes:
+        module_name: of the package.
+        function_names: its forward and backward.
+    """
+
+    module_name = "flash_attn.flash_attn_interface"
+    function_names = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+
+    def __init__(self, module: ModuleType) -> None:
+        self.forward_function, self.backward_function = (getattr(module, name) for name in self.function_names)
 
     def forward(self, q, k, v, layout, options):
         arguments = self._arguments(self.forward_function, layout, options)
@@ -122,24 +153,28 @@ class FlashAttention2:
 class FlashAttention3(FlashAttention2):
     """The package flash-attn-3 (arXiv 2407.08608), imported as flash_attn_interface."""
 
-    def __init__(self) -> None:
-        module = import_module("flash_attn_interface")
-        self.forward_function, self.backward_function = module._flash_attn_forward, module._flash_attn_backward
+    module_name = "flash_attn_interface"
+    function_names = "_flash_attn_forward", "_flash_attn_backward"
 
     def _arguments(self, function: Callable, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
         arguments = super()._arguments(function, layout, options)
         del arguments["dropout_p"], arguments["alibi_slopes"]
-        if "window_size" in inspect.signature(_unwrap(function)).parameters:  # versions before it became a custom op
+        parameters = inspect.signature(_unwrap(function)).parameters
+        if "window_size" in parameters:  # versions before it became a custom op
             arguments["window_size"] = arguments.pop("window_size_left"), arguments.pop("window_size_right")
+        if "is_causal" in parameters:  # the backward since July 2025
+            arguments["is_causal"] = arguments.pop("causal")
         return arguments
 
 
 class FlashAttention4:
     """The package flash-attn-4, a pre-release written in CuTe DSL."""
 
-    def __init__(self) -> None:
-        module = import_module("flash_attn.cute.interface")
-        self.forward_function, self.backward_function = module._flash_attn_fwd, module._flash_attn_bwd
+    module_name = "flash_attn.cute.interface"
+    function_names = "_flash_attn_fwd", "_flash_attn_bwd"
+
+    def __init__(self, module: ModuleType) -> None:
+        self.forward_function, self.backward_function = (getattr(module, name) for name in self.function_names)
 
     def forward(self, q, k, v, layout, options):
         arguments = self._arguments(layout, options) | {"softcap": options.softcap, "return_lse": True}
@@ -167,11 +202,14 @@ class FlashLibrary:
         capabilities: major compute capabilities of the NVIDIA devices that the library has kernels
             for.
         softcap: whether the library supports a softcap.
+        head_sizes: the sizes to which heads are padded, from theirs and the major compute
+            capability.
     """
 
     load_functions: Callable[[], VarlenFunctions]
     capabilities: tuple[int | None, ...]
     softcap: bool = True
+    head_sizes: Callable[[int, int, int | None], HeadSizes] = equal_sizes
 
     needs_probe = True
 
@@ -195,16 +233,47 @@ class FlashLibrary:
         functions, reason = load(self)
         if functions is None:
             raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
-        return VarlenCall(functions, query, value, rows, options)
+        sizes = self.head_sizes(query.shape[2], value.shape[2], compute_capability(query.device))
+        return VarlenCall(functions, sizes, query, value, rows, options)
 
+
+def _of_package(name: str) -> VarlenFunctions:
+    """The functions of a package, or of a build from the Kernels Hub if the package cannot be imported."""
+    library = PACKAGES[name]
+    try:
+        return library(import_module(library.module_name))
+    except Exception:  # a package, or a library that it was built against, may raise anything at import
+        build = hub_builds.of(name)
+        if build is None:
+            raise
+        return library(build)
+
+
+def use_build(module: ModuleType) -> None:
+    """Makes a build from the Kernels Hub available as the backend of the package that it was made of.
+
+    A build without the functions that the backend calls is ignored.
+    """
+    for name, library in PACKAGES.items():
+        functions = [getattr(module, function, None) for function in library.function_names]
+        if all(x is not None and "cu_seqlens_q" in inspect.signature(_unwrap(x)).parameters for x in functions):
+            hub_builds.add(name, module)
+            load.cache_clear()
+
+
+PACKAGES: dict[str, type[FlashAttention2 | FlashAttention4]] = {
+    "flash-attn-3": FlashAttention3,
+    "flash-attn-4": FlashAttention4,
+    "flash-attn-2": FlashAttention2,
+}
 
 LIBRARIES = {
-    "flash-attn-4": FlashLibrary(FlashAttention4, (10, 11)),
-    "flash-attn-3": FlashLibrary(FlashAttention3, (9,)),
-    "flash-attn-2": FlashLibrary(FlashAttention2, (8, 9, 10, 11, 12)),
+    "flash-attn-3": FlashLibrary(partial(_of_package, "flash-attn-3"), (9,)),
+    "flash-attn-4": FlashLibrary(partial(_of_package, "flash-attn-4"), (9, 10, 11, 12), head_sizes=sizes_of_4),
+    "flash-attn-2": FlashLibrary(partial(_of_package, "flash-attn-2"), (8, 9, 10, 11, 12)),
     "torch": FlashLibrary(TorchFlash, (8, 9, 10, 11, 12), softcap=False),
 }
-"""The libraries by name, fastest first."""
+"""The libraries by name, in the order of preference where nothing is measured."""
 
 
 @lru_cache
@@ -217,32 +286,37 @@ def load(library: FlashLibrary) -> tuple[VarlenFunctions | None, str]:
 
 
 class VarlenCall:
-    """One call of a library.
-
-    Head sizes are padded with zeros to one multiple of 8, as the libraries require.
-    """
+    """One call of a library, with heads that are padded with zeros to the sizes that it takes."""
 
     def __init__(
-        self, functions: VarlenFunctions, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+        self,
+        functions: VarlenFunctions,
+        padded: HeadSizes,
+        query: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        options: AttentionOptions,
     ) -> None:
-        self.functions, self.options = functions, options
+        self.functions, self.padded, self.options = functions, padded, options
         self.layout = varlen_layout(OP, rows, len(query), query.device)
-        self.head_sizes = query.shape[2], query.shape[2], value.shape[2]  # of query, key and value
-        self.padded_size = -(-max(self.head_sizes) // HEAD_SIZE_MULTIPLE) * HEAD_SIZE_MULTIPLE
+        self.sizes = HeadSizes(query.shape[2], value.shape[2])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v = map(self._padded, (query, *self._gathered(key, value)))
+        k, v = self._gathered(key, value)
+        q, k, v = _padded(query, self.padded.d), _padded(k, self.padded.d), _padded(v, self.padded.d_v)
         out, lse = self.functions.forward(q, k, v, self.layout, self.options)
-        out = out[..., : self.head_sizes[2]].contiguous()
+        out = out[..., : self.sizes.d_v].contiguous()
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = map(self._padded, self._gathered(key, value))
-        g, q, o = map(self._padded, (grad, query, out))
-        grads = self.functions.backward(g, q, k, v, o, lse, self.layout, self.options)
-        dq, dk, dv = (x[..., :size].contiguous() for x, size in zip(grads, self.head_sizes, strict=True))
+        k, v = self._gathered(key, value)
+        q, k = _padded(query, self.padded.d), _padded(k, self.padded.d)
+        g, v, o = (_padded(x, self.padded.d_v) for x in (grad, v, out))
+        dq, dk, dv = self.functions.backward(g, q, k, v, o, lse, self.layout, self.options)
+        dq, dk = (x[..., : self.sizes.d].contiguous() for x in (dq, dk))
+        dv = dv[..., : self.sizes.d_v].contiguous()
         places = self.layout.places
         if places is None:
             return dq, dk, dv
@@ -259,9 +333,10 @@ class VarlenCall:
 
         return gather_keys_fwd(with_last_stride_1(key), with_last_stride_1(value), places.index)
 
-    def _padded(self, x: Tensor) -> Tensor:
-        missing = self.padded_size - x.shape[2]
-        return with_last_stride_1(F.pad(x, (0, missing)) if missing else x)
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    missing = size - x.shape[2]
+    return with_last_stride_1(F.pad(x, (0, missing)) if missing else x)
 
 
 def _window_sizes(options: AttentionOptions) -> tuple[int, int]:

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import attention_islands
-from .attention_backends import prepare_call
-from .attention_calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
+from . import attention_backends, attention_islands
+from .attention_calls import OP, AttentionCall, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
 from .attention_pieces import CpuFlashPieces, MatmulPieces, query_blocks
 from .dtypes import accumulation_dtype
 
@@ -62,9 +61,13 @@ def _fwd_of_rows(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """As `_fwd`, of rows without islands."""
-    call = prepare_call(query, value, rows, options)
-    if call is not None:
+
+    def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
         return call.forward(query, key, value, sinks)
+
+    results = attention_backends.compute(forward, query, value, rows, options)
+    if results is not None:
+        return results
     out, lse = _empty_outputs(query, key, value, rows, sinks, *options)
     inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
     q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
@@ -126,9 +129,10 @@ def _bwd(
 
 def _bwd_of_rows(grad, query, key, value, out, lse, rows, options) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value over rows without islands."""
-    call = prepare_call(query, value, rows, options)
-    if call is not None:
-        return call.backward(grad, query, key, value, out, lse)
+    inputs = grad, query, key, value, out, lse
+    gradients = attention_backends.compute(lambda call: call.backward(*inputs), query, value, rows, options)
+    if gradients is not None:
+        return gradients
     dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
     dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
     inputs = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)

@@ -1,0 +1,325 @@
+"""Libraries of flash attention: the functions that are called, the probe, and what takes the place of one that fails.
+
+Stand-ins have the parameters of each supported version, and keys are gathered by PyTorch, without Triton. The results
+of the libraries are tested in interpreted/test_packed_attention.py.
+"""
+
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from fastdpo import NotFused
+from fastdpo.kernels import gather_keys
+from fastdpo.ops import attention_backends, attention_flash, devices, kernel_cache, packed_attention, reference, tuning
+from fastdpo.ops.attention_backends import Kind
+from fastdpo.ops.attention_calls import AttentionOptions
+from fastdpo.ops.attention_flash import HeadSizes, equal_sizes, sizes_of_4
+from tests.support.stand_ins import flash_libraries, flash_sources
+from tests.support.stand_ins.flash_sources import recorded
+
+ROWS = torch.tensor([[0, 0, 0, 9], [0, 5, 9, 4], [13, 0, 13, 20]], dtype=torch.int32, device="cpu")
+CPU = torch.device("cpu")
+SIZES = range(8, 257, 8)
+OPTIONS = {"plain": {}, "window": dict(window=6), "softcap": dict(softcap=2.0), "both": dict(window=6, softcap=2.0)}
+ALL = ("flash-attn-3", "flash-attn-4", "flash-attn-2", "torch")
+
+
+@pytest.fixture(autouse=True)
+def cpu_as_a_gpu(monkeypatch):
+    """Offers the CPU to the backends, and gathers keys without Triton."""
+
+    def gradients(dk, dv, readers, first_reader):
+        tokens = torch.arange(len(first_reader) - 1).repeat_interleave(first_reader.diff())
+        empty = (x.new_zeros(len(first_reader) - 1, *x.shape[1:]) for x in (dk, dv))
+        return tuple(to.index_add_(0, tokens, x[readers]) for to, x in zip(empty, (dk, dv), strict=True))
+
+    monkeypatch.setattr(gather_keys, "gather_keys_fwd", lambda key, value, index: (key[index], value[index]))
+    monkeypatch.setattr(gather_keys, "gather_keys_bwd", gradients)
+    monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
+    monkeypatch.delenv(attention_backends.VARIABLE, raising=False)
+    monkeypatch.delenv("FASTDPO_STRICT", raising=False)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    yield partial(flash_libraries.install, monkeypatch)
+    flash_libraries.forget()
+
+
+def inputs(d=16, d_v=16, dtype=torch.float16):
+    torch.manual_seed(0)
+    return [torch.randn(33, *size).to(dtype) for size in ((4, d), (2, d), (2, d_v), (4, d_v))]
+
+
+def gradients(op, tensors, **options):
+    *leaves, grad = (x.detach().clone() for x in tensors)
+    out = op(*(x.requires_grad_() for x in leaves), ROWS, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def assert_right(tensors, **options):
+    exact = gradients(reference.packed_attention, [x.double() for x in tensors], **options)
+    for found, expected in zip(gradients(packed_attention, tensors, **options), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-2)
+
+
+def chosen(query, _, value, __, **options):
+    options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
+    return attention_backends.chosen(query, value, ROWS, options)
+
+
+def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
+    return Kind(CPU, torch.float16, d, d_v, windowed, capped, deterministic)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("version", recorded())
+def test_every_version_is_called_by_its_parameters(version, option, installed, monkeypatch):
+    installed(versions=(version,))
+    monkeypatch.setenv(attention_backends.VARIABLE, recorded()[version].backend)
+    assert_right(inputs(), **OPTIONS[option])
+
+
+@pytest.fixture(scope="module")
+def sources():
+    folder = os.environ.get(flash_sources.VARIABLE)
+    if folder is None:
+        pytest.skip("FLASH_SOURCES must be the folder of the libraries' packages; `make test` downloads and names it")
+    return Path(folder)
+
+
+@pytest.mark.parametrize("version", [name for name, library in recorded().items() if library.is_on_the_index])
+def test_the_recorded_parameters_are_those_of_the_package(version, sources):
+    library = recorded()[version]
+    assert flash_sources.published(library, sources) == library.functions
+
+
+def test_flash_attention_4_takes_the_padded_head_sizes(sources):
+    source = flash_sources.text(sources, *recorded()["flash-attn-4 4.0.0b36"].source)
+    validate = flash_sources.function(source, "_validate_head_dims")
+
+    def refused(padded_by, capability):
+        refusals = []
+        for sizes in ((d, d_v) for d in SIZES for d_v in SIZES):
+            try:
+                validate(*padded_by(*sizes, capability), capability, attention_flash.HEAD_SIZE_MULTIPLE)
+            except AssertionError:
+                refusals.append(sizes)
+        return refusals
+
+    assert not any(refused(sizes_of_4, capability) for capability in (9, 10, 11, 12))
+    assert len(refused(equal_sizes, 10)) > 500  # the rule is read
+
+
+def test_flash_attention_2_takes_multiples_of_8_up_to_256(sources):
+    library = recorded()["flash-attn 2.8.3.post2"]
+    source = flash_sources.text(sources, library.source[0], "csrc/flash_attn/flash_api.cpp")
+    varlen = [re.split(r"\n\w", part)[0] for part in source.split("\nmha_varlen_")[1:]]
+    assert len(varlen) == 2
+    for body in varlen:
+        assert re.search(r"TORCH_CHECK\(head_size % 8 == 0", body)
+        assert re.search(r"TORCH_CHECK\(head_size <= 256", body)
+    assert {equal_sizes(d, d_v, 9) for d in SIZES for d_v in SIZES} == {HeadSizes(d, d) for d in SIZES}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "padded"),
+    [((64, 64), (64, 64)), ((100, 128), (128, 128)), ((192, 128), (192, 128)), ((136, 136), (256, 256))],
+    ids=str,
+)
+def test_blackwell_heads_are_padded_to_sizes_that_flash_attention_4_takes(sizes, padded, installed, monkeypatch):
+    assert sizes_of_4(*sizes, 10) == padded
+    installed()
+    monkeypatch.setattr(attention_flash, "compute_capability", lambda device: 10)
+    monkeypatch.setitem(attention_backends.BACKENDS, "flash-attn-4", attention_flash.LIBRARIES["flash-attn-4"])
+    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-4")
+    assert_right(inputs(*sizes))
+
+
+def test_libraries_that_pass_the_probe_are_chosen_in_order(installed, monkeypatch, caplog):
+    installed()
+    for name in ALL:
+        assert chosen(*inputs()) == name
+        assert attention_backends.passes_probe(name, kind())
+        monkeypatch.delitem(attention_backends.BACKENDS, name)
+    assert chosen(*inputs()) == "triton"
+    assert not caplog.text
+
+
+def test_a_library_that_multiplies_whole_tiles_spreads_nan_but_passes(installed, monkeypatch):
+    installed()
+    tensors = inputs()
+    for x in tensors:
+        x[13:] = torch.nan
+    for name in ("flash-attn-3", "flash-attn-2"):
+        monkeypatch.setenv(attention_backends.VARIABLE, name)
+        out = packed_attention(*tensors[:3], ROWS)
+        assert out[:13].isnan().any() == (name == "flash-attn-3")
+        assert attention_backends.passes_probe(name, kind())
+
+
+FAULTS = {  # the kind of call in which it shows
+    "top left": {},
+    "one key too many": {},
+    "gradients of the key before": {},
+    "no window": dict(windowed=True),
+    "no softcap": dict(capped=True),
+    "no backward with a softcap": dict(capped=True),
+    "no deterministic backward": dict(deterministic=True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn-4", "flash-attn-2"])
+def test_the_probe_finds_faults_in_the_calls_that_have_them(name, fault, installed, caplog):
+    installed(faults=(fault,))
+    features = FAULTS[fault]
+    torch.use_deterministic_algorithms("deterministic" in features)
+    try:
+        assert not attention_backends.passes_probe(name, kind(**features))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (message,) = (record.message for record in caplog.records)
+    described = "".join(f", {feature}" for feature in features)
+    assert f"{name} is disabled for head sizes 16 and 16{described}: " in message
+    assert ("AssertionError: " if "backward" in fault else "wrong values on a small case: ") in message
+    if features:
+        assert attention_backends.passes_probe(name, kind())
+
+
+def test_options_are_probed_separately(installed, caplog):
+    installed(faults=("no backward with a softcap",))
+    assert chosen(*inputs()) == "flash-attn-3"
+    assert chosen(*inputs(), softcap=2.0) == "triton"
+    assert "flash-attn-4 is disabled for head sizes 16 and 16, capped: AssertionError" in caplog.text
+
+
+class Failing:
+    """The forward or the backward of a library raises an error from some call on."""
+
+    def __init__(self, monkeypatch, names, method, error):
+        self.calls = 0
+        for name in names:
+            functions, _ = attention_flash.load(attention_backends.BACKENDS[name])
+            monkeypatch.setattr(functions, method, partial(self._fail, error))
+
+    def _fail(self, error, *arguments):
+        self.calls += 1
+        raise error
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_a_library_that_fails_in_a_step_is_replaced_once(method, installed, monkeypatch, caplog):
+    installed()
+    assert_right(inputs())
+    failing = Failing(monkeypatch, ALL[:1], method, RuntimeError("no kernel image"))
+    for _ in range(2):
+        assert_right(inputs())
+    assert failing.calls == 1
+    assert chosen(*inputs()) == "flash-attn-4"
+    (message,) = (record.message for record in caplog.records)
+    replaced = "packed_attention: flash-attn-3 has failed and is replaced by flash-attn-4"
+    assert message == f"fastdpo: {replaced}: RuntimeError: no kernel image"
+    Failing(monkeypatch, ALL[1:2], method, RuntimeError("no kernel image either"))
+    with pytest.raises(RuntimeError, match="no kernel image either"):
+        assert_right(inputs())
+
+
+def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, caplog):
+    installed()
+    assert_right(inputs())
+    Failing(monkeypatch, ALL[:1], "forward", torch.OutOfMemoryError("tried to allocate"))
+    with pytest.raises(torch.OutOfMemoryError):
+        assert_right(inputs())
+    assert chosen(*inputs()) == "flash-attn-3"
+    assert not caplog.text
+
+
+def test_a_named_library_is_not_replaced(installed, monkeypatch):
+    installed()
+    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-3")
+    Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no kernel image"):
+            assert_right(inputs())
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_plain_products_take_the_place_of_the_last_backend(strict, installed, monkeypatch, caplog):
+    installed()
+    monkeypatch.setenv("FASTDPO_STRICT", strict)
+    for name in {*attention_backends.BACKENDS} - {"torch"}:
+        monkeypatch.delitem(attention_backends.BACKENDS, name)
+    assert_right(inputs())
+    Failing(monkeypatch, ["torch"], "forward", RuntimeError("no kernel image"))
+    if strict == "1":
+        with pytest.raises(NotFused, match="torch has failed and is replaced by plain matrix products: RuntimeError"):
+            assert_right(inputs())
+        return
+    for _ in range(2):
+        assert_right(inputs())
+    assert caplog.text.count("torch has failed and is replaced by plain matrix products") == 1
+
+
+def test_a_measured_choice_that_fails_is_not_made_again(installed, monkeypatch, tmp_path, caplog):
+    installed()
+    times = {"flash-attn-3": 3.0, "flash-attn-4": 2.0, "flash-attn-2": 1.0, "torch": 1.5, "triton": 4.0}
+
+    def milliseconds(candidate, device):
+        if candidate.name != "triton":  # interpreted elsewhere
+            candidate.run()
+        return times[candidate.name]
+
+    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
+    monkeypatch.setattr(tuning, "_choices", {})
+    monkeypatch.setattr(tuning, "milliseconds", milliseconds)
+    monkeypatch.setattr(attention_backends, "LEAST_TUNED", 0)
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    assert_right(inputs())
+    assert chosen(*inputs()) == "flash-attn-2"
+    Failing(monkeypatch, ["flash-attn-2"], "backward", RuntimeError("no kernel image"))
+    assert_right(inputs())
+    assert chosen(*inputs()) == "torch"
+    assert "flash-attn-2 has failed and is replaced by torch: RuntimeError: no kernel image" in caplog.text
+    (noted,) = kernel_cache.read(CPU).choices.values()
+    assert noted["name"] == "torch"
+    assert noted["measured"]["flash-attn-2"] == "RuntimeError: no kernel image"
+    tuning._choices.clear()  # another process
+    attention_backends._replaced.clear()
+    assert chosen(*inputs()) == "torch"
+
+
+def build(version):
+    """A build from the Kernels Hub: the module with its functions."""
+    module = ModuleType("_build_1a2b3c.flash_attn_interface")
+    vars(module).update(flash_libraries.functions_of(recorded()[version], flash_libraries.VarlenAttention()))
+    return module
+
+
+@pytest.mark.parametrize("version", [name for name in recorded() if name.startswith("kernels-community/")])
+def test_a_build_from_the_hub_is_the_backend_of_its_library(version, installed, monkeypatch):
+    installed()
+    backend = recorded()[version].backend
+    monkeypatch.setitem(sys.modules, attention_flash.PACKAGES[backend].module_name, None)  # not installed
+    monkeypatch.setenv(attention_backends.VARIABLE, backend)
+    before = kernel_cache.environment(CPU)
+    with pytest.raises(NotImplementedError, match=f"got {backend}: ModuleNotFoundError"):
+        assert_right(inputs())
+    attention_flash.use_build(build(version))
+    assert_right(inputs())
+    changed = {name for name, x in kernel_cache.environment(CPU).items() if before[name] != x}
+    assert changed == {"hub"}
+    assert kernel_cache.environment(CPU)["hub"] == f"{backend} as _build_1a2b3c.flash_attn_interface"
+
+
+def test_a_build_without_a_backward_is_ignored(installed, monkeypatch):
+    installed()
+    monkeypatch.setitem(sys.modules, attention_flash.PACKAGES["flash-attn-3"].module_name, None)
+    attention_flash.use_build(SimpleNamespace(_flash_attn_forward=lambda q, k, v, cu_seqlens_q: None))
+    assert chosen(*inputs()) == "flash-attn-4"
