@@ -83,13 +83,8 @@ class _MicroBatchDataset(Dataset):
 
     def __getitem__(self, micro_batch: MicroBatch) -> tuple[list[Any], float]:
         pairs, share = micro_batch
-        return rows_of(self._dataset, pairs), share
-
-
-def rows_of(dataset: Any, pairs: list[int]) -> list[Any]:
-    """Reads rows of a dataset, as `DataLoader` does."""
-    read = getattr(dataset, "__getitems__", None) or (lambda pairs: [dataset[i] for i in pairs])
-    return read(pairs)
+        read = getattr(self._dataset, "__getitems__", None)  # as `DataLoader` does
+        return [self._dataset[i] for i in pairs] if read is None else read(pairs), share
 
 
 def _collated(collate: Callable[[list[Any]], Any], micro_batches: list[tuple[list[Any], float]]) -> MicroBatches:
@@ -121,12 +116,6 @@ class StepSampler:
     ):
         self.stock, self.planner, self._accumulation, self._rank = stock, planner, accumulation, rank
         self._on_first_epoch: Callable[[Steps], None] | None = on_first_epoch
-
-    def over(self, stock: Any) -> StepSampler:
-        """A copy that cuts the steps of another batch sampler, and reports nothing."""
-        other = copy.copy(self)
-        other.stock, other._on_first_epoch = stock, None
-        return other
 
     @property
     def _of_all_ranks(self) -> Any:

@@ -29,6 +29,7 @@ from inspect import unwrap
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from . import evidence
 from .ledger import Gathered, Ledger, Number
 from .replacements import Replacements
 
@@ -42,10 +43,11 @@ def codes_of(function: Callable, package: str = "trl") -> frozenset[CodeType]:
     """The code objects of a package's function and of functions nested in it, which identify its
     frames.
 
-    Empty if the function was replaced by one from elsewhere. Nothing is deferred then.
+    Empty if the function was replaced by one from elsewhere, or has changed in a version newer than the
+    tested ones. Nothing is deferred then.
     """
     function = unwrap(function)
-    if not f"{function.__globals__['__name__']}.".startswith(f"{package}."):
+    if not f"{function.__globals__['__name__']}.".startswith(f"{package}.") or not evidence.is_tested(function):
         return frozenset()
 
     def nested(code: CodeType) -> Iterator[CodeType]:

@@ -51,7 +51,7 @@ def _reduce(sums: Tensor) -> None:
         dist.all_reduce(sums)
 
 
-def _read_into(field: str, steps: list[tuple[list[_Total], Tensor]], reduce: Callable[[Tensor], None]) -> None:
+def read_into(field: str, steps: list[tuple[list[_Total], Tensor]], reduce: Callable[[Tensor], None]) -> None:
     """Reads the sums of steps, after `reduce`, into a field of their
     totals. At most one synchronisation.
     """
@@ -281,7 +281,7 @@ class Ledger:
         and at most one synchronisation.
         """
         self._close_step()
-        _read_into("own", [step for step in self._steps if step[0][0].own is None], lambda sums: None)
+        read_into("own", [step for step in self._steps if step[0][0].own is None], lambda sums: None)
         for entry in self._entries:
             if entry.due:
                 entry.put(entry.number.value(_value_of))
@@ -309,7 +309,7 @@ class Ledger:
         Every rank must call this. Does nothing if no sum is pending.
         """
         self._close_step()
-        _read_into("reduced", self._steps, _reduce)
+        read_into("reduced", self._steps, _reduce)
         for entry in self._entries:
             entry.put(entry.number.value(_value_of))
         for name, number in self.running.items():  # drops its history

@@ -24,9 +24,12 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
     base = base_of(model)
     if not forward.is_fused(base) or (base.training and support.has_dropout(base)):
         return False
-    if not support.rope_depends_on_length(base.config):
+    if support.rope_limit(base) is None:
         return True
-    return a.shape[1] == b.shape[1] and not support.is_sharded(base)  # ranks that run it together must agree
+    if support.is_sharded(base):  # ranks that run it together must agree, and see other widths
+        return False
+    widths = a.shape[1], b.shape[1]
+    return widths[0] == widths[1] or support.rope_reason(base, max(widths)) is None
 
 
 def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,101 +4,30 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.metadata
 import inspect
-import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, ParamSpec, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, ParamSpec, Unpack, cast
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
-from .. import checks
 from ..logs import logger, warn
 from ..models import fallback, forward
-from ..models.layouts import SharePrompts
 from ..reasons import Reason
-from . import savings
+from . import evidence
 from .arguments import checked_options
-from .protocol import STATE, PatchOptions, TrainerLine
+from .lines import CHANGING_OTHERS, DISTRIBUTIONS, LINES, Target, installed_version, targeted_trainers
+from .protocol import STATE, GivenOptions, PatchOptions, TrainerLine
 from .replacements import existing_instances
 from .versions import unsupported_version_reason
 
 _P = ParamSpec("_P")
 
-
-class Line(NamedTuple):
-    """One trainer in a range of versions.
-
-    Attributes:
-        trainer: name of the trainer, which begins with the name of the package that is imported.
-        versions: versions of its distribution that are supported.
-        module: the module of `fastdpo.integrations` that patches the trainer, a `TrainerLine`.
-        trainer_modules: modules that may define the trainer's class.
-        by_default: whether `patch()` without targets patches the trainer.
-    """
-
-    trainer: str
-    versions: str
-    module: str
-    trainer_modules: tuple[str, ...]
-    by_default: bool = True
-
-    @property
-    def package(self) -> str:
-        return self.trainer.partition(".")[0]
-
-
-DPO_MODULES = ("trl.trainer.dpo_trainer",)
-ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
-
-LINES = (
-    Line("trl.DPOTrainer", ">=1.15,<1.17", "trl.dpo", DPO_MODULES),
-    Line("trl.DPOTrainer", ">=0.29,<1.15", "trl.dpo_logits", DPO_MODULES),
-    Line("trl.DPOTrainer", ">=0.24,<0.29", "trl.dpo_legacy", DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=1.15,<1.17", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("trl.KTOTrainer", ">=1.15,<1.17", "trl.kto", ("trl.trainer.kto_trainer",)),
-    Line("trl.SFTTrainer", ">=1.15,<1.17", "trl.sft", ("trl.trainer.sft_trainer",), by_default=False),
-    Line("trl.GRPOTrainer", ">=1.15,<1.17", "trl.grpo", ("trl.trainer.grpo_trainer",), by_default=False),
-    Line("trl.RLOOTrainer", ">=1.15,<1.17", "trl.rloo", ("trl.trainer.rloo_trainer",), by_default=False),
-    Line("trl.CPOTrainer", ">=1.15,<1.17", "trl.cpo", ("trl.experimental.cpo.cpo_trainer",), by_default=False),
-    Line("trl.ORPOTrainer", ">=1.15,<1.17", "trl.orpo", ("trl.experimental.orpo.orpo_trainer",), by_default=False),
-    Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
-    Line("swift.DPOTrainer", ">=4.6,<4.7", "swift.dpo", ("swift.rlhf_trainers.dpo_trainer",)),
-    Line("swift.CPOTrainer", ">=4.6,<4.7", "swift.cpo", ("swift.rlhf_trainers.cpo_trainer",)),
-    Line("swift.ORPOTrainer", ">=4.6,<4.7", "swift.orpo", ("swift.rlhf_trainers.orpo_trainer",)),
-    Line("swift.KTOTrainer", ">=4.6,<4.7", "swift.kto", ("swift.rlhf_trainers.kto_trainer",)),
-    Line("llamafactory.DPOTrainer", "==0.9.5", "llamafactory.dpo", ("llamafactory.train.dpo.trainer",)),
-    Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto", ("llamafactory.train.kto.trainer",)),
-)
-"""Those of one trainer from the newest versions to the oldest."""
-
-DISTRIBUTIONS = {"swift": "ms-swift"}
-"""The distributions of packages, where the names differ."""
-
-CHANGING_OTHERS = ("swift",)
-"""Packages whose import changes other packages: ms-swift deletes `__init__` of TRL's trainers. Their
-trainers are patched once the program has imported them, or by name.
-"""
-
-Target = str | type
-"""A trainer by its name or its class, or a package by its name."""
-
-TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
-PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
-
 APPLIES = {
     "reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"),
     "max_tokens": ("trl.DPOTrainer",),
     "group_prompts": ("trl.DPOTrainer",),
-    "longest_first": ("trl.DPOTrainer",),
-    "log_savings": tuple(trainer for trainer in TRAINERS if trainer != "openrlhf.DPOTrainer"),
 }
 """The trainers to which options apply that only some trainers have."""
 
@@ -118,12 +47,17 @@ class Seam:
         version: version of the package that is installed, or None.
         reason: why the trainer is not patched; None if it is.
         stock_trainers: class names of trainers created before `patch()`, which stay unpatched.
+        tested: the specifier of the tested versions, if the one that is installed is newer.
+        changed: the functions that differ from those of the tested versions. The first fused calls are
+            then compared with stock ones.
     """
 
     name: str
     version: str | None
     reason: Reason | None
     stock_trainers: tuple[str, ...] = ()
+    tested: str | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def on(self) -> bool:
@@ -131,6 +65,13 @@ class Seam:
 
     def __str__(self) -> str:
         state = "on" if self.reason is None else f"off, {self.reason.named}"
+        if self.on and self.tested is not None:
+            change = (
+                f"where {', '.join(self.changed)} differs: its first calls are compared with stock ones"
+                if self.changed
+                else "whose code is the same"
+            )
+            state += f", provisionally: newer than the tested versions, {self.tested}, {change}"
         text = f"{self.name}{f' ({self.version})' if self.version else ''}: {state}"
         if self.stock_trainers:
             text += f"; created before patch() and not patched: {', '.join(self.stock_trainers)}"
@@ -166,12 +107,25 @@ class _Examined(NamedTuple):
 
 
 class _Patched(NamedTuple):
-    """A trainer that is patched."""
+    """A trainer that is patched.
+
+    Attributes:
+        examined: the trainer.
+        line: the module that has patched it.
+        options: those that it is patched with.
+        by_run: whether only `fastdpo run` has patched it, so that the program may give further options.
+        sources: by option, who has given it.
+    """
 
     examined: _Examined
-    options: PatchOptions
     line: TrainerLine
+    options: PatchOptions
+    by_run: bool
+    sources: Mapping[str, str]
 
+
+RUN, CALL = "`fastdpo run`", "an earlier call of patch()"
+"""Who patches a trainer, in messages."""
 
 _patched: dict[str, _Patched] = {}
 
@@ -182,22 +136,15 @@ _said_of: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The trainers, by their ids, that were warned about because they were created before `patch()`."""
 
 
-def patch(
-    *targets: Target | Sequence[Target],
-    share_prompts: SharePrompts = True,
-    memory_budget: int | None = None,
-    reference_memory: bool | str | os.PathLike[str] = False,
-    verify: bool = False,
-    max_tokens: int | None = None,
-    group_prompts: bool = False,
-    log_savings: bool = False,
-    longest_first: bool = False,
-) -> PatchReport:
+def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) -> PatchReport:
     """Patches trainers. Those created afterwards train packed, with shared prompts and a fused
     head.
 
-    Numbers stay the same up to rounding. Calling `patch` again with the same options changes
-    nothing. A trainer that cannot be patched is left exactly as it was, and the report says why.
+    Numbers stay the same up to rounding. Calling `patch` again with the same options, or without any,
+    changes nothing. A trainer that cannot be patched is left exactly as it was, and the report says
+    why.
+
+    Under `fastdpo run`, options that a call gives are added to those of the command.
 
     The logger "fastdpo" logs the report as one line. Its level is WARNING if a trainer of the
     report is off, or was created before and stays unpatched, until each of them was logged once;
@@ -218,8 +165,9 @@ def patch(
             first computed, so that later epochs, and evaluations after the first, do not run the
             reference. With the path or URL of a directory, later processes remember them, too.
             Applies to the DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is
-            patched. Disabled, with a logged reason, where the reference is trained or random, and
-            where ranks run it together without agreement.
+            patched. Disabled, with a logged reason, where the reference is trained or random, where
+            ranks run it together without agreement, and where rotary embeddings depend on the width
+            of a batch.
         verify: compare the first fused calls of each model of a trainer with stock ones, and raise
             `VerificationError` if they differ by more than rounding explains, before any weight is
             changed. Costs two more forward and backward passes, once. The training ends in the same
@@ -232,61 +180,94 @@ def patch(
         group_prompts: put the pairs of one prompt into one batch, whose rows then share it. Each epoch
             has the pairs that it has without, in another order, so its steps are not those of the
             unpatched trainer. Applies to TRL's DPOTrainer; a warning says so if it is not patched.
-        log_savings: add `fastdpo/tokens_saved` to each training log: the part of the tokens in the
-            padded batches since the last log that was not computed, over all ranks. Applies to
-            subclasses of transformers' Trainer.
-        longest_first: after the first optimizer step, run the largest batch of the training forward
-            and backward, and discard what it computes, so that a training that runs out of memory
-            does so in its first minute. The error then names the batch and what to change. The
-            training ends in the same weights as without. Applies to TRL's DPOTrainer, with a
-            warning and errors as for `max_tokens`.
 
     Returns:
         The report.
 
     Raises:
         TypeError, ValueError: a target is unknown, or an option is malformed.
-        PatchError: a named target cannot be patched, or is already patched with other options. With
-            `FASTDPO_STRICT=1`, also if any trainer of the report is off or was created before.
-            Nothing is changed then.
+        PatchError: a named target cannot be patched, or is already patched with other options, by an
+            earlier call or by `fastdpo run`. With `FASTDPO_STRICT=1`, also if any trainer of the report
+            is off or was created before. Nothing is changed then.
     """
-    options = checked_options(
-        "patch",
-        share_prompts=share_prompts,
-        memory_budget=memory_budget,
-        reference_memory=reference_memory,
-        verify=verify,
-        max_tokens=max_tokens,
-        group_prompts=group_prompts,
-        log_savings=log_savings,
-        longest_first=longest_first,
-    )
-    names = targeted_trainers("patch", targets)
-    examined: dict[str, _Examined] = {}
-    for name in sorted(names, key=_trl_last):
-        before = _patched.get(name)
-        if before is not None and before.options != options:
-            raise PatchError(f"patch: {name} is patched with {before.options}; call fastdpo.unpatch() first")
-        examined[name] = _examine(name, bool(targets)) if before is None else before.examined
-    report = PatchReport(tuple(examined[name].current_seam() for name in names))
-    if targets and not all(seam.on for seam in report.seams):
+    names, given = targeted_trainers("patch", targets), checked_options("patch", {**options})
+    return _patch(_examine_all(names, bool(targets)), given, is_targeted=bool(targets))
+
+
+def patch_for_run(trainer: str, options: dict[str, Any]) -> PatchReport:
+    """As `patch`, for `fastdpo run` and its options, right after the program has imported the trainer."""
+    return _patch(_examine_all([trainer], True), checked_options("run", options), is_targeted=True, source=RUN)
+
+
+def _patch(
+    examined: dict[str, _Examined], given: dict[str, Any], *, is_targeted: bool, source: str = CALL
+) -> PatchReport:
+    options = {name: _options_of(name, given) for name in examined}
+    examined = {name: _with_options(x, options[name]) for name, x in examined.items()}
+    report = PatchReport(tuple(x.current_seam() for x in examined.values()))
+    if is_targeted and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
     if fallback.strict() and not all(seam.on and not seam.stock_trainers for seam in report.seams):
         raise PatchError(f"patch: {report} (FASTDPO_STRICT=1)")
 
-    for name in names:
-        line = examined[name].line
-        if line is not None and name not in _patched:
-            line.enable(options)
-            if options.log_savings and name in APPLIES["log_savings"]:
-                savings.enable(name, line.trainer_class())
-            _patched[name] = _Patched(examined[name], options, line)
+    for name, found in examined.items():
+        before = _patched.get(name)
+        if found.line is not None and (before is None or before.options != options[name]):
+            sources = {**(before.sources if before else {}), **dict.fromkeys(given, source)}
+            _undo({name})
+            _enable(_Patched(found, found.line, options[name], source == RUN, sources))
     _log(report, examined.values())
     on = [seam.name for seam in report.seams if seam.on]
     for option, trainers in APPLIES.items():
-        if getattr(options, option):
+        if given.get(option):
             _log_unaffected(option, on, [name for name in on if name not in trainers])
     return report
+
+
+def _options_of(name: str, given: dict[str, Any]) -> PatchOptions:
+    """The options of a trainer that is about to be patched: those that it has, changed by those that are given.
+
+    Raises:
+        PatchError: it is already patched, and the given options would change what was decided.
+    """
+    before = _patched.get(name)
+    if before is None:
+        return PatchOptions(**given)
+    changed = [option for option, value in given.items() if value != getattr(before.options, option)]
+    decided = [option for option in changed if option in before.sources or not before.by_run]
+    if decided:
+        had, got = (", ".join(text) for text in zip(*(_difference(before, x, given[x]) for x in decided), strict=True))
+        raise PatchError(
+            f"patch: options must be those that {name} is patched with, {had}; got {got}. "
+            "Give an option once, or call fastdpo.unpatch() first"
+        )
+    if changed and (trainers := _patched_trainers(before.line.trainer_class())):
+        raise PatchError(
+            f"patch: {', '.join(changed)} must be given before a trainer is created under {RUN}; "
+            f"got {', '.join(trainers)}"
+        )
+    return replace(before.options, **given)
+
+
+def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
+    """What was examined, or that it is off if an option relies on functions that have changed."""
+    relying = [name for name in APPLIES if getattr(options, name)]
+    if not examined.seam.changed or not relying:
+        return examined
+    functions = f"{', '.join(examined.seam.changed)}, on which {' and '.join(relying)} relies"
+    return examined._replace(seam=replace(examined.seam, reason=Reason("changed-code", functions=functions)), line=None)
+
+
+def _difference(before: _Patched, option: str, value: object) -> tuple[str, str]:
+    """An option as the trainer has it and who gave it, and as it is given now."""
+    source = before.sources.get(option, CALL)
+    return f"{option}={getattr(before.options, option)!r} by {source}", f"{option}={value!r}"
+
+
+def _enable(patched: _Patched) -> None:
+    seam, options = patched.examined.seam, patched.options
+    patched.line.enable(replace(options, verify=options.verify or "trial") if seam.changed else options)
+    _patched[seam.name] = patched
 
 
 def _log_unaffected(option: str, on: list[str], unaffected: list[str]) -> None:
@@ -316,9 +297,13 @@ def examine(*targets: Target | Sequence[Target]) -> PatchReport:
     Raises:
         TypeError, ValueError: a target is unknown.
     """
-    names = targeted_trainers("examine", targets)
-    examined = {name: _examine(name, bool(targets)) for name in sorted(names, key=_trl_last)}
-    return PatchReport(tuple(examined[name].current_seam() for name in names))
+    examined = _examine_all(targeted_trainers("examine", targets), bool(targets))
+    return PatchReport(tuple(x.current_seam() for x in examined.values()))
+
+
+def options_of(trainer: str) -> PatchOptions | None:
+    """The options that a trainer is patched with, or None if it is not."""
+    return _patched[trainer].options if trainer in _patched else None
 
 
 def unpatch() -> None:
@@ -328,58 +313,41 @@ def unpatch() -> None:
     _said_of.clear()
 
 
-def _during_a_block(patch: Callable[_P, PatchReport]) -> Callable[_P, AbstractContextManager[PatchReport]]:
-    @contextmanager
-    def patched(*targets: _P.args, **options: _P.kwargs) -> Iterator[PatchReport]:
-        """Patches trainers during a `with` block. Takes the arguments of
-        `patch`, and keeps earlier patches.
-        """
-        before = set(_patched)
-        report = patch(*targets, **options)
-        try:
-            yield report
-        finally:
-            _undo(set(_patched) - before)
-
-    signature = inspect.signature(patch).replace(return_annotation=AbstractContextManager[PatchReport])
-    vars(patched)["__signature__"] = signature  # for help()
-    return patched
+@contextmanager
+def patched(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) -> Iterator[PatchReport]:
+    """Patches trainers during a `with` block. Takes the arguments of `patch`, and keeps earlier patches."""
+    names, given = targeted_trainers("patch", targets), checked_options("patch", {**options})
+    examined = _examine_all(names, bool(targets))
+    before = dict(_patched)  # with what `fastdpo run` has patched at its import
+    report = _patch(examined, given, is_targeted=bool(targets))
+    try:
+        yield report
+    finally:
+        changed = {name for name, x in _patched.items() if x is not before.get(name)}
+        _undo(changed)
+        for name in changed & before.keys():
+            _enable(before[name])
 
 
-patched = _during_a_block(patch)
+def _name_options(function: Any) -> None:
+    """Gives a function of `GivenOptions` a signature with their names, for help()."""
+    signature = inspect.signature(function)
+    *others, _ = signature.parameters.values()
+    named = [
+        inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=x.type)
+        for x in fields(PatchOptions)
+    ]
+    function.__signature__ = signature.replace(parameters=[*others, *named])
+
+
+_name_options(patch)
+_name_options(patched)
 
 
 def _undo(names: set[str]) -> None:
-    for name in names:
-        savings.disable(name)
+    for name in names & _patched.keys():
         _patched.pop(name).line.disable()
         forward.uninstall_all(name)
-
-
-def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
-    """The names of the trainers that are targeted, by their names or classes, or by their packages.
-
-    A package stands for its trainers that have a line for the installed version. If there are none,
-    it stands for all of its trainers, and each has a reason why it cannot be patched.
-
-    Args:
-        op: the public function, for its error message.
-        targets: names of trainers or packages, trainer classes, or lists of these. None of them:
-            the trainers that are patched by default, of the packages that are installed, or of all
-            if none is.
-
-    Raises:
-        TypeError: a target is neither a name nor a class.
-        ValueError: a target is unknown, or a list is empty.
-    """
-    names = [_target_name(op, target) for target in _flat(op, targets)]
-    if names:
-        lines = [line for package in PACKAGES if package in names for line in _lines_of(package)]
-    else:
-        installed = [package for package in PACKAGES if _version(package) is not None]
-        lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
-    chosen = {*names, *(line.trainer for line in lines)}
-    return [trainer for trainer in TRAINERS if trainer in chosen]
 
 
 def _trl_last(name: str) -> bool:
@@ -389,78 +357,58 @@ def _trl_last(name: str) -> bool:
     return name.startswith("trl.")
 
 
-def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:
-    for target in targets:
-        if not isinstance(target, list | tuple | set | frozenset):
-            yield target
-        elif target:
-            yield from target
-        else:
-            raise ValueError(f"{op}: targets must not be empty; got {target}")
-
-
-def _target_name(op: str, target: object) -> str:
-    """The name of a trainer or of a package."""
-    rule = f"{op}: targets must be among {', '.join(TRAINERS)} or their packages, by name, or be trainer classes"
-    if isinstance(target, str):
-        if target in TRAINERS or target in PACKAGES:
-            return target
-        raise ValueError(f"{rule}; got {checks.shown(target)}")
-    if not isinstance(target, type):
-        raise TypeError(f"{rule}; got {checks.shown(target)}")
-    for line in LINES:
-        if target.__module__ in line.trainer_modules and target.__name__.endswith(line.trainer.rpartition(".")[2]):
-            return line.trainer
-    raise ValueError(f"{rule}; got {target.__module__}.{target.__qualname__}")
-
-
-def _lines_of(package: str) -> list[Line]:
-    """The lines of a package that support the installed version, or all lines if none does."""
-    lines = [line for line in LINES if line.package == package]
-    version = _version(package)
-    return [line for line in lines if version is not None and _supports(line, version)] or lines
-
-
-def _supports(line: Line, version: str) -> bool:
-    return SpecifierSet(line.versions).contains(Version(version), prereleases=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
+    """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
+    examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
+    return {name: examined[name] for name in names}
 
 
 def _examine(name: str, is_targeted: bool) -> _Examined:
+    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched."""
+
     def off(version: str | None, reason: Reason) -> _Examined:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
 
+    if name in _patched:
+        return _patched[name].examined
     lines = [line for line in LINES if line.trainer == name]
     package = lines[0].package
     distribution = DISTRIBUTIONS.get(package, package)
-    version = _version(package)
+    version = installed_version(package)
     if version is None:
         return off(None, Reason("not-installed", distribution=distribution))
-    line = next((line for line in lines if _supports(line, version)), None)
+    line = next((line for line in lines if line.supports(version)), None)
+    is_tested = line is not None
     if line is None:
-        reason = unsupported_version_reason(distribution, version, [line.versions for line in lines])
-        return off(version, reason)
+        line = lines[0]
+        if not evidence.is_allowed() or not line.precedes(version) or not evidence.has_tested(package):
+            return off(version, unsupported_version_reason(distribution, version, [line.versions for line in lines]))
     imported = any(module in sys.modules for module in line.trainer_modules)
     if package in CHANGING_OTHERS and not is_targeted and not imported:
         return off(version, Reason("not-imported", package=package))
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
-    earlier = set(sys.modules)
+    earlier, functions = set(sys.modules), {}
     try:
-        reason = module.unsupported_reason()
+        with evidence.noting() as functions:
+            reason = module.unsupported_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
         reason = Reason("import-error", package=package, error=" ".join(str(error).split()))  # in one line
         new = sys.modules.keys() - earlier
         for module_name in (x for x in new if x.partition(".")[0] == package):
             del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
+    if name in _patched:
+        return _patched[name].examined
+    changed: list[str] = []
+    if not is_tested and reason is None:
+        changed = evidence.changed(functions, package)
+        replaced = [name for name in changed if name.rpartition(".")[2] not in line.compared]
+        if replaced:
+            reason = Reason("changed-code", functions=", ".join(replaced))
     if reason is not None:
         return off(version, reason)
-    return _Examined(Seam(name, version, None), module, _stock_trainers(module.trainer_class()))
+    tested = None if is_tested else f"{distribution}{line.versions}"
+    seam = Seam(name, version, None, tested=tested, changed=tuple(changed))
+    return _Examined(seam, module, _stock_trainers(module.trainer_class()))
 
 
 def _stock_trainers(kind: type) -> weakref.WeakValueDictionary[int, Any]:
@@ -470,3 +418,10 @@ def _stock_trainers(kind: type) -> weakref.WeakValueDictionary[int, Any]:
     # The line of a subclass may have patched a trainer already.
     stock = (x for x in existing_instances(kind) if vars(x).get(STATE) is None)
     return weakref.WeakValueDictionary((id(trainer), trainer) for trainer in stock)
+
+
+def _patched_trainers(kind: type) -> list[str]:
+    """The class names of the patched trainers of a class that exist."""
+    if existing_instances(kind):
+        gc.collect()
+    return sorted({type(x).__name__ for x in existing_instances(kind) if vars(x).get(STATE) is not None})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from ..models import fallback
 from ..models.fallback import calls
 from ..models.fingerprint import Fingerprint, fingerprint
 from ..models.structure import Structure
+from ..models.support import rope_reason
 from ..reasons import Reason
 from ..storage import Directory, directory_at
 
@@ -90,14 +90,6 @@ class Memory:
             self._disable(reason)
         else:
             self._read()
-
-    def scratch(self) -> Memory:
-        """A copy that knows the same values. What it learns reaches neither this memory nor its
-        directory.
-        """
-        other = copy.copy(self)
-        other._values, other._new, other._directory = dict(self._values), {}, None
-        return other
 
     def disable(self, reason: Reason) -> None:
         """Disables the memory. That of ranks that vote stays enabled until their next vote."""
@@ -184,11 +176,16 @@ class Memory:
                 self._values |= new_of_rank
         self._write()
 
-    def check(self, reference: PreTrainedModel) -> None:
-        """Clears the memory if the reference, as it would run now, has changed since the last call.
+    def check(self, reference: PreTrainedModel, width: int) -> None:
+        """Clears the memory if the reference, as it would run now, has changed since the last call, and
+        disables it if what the reference computes depends on the width of the batch.
 
-        That of ranks that vote is cleared by their next vote.
+        That of ranks that vote is cleared or disabled by their next vote.
         """
+        reason = rope_reason(reference, width)
+        if reason is not None:
+            self.disable(reason)
+            return
         try:
             current = fingerprint(reference, self._structure)
         except (RuntimeError, NotImplementedError) as error:
@@ -225,7 +222,7 @@ class Memory:
         directory = None if self._directory is None else self._directory / self._key
         error = None
         try:
-            self._values = {} if directory is None else _read(directory, self._key)
+            self._values = {} if directory is None else read_values(directory, self._key)
         except (ValueError, OSError) as caught:
             error = caught
         error = next(filter(None, self._of_voters(error)), None)  # raised on all, so that none waits for the others
@@ -245,7 +242,7 @@ class Memory:
     def _write(self) -> None:
         if self._directory is not None and self._new:
             try:
-                _write(self._directory / self._key, self._key, self._new)
+                write_values(self._directory / self._key, self._key, self._new)
             except OSError as error:
                 self._keep_in_ram(Reason("cache-file", done="written", error=error))
         self._new = {}
@@ -293,7 +290,7 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256(repr((keys.VERSION, "by content", *parts)).encode()).hexdigest()
 
 
-def _write(directory: Directory, key: str, values: dict[bytes, Pair]) -> None:
+def write_values(directory: Directory, key: str, values: dict[bytes, Pair]) -> None:
     from ..ref_logps import shards
 
     halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
@@ -302,8 +299,8 @@ def _write(directory: Directory, key: str, values: dict[bytes, Pair]) -> None:
     shards.write_file(directory, key, {name: x.contiguous() for name, x in zip(DTYPES, columns, strict=True)})
 
 
-def _read(directory: Directory, key: str) -> dict[bytes, Pair]:
-    """The values in all files. Raises ValueError if `_write` has not
+def read_values(directory: Directory, key: str) -> dict[bytes, Pair]:
+    """The values in all files. Raises ValueError if `write_values` has not
     written one of them for this key.
     """
     from ..ref_logps import shards

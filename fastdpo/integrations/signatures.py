@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 
 from ..reasons import Reason
+from . import evidence
 
 
 def signature_difference(owner: object, name: str, expected: list[str], *, exact: bool = True) -> Reason | None:
     """Returns how the parameters of a function differ from the expected ones, or None.
+
+    Notes the function as one that is relied on (`evidence.noting`).
 
     Args:
         owner: the class or module that has the function, or should have it.
@@ -17,6 +20,7 @@ def signature_difference(owner: object, name: str, expected: list[str], *, exact
         exact: whether there may be no further parameters after them.
     """
     function = getattr(owner, name, None)
+    evidence.note(function)
     parameters = None if function is None else list(inspect.signature(function).parameters)
     compared = parameters if exact or parameters is None else parameters[: len(expected)]
     if compared == expected:

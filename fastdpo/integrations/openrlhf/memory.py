@@ -76,7 +76,7 @@ def remembered(
         return torch.stack([chosen, rejected], 1)
 
     base = base_of(trainer.ref_model)
-    memory.check(base)
+    memory.check(base, rows.ids.shape[1])
     logps = memory.log_probs(base, digests, compute, rows.ids.numel())
     if logps is None:
         return score(*batch)

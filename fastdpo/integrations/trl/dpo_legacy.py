@@ -82,7 +82,7 @@ def trainer_class() -> type[DPOTrainer]:
 
 
 def enable(options: PatchOptions) -> None:
-    for option in ("max_tokens", "group_prompts", "longest_first"):
+    for option in ("max_tokens", "group_prompts"):
         if getattr(options, option):
             warn(f"{DPO}: {option} requires TRL 1.8 or later")
     from trl.trainer import dpo_trainer

@@ -45,7 +45,7 @@ def remembered(
         part = batch if all_missing else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
         return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
 
-    logps = remembered_logps(memory, trainer, _as_reference, digests, compute, inputs["input_ids"].numel())
+    logps = remembered_logps(memory, trainer, _as_reference, digests, compute, inputs["input_ids"].shape)
     if logps is None:
         return {}
     chosen, rejected = logps.to(inputs["input_ids"].device, torch.float32).unbind(1)

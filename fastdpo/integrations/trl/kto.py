@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...models.fallback import counting_calls_as
 from ...reasons import Reason
+from .. import evidence
 from ..deferred_metrics import is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
@@ -34,6 +35,7 @@ _PARAMETERS = {
     "create_accelerator_and_postprocess": ["self"],
 }
 _PATH = ("compute_loss", "_compute_loss", "fused_lm_head")
+_RUNS_THE_REFERENCE = ("compute_ref_log_probs", "_compute_kl_logps", "_compute_loss")
 _ROWS = ("input_ids", "attention_mask", "completion_mask")
 _INPUTS = {*_ROWS, *(f"KL_{name}" for name in _ROWS), "label"}
 
@@ -96,6 +98,8 @@ def disable() -> None:
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:
     """Whether the two calls of the reference for a batch can be one fused call with equal results."""
     if vars(trainer).get(STATE) is None or not trainer.calculate_KL:
+        return False
+    if not all(evidence.is_tested(getattr(type(trainer), name)) for name in _RUNS_THE_REFERENCE):
         return False
     if not {name for name, x in inputs.items() if x is not None} <= _INPUTS:
         return False

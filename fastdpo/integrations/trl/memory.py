@@ -107,7 +107,7 @@ class ReferenceMemory(Memory):
             part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
             return torch.stack(list(reference_logps(trainer, part)), 1)
 
-        logps = remembered_logps(self, trainer, as_reference, digests, compute, inputs["input_ids"].numel())
+        logps = remembered_logps(self, trainer, as_reference, digests, compute, inputs["input_ids"].shape)
         if logps is None:
             return None
         dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
@@ -160,16 +160,16 @@ def remembered_logps(
     as_reference: AsReference,
     digests: list[bytes],
     compute: Callable[[list[int]], Tensor],
-    tokens: int,
+    padded_shape: torch.Size,
 ) -> Tensor | None:
-    """`Memory.log_probs` for a trainer's reference as it is now."""
+    """`Memory.log_probs` for a trainer's reference as it is now, and a batch of this padded shape."""
     from ...ref_logps import scoring
 
     base = scoring.base_of(reference_of(trainer))
     reshard(reference_of(trainer))
     with as_reference(trainer):
-        memory.check(base)
-    return memory.log_probs(base, digests, compute, tokens)
+        memory.check(base, padded_shape[1])
+    return memory.log_probs(base, digests, compute, padded_shape.numel())
 
 
 def exchange_callback(memory: Memory) -> TrainerCallback:

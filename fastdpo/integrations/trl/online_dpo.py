@@ -62,7 +62,7 @@ class _OnlineDPOState(TrainerState):
 
 def trainer_class() -> type[OnlineDPOTrainer]:
     try:
-        from trl.experimental.online_dpo import OnlineDPOTrainer
+        from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
     except ModuleNotFoundError as error:
         if error.name is not None and not error.name.startswith("trl."):  # TRL 0.29 to 1.13 needs requests
             raise
@@ -112,7 +112,7 @@ def enable(options: PatchOptions) -> None:
         padding = completion_mask == 0
         if vision_inputs is not None:  # the call falls back, and the model logs why
             return stock_forward(self, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
-        output = model(**_batch(self.max_length, *inputs[:4]), fused_lm_head=True)
+        output = model(**batch_of(self.max_length, *inputs[:4]), fused_lm_head=True)
         if not isinstance(output, Tensor):  # logits, from which TRL computes log-probabilities
             return stock_forward(self, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
         return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
@@ -144,7 +144,7 @@ def _make_output(scored: ScoredBatch, kwargs: dict) -> Tensor:
     return scored.logps.logps
 
 
-def _batch(
+def batch_of(
     max_length: int, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
 ) -> dict[str, Tensor]:
     """Prompts, truncated on the left to `max_length` as in TRL, and completions, whose real tokens

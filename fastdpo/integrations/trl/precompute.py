@@ -15,17 +15,23 @@ from torch import nn
 
 from ...logs import warn
 from ...models import fallback, forward
+from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
 from ...storage import Directory, directory_at
+from .. import evidence
 from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
+from .widths import widest_batch
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 
 FOLDER = "fastdpo-ref-logps"
+
+VALUES = ("ref_chosen_logps", "ref_rejected_logps")
+"""The columns that hold the values."""
 
 ENGINE = "_precompute_engine"
 """The attribute in which TRL keeps the DeepSpeed engine of a policy that is its own reference."""
@@ -40,7 +46,7 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
     patched = forward.is_installed(reference_of(trainer), DPO)
     if not patched or not isinstance(dataset, Dataset):  # TRL refuses streaming datasets
         return False
-    reason = _unsupported_reason(trainer)
+    reason = _unsupported_reason(trainer) or _width_reason(trainer, dataset)
     if reason is not None:
         fallback.report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
     return reason is None
@@ -49,6 +55,10 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
 def _unsupported_reason(trainer: DPOTrainer) -> Reason | None:
     from trl.trainer import dpo_trainer
 
+    relied_on = (dpo_trainer.DPOTrainer._precompute_ref_logps, dpo_trainer.DataCollatorForPreference.torch_call)
+    changed = [evidence.name_of(function) for function in relied_on if not evidence.is_tested(function)]
+    if changed:
+        return Reason("changed-code", functions=", ".join(changed))
     collator = type(trainer.data_collator)
     if collator is not dpo_trainer.DataCollatorForPreference:
         return Reason("own-collator", collator=collator.__name__)
@@ -63,6 +73,20 @@ def _unsupported_reason(trainer: DPOTrainer) -> Reason | None:
     return None
 
 
+def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
+    """Why values depend on the batches that they are computed in, which TRL forms in the order of the
+    dataset, or None.
+    """
+    from ...ref_logps import pairs, scoring
+
+    base = scoring.base_of(reference_of(trainer))
+    if rope_limit(base) is None or set(VALUES) <= set(dataset.column_names):
+        return None
+    collator = cast("DataCollatorForPreference", trainer.data_collator)
+    sizes = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode).sizes()
+    return rope_reason(base, widest_batch(collator, sizes.longest))
+
+
 def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:
     """Returns the dataset with its reference log-probabilities, as
     `DPOTrainer._precompute_ref_logps` does.
@@ -72,9 +96,8 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
 
     from ...ref_logps import keys, pairs, passes, ranks, scoring, shards, with_ref_logps
 
-    given = [column for column in ("ref_chosen_logps", "ref_rejected_logps") if column in dataset.column_names]
-    if len(given) == 2:
-        warn(f"{DPO}: the {name} dataset has {' and '.join(given)}, which are used as they are")
+    if set(VALUES) <= set(dataset.column_names):
+        warn(f"{DPO}: the {name} dataset has {' and '.join(VALUES)}, which are used as they are")
         return dataset
 
     model = reference_of(trainer)

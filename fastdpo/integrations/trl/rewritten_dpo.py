@@ -31,7 +31,6 @@ from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
 from .prompt_groups import PromptGroups
-from .rehearsal import Rehearsal
 from .token_budget import TokenBudget
 
 DPOTrainer = Any  # of one of several versions
@@ -63,7 +62,6 @@ class DPOState(TrainerState):
     memory: ReferenceMemory
     budget: TokenBudget | None = None
     prompt_groups: PromptGroups | None = None
-    rehearsal: Rehearsal | None = None
 
 
 def trainer_class() -> type[DPOTrainer]:
@@ -161,9 +159,6 @@ def replace(
         if state is not None and state.budget is None and options.max_tokens is not None:
             state.budget = TokenBudget(options.max_tokens, options.share_prompts, options.group_prompts)
             state.budget.install(self)
-        if state is not None and state.rehearsal is None and options.longest_first:
-            state.rehearsal = Rehearsal(options.share_prompts)
-            state.rehearsal.install(self)  # in front of the budget, whose loader it reads
 
     replacements.put(stock, "__init__", __init__)
     trainers.watch(replacements, stock, new_state=new_state, prepare=prepare_trainer, disabled_reason=disabled_reason)

@@ -28,10 +28,10 @@ _PARAMETERS = {
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "create_accelerator_and_postprocess": ["self"],
 }
-_PATH = ("compute_loss", "fused_lm_head")
+PATH = ("compute_loss", "fused_lm_head")
 
 _replacements = Replacements()
-_trainers = CreatedTrainers(SFT, _PATH)
+_trainers = CreatedTrainers(SFT, PATH)
 
 
 def unsupported_reason() -> Reason | None:

@@ -16,15 +16,21 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ...logs import logger
+from ...models import fallback
 from ...models.layouts import SharePrompts
+from ...models.support import rope_reason
 from ...ref_logps.scoring import base_of
 from ..ledger import Recording
 from ..protocol import STATE
 from ..replacements import temporarily
 from .ledgers import ledger_of
+from .names import DPO
 from .prompt_groups import require_supported, unsupported_loader_reason
+from .widths import widest_batch
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ...batching import StepPlanner
     from ...lengths import PairLengths
 
@@ -65,6 +71,7 @@ class TokenBudget:
         require_supported("max_tokens", unsupported_reason(trainer, loader))
         self._previous = None
         lengths, model = lengths_of(trainer), base_of(trainer.accelerator.unwrap_model(trainer.model))
+        require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
             lengths,
             self._max_tokens,
@@ -91,6 +98,8 @@ class TokenBudget:
             return stock(model, inputs, *args)
         loss = torch.zeros((), device=trainer.args.device)
         ends_step = trainer.accelerator.sync_gradients
+        fallback.outcomes[DPO, "steps"] += ends_step
+        fallback.outcomes[DPO, "micro-batches"] += len(inputs)
         for i, (batch, share) in enumerate(inputs):
             is_last = i == len(inputs) - 1
             with (
@@ -175,12 +184,27 @@ def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool)
         logger.info("%s", text)
 
 
+def _width_reason(trainer: Any, model: PreTrainedModel, lengths: PairLengths) -> str | None:
+    """Why micro-batches, which may be narrower than the batches of the trainer, have other results, or None."""
+    width = widest_batch(trainer.data_collator, lengths.longest)
+    reason = rope_reason(model, width)
+    return None if reason is None else f"batches of up to {width} tokens, since {reason}; truncate by max_length"
+
+
 def unsupported_reason(trainer: Any, loader: Any) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
     args, accelerator = trainer.args, trainer.accelerator
-    reason = unreadable_reason(trainer, loader)
+    reason = unsupported_loader_reason(trainer, loader)
     if reason is not None:
         return reason
+    if args.n_gpu > 1:
+        return "torch.nn.DataParallel; start one process for each GPU"
+    if accelerator.parallelism_config is not None:
+        return "parallelism_config"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "models that transformers shards while it loads them"
+    if not hasattr(trainer.data_collator, "truncation_mode"):
+        return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
         return "even_batches=False on several ranks"
     if args.auto_find_batch_size:
@@ -190,20 +214,4 @@ def unsupported_reason(trainer: Any, loader: Any) -> str | None:
     losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
     if losses:
         return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs"
-    return None
-
-
-def unreadable_reason(trainer: Any, loader: Any) -> str | None:
-    """Why the lengths of the pairs in a trainer's batches are not known before training, or None."""
-    reason = unsupported_loader_reason(trainer, loader)
-    if reason is not None:
-        return reason
-    if trainer.args.n_gpu > 1:
-        return "torch.nn.DataParallel; start one process for each GPU"
-    if trainer.accelerator.parallelism_config is not None:
-        return "parallelism_config"
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        return "models that transformers shards while it loads them"
-    if not hasattr(trainer.data_collator, "truncation_mode"):
-        return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     return None

@@ -1,0 +1,34 @@
+"""What `fastdpo run` prints of a trainer at the end: its calls, and what came of each option that was given."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ..models import fallback
+from . import patching
+from .protocol import PatchOptions
+
+
+def line(trainer: str) -> str | None:
+    """The counters of a trainer and the outcomes of its options, or None if none of its models was called."""
+    calls = fallback.calls_line(trainer)
+    options = patching.options_of(trainer)
+    if calls is None or options is None:
+        return calls
+    given = {field.name: getattr(options, field.name) for field in fields(PatchOptions)}
+    given = {name: value for name, value in given.items() if value != getattr(PatchOptions, name)}
+    applying = [name for name in given if trainer in patching.APPLIES.get(name, (trainer,))]
+    return "; ".join([calls, *(f"{name}={given[name]}{_outcome(trainer, name)}" for name in applying)])
+
+
+def _outcome(trainer: str, option: str) -> str:
+    if option == "verify":
+        verified = fallback.outcomes[trainer, "verified"]
+        return f" (first calls that agreed with stock ones: {verified})" if verified else " (no call was compared)"
+    if option == "max_tokens":
+        steps, parts = (fallback.outcomes[trainer, x] for x in ("steps", "micro-batches"))
+        return f" ({steps} steps in {parts} micro-batches)"
+    if option == "reference_memory":
+        avoided = sum(n for (name, _, path), n in fallback.calls.items() if (name, path) == (trainer, "remembered"))
+        return f" ({avoided} reference runs avoided)"
+    return ""

@@ -1,0 +1,208 @@
+"""Versions of TRL that are newer than the tested ones: on by what their code is.
+
+Copies of the installed TRL have the version 1.17.0, and some of them other code.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastdpo
+from fastdpo.integrations import evidence
+from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.patching import examine
+from fastdpo.models import fallback
+from tests.support import ROOT
+from tests.support.comparison import double
+from tests.support.documents import tested_code
+from tests.support.trl.dpo import Run, assert_same, assert_same_bits, tiny_model
+from tests.support.workers.trainings import TRAIN
+
+DPO, UTILS = "trainer/dpo_trainer.py", "trainer/utils.py"
+TOKENS = '        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]\n'
+METRIC = '        self._metrics[mode]["one"].append(self.accelerator.gather(0 * loss).max().item() + 1)\n'
+ARGUMENT = '        peft_config: "PeftConfig | None" = None,\n'
+AUXILIARY = "        if self.aux_loss_enabled:\n            aux_loss = outputs"
+COPIES = {  # by the name of a copy: file, text, replacement
+    "unchanged": [],
+    "grown": [(DPO, ARGUMENT, f"{ARGUMENT}        more: bool = False,\n"), (DPO, TOKENS, TOKENS + METRIC)],
+    "another loss": [(DPO, AUXILIARY, f"        loss = 1.5 * loss\n{AUXILIARY}")],
+    "another name": [(file, "add_fused_lm_head", "attach_lm_head") for file in (DPO, UTILS)],
+    "other positions": [(UTILS, "labels = labels[:, 1:]", "labels = labels[:, :-1]")],
+}
+METADATA = "Metadata-Version: 2.1\nName: trl\nVersion: 1.17.0\n"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of `newer_trl.train_copy` by the names of the copies."""
+    package = Path(importlib.util.find_spec("trl").submodule_search_locations[0])
+    directories = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in COPIES}
+    for name, directory in directories.items():
+        shutil.copytree(package, directory / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+        for file, text, replacement in COPIES[name]:
+            source = directory / "trl" / file
+            assert text in source.read_text(), (name, text)
+            source.write_text(source.read_text().replace(text, replacement))
+        (directory / "trl-1.17.0.dist-info").mkdir()
+        (directory / "trl-1.17.0.dist-info" / "METADATA").write_text(METADATA)
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.workers.newer_trl", *map(str, directories.values())],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=300,
+    )
+    return {name: torch.load(directory / "result.pt", weights_only=False) for name, directory in directories.items()}
+
+
+ON = "trl.DPOTrainer (1.17.0): on, provisionally: newer than the tested versions, trl>=1.15,<1.17, "
+COMPARED = f"{ON}where {{}} differs: its first calls are compared with stock ones"
+REPORTS = {
+    "unchanged": f"{ON}whose code is the same",
+    "grown": COMPARED.format("trl.trainer.dpo_trainer.DPOTrainer._compute_loss"),
+    "another loss": COMPARED.format("trl.trainer.dpo_trainer.DPOTrainer._compute_loss"),
+    "another name": "trl.DPOTrainer (1.17.0): off, its code differs from the tested versions: "
+    "trl.trainer.dpo_trainer.add_fused_lm_head must have the parameters ['model', 'temperature', "
+    "'cast_lm_head_to_fp32', 'outputs']; got None [different-code]",
+    "other positions": COMPARED.format("trl.trainer.utils.add_fused_lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_trains_what_its_stock_trains(results, name):
+    result = results[name]
+    stock, patched = Run(**result["stock"]), Run(**result["patched"])
+    assert result["version"] == "1.17.0"
+    assert result["report"] == REPORTS[name]
+    if name in ("unchanged", "grown", "another loss"):
+        assert patched.calls.keys() == {(kind, "fused") for kind in ("policy", "reference", "eval")}
+        assert_same(stock, patched)
+    else:
+        assert all(path == "stock" for _, path in patched.calls)
+        assert_same_bits(stock, patched)
+    if name == "grown":
+        assert all(log["one"] == 1.0 for log in patched.logs if "loss" in log)
+
+
+def test_a_difference_is_logged_with_its_size(results):
+    reason = r"\(policy\): not fused, the package is newer .* its first call differs from stock in log-prob.* by"
+    assert any(re.search(reason, message) for message in results["other positions"]["messages"])
+    assert not any("not fused" in message for name in ("unchanged", "grown") for message in results[name]["messages"])
+
+
+def test_looking_at_the_code_takes_little_time(results):
+    """About 0.04 s. A busy machine takes longer, and parsing all of TRL takes seconds."""
+    assert results["unchanged"]["seconds"] < 0.5
+
+
+def test_the_fingerprints_are_those_of_the_installed_versions():
+    found = tested_code.found()
+    assert found, "no tested version is installed"
+    assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """TRL as it is, with the version 1.17.0."""
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.17.0" if name == "trl" else version(name))
+
+
+@pytest.fixture
+def changed(newer, monkeypatch):
+    """A function that makes functions of a name differ from the tested ones."""
+
+    def change(*names):
+        tested = {name: "" if name.rpartition(".")[2] in names else x for name, x in evidence.tested().items()}
+        monkeypatch.setattr(evidence, "tested", lambda: tested)
+
+    return change
+
+
+@pytest.mark.parametrize("trainer", TRAIN)
+def test_what_depends_on_a_changed_function_is_left_to_trl(changed, trainer, tmp_path):
+    def run(name, cast=lambda model: model):
+        return TRAIN[trainer](tmp_path / name, *(cast(tiny_model(seed=seed)) for seed in range(2)), evaluate=6)
+
+    stock = run("stock")
+    stock.in_float64 = lambda: run("float64", double)
+    line = next(line for line in LINES if line.trainer == trainer)
+    changed(*line.compared)
+    with fastdpo.patched(trainer) as report:
+        assert {name.rpartition(".")[2] for name in report.seams[0].changed} <= set(line.compared)
+        assert bool(report.seams[0].changed) == bool(line.compared)
+        patched = run("patched")
+    assert {path for _, path in patched.calls} == {"fused"}
+    if line.compared:
+        assert_same(stock, patched)
+        assert fallback.outcomes[trainer, "verified"] >= 2
+
+
+@pytest.mark.parametrize("trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer"])
+def test_a_changed_function_that_is_replaced_is_a_reason(changed, trainer):
+    changed("_forward", "concatenated_forward")
+    (seam,) = examine(trainer).seams
+    assert not seam.on
+    assert seam.reason.name == "changed-code"
+
+
+@pytest.mark.parametrize(
+    "option", [dict(reference_memory=True), dict(max_tokens=500), dict(group_prompts=True)], ids=str
+)
+def test_options_that_rely_on_a_changed_function_are_refused(changed, option):
+    changed("_compute_loss")
+    with pytest.raises(fastdpo.PatchError, match=rf"_compute_loss, on which {next(iter(option))} relies"):
+        fastdpo.patch("trl.DPOTrainer", **option)
+    assert fastdpo.patch("trl.DPOTrainer").seams[0].on
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_newer_versions_can_be_refused(newer, monkeypatch, variable):
+    monkeypatch.setenv("FASTDPO_PROVISIONAL", variable)
+    seam = fastdpo.patch().seams[0]
+    assert seam.on == (variable == "1")
+    assert seam.on or seam.reason.name == "unsupported-version"
+
+
+FUNCTION = '''
+def mean(rows, width=None):
+    """A docstring."""
+    total = 0
+    for i in range(len(rows)):
+        total += rows[i]  # a comment
+    return total if width is None else total / width
+'''
+
+
+@pytest.mark.parametrize(
+    ("text", "replacement", "same"),
+    [
+        ("total", "summed", True),
+        ("A docstring", "Another", True),
+        ("  # a comment", "", True),
+        ("rows,", "rows: list,", True),
+        (
+            "return total if width is None else total / width",
+            "return (\n        total if width is None else total / width)",
+            True,
+        ),
+        ("    ", "\t", True),
+        ("width", "size", False),  # an argument
+        ("None)", "1)", False),
+        ("+=", "-=", False),
+        ("len(rows)", "len(rows) - 1", False),
+        ("total += rows[i]", "i += rows[total]", False),
+        ("    return", "        return", False),
+    ],
+)
+def test_a_fingerprint_is_that_of_what_a_function_does(text, replacement, same):
+    assert text in FUNCTION
+    assert (evidence.hash_of(FUNCTION.replace(text, replacement)) == evidence.hash_of(FUNCTION)) is same
