@@ -3,13 +3,20 @@
 `fastdpo.patch()` patches the trainers that are installed. For custom training loops, `fastdpo.ops` has the
 parts, `fastdpo.attention` switches a transformers model to packed attention, `fastdpo.ref_logps` computes
 reference log-probabilities, and `fastdpo.metrics` has means that are exact over all ranks.
+
+Public names are imported when they are first used, so that the command line starts without torch.
 """
 
-from . import metrics, ops
-from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
-from .models import attention
-from .models.fallback import NotFused, calls
-from .models.verification import VerificationError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import metrics, ops, ref_logps
+    from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
+    from .logs import NotFused
+    from .models import attention
+    from .models.fallback import calls
+    from .models.verification import VerificationError
 
 __version__ = "0.1.0"
 
@@ -25,5 +32,31 @@ __all__ = [
     "ops",
     "patch",
     "patched",
+    "ref_logps",
     "unpatch",
 ]
+
+_MODULES = {"attention": ".models.attention", "metrics": ".metrics", "ops": ".ops", "ref_logps": ".ref_logps"}
+_HOMES = {
+    ".integrations.patching": ("PatchError", "PatchReport", "Seam", "patch", "patched", "unpatch"),
+    ".logs": ("NotFused",),
+    ".models.fallback": ("calls",),
+    ".models.verification": ("VerificationError",),
+}
+"""The modules that are public names, and the modules that define the others."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        found = importlib.import_module(_MODULES[name], __name__)
+    else:
+        home = next((module for module, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(home, __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

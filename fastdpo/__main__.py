@@ -10,8 +10,11 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import run
+from . import __version__, run, sizes
 from .estimate import command as estimate
+from .integrations import arguments
+from .model_names import require_model
+from .plain_checks import suggested
 
 
 def main() -> None:
@@ -28,13 +31,21 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if hasattr(args, "fields"):
         args.fields = others
     elif others:
-        commands.error(f"unrecognized arguments: {' '.join(others)}")
+        known = subparsers(commands)[args.command]._option_string_actions
+        commands.error(f"unrecognized arguments: {' '.join(others)}{suggested(others[0], known)}")
     return args
+
+
+def subparsers(commands: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
+    (found,) = (x.choices for x in commands._actions if isinstance(x, argparse._SubParsersAction))
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands. What it returns has the function to be called with it as `start`."""
     parser = argparse.ArgumentParser(prog="fastdpo")
+    parser.add_argument("--version", action="version", version=f"fastdpo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
@@ -54,7 +65,9 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         epilog="example: fastdpo doctor trl.DPOTrainer --model path/to/model",
     )
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="a trainer or package that must be patchable")
-    parser.add_argument("--model", metavar="PATH", help="a model that must pack; its weights are loaded")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="directory or Hub name of a model that must pack; its weights are loaded"
+    )
     parser.add_argument(
         "--cache", metavar="DIRECTORY", help="path or URL of a cache of reference log-probabilities to check"
     )
@@ -63,6 +76,8 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> None:
+    if args.model is not None:
+        _require_model(args)
     from . import doctor
 
     try:
@@ -73,6 +88,13 @@ def _doctor(args: argparse.Namespace) -> None:
     sys.exit(1 if doctor.failed(report) else 0)
 
 
+def _require_model(args: argparse.Namespace) -> None:
+    try:
+        require_model(args.command, args.model)
+    except ValueError as error:
+        sys.exit(f"fastdpo {error}")
+
+
 def _add_tune(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "tune",
@@ -81,7 +103,9 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
         "their times, and notes the choices for later trainings, which otherwise measure at their first batches.",
         epilog="example: fastdpo tune --model path/to/model --tokens 4096 16384",
     )
-    parser.add_argument("--model", metavar="PATH", help="the directory of a model, of which the configuration is read")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="directory or Hub name of a model, of which the configuration is read"
+    )
     parser.add_argument("--hidden", type=int, help="without a model: size of the hidden states")
     parser.add_argument("--vocabulary", type=int, help="without a model: number of vocabulary entries")
     parser.add_argument(
@@ -95,9 +119,6 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
         "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of the matrix product"
     )
     parser.add_argument("--frozen", action="store_true", help="measure a head that is not trained (LoRA)")
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="JSON file to which a fused head is added, for FASTDPO_HEAD_TABLE"
-    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(start=_tune)
 
@@ -106,6 +127,8 @@ def _tune(args: argparse.Namespace) -> None:
     size = [args.hidden, args.vocabulary]
     if (args.model is None) == (None in size):
         sys.exit("fastdpo tune: pass --model, or --hidden and --vocabulary")
+    if args.model is not None:
+        _require_model(args)
     from . import tune
 
     try:
@@ -116,31 +139,27 @@ def _tune(args: argparse.Namespace) -> None:
 
             head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
         choices = tune.run(head, attention, args.dtype, args.frozen, args.tokens or tune.TOKENS)
-        entry = None if args.table is None else tune.write_table(args.table, head, choices)
     except (OSError, ValueError) as error:
         sys.exit(f"fastdpo tune: {str(error).removeprefix('tune: ')}")
     if args.json:
         noted = {call.noted: choice._asdict() for call, choice in choices.items()}
-        print(json.dumps({"choices": noted, "entry": None if entry is None else entry._asdict()}))
-        return
-    print(tune.as_text(choices))
-    if args.table is not None:
-        written = "the fused kernel is not faster: no entry was written" if entry is None else "an entry was written"
-        print(f"\n{args.table}: {written}")
+        print(json.dumps({"choices": noted}))
+    else:
+        print(tune.as_text(choices))
 
 
 def _add_check(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
         help="compare TRL with and without fastdpo on your model and pairs",
-        usage="fastdpo check (--model PATH --dataset PATH | --tiny) [options] [fields of DPOConfig]",
+        usage="fastdpo check (--model MODEL --dataset PATH | --tiny) [options] [fields of DPOConfig]",
         description="Runs a few batches through TRL's DPOTrainer, stock and patched, one after the other in processes "
         "of their own, and compares log-probabilities, loss, metrics and gradients with what rounding explains. "
         "Fields of DPOConfig are options, too. The exit status is 1 if anything differs by more, or is not fused.",
         epilog="example: fastdpo check --model path/to/model --dataset pairs.jsonl --beta 0.05 --loss_type ipo",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="PATH", help="the directory of a model with its tokenizer")
+    parser.add_argument("--model", metavar="MODEL", help="directory or Hub name of a model with its tokenizer")
     parser.add_argument(
         "--dataset", metavar="PATH", help="a .jsonl, .json or .parquet file, or what save_to_disk wrote"
     )
@@ -184,13 +203,15 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         help="run a training program unchanged, with its trainers patched",
         usage="fastdpo run [options] script.py|-m module|command [arguments]",
         epilog="example: fastdpo run --strict trl dpo --config dpo.yaml",
+        argument_default=argparse.SUPPRESS,  # which options were given matters: the program may give others
     )
     runner.add_argument("--only", action="append", default=[], metavar="TRAINER", help="patch only this trainer")
     sharing = runner.add_mutually_exclusive_group()
     sharing.add_argument(
         "--no-share-prompts",
         dest="share_prompts",
-        action="store_false",
+        action="store_const",
+        const=False,
         help="compute a prompt for each of its answers",
     )
     sharing.add_argument(
@@ -200,34 +221,35 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         const="deterministic",
         help="do so while dropout is active",
     )
-    runner.add_argument("--memory-budget", type=int, metavar="BYTES", help="gradient tiles of the head to keep")
+    runner.add_argument("--memory-budget", metavar="SIZE", help="gradient tiles of the head to keep, such as 2GiB")
     runner.add_argument(
         "--reference-memory",
         metavar="DIRECTORY",
         help="remember reference log-probabilities in this directory, or in this process: yes",
     )
     runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
-    runner.add_argument("--log-savings", action="store_true", help="add fastdpo/tokens_saved to the logs")
-    runner.add_argument("--strict", action="store_true", help="raise an error where something is not fused")
+    runner.add_argument(
+        "--strict", action="store_true", default=False, help="raise an error where something is not fused"
+    )
     runner.add_argument("--max-tokens", type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")
     runner.add_argument("--group-prompts", action="store_true", help="put pairs of one prompt into one batch")
-    runner.add_argument("--longest-first", action="store_true", help="run the largest batch after the first step")
-    runner.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with its arguments")
+    for name in arguments.REMOVED:
+        runner.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=argparse.SUPPRESS)
+    runner.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, default=None, help="run a module, with its arguments"
+    )
     runner.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     runner.set_defaults(start=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
-    options: dict[str, object] = {"share_prompts": args.share_prompts}
-    flags = ("verify", "group_prompts", "log_savings", "longest_first")
-    options |= {name: True for name in flags if getattr(args, name)}
-    if args.memory_budget is not None:
-        options["memory_budget"] = args.memory_budget
-    if args.reference_memory is not None:
-        options["reference_memory"] = args.reference_memory == "yes" or args.reference_memory
-    if args.max_tokens is not None:
-        options["max_tokens"] = args.max_tokens
+    names = (*arguments.NAMES, *arguments.REMOVED)
+    options = {name: value for name, value in vars(args).items() if name in names}
     try:
+        if "memory_budget" in options:
+            options["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
+        if options.get("reference_memory") == "yes":
+            options["reference_memory"] = True
         command = args.program if args.module is None else ["-m", *args.module]
         run.run(command, args.only, strict=args.strict, **options)
     except ValueError as error:

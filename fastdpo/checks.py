@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import math
-import os
+import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .plain_checks import checked_path as checked_path
+from .plain_checks import require as require
+from .plain_checks import require_bytes as require_bytes
+from .plain_checks import require_flags as require_flags
+from .plain_checks import require_integer as require_integer
+from .plain_checks import require_positive_integer as require_positive_integer
+from .plain_checks import shown as shown
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
-SHOWN = (str, bytes, int, float, complex, list, tuple, set, dict, np.generic)
-"""Types whose values are part of an error message, unless they are long."""
 
-
-def require(
-    condition: bool, op: str, argument: str, rule: str, got: object, *sizes: object, error: type[Exception] = ValueError
-) -> None:
-    """Raises `error` unless the condition holds.
-
-    `sizes` fill the braces of `rule`. They are formatted only in case of an error: under
-    `torch.compile`, formatting a size makes it a constant of the graph.
-    """
-    if not condition:
-        raise error(f"{op}: {argument} must {rule.format(*sizes)}; got {got}")
-
-
-def shown(value: object) -> str:
-    """A value in an error message: itself if it is short, otherwise its type."""
-    text = repr(value) if value is None or isinstance(value, SHOWN) else ""
-    return text if 0 < len(text) <= 80 else f"a {type(value).__name__}"
+LARGEST_FLOAT = sys.float_info.max
 
 
 def require_tensors(op: str, **tensors: object) -> None:
@@ -44,6 +34,9 @@ def require_tensors(op: str, **tensors: object) -> None:
             raise TypeError(f"{op}: {name} must be a tensor; got {shown(tensor)}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor; got one with the layout {tensor.layout}")
+        if tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantized"
+            raise TypeError(f"{op}: {name} must be a dense tensor; got a {kind} one")
 
 
 def require_tensors_or_none(op: str, **tensors: object) -> None:
@@ -54,21 +47,6 @@ def require_values(op: str, **tensors: Tensor) -> None:
     """Requires tensors whose values the host can read."""
     for name, tensor in tensors.items():
         require(tensor.device.type != "meta", op, name, "hold values", "a tensor on the device meta")
-
-
-def checked_path(op: str, argument: str, value: object, rule: str) -> Path:
-    """The path that a string or an `os.PathLike` names."""
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str):
-        raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
-    require(bool(path.strip()) and "\0" not in path, op, argument, rule, repr(path))
-    return Path(path)
-
-
-def require_flags(op: str, **flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{op}: {name} must be True or False; got {shown(flag)}")
 
 
 def require_number(op: str, argument: str, value: object, rule: str) -> None:
@@ -83,7 +61,7 @@ def require_positive(op: str, argument: str, value: object, *, optional: bool = 
         return
     rule = f"be positive and finite{' or None' if optional else ''}"
     require_number(op, argument, value, rule)
-    require(0 < value < math.inf, op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
+    require(value > 0 and _is_finite(value), op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
 
 
 def require_finite(op: str, argument: str, value: object, *, optional: bool = False) -> None:
@@ -92,30 +70,13 @@ def require_finite(op: str, argument: str, value: object, *, optional: bool = Fa
         return
     rule = f"be finite{' or None' if optional else ''}"
     require_number(op, argument, value, rule)
-    require(-math.inf < value < math.inf, op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
+    require(_is_finite(value), op, argument, rule, value)
 
 
-def require_integer(op: str, argument: str, value: object, rule: str) -> None:
-    """Requires an integer, of Python or NumPy, that is not a bool."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer | torch.SymInt):
-        raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
-
-
-def require_positive_integer(op: str, argument: str, value: object, *, optional: bool = False) -> None:
-    """Requires a positive integer, or None if it is optional."""
-    if optional and value is None:
-        return
-    rule = f"be a positive integer{' or None' if optional else ''}"
-    require_integer(op, argument, value, rule)
-    require(value > 0, op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
-
-
-def require_bytes(op: str, **numbers: object) -> None:
-    rule = "be a number of bytes, an int of 0 or more, or None"
-    for name, n in numbers.items():
-        if n is not None:
-            require_integer(op, name, n, rule)
-            require(n >= 0, op, name, rule, n)  # pyright: ignore[reportOperatorIssue]
+def _is_finite(number: Any) -> bool:
+    """Whether a number is finite as a float, too."""
+    is_float = not isinstance(number, int) or -LARGEST_FLOAT <= number <= LARGEST_FLOAT
+    return is_float and -math.inf < number < math.inf
 
 
 def require_real(op: str, **tensors: Tensor | None) -> None:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from packaging.requirements import Requirement
 
-from . import self_check
+from . import __version__, self_check
 from .integrations import patching
 from .models import forward
 from .models.forward import Request
-from .ops import attention_backends, head_table, kernel_trials, kernel_verdicts, tuning
+from .ops import attention_backends, kernel_trials, kernel_verdicts, tuning
 from .ops.attention_calls import AttentionOptions
-from .ops.devices import suits_triton
+from .ops.devices import architecture, suits_triton
 from .packing import IGNORE_INDEX
 from .storage import Directory, checked_directory
 
@@ -108,6 +108,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
+    yield Finding(OK, "fastdpo", f"{__version__}, {Path(__file__).parent}")
     yield Finding(OK, "python", platform.python_version())
     requirements = map(Requirement, importlib.metadata.requires("fastdpo") or ())
     for requirement in requirements:
@@ -139,9 +140,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(OFF, "cuda", f"torch is built for {built_for}, but finds no GPU")
     for device in _torch_devices()[1:]:
         properties = torch.cuda.get_device_properties(device)
-        architecture = head_table.architecture(device)
         memory = properties.total_memory / 2**30
-        yield Finding(OK, str(device), f"{properties.name}, {architecture}, {memory:.0f} GiB, {built_for}")
+        yield Finding(OK, str(device), f"{properties.name}, {architecture(device)}, {memory:.0f} GiB, {built_for}")
 
 
 def _trainers(targets: Sequence[str]) -> Iterator[Finding]:
@@ -162,24 +162,16 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     for name, backend in attention_backends.BACKENDS.items():
         reason = backend.unsupported_reason(query, query, options)
         if reason is None and backend.needs_probe:
-            passes = attention_backends.passes_probe(name, device, query.dtype, 128, 128)
+            passes = attention_backends.passes_probe(name, attention_backends.Kind.of(query, query, options))
             reason = None if passes else "it fails on a small case, as logged"
         yield Finding(OK, name) if reason is None else Finding(OFF, name, reason)
 
 
 def _head(device: torch.device) -> Iterator[Finding]:
-    source = os.environ.get(head_table.VARIABLE) or "the built-in table"
-    if not suits_triton(device, torch.bfloat16):
+    if suits_triton(device, torch.bfloat16):
+        yield Finding(OK, "tiles", "of logits, by matrix products of torch and a kernel for each row")
+    else:
         yield Finding(OK, "tiles", "of logits, by matrix products of torch")
-        return
-    for width in (1024, 4096):
-        try:
-            config = head_table.fused_config(width, torch.bfloat16, device)
-        except ValueError as error:
-            yield Finding(FAILED, head_table.VARIABLE, str(error))
-            return
-        kernel = "rows" if config is None else f"fused {tuple(config)}"
-        yield Finding(OK, f"hidden size {width}", f"{kernel}, by {source}")
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:

@@ -43,7 +43,7 @@ class Means:
         checks.require(len(set(names)) == len(names), "Means", "names", "be distinct", list(names))
         try:
             device = torch.device(device)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"Means: device must be a device or its name; got {checks.shown(device)}") from error
         self.names, self.group = tuple(names), group
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -152,12 +152,19 @@ class PreferenceMeans(Means):
             loss: the result of `ops.preference_loss`.
             chosen_logps, rejected_logps: [P] the summed log-probabilities that it was computed
                 from, in nats.
+
+        Raises:
+            TypeError, ValueError: an argument breaks a rule above; the message names it.
         """
+        op, logps = "PreferenceMeans", dict(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
         is_loss = isinstance(loss, PreferenceLoss)
-        got = checks.shown(loss)
-        checks.require(is_loss, "PreferenceMeans", "loss", "be a PreferenceLoss", got, error=TypeError)
-        checks.require_tensors("PreferenceMeans", chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-        checks.require_real("PreferenceMeans", chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+        checks.require(is_loss, op, "loss", "be a PreferenceLoss", checks.shown(loss), error=TypeError)
+        checks.require_tensors(op, **logps)
+        checks.require_real(op, **logps)
+        checks.require_same_device(op, loss=loss.losses, **logps)
+        shape = _shape(loss.losses)
+        for name, x in logps.items():
+            checks.require(_shape(x) == shape, op, name, "have shape {}, that of the losses", _shape(x), shape)
         margins = loss.chosen_rewards - loss.rejected_rewards
         values = (loss.losses, loss.chosen_rewards, loss.rejected_rewards, margins, margins > 0)
         self.update(**dict(zip(self.PAIR_METRICS, (*values, chosen_logps, rejected_logps), strict=True)))

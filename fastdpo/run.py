@@ -14,16 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import checks
 from .integrations.arguments import checked_options
-from .integrations.patching import LINES, targeted_trainers
-from .models import fallback
+from .integrations.lines import LINES, targeted_trainers
+from .logs import STRICT
+from .plain_checks import require_flags, shown
 from .startup.sitecustomize import VARIABLE
-from .storage import is_url
 
 
 def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = False, **options: Any) -> NoReturn:
@@ -43,13 +41,10 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
     """
     is_sequence = isinstance(command, Sequence) and not isinstance(command, str)
     if not is_sequence or not all(isinstance(word, str) for word in command):
-        raise TypeError(f"run: command must be a sequence of strings; got {checks.shown(command)}")
+        raise TypeError(f"run: command must be a sequence of strings; got {shown(command)}")
     program = _program(command)
-    checks.require_flags("run", strict=strict)
-    checked = asdict(checked_options("run", **options))
-    memory = checked["reference_memory"]
-    if isinstance(memory, str) and not is_url(memory):
-        checked["reference_memory"] = str(Path(memory).resolve())
+    require_flags("run", strict=strict)
+    given = checked_options("run", options)
     trainers = targeted_trainers("run", targets)
     handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
     os.close(handle)
@@ -57,13 +52,13 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
         "pid": os.getpid(),
         "imported": imported,
         "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
-        "options": checked,
+        "options": given,
     }
     startup = str(Path(__file__).parent / "startup")
     paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {VARIABLE: json.dumps(settings), "PYTHONPATH": os.pathsep.join(paths)}
     if strict:
-        os.environ[fallback.STRICT] = "1"
+        os.environ[STRICT] = "1"
     sys.stdout.flush()
     if sys.platform == "win32":  # exec would return to the shell at once
         sys.exit(subprocess.run(program).returncode)

@@ -1,17 +1,14 @@
 """Measures which kernels are fastest on this GPU for a model, and notes it for later trainings.
 
     fastdpo tune --model PATH [--tokens N ...] [--dtype bfloat16] [--frozen]
-    fastdpo tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen] [--table head.json]
+    fastdpo tune --hidden 896 --vocabulary 151936 [--dtype bfloat16] [--frozen]
 
 A training measures the same at its first calls (`ops.tuning`). What is noted is not measured again.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +16,6 @@ import torch
 from . import checks
 from .ops import linear_logps, packed_attention, tuning
 from .ops.attention_backends import LEAST_TUNED
-from .ops.head_table import Entry, architecture, from_file
 from .ops.kernel_verdicts import Kernel
 from .ops.tuning import Choice
 
@@ -138,28 +134,3 @@ def as_text(choices: dict[Kernel, Choice]) -> str:
             time = f"{found:9.3f} ms  {name}" if isinstance(found, float) else f"{'-':>9}     {name}: {found}"
             lines.append(f"{mark} {time}")
     return "\n".join(lines[1:])
-
-
-def write_table(path: Path, head: HeadSize, choices: dict[Kernel, Choice]) -> Entry | None:
-    """Adds an entry to a head table if the fused kernel was chosen for a head.
-
-    The entry applies to every head of the same dtype whose hidden size is at most that of the head.
-
-    Returns:
-        The entry, or None if there is nothing to write.
-
-    Raises:
-        ValueError: the file is not a head table.
-        OSError: the file cannot be read or written.
-    """
-    before = [entry._asdict() for entry in from_file(str(path))] if path.exists() else []
-    entry = None
-    for call, choice in choices.items():
-        fused = re.match(r"fused \(([\d, ]+)\)", choice.name)
-        if fused is not None:
-            block_n, block_v, block_d, warps, stages = map(int, fused[1].split(", "))
-            dtype = str(call.dtype).removeprefix("torch.")
-            entry = Entry(architecture(call.device), dtype, head.hidden, (block_n, block_v, block_d, warps, stages))
-    if entry is not None:
-        path.write_text(json.dumps([entry._asdict(), *before], indent=1) + "\n")
-    return entry

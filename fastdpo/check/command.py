@@ -16,6 +16,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from ..integrations import patching
+from ..integrations.lines import LINES
+from ..model_names import require_model
 from . import tiny
 from .data import load_preferences
 from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINER, Settings, parse_fields
@@ -71,7 +73,7 @@ def check(
     No more than one run is in memory at a time: each has a process of its own.
 
     Args:
-        model: directory of a model with its tokenizer; None for one that is built.
+        model: directory or Hub name of a model with its tokenizer; None for one that is built.
         dataset: path of preference pairs, as `load_preferences` takes; None only without a model.
         batches: number of batches.
         batch_size: pairs a batch.
@@ -91,16 +93,14 @@ def check(
         directory = Path(temporary)
         if model is None or dataset is None:
             paths = tiny.build(directory, pairs=batches * batch_size)
-            fields = ["--bf16=false", *fields]
         else:
-            paths = Path(model), Path(dataset)
+            paths = model, Path(dataset)
         try:
-            if not (paths[0] / "config.json").is_file():
-                raise ValueError(f"the model must be a directory with a config.json; got {paths[0]}")
+            require_model("check", str(paths[0]))
             pairs = len(load_preferences(paths[1]))
             parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)])
         except ValueError as error:
-            raise CheckError(" ".join(str(error).split())) from error
+            raise CheckError(" ".join(str(error).removeprefix("check: ").split())) from error
         batches = min(batches, -(-pairs // batch_size))
         settings = Settings(str(paths[0]), str(paths[1]), batches, batch_size, lora, list(fields), str(directory))
         run = run or run_in_process
@@ -144,8 +144,8 @@ def _require_trainer() -> None:
     (seam,) = patching.examine(TRAINER).seams
     if not seam.on:
         raise CheckError(f"{TRAINER} is off: {seam.reason}")
-    supported = next(line.versions for line in patching.LINES if line.module == LINE)
-    if seam.version is None or seam.version not in SpecifierSet(supported):
+    supported = next(line.versions for line in LINES if line.module == LINE)
+    if seam.tested is None and (seam.version is None or seam.version not in SpecifierSet(supported)):
         raise CheckError(f"TRL {supported} is required; got {seam.version}")
 
 

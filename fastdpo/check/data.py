@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 COLUMNS = ("prompt", "chosen", "rejected", "image", "images", "tools", "chat_template_kwargs")
 """The columns that TRL reads of a preference dataset."""
+
+TEXTS = ("prompt", "chosen", "rejected")
+"""Those of them that must have a value in every row."""
 
 
 def load_preferences(path: Path, required: Collection[str] = ("chosen", "rejected")) -> Dataset:
@@ -21,10 +25,11 @@ def load_preferences(path: Path, required: Collection[str] = ("chosen", "rejecte
         required: the columns that it must have. TRL finds a prompt that the two answers begin with.
 
     Raises:
-        ValueError: the path does not exist, the format is unknown, a column is missing, or there
-            are no pairs.
+        ValueError: the path does not exist, the format is unknown, the file is malformed, a column or a
+            text is missing, or there are no pairs.
     """
     from datasets import Dataset, DatasetDict, load_from_disk
+    from datasets.exceptions import DatasetGenerationError
 
     if not path.exists():
         raise ValueError(f"the dataset must exist; got {path}")
@@ -38,7 +43,12 @@ def load_preferences(path: Path, required: Collection[str] = ("chosen", "rejecte
         if not path.stat().st_size:
             raise ValueError(f"the dataset must not be empty; got {path}")
         read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_json
-        dataset = cast(Dataset, read(str(path)))
+        try:
+            dataset = cast(Dataset, read(str(path)))
+        except DatasetGenerationError as error:
+            reason = None if path.suffix == ".parquet" else _malformed_json(path)
+            reason = reason or str(error.__cause__ or error).strip().splitlines()[0]
+            raise ValueError(f"the dataset must be a well-formed {path.suffix} file; got {path}: {reason}") from error
     else:
         raise ValueError(
             f"the dataset must be a .jsonl, .json or .parquet file or a save_to_disk directory; got {path}"
@@ -48,4 +58,40 @@ def load_preferences(path: Path, required: Collection[str] = ("chosen", "rejecte
         raise ValueError(f"the dataset must have the columns {sorted(required)}; got {path} without {sorted(missing)}")
     if not len(dataset):
         raise ValueError(f"the dataset must not be empty; got {path}")
+    for name in TEXTS:
+        if name in dataset.column_names and (row := _first_null(dataset, name)) is not None:
+            place = f"line {[*_lines(path)][row][0]}" if path.suffix == ".jsonl" else f"row {row}, counted from 0,"
+            raise ValueError(f"the dataset must have a {name} in every row; got {path}, where {place} has none")
     return dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
+
+
+def _first_null(dataset: Dataset, column: str) -> int | None:
+    """The first row without a value in a column, or None."""
+    if not dataset.data.column(column).null_count:
+        return None
+    return next((i for i, value in enumerate(dataset[column]) if value is None), None)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are not blank, and their numbers from 1."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from ((i, line) for i, line in enumerate(file, 1) if line.strip())
+
+
+def _malformed_json(path: Path) -> str | None:
+    """Where a file is no JSON, or not one object a line, or None if it is."""
+    lines = _lines(path)
+    first = next(lines, (1, ""))
+    if first[1].lstrip().startswith("["):
+        try:
+            json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        except json.JSONDecodeError as error:
+            return f"line {error.lineno}: {error.msg}"
+        return None
+    for i, line in (first, *lines):
+        try:
+            if not isinstance(json.loads(line), dict):
+                return f"line {i}: it is no object"
+        except json.JSONDecodeError as error:
+            return f"line {i}: {error.msg}"
+    return None

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from ..integrations.patching import patched
 from ..models import fallback, forward, gradients, rounding
 from ..models.language_model import backbone
+from ..plain_checks import suggested
 from ..ref_logps.scoring import base_of
 from ..testing import float64_throughout
 from .data import load_preferences
@@ -45,7 +46,12 @@ LABELS = {
 }
 """The runs, and what they are called in progress bars."""
 
+OPTIONS = ("--model", "--dataset", "--tiny", "--batches", "--batch-size", "--lora", "--json", "--plot")
+"""Those of the command that are no fields of `DPOConfig`."""
+
 NOISE = 0.01
+TIMED_BATCHES = 3
+"""The least number of batches that are timed. The first one is left out of the median."""
 TIMES = ("runtime", "per_second", "epoch", "flos", "learning_rate", "step_time", "num_input_tokens_seen")
 """Parts of the names of what is logged and does not depend on the computation."""
 
@@ -55,7 +61,7 @@ class Settings:
     """The options of `fastdpo check` that a run needs.
 
     Attributes:
-        model: directory of the model and its tokenizer.
+        model: directory or Hub name of the model and its tokenizer.
         dataset: path of the preference pairs.
         batches: number of batches.
         batch_size: pairs a batch.
@@ -89,7 +95,8 @@ def parse_fields(fields: Sequence[str]) -> DPOConfig:
     parser.error = fail
     config, others = parser.parse_args_into_dataclasses([*fields], return_remaining_strings=True)
     if others:
-        raise ValueError(f"options must be those of `fastdpo check --help` or fields of DPOConfig; got {others[0]}")
+        rule = "options must be those of `fastdpo check --help` or fields of DPOConfig"
+        raise ValueError(f"{rule}; got {others[0]}{suggested(others[0], (*parser._option_string_actions, *OPTIONS))}")
     return config
 
 
@@ -99,7 +106,9 @@ def _config(settings: Settings) -> DPOConfig:
     own += ["--learning_rate=0", "--weight_decay=0", "--optim=sgd", "--lr_scheduler_type=constant"]
     own += ["--max_grad_norm=1e9", "--logging_steps=1", "--save_strategy=no", "--report_to=none"]
     own += ["--disable_tqdm=true"]
-    defaults = [] if torch.accelerator.is_available() else ["--use_cpu=true", "--dataloader_pin_memory=false"]
+    defaults = ["--bf16=false"]  # TRL's default is autocast to bfloat16
+    if not torch.accelerator.is_available():
+        defaults += ["--use_cpu=true", "--dataloader_pin_memory=false"]
     return parse_fields([*defaults, *settings.fields, *own])
 
 
@@ -196,7 +205,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "calls": {f"{kind} {path}": n for (name, kind, path), n in calls.items() if name == TRAINER},
             "reasons": sorted(_reasons(trainer)),
             "tokens": recorder.tokens / settings.batches,
-            "seconds": median(seconds[1:] or seconds),
+            "seconds": median(seconds[1:]) if len(seconds) >= TIMED_BATCHES else None,
             "memory": peak.bytes,
             "memory_kind": peak.kind,
         }
@@ -228,7 +237,7 @@ def _trainer(settings: Settings, in_float64: bool) -> DPOTrainer:
     from trl.trainer.utils import create_model_from_path
 
     config = _config(settings)
-    options: dict[str, Any] = {"device_map": None, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"device_map": None, "dtype": "auto", "trust_remote_code": config.trust_remote_code}
     options |= config.model_init_kwargs or {}
     config.model_init_kwargs = None
     models = [create_model_from_path(settings.model, **options) for _ in range(1 if settings.lora else 2)]

@@ -58,11 +58,13 @@ class Cost(NamedTuple):
 
 
 def costs(stock: Run, fastdpo: Run) -> list[Cost]:
-    return [
+    found = [
         Cost("tokens a batch", "", stock["tokens"], fastdpo["tokens"]),
-        Cost("time a batch", "s", stock["seconds"], fastdpo["seconds"]),
         Cost("peak memory above the models", "MiB", stock["memory"] / 2**20, fastdpo["memory"] / 2**20),
     ]
+    if stock["seconds"] is not None:  # else there are too few batches to tell
+        found.insert(1, Cost("time a batch", "s", stock["seconds"], fastdpo["seconds"]))
+    return found
 
 
 def verdicts(stock: Run, fastdpo: Run, other: Run, exact: bool) -> list[Verdict]:

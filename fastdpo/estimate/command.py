@@ -7,6 +7,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .. import sizes
+from ..model_names import require_model
+
 if TYPE_CHECKING:
     from .simulation import Setup
 
@@ -23,7 +26,7 @@ def add(commands: Any) -> None:
         "on one device. Loads no weights. Defaults are those of TRL.",
         epilog="example: fastdpo estimate path/to/model pairs.jsonl --batch 8 --lora 16 --memory 80GiB",
     )
-    parser.add_argument("model", metavar="MODEL", help="the directory of a model with its tokenizer")
+    parser.add_argument("model", metavar="MODEL", help="directory or Hub name of a model with its tokenizer")
     parser.add_argument("dataset", metavar="DATASET", help="pairs: .jsonl, .json, .parquet, or what save_to_disk wrote")
     parser.add_argument("--batch", type=int, required=True, metavar="N", help="pairs of a batch on each device")
     parser.add_argument("--memory", metavar="SIZE", help="look for the largest batch that fits, such as 80GiB")
@@ -42,6 +45,11 @@ def add(commands: Any) -> None:
 
 
 def _start(args: argparse.Namespace) -> None:
+    try:
+        require_model("estimate", args.model)
+        limit = None if args.memory is None else sizes.bytes_of("estimate", "memory", args.memory)
+    except ValueError as error:
+        sys.exit(f"fastdpo {error}")
     import torch
 
     from ..ops.devices import memory_of
@@ -52,10 +60,6 @@ def _start(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = args.lora_targets
     targets = names if names == "all-linear" else names.split(",")
-    try:
-        limit = None if args.memory is None else _bytes(args.memory)
-    except ValueError as error:
-        sys.exit(f"fastdpo estimate: {error}")
     setup: partial[Setup] = partial(
         Setup,
         device=device,
@@ -81,12 +85,3 @@ def _start(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"fastdpo estimate: {str(error).removeprefix('estimate: ')}")
     print(report.as_json(found) if args.json else report.as_text(found))
-
-
-def _bytes(size: str) -> int:
-    from accelerate.utils.modeling import convert_file_size_to_int
-
-    try:
-        return convert_file_size_to_int(size)
-    except ValueError as error:
-        raise ValueError(f"memory must be a number of bytes, such as 80GiB; got {size!r}") from error

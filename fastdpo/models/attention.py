@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..ops import attention_backends
+from ..ops.attention_flash import use_build
 from ..ops.packed_attention import packed_attention
 from ..packing import Layout, is_layout
 from .language_model import language_model
@@ -34,12 +36,22 @@ from .mixers import running
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLASH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+HUB_REPOSITORIES = tuple(
+    f"kernels-community/{name}"
+    for name in ("flash-attn", "flash-attn2", "flash-attn3", "vllm-flash-attn3", "flash-attn4", "aiter-flash-attn")
+)
+"""Builds of flash attention on the Kernels Hub. transformers takes some of them where flash attention is requested and
+its package is not installed.
+"""
+
+FLASH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", *HUB_REPOSITORIES)
 SUPPORTED_PRIORS = ("sdpa", "eager", *FLASH_IMPLEMENTATIONS)
-"""Attention implementations that `switch` can replace."""
+"""Attention implementations that `switch` can replace, without the revision of a repository."""
 
 _PREFIX = "fastdpo_"
-_LONG, _SHORT = "flash_attention_", "fa"  # for a name that contains "flash", transformers looks for the package
+_SHORT = {"flash_attention_": "fa"}
+_SHORT_IN_REPOSITORIES = {"/": "~~", "flash": "f~sh"}
+"""For a name that contains "flash" or a slash, transformers looks for a package or on the Hub."""
 
 IGNORED_ARGUMENTS = {"is_causal", "position_ids", "cache_position", "position_embeddings", "deterministic"}
 """Arguments that some model families pass to their attention and that
@@ -79,12 +91,13 @@ def witness() -> Iterator[Witness]:
     """Records the attention calls and the mixers of the block, which proves that every layer received
     the layout.
 
-    Attention dropout is recorded, but not applied.
+    Attention dropout is recorded, but not applied. The calls are not those of a training, whose dtype
+    may be another one under autocast.
     """
     recorded = Witness()
     token = _witness.set(recorded)
     try:
-        with running.witness(recorded.mixers):
+        with running.witness(recorded.mixers), attention_backends.trial():
             yield recorded
     finally:
         _witness.reset(token)
@@ -120,7 +133,9 @@ def switch(model: PreTrainedModel) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     prior = implementation(model)
-    name = _Name(_PREFIX + prior.replace(_LONG, _SHORT))
+    if _repository(prior) in HUB_REPOSITORIES:
+        _use_loaded_build(prior)
+    name = _Name(_packed_name(prior))
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     language_model(model).set_attn_implementation(name)
@@ -186,8 +201,39 @@ def _current(model: PreTrainedModel) -> str | None:
     return language_model(model).config._attn_implementation
 
 
+def is_supported(prior: str) -> bool:
+    """Whether `switch` can replace an attention implementation."""
+    return _repository(prior) in SUPPORTED_PRIORS
+
+
+def _repository(name: str) -> str:
+    """A name without the revision and the function that may follow that of a repository."""
+    return name.partition(":")[0].partition("@")[0].strip()
+
+
+def _use_loaded_build(prior: str) -> None:
+    """Makes the build that transformers has loaded for an implementation a backend of packed attention."""
+    from transformers import modeling_flash_attention_utils as loaded
+
+    function = getattr(loaded, "_flash_varlen_fn", None)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if getattr(loaded, "_loaded_implementation", None) == prior and module is not None:
+        use_build(module)
+
+
+def _packed_name(prior: str) -> str:
+    for long, short in (_SHORT_IN_REPOSITORIES if "/" in prior else _SHORT).items():
+        prior = prior.replace(long, short)
+    return _PREFIX + prior
+
+
 def _prior_of(name: str) -> str:
-    return name.removeprefix(_PREFIX).replace(_SHORT, _LONG) if name.startswith(_PREFIX) else name
+    if not name.startswith(_PREFIX):
+        return name
+    prior = name.removeprefix(_PREFIX)
+    for long, short in (_SHORT_IN_REPOSITORIES if _SHORT_IN_REPOSITORIES["/"] in prior else _SHORT).items():
+        prior = prior.replace(short, long)
+    return prior
 
 
 def _attention(prior: str) -> Callable:
@@ -200,7 +246,7 @@ def _attention(prior: str) -> Callable:
             recorded.dropout = max(recorded.dropout, kwargs.pop("dropout", 0.0))
         if not packed:
             return _prior_forward(prior, module, query, key, value, attention_mask, *args, **kwargs)
-        if prior in FLASH_IMPLEMENTATIONS:
+        if _repository(prior) in FLASH_IMPLEMENTATIONS:
             query, key, value = _in_flash_dtype(module, query, key, value)
         if prior == "sdpa":
             kwargs = {name: x for name, x in kwargs.items() if name not in IGNORED_BY_SDPA}
@@ -216,7 +262,7 @@ def _prior_forward(prior: str, module: Any, *args: Any, **kwargs: Any) -> tuple[
         return forward(module, *args, **kwargs)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if prior in FLASH_IMPLEMENTATIONS:  # they read the implementation's name from the configuration
+    if _repository(prior) in FLASH_IMPLEMENTATIONS:  # they read the implementation's name from the configuration
         module = _WithAttributes(module, config=_WithAttributes(module.config, _attn_implementation=prior))
     return ALL_ATTENTION_FUNCTIONS[prior](module, *args, **kwargs)
 

@@ -36,6 +36,12 @@ were called with, or would have been without the reference memory, and those tha
 """
 
 
+outcomes: Counter[tuple[str, str]] = Counter()
+"""What options have brought about, by (integration, outcome): "verified" counts calls that agreed with
+stock ones, "steps" optimizer steps that were cut, and "micro-batches" their parts.
+"""
+
+
 def count_tokens(integration: str, given: int, computed: int) -> None:
     tokens[integration, "given"] += given
     tokens[integration, "computed"] += computed

@@ -15,14 +15,15 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .. import packing
 from ..logs import logger
@@ -71,7 +72,7 @@ class Request(NamedTuple):
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
             for the default of `ops.linear_logps`.
         verify: whether the first fused call with gradients and the first one without are compared
-            with the prior forward.
+            with the prior forward. "trial": calls go there from then on if they differ.
     """
 
     integration: str
@@ -84,7 +85,7 @@ class Request(NamedTuple):
     groups: Groups = "content"
     images: bool = False
     memory_budget: int | None = None
-    verify: bool = False
+    verify: bool | Literal["trial"] = False
 
 
 class ScoredBatch(NamedTuple):
@@ -116,11 +117,15 @@ class _RunnableBatch(NamedTuple):
         layout: of the batch.
         inputs: arguments of the backbone.
         images: the image tensors of a packed batch.
+        args: positional arguments of the backbone.
+        bare_head: whether hooks and a forward that other code has given the head are left out.
     """
 
     layout: Layout
     inputs: dict[str, Any]
     images: dict[str, Tensor]
+    args: tuple = ()
+    bare_head: bool = False
 
 
 @dataclass
@@ -133,7 +138,7 @@ class _FusedForward:
         logit_transform: (softcap, logit_scale) of the model.
         disabled_reason: why all calls go to the prior forward, whatever becomes of the model.
         choose: `_choose`, excluded from compilation.
-        verify: `_verify`, excluded from compilation.
+        examine: `_model_reason`, excluded from compilation.
         inner: an earlier fused forward, if other code has wrapped it since.
         prior_attention: the attention implementation to restore; None if the model is not switched.
         forward: the function that is the model's forward now.
@@ -143,6 +148,8 @@ class _FusedForward:
         image_batches: packs batches with images.
         logged: reasons that have been logged, for which calls have fallen back.
         was_called: whether an integration has called the model, or has left a call to its trainer.
+        is_awaited: whether other ranks may examine the model in a call that this rank has left to its
+            trainer.
         verified: the kinds of calls, with gradients (True) and without (False), that are not to be
             verified any more.
         has_logged_dropout: whether it was logged that prompts are not shared.
@@ -155,7 +162,7 @@ class _FusedForward:
     logit_transform: tuple[float | None, float]
     disabled_reason: Reason | None
     choose: Callable[..., _RunnableBatch | None]
-    verify: Callable[..., None]
+    examine: Callable[..., Reason | None]
     inner: _FusedForward | None
     prior_attention: str | None = None
     forward: Callable | None = None
@@ -166,6 +173,7 @@ class _FusedForward:
     image_batches: images.ImageBatches = field(default_factory=images.ImageBatches)
     logged: set[Reason] = field(default_factory=set)
     was_called: bool = False
+    is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)
     has_logged_dropout: bool = False
 
@@ -196,13 +204,13 @@ def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *
     # rather than at import keeps Triton, which Dynamo imports, out of `import fastdpo`.
     choose = torch.compiler.disable(_choose, reason="packing works on the host")
     choose = cast(Callable[..., "_RunnableBatch | None"], choose)
-    verify = cast(Callable[..., None], torch.compiler.disable(_verify, reason="it runs once"))
+    examine = cast(Callable[..., "Reason | None"], torch.compiler.disable(_model_reason, reason="it runs once"))
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
     transform = support.logit_transform(text_config(model))
     inner = _state_of(model)
-    fused = _FusedForward(request, make_output, model.forward, prior_scores, transform, reason, choose, verify, inner)
+    fused = _FusedForward(request, make_output, model.forward, prior_scores, transform, reason, choose, examine, inner)
     if reason is not None:
         _log_once(fused, reason)
 
@@ -210,9 +218,12 @@ def install(model: PreTrainedModel, request: Request, make_output: MakeOutput, *
         fused = cast(_FusedForward, _state_of(self))  # not from the closure: a deep copy of the model has its own
         while fused.forward is not forward:
             fused = cast(_FusedForward, fused.inner)
-        if not fused_lm_head:
-            return fused.prior_forward(*args, **kwargs)
-        return _call(self, fused, args, kwargs)
+        if fused_lm_head:
+            return _call(self, fused, args, kwargs)
+        if fused.is_awaited:
+            fused.is_awaited = False
+            fused.examine(self, fused, _device_of(self, args, kwargs))
+        return fused.prior_forward(*args, **kwargs)
 
     # `generate` and Trainer read the signature. functools.wraps would set `__wrapped__`, which
     # accelerate follows.
@@ -264,20 +275,6 @@ def is_fused(model: nn.Module) -> bool:
     return any(fused is not None and fused.unsupported_reason() is None for fused in states)
 
 
-@contextmanager
-def sharing_in_pairs(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Lets only the two rows of a pair share tokens during the block."""
-    states = [fused for model in models for fused in map(_state_of, model.modules()) if fused is not None]
-    requests = [fused.request for fused in states]
-    try:
-        for fused in states:
-            fused.request = fused.request._replace(groups="pairs")
-        yield
-    finally:
-        for fused, request in zip(states, requests, strict=True):
-            fused.request = request
-
-
 def disabled_reason(model: nn.Module, integration: str) -> Reason | None:
     """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
     base = _model_of(model, integration)
@@ -307,10 +304,15 @@ def examine_again(model: nn.Module, integration: str) -> None:
 
 
 def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
-    """Counts and logs a call that an integration leaves to its trainer before the model sees it."""
+    """Counts and logs a call that an integration leaves to its trainer before the model sees it.
+
+    The trainer must run the same modules in that call as a fused one does, which the model's own forward
+    does: ranks that run the model together may not all leave it.
+    """
     base = cast("PreTrainedModel", _model_of(model, integration))
     fused = vars(base)[ATTRIBUTE]
     fused.was_called = True
+    fused.is_awaited = not fused.probe_results and support.is_sharded(base)
     calls[integration, _kind_of_call(base, fused), "stock"] += 1
     _log_once(fused, fused.unsupported_reason() or reason)
 
@@ -356,8 +358,6 @@ def _model_of(model: nn.Module, integration: str) -> PreTrainedModel | None:
 def _call(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> object:
     batch = fused.choose(model, fused, args, kwargs)
     if batch is not None:
-        if fused.request.verify and torch.is_grad_enabled() not in fused.verified:
-            fused.verify(model, fused, batch, args, kwargs)
         return fused.make_output(_score(model, fused, batch, kwargs), kwargs)
     if fused.prior_scores:
         return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
@@ -365,38 +365,57 @@ def _call(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dic
 
 
 def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _RunnableBatch | None:
-    """Decides how a call runs, and counts it. Returns None, with a logged reason, if it falls back."""
+    """Decides how a call runs, verifies it, and counts it. Returns None, with a logged reason, if it falls back.
+
+    Ranks that run a model together must run the same modules in the same order. In their first call
+    they agree on whether the model is supported (`_model_reason`). Any other reason is `own`: a rank may
+    have it alone, and then runs the modules on its padded batch.
+    """
     fused.was_called = True
-    batch, path = None, "stock"
-    reason = fused.disabled_reason
-    if reason is not None and fused.probe_result is None:  # other ranks may not have this reason
-        fused.probe_result = _examine(model, fused, torch.device("cpu"))
-    if reason is None and model not in _models:
-        reason = Reason("copied-model")
-    if reason is None:
-        others = images.ARGUMENTS if fused.request.images else ()
-        reason = support.call_unsupported_reason(
-            model, args, kwargs, float32_head=fused.request.float32_head, others=others
-        ) or images.unsupported_reason(model, kwargs)
-    if reason is None:
+    batch, path, reason = None, "stock", None
+    own = call_reason = None if _disabled_reason(model, fused) else _call_reason(model, fused, args, kwargs)
+    if call_reason is None or support.is_sharded(model):
+        reason = _model_reason(model, fused, _device_of(model, args, kwargs))
+    if reason is None and call_reason is None:
         try:
-            reason = _prepare(model, fused, kwargs["input_ids"].device)
-            if reason is None:
-                batch, path = _packed(model, fused, kwargs), "fused"
+            batch, path = _packed(model, fused, kwargs), "fused"
         except NotPackable as error:
-            reason = error.reason
-            if support.is_sharded(model):  # other ranks may be able to pack theirs, and wait for the same modules
-                _install_head(model)
-                layout = packing.padded_layout(*padded_batch(kwargs))
-                batch, path = _RunnableBatch(layout, images.padded_inputs(kwargs), {}), "padded"
+            own = error.reason
+    if reason is None and own is not None and support.is_sharded(model):
+        # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
+        batch = _padded(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
+        path = "stock" if batch is None else "padded"
+    if batch is not None and fused.request.verify and torch.is_grad_enabled() not in fused.verified:
+        reason = fused.disabled_reason = _verify(model, fused, batch, args, kwargs)
+        if reason is not None:
+            _restore(model, fused)
+            batch, path = None, "stock"
     integration = fused.request.integration
     calls[integration, _kind_of_call(model, fused), path] += 1
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, Tensor):
         fallback.count_tokens(integration, ids.numel(), batch.layout.token_index.numel() if batch else ids.numel())
-    if reason is not None:
-        _log_once(fused, reason)
+    if reason is not None or own is not None:
+        _log_once(fused, cast(Reason, reason or own))
     return batch
+
+
+def _disabled_reason(model: PreTrainedModel, fused: _FusedForward) -> Reason | None:
+    return fused.disabled_reason or (None if model in _models else Reason("copied-model"))
+
+
+def _call_reason(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> Reason | None:
+    """Why the fused forward cannot take a call."""
+    request = fused.request
+    others = images.ARGUMENTS if request.images else ()
+    reason = support.call_unsupported_reason(model, args, kwargs, float32_head=request.float32_head, others=others)
+    return reason or images.unsupported_reason(model, kwargs)
+
+
+def _device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:
+    """The device of a call's arguments."""
+    given = (kwargs.get("input_ids"), *args, *kwargs.values())
+    return next((x.device for x in given if isinstance(x, Tensor)), model.device)
 
 
 def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, kwargs: dict) -> ScoredBatch:
@@ -407,7 +426,7 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
     routed = returns_router_logits(model, kwargs)
     options = {"output_router_logits": True} if routed else {}
     with towers.sharing(model, batch.images):
-        output = backbone(model)(**batch.inputs, **options)
+        output = backbone(model)(*batch.args, **batch.inputs, **options)
     lm_head = head.head_of(model)
     hidden = output.last_hidden_state.flatten(0, 1)  # [T, D]
     hidden = hidden.index_select(0, layout.score_index).to(head.device_of(lm_head))  # [N, D]
@@ -415,7 +434,7 @@ def _score(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, 
     if request.float32_head:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
     softcap, logit_scale = fused.logit_transform
-    with autocast:
+    with autocast, head.bare(lm_head) if batch.bare_head else nullcontext():
         scored = lm_head(
             hidden,
             fastdpo_targets=layout.targets.to(hidden.device),
@@ -435,14 +454,18 @@ def _shifted_labels(kwargs: dict) -> Tensor:
     return kwargs["labels"][:, 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
 
 
-def _verify(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, args: tuple, kwargs: dict) -> None:
-    """Compares a call that is about to run with the same call of the prior forward."""
-    name = f"{fused.request.integration} ({fused.request.role})"
+def _verify(
+    model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, args: tuple, kwargs: dict
+) -> Reason | None:
+    """Compares a call that is about to run with the same call of the prior forward.
+
+    Returns why all calls go to the prior forward from now on. Only a trial has such a reason.
+
+    Raises:
+        VerificationError: they differ, and this is no trial.
+    """
+    name, is_trial = f"{fused.request.integration} ({fused.request.role})", fused.request.verify == "trial"
     fused.verified.add(torch.is_grad_enabled())
-    if support.is_sharded(model):
-        fused.verified.update((True, False))
-        fallback.report(f"{name}: not verified, {Reason('verified-ranks').named}")
-        return
 
     @contextmanager
     def as_before() -> Iterator[None]:
@@ -451,20 +474,35 @@ def _verify(model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch,
             yield
         finally:
             _switch_attention(model, fused)
-            _install_head(model)
+            _install_head(model, fused)
 
-    try:
-        verification.verify(
-            model,
-            name,
-            _shifted_labels(kwargs) != packing.IGNORE_INDEX,
-            stock=lambda: _prior_logps(fused, args, kwargs),
-            fused=lambda: _score(model, fused, batch, kwargs).logps,
-            as_before=as_before,
-            is_random=fused.probe_result is not None and fused.probe_result.is_random,
-        )
-    except verification.NotComparable:
-        fallback.report(f"{name}: not verified, {Reason('verified-checkpoints').named}")
+    obstacle = None
+    if support.is_sharded(model):
+        fused.verified.update((True, False))
+        obstacle = Reason("verified-ranks")
+    else:
+        try:
+            verification.verify(
+                model,
+                name,
+                _shifted_labels(kwargs) != packing.IGNORE_INDEX,
+                stock=lambda: _prior_logps(fused, args, kwargs),
+                fused=lambda: _score(model, fused, batch, kwargs).logps,
+                as_before=as_before,
+                is_random=fused.probe_result is not None and fused.probe_result.is_random,
+            )
+            fallback.outcomes[fused.request.integration, "verified"] += 1
+        except verification.NotComparable:
+            obstacle = Reason("verified-checkpoints")
+        except verification.VerificationError as error:
+            if not is_trial:
+                raise
+            return Reason("changed-calls", finding=f"its first call differs from stock in {error.differences}")
+    if obstacle is not None and is_trial:
+        return Reason("changed-calls", finding=f"its calls cannot be compared with stock ones: {obstacle}")
+    if obstacle is not None:
+        fallback.report(f"{name}: not verified, {obstacle.named}")
+    return None
 
 
 def _prior_logps(fused: _FusedForward, args: tuple, kwargs: dict) -> TokenLogps:
@@ -484,41 +522,45 @@ def _prior_logits(fused: _FusedForward, args: tuple, kwargs: dict) -> Any:
     return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 
-def _prepare(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> Reason | None:
-    """Switches attention and head of a supported model. Returns why the model as it is now is not
-    supported.
+def _model_reason(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> Reason | None:
+    """Returns why the model is not supported, whatever a call is given. Ranks that run it together get the
+    same result.
 
-    A model whose structure has changed is examined again, before anything is computed with it.
+    A model whose structure has changed is examined again, before anything is computed with it, unless
+    ranks run it together: it may have changed on this rank alone.
     """
+    disabled = _disabled_reason(model, fused)
+    if disabled is not None:
+        if not fused.probe_results:  # other ranks may not have this reason
+            fused.probe_results[fused.examined] = fused.probe_result = _examine(model, fused, device)
+        return disabled
     structure = fused.examined = fused.structure.hash(model)
-    if structure not in fused.probe_results:
-        if fused.probe_results and support.is_sharded(model):  # it may have changed on this rank alone
-            reason = fused.unsupported_reason()
-            if reason is not None:
-                return reason
-            raise NotPackable(Reason("changed-model"))
-        if len(fused.probe_results) >= MAX_PROBE_RESULTS:
-            fused.probe_results.clear()
+    results = fused.probe_results
+    if structure not in results and not (results and support.is_sharded(model)):
+        if len(results) >= MAX_PROBE_RESULTS:
+            results.clear()
             fused.image_batches.results.clear()
-        fused.probe_results[structure] = _examine(model, fused, device)
-    fused.probe_result = fused.probe_results[structure]
-    if fused.probe_result.unsupported_reason is not None:
+        results[structure] = _examine(model, fused, device)
+    fused.probe_result = results.get(structure, fused.probe_result)
+    reason = fused.unsupported_reason()
+    if reason is not None:
         _restore(model, fused)
-        return fused.probe_result.unsupported_reason
-    if model.training and fused.probe_result.attention_dropout:
-        return Reason("attention-dropout")
-    _switch_attention(model, fused)
-    _install_head(model)
-    return None
+    return reason
 
 
-def _install_head(model: PreTrainedModel) -> None:
+def _install_head(model: PreTrainedModel, fused: _FusedForward) -> None:
     head.install(head.head_of(model))
-    output_dtypes.keep(model, head.head_of(model))
+    if next(fused.structure.modules_of(FSDPModule), None) is not None:
+        output_dtypes.keep(model, head.head_of(model))
 
 
 def _examine(model: PreTrainedModel, fused: _FusedForward, device: torch.device) -> ProbeResult:
-    reason = support.shared_reason(model, fused.disabled_reason or support.unsupported_reason(model))
+    reason = support.shared_reason(
+        model,
+        _disabled_reason(model, fused)
+        or support.unsupported_reason(model)
+        or support.scoring_unsupported_reason(model, float32_head=fused.request.float32_head),
+    )
     if reason is not None:
         return ProbeResult(reason)
     _switch_attention(model, fused)
@@ -546,8 +588,14 @@ def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _Runn
     """The packed batch. One with images is examined before it is run, as the model was before.
 
     Raises:
-        NotPackable: the batch has no packed form.
+        NotPackable: the batch has no packed form, or the model does not run packed as it is now.
     """
+    if fused.examined not in fused.probe_results:
+        raise NotPackable(Reason("changed-model"))
+    if model.training and cast(ProbeResult, fused.probe_result).attention_dropout:
+        raise NotPackable(Reason("attention-dropout"))
+    _switch_attention(model, fused)
+    _install_head(model, fused)
     found = images.images_of(kwargs)
     if found is None:
         layout = _layout(model, fused, kwargs)
@@ -559,6 +607,26 @@ def _packed(model: PreTrainedModel, fused: _FusedForward, kwargs: dict) -> _Runn
     share_random = fused.request.share_prompts != "deterministic"
     packed = fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout, share_random=share_random)
     return _RunnableBatch(*packed, found.of_images)
+
+
+def _padded(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: dict) -> _RunnableBatch | None:
+    """How a call runs padded, with the fused head, next to ranks that run their packed batches. None if
+    it has no labels.
+
+    The backbone gets all that the call was given, as from TRL's forward. That forward reads the weight of
+    the head, so if others have added hooks to the head or replaced its forward, they do not run here either.
+    """
+    shifted = kwargs.get("shift_labels") is not None
+    labels = kwargs.get("shift_labels" if shifted else "labels")
+    if labels is None:
+        return None
+    mask = kwargs.get("attention_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
+    layout = packing.padded_layout(labels, mask, labels, shifted)
+    bare = support.scoring_unsupported_reason(model, float32_head=fused.request.float32_head) is not None
+    if not bare:
+        _install_head(model, fused)
+    return _RunnableBatch(layout, images.padded_inputs(kwargs), {}, args, bare)
 
 
 def _layout(
@@ -573,7 +641,8 @@ def _layout(
             name, role = fused.request.integration, fused.request.role
             logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, reason.named)
     # All positions of the padded rows count, padding included.
-    reach = batch.input_ids.shape[1] if support.rope_depends_on_length(text_config(model)) else None
+    width = batch.input_ids.shape[1]
+    reach = None if support.rope_reason(model, width) is None else width
     groups = (groups or fused.request.groups) if share else None
     return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
 

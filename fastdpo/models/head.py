@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -90,6 +91,22 @@ def restore(head: nn.Module | None) -> None:
         vars(head)[_forward_attribute(head)] = own or MethodType(nn.Linear.forward, head)
     else:
         del vars(head)["forward"]
+
+
+@contextmanager
+def bare(head: nn.Linear) -> Iterator[None]:
+    """Calls of the head score in the block, and run no hooks but those of engines, whatever the head's
+    forward and its other hooks are.
+    """
+    names = (*HOOKS, _forward_attribute(head))
+    kept = {name: x for name, x in vars(head).items() if name in names}
+    hooks = {name: {key: hook for key, hook in kept[name].items() if _is_hook_of_engine(hook)} for name in HOOKS}
+    vars(head).update(hooks, **{_forward_attribute(head): MethodType(_forward, head)})
+    try:
+        yield
+    finally:
+        vars(head).pop(_forward_attribute(head))
+        vars(head).update(kept)
 
 
 def is_installed(forward: object) -> bool:

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands, probe
-from .language_model import backbone, language_model, text_config
+from .language_model import backbone, language_model
 from .probe import ProbeResult
-from .support import rope_depends_on_length
+from .support import rope_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +35,9 @@ OF_IMAGES = (
 )
 ARGUMENTS = (*OF_TOKENS, *OF_IMAGES)
 """Arguments of a model call that hold images, or types of tokens [R, L]."""
+
+NOT_OF_BACKBONE = {"labels", "shift_labels", "num_items_in_batch", "output_router_logits", "return_dict"}
+"""Arguments of a model call that are not passed on to its backbone."""
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")
 """Entries of a configuration that hold the id of the tokens that image features are written over."""
@@ -83,9 +86,9 @@ def unsupported_reason(model: PreTrainedModel, kwargs: dict) -> Reason | None:
 
 
 def padded_inputs(kwargs: dict) -> dict[str, Any]:
-    """The arguments of a model's backbone for a padded batch, with images or without."""
-    given = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", *ARGUMENTS)}
-    return {name: x for name, x in given.items() if x is not None} | {"use_cache": False}
+    """The arguments of a model's backbone for a padded batch, with images or without, from those of a call."""
+    given = {name: x for name, x in kwargs.items() if x is not None and name not in NOT_OF_BACKBONE}
+    return given | {"use_cache": False}
 
 
 @dataclass
@@ -124,7 +127,7 @@ class ImageBatches:
         Raises:
             NotPackable: the batch has no packed form.
         """
-        packed = _pack(model, images, kwargs, make_layout)
+        packed = pack(model, images, kwargs, make_layout)
         names = frozenset([*images.of_tokens, *images.of_images])
         key = (structure, names, packed.shared)
         if key not in self.results:
@@ -135,11 +138,11 @@ class ImageBatches:
         if model.training and result.attention_dropout:
             raise NotPackable(Reason("attention-dropout"))
         if model.training and result.is_random and packed.shared and not share_random:
-            packed = _pack(model, images, kwargs, functools.partial(make_layout, share=False))
+            packed = pack(model, images, kwargs, functools.partial(make_layout, share=False))
         return packed.layout, packed.inputs
 
 
-class _Packed(NamedTuple):
+class Packed(NamedTuple):
     """A packed batch.
 
     Attributes:
@@ -153,7 +156,7 @@ class _Packed(NamedTuple):
     shared: bool
 
 
-def _pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> _Packed:
+def pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> Packed:
     if images.of_images and placeholder(model) is None:
         raise NotPackable(Reason("image-placeholder"))
     for shared in (True, False) if images.are_repeated() else (False,):
@@ -165,19 +168,19 @@ def _pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Cal
     inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
     inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
     inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
-    inputs["position_ids"] = _position_ids(model, layout, kwargs)
+    inputs["position_ids"] = positions_of(model, layout, kwargs)
     inputs["attention_mask"] = islands.attention_masks(model, layout, images.of_tokens, kwargs["attention_mask"])
-    return _Packed(layout, inputs, shared)
+    return Packed(layout, inputs, shared)
 
 
-def _examine(model: PreTrainedModel, images: Images, packed: _Packed, kwargs: dict) -> ProbeResult:
+def _examine(model: PreTrainedModel, images: Images, packed: Packed, kwargs: dict) -> ProbeResult:
     """Compares the packed hidden states of a batch with its padded ones, unless something rules
     packing out before.
     """
     reason = None
     if images.of_images and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         reason = Reason("image-norm")
-    elif images.of_images and rope_depends_on_length(text_config(model)):
+    elif images.of_images and rope_limit(model) is not None:
         reason = Reason("image-rope")
     if reason is not None:
         return ProbeResult(reason)
@@ -214,7 +217,7 @@ def _stores_placeholders_once(model: PreTrainedModel, layout: Layout, kwargs: di
     return bool((stored == placeholders.sum(1).view(-1, owners)).all())
 
 
-def _position_ids(model: PreTrainedModel, layout: Layout, kwargs: dict) -> Tensor:
+def positions_of(model: PreTrainedModel, layout: Layout, kwargs: dict) -> Tensor:
     """[1, T]; or [3, 1, T] by the function of a model that counts time, rows and columns."""
     compute = getattr(backbone(model), "compute_3d_position_ids", None)
     if compute is None:

@@ -18,7 +18,7 @@ from ..reasons import Reason
 from . import attention
 from .language_model import backbone, text_config
 from .mixers import finding, function_probe
-from .support import attention_window, logit_transform, rope_depends_on_length, shared_reason
+from .support import attention_window, logit_transform, rope_reason, shared_reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -70,7 +70,7 @@ def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
     ids, mask, groups = _rows(config, attention_window(config))
     labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
-    reach = ids.shape[1] if rope_depends_on_length(config) else None
+    reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
     layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
     padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
     return compare(model, layout, padded, attention.packed_inputs(model, layout, ids))
@@ -82,7 +82,8 @@ def compare(
     """Compares the packed hidden states of a batch with its padded ones.
 
     Runs without gradients and leaves buffers as they were; a model that writes to its buffers when
-    it runs is unsupported, since they would then hold statistics of packed tokens.
+    it runs is unsupported, since they would then hold statistics of packed tokens. Rotary embeddings
+    may write theirs: they follow the width of the batch.
 
     Args:
         model: a model that is switched to packed attention.
@@ -94,9 +95,11 @@ def compare(
             result = _compare(model, layout, padded, packed)
     except _CannotRun as error:
         return ProbeResult(error.reason)
-    if result.unsupported_reason is None and written:
-        return ProbeResult(Reason("written-buffers", model=type(model).__name__, buffers=", ".join(written)))
-    return result
+    if result.unsupported_reason is not None:
+        return result
+    name, buffers = type(model).__name__, ", ".join(written)
+    reason = shared_reason(model, Reason("written-buffers", model=name, buffers=buffers) if written else None)
+    return result._replace(unsupported_reason=reason)
 
 
 def _compare(
@@ -148,21 +151,31 @@ class _CannotRun(Exception):
 
 @contextmanager
 def _running(model: PreTrainedModel, batch: str) -> Iterator[None]:
+    """Raises `_CannotRun` if the block raises an error, on this rank or on one that runs the model with it."""
+    reason = cause = None
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # models raise anything for rows or attention masks that they do not expect
-        name = type(model).__name__
         message = f"{type(error).__name__}: {error}"
-        raise _CannotRun(Reason("cannot-run", model=name, batch=batch, error=message)) from error
+        reason, cause = Reason("cannot-run", model=type(model).__name__, batch=batch, error=message), error
+    reason = shared_reason(model, reason)
+    if reason is not None:
+        raise _CannotRun(reason) from cause
 
 
 @contextmanager
 def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
-    """Restores the values of buffers after the block. Yields a list that
-    then names those that had changed.
+    """Restores the buffers of a model after the block, and whatever else its rotary embeddings keep of
+    the width of their last batch. Yields a list that then names the other buffers that had changed.
     """
+    rotary = [
+        (module, dict(vars(module)), dict(module._buffers))
+        for module in model.modules()
+        if hasattr(module, "rope_type")
+    ]
+    of_rotary = {id(x) for _, _, buffers in rotary for x in buffers.values()}
     before = [(name, x, x.clone()) for name, x in model.named_buffers() if x.device.type != "meta"]
     written: list[str] = []
     try:
@@ -170,8 +183,11 @@ def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for name, x, copy in before:
             if not _equal(x, copy):
-                written.append(name)
+                written += [] if id(x) in of_rotary else [name]
                 x.copy_(copy)
+        for module, attributes, buffers in rotary:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
 
 
 def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
@@ -185,7 +201,8 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=generator, device="cpu").to(device)
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _mode(model, training=False):
+    plainly = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), preserved_buffers(model), plainly, _mode(model, training=False):
         expected = type(model).forward(model, **batch).logits
         rounding_error = max(_rounding_error(model, device), torch.finfo(expected.dtype).eps)
         expected = expected.float()

@@ -2,14 +2,17 @@
 attributes.
 
 The probe's result for a model, and log-probabilities remembered from it, are valid as long as its
-structure stays the same. The hash is computed for every call, so the part that each module adds to
-it is cached until the module's attributes change.
+structure stays the same. The hash is needed for every call. It is computed again only if the modules
+differ from all of its latest snapshots, and then the part that each module adds to it is cached until
+the module's attributes change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -40,6 +43,53 @@ transformers adds when a model is first asked for them.
 """
 
 
+MAX_SNAPSHOTS = 4
+"""Number of snapshots of a model that are kept: in training and in evaluation, with adapters and without."""
+
+_children, _registries = itemgetter("_modules"), itemgetter("_modules", *head.HOOKS)
+
+
+class _Snapshot(NamedTuple):
+    """What a hash was computed from, in a form that a few calls in C compare with the model.
+
+    Attributes and hooks of the model itself are left out, as in the hash.
+
+    Attributes:
+        implementation: of the model's attention.
+        modules: in the order of `nn.Module.modules`, the model first.
+        kinds: their classes.
+        children: of the model.
+        attributes: of the other modules.
+        registries: children and hooks of the other modules.
+        names: of all of these children, in order, in which `nn.Sequential` calls them.
+        additions: of the modules that have any. A hook may close over values that have changed.
+        hash: of the structure.
+    """
+
+    implementation: str
+    modules: list[nn.Module]
+    kinds: list[type]
+    children: dict[str, nn.Module | None]
+    attributes: list[dict[str, Any]]
+    registries: list[tuple[dict, ...]]
+    names: list[str]
+    additions: list[tuple[nn.Module, tuple[object, ...]]]
+    hash: int
+
+    def describes(self, model: PreTrainedModel) -> bool:
+        attributes = [*map(vars, self.modules[1:])]
+        return (
+            self.modules[0] is model
+            and self.implementation == attention.implementation(model)
+            and self.kinds == [*map(type, self.modules)]
+            and self.children == model._modules
+            and self.registries == [*map(_registries, attributes)]
+            and self.names == [*chain.from_iterable(map(_children, attributes))]
+            and _equal(self.attributes, attributes)
+            and all(additions == tuple(additions_to(module)) for module, additions in self.additions)
+        )
+
+
 class Structure:
     """Computes the structure hash of one model. Keeps its modules
     alive, so that no id is used twice.
@@ -48,20 +98,40 @@ class Structure:
     def __init__(self) -> None:
         # By id of a module: the module, its class, its attributes, and the hash of plain ones.
         self._cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
+        self._snapshots: list[_Snapshot] = []  # the most recently used first
 
     def hash(self, model: PreTrainedModel) -> int:
         """The hash of the model's structure, valid in this process.
 
         Leaves out hooks on the model itself, because they run around its wrapped forward.
         """
-        parts: list[object] = [attention.implementation(model)]
-        modules = 0
-        for module in model.modules():
-            modules += 1
-            parts.append(self._hash_of(module, is_model=module is model))
-        if len(self._cache) > 2 * modules:
-            self._cache = {id(module): self._cache[id(module)] for module in model.modules()}
-        return hash(tuple(parts))
+        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model)), None)
+        if latest is None:
+            latest = self._snapshot(model)
+            self._snapshots = [x for x in self._snapshots if x.modules == latest.modules]  # keeps no replaced module
+        self._snapshots = [latest, *(x for x in self._snapshots if x is not latest)][:MAX_SNAPSHOTS]
+        return latest.hash
+
+    def modules_of(self, kind: type) -> Iterator[nn.Module]:
+        """The modules of a class that the model had when its hash was last asked for."""
+        return (module for module in self._snapshots[0].modules if isinstance(module, kind))
+
+    def _snapshot(self, model: PreTrainedModel) -> _Snapshot:
+        implementation, modules = attention.implementation(model), [*model.modules()]
+        hashed, others = [self._hash_of(module, is_model=module is model) for module in modules], modules[1:]
+        if len(self._cache) > 2 * len(modules):
+            self._cache = {id(module): self._cache[id(module)] for module in modules}
+        return _Snapshot(
+            implementation,
+            modules,
+            kinds=[*map(type, modules)],
+            children=dict(model._modules),
+            attributes=[dict(vars(module)) for module in others],
+            registries=[tuple(map(dict, _registries(vars(module)))) for module in others],
+            names=[name for module in others for name in module._modules],
+            additions=[(module, tuple(additions_to(module))) for module in others if _has_additions(module)],
+            hash=hash((implementation, *hashed)),
+        )
 
     def _hash_of(self, module: nn.Module, is_model: bool) -> int:
         attributes, kind = vars(module), type(module)
@@ -69,8 +139,11 @@ class Structure:
         if cached is None or cached[0] is not module or cached[1] is not kind or not _equal(attributes, cached[2]):
             cached = (module, kind, dict(attributes), hash(kind if is_model else plain_attributes(module)))
             self._cache[id(module)] = cached
-        has_additions = "forward" in attributes or any(attributes[name] for name in head.HOOKS)
-        return hash((id(module), cached[3], *(additions_to(module) if has_additions and not is_model else ())))
+        return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
+
+
+def _has_additions(module: nn.Module) -> bool:
+    return "forward" in vars(module) or any(vars(module)[name] for name in head.HOOKS)
 
 
 def additions_to(module: nn.Module) -> Iterator[object]:
@@ -97,7 +170,7 @@ def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ..
     return type(module), tuple(kept)
 
 
-def _equal(attributes: dict[str, Any], cached: dict[str, Any]) -> bool:
+def _equal(attributes: object, cached: object) -> bool:
     try:
         return attributes == cached  # compares by identity first, and so does not look into the same object
     except (RuntimeError, ValueError):  # raised by tensors and arrays

@@ -62,7 +62,7 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
     if other_layers:
         return Reason("layer-types", types=", ".join(sorted(other_layers)))
     prior = attention.implementation(model)
-    if prior not in attention.SUPPORTED_PRIORS:
+    if not attention.is_supported(prior):
         supported = ", ".join(attention.SUPPORTED_PRIORS)
         return Reason("attention-implementation", given=prior, supported=supported)
     if getattr(config, "reorder_and_upcast_attn", False):
@@ -93,6 +93,11 @@ def call_unsupported_reason(
         return Reason("attention-mask", given=kind)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
+    return scoring_unsupported_reason(model, float32_head=float32_head)
+
+
+def scoring_unsupported_reason(model: PreTrainedModel, *, float32_head: bool = False) -> Reason | None:
+    """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
     if _sequences_are_split():
         return Reason("split-sequences", method="context or sequence parallelism")
     return head.unsupported_reason(head.head_of(model), float32=float32_head)
@@ -108,14 +113,34 @@ def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
     return None
 
 
-def rope_depends_on_length(config: PretrainedConfig) -> bool:
-    """Whether rotary embeddings depend on the largest position of
-    the batch (dynamic NTK, LongRoPE).
+def rope_limit(model: PreTrainedModel) -> int | None:
+    """The largest width of a batch up to which rotary embeddings do not depend on the width, or None
+    if they never do.
+
+    In wider batches, LongRoPE has other frequencies, and those of dynamic NTK depend on the width and
+    on the batches before.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    of_layer_types = parameters.values() if "rope_type" not in parameters else [parameters]
-    types = {(each or {}).get("rope_type", "default") for each in of_layer_types if isinstance(each, dict)}
-    return any("dynamic" in rope or rope == "longrope" for rope in types)
+    config = text_config(model)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    is_one = "rope_type" in parameters or "type" in parameters
+    of_layer_types = [parameters] if is_one else [x for x in parameters.values() if isinstance(x, dict)]
+    limits = []
+    for each in of_layer_types:
+        rope_type = each.get("rope_type") or each.get("type") or "default"
+        if "dynamic" in rope_type:
+            limits.append(config.max_position_embeddings - 1)  # frequencies are reset only below the maximum
+        elif rope_type == "longrope":
+            name = "original_max_position_embeddings"
+            limits.append(getattr(config, name, None) or each.get(name) or config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def rope_reason(model: PreTrainedModel, width: int) -> Reason | None:
+    """Returns that the results of a row depend on the width of its batch, if they do in a batch that is
+    this wide.
+    """
+    limit = rope_limit(model)
+    return None if limit is None or width <= limit else Reason("rope-width", limit=limit)
 
 
 def has_dropout(model: PreTrainedModel) -> bool:

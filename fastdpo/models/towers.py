@@ -47,7 +47,7 @@ class _Encoded:
     versions: list[int]
 
 
-_encoded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+encoded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Calls whose results another model may need, by a tensor of their batch: those of the last batch
 only, for as long as it exists.
 """
@@ -67,12 +67,12 @@ def sharing(model: PreTrainedModel, images: dict[str, Tensor]) -> AbstractContex
 
 @contextmanager
 def _sharing(model: PreTrainedModel, batch: Tensor) -> Iterator[None]:
-    earlier = [call for calls in _encoded.values() for call in calls]
-    _encoded.clear()
-    kept = _encoded[batch] = []
+    earlier = [call for calls in encoded.values() for call in calls]
+    encoded.clear()
+    kept = encoded[batch] = []
     towers = [tower for tower in towers_of(model) if _is_fixed(tower)]
     for tower in towers:
-        tower.forward = _reusing(tower, earlier, kept)
+        tower.forward = reusing(tower, earlier, kept)
     try:
         yield
     finally:
@@ -108,7 +108,7 @@ def _is_fixed(tower: PreTrainedModel) -> bool:
     return not any(any(additions_to(module)) for module in tower.modules())
 
 
-def _reusing(tower: PreTrainedModel, earlier: list[_Encoded], kept: list[_Encoded]) -> Callable:
+def reusing(tower: PreTrainedModel, earlier: list[_Encoded], kept: list[_Encoded]) -> Callable:
     """The forward of a tower that takes its results from earlier calls, and keeps those of new ones."""
     own = tower.forward
 

@@ -33,7 +33,14 @@ _LABELS = {"logps": "log-probabilities", "mean_logits": "mean logits", "log_sum_
 class VerificationError(RuntimeError):
     """With `patch(verify=True)`: the first fused call of a model, or the first loss of a trainer,
     differs from the stock one by more than rounding explains. No weight has been changed.
+
+    Attributes:
+        differences: in words.
     """
+
+    def __init__(self, message: str, differences: str = ""):
+        super().__init__(message)
+        self.differences = differences
 
 
 class NotComparable(Exception):
@@ -111,7 +118,7 @@ def verify(
             with rounding.perturbed(model, unit):
                 rounded = _outcome(model, label_mask, stock)
         found = _outcome(model, label_mask, fused)
-    differences = list(_differences(label_mask, found, expected, rounded, unit))
+    differences = [*_differences(label_mask, found, expected, rounded, unit)]
     raise_if_unexplained(name, differences)
     logger.info("fastdpo: %s: verified; differs in %s", name, ", ".join(map(str, differences)))
 
@@ -119,9 +126,11 @@ def verify(
 def raise_if_unexplained(name: str, differences: list[Difference]) -> None:
     wrong = [x for x in differences if not x.explained]
     if wrong:
+        described = ", ".join(map(str, wrong))
         raise VerificationError(
             f"fastdpo: {name}: the fused path differs from the stock path by more than rounding explains, in "
-            f"{', '.join(map(str, wrong))}. No weight has been changed. Train without fastdpo, and report this"
+            f"{described}. No weight has been changed. Train without fastdpo, and report this",
+            described,
         )
 
 

@@ -42,6 +42,16 @@ def compute_capability(device: torch.device) -> int | None:
 
 
 @constant_while_tracing
+def architecture(device: torch.device) -> str:
+    """The architecture of a GPU, such as "sm90" or "gfx942". The type of any other device."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@constant_while_tracing
 def memory_of(device: torch.device) -> int | None:
     """The bytes of a GPU's memory, None for other devices.
 

@@ -1,8 +1,8 @@
 """Notes on the kernels of a device, kept in a file for later processes.
 
-They hold for one device name and architecture, driver, torch, Triton, flash attention, and source of
-kernels and ops. The environment variable FASTDPO_KERNEL_CACHE names the directory of the file
-(`~/.cache/fastdpo` by default); "0" disables it.
+They hold for one device name and architecture, driver, torch, Triton, flash attention (packages and
+builds from the Kernels Hub), and source of kernels and ops. The environment variable
+FASTDPO_KERNEL_CACHE names the directory of the file (`~/.cache/fastdpo` by default); "0" disables it.
 
 Other processes may read and replace the file at any time. One that cannot be read, or is of another
 format, is replaced.
@@ -22,7 +22,8 @@ import torch
 
 from .. import atomic_files
 from ..logs import warn
-from .head_table import architecture
+from . import hub_builds
+from .devices import architecture
 
 VARIABLE = "FASTDPO_KERNEL_CACHE"
 FORMAT = 2
@@ -72,9 +73,14 @@ def note(device: torch.device, *, passed: str | None = None, choices: dict[str, 
         _warn_unwritable(f"{VARIABLE}: {path} cannot be written, so each process tries the kernels again: {error}")
 
 
-@lru_cache
 def environment(device: torch.device) -> dict[str, str]:
     """Everything that the notes depend on."""
+    return {**_of_process(device), "hub": ", ".join(hub_builds.described())}
+
+
+@lru_cache
+def _of_process(device: torch.device) -> dict[str, str]:
+    """What does not change as long as the process runs."""
     import triton
 
     driver_version = getattr(torch._C, "_cuda_getDriverVersion", None)  # builds for CPUs have none

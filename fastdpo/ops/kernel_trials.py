@@ -9,7 +9,7 @@ Dimensions: N scored tokens, V vocabulary, D hidden size, T packed tokens, H que
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from .kernel_verdicts import Comparison
 from .logit_rows import Transform, upstream_scale
 from .results import STATISTICS, TokenLogps
 
-if TYPE_CHECKING:
-    from ..kernels.linear_exp import FusedConfig
-
 MARGIN = 16  # least number of columns of NaN behind each row, which end where vectors can be loaded
 TRANSFORMS = Transform(None, 1.0, 1.0), Transform(5.0, 1.7, 0.7)
 TOKENS = 6
@@ -34,9 +31,10 @@ ROWS = torch.tensor(
     device="cpu",
 )
 """A prompt, two completions of it, a row that begins as the second one, a row without a prefix, and
-a row of NaN.
+a row that no other one may read from.
 """
-PACKED, OF_NUMBERS = 288, 268  # tokens, and those before the row of NaN
+PACKED, BEFORE_FOREIGN = 288, 268  # tokens, and those before the last row
+FOREIGN = 32.0  # times random numbers: the last row in the trial of a library
 WINDOW = 48
 
 
@@ -148,40 +146,7 @@ def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparis
 
 
 OF_LOGITS = {"token_logps": token_logps, "target_logits": target_logits}
-"""The kernels that every head without a fused product runs."""
-
-
-def linear_exp(
-    device: torch.device, dtype: torch.dtype, width: int, config: FusedConfig, tile_dtype: torch.dtype
-) -> Iterator[Comparison]:
-    """Forward and gradient tile of `kernels/linear_exp.py`, in some blocks."""
-    from ..kernels.linear_exp import STATISTICS as COMPUTED
-    from ..kernels.linear_exp import linear_exp_fwd, linear_exp_tile
-
-    n, vocabulary = config.block_n + 5, 2 * config.block_v + 37
-    h, w, b = _random(n, width), _random(vocabulary, width, seed=1) / width**0.5, _random(1, vocabulary, seed=2)
-    h, w, b = (x.to(dtype).double() for x in (h, w, b))
-    targets = _targets(vocabulary, n)
-    hidden, weight, bias = _placed(h, device, dtype), _placed(w, device, dtype), _placed(b, device, dtype)[0]
-    for transform in TRANSFORMS:
-        softcap, logit_scale, temperature = transform
-        options: dict[str, Any] = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
-        z = (h @ w.T + b).requires_grad_()
-        exact = reference.token_logps(z, targets, **options, outputs=COMPUTED)
-        (slope,) = torch.autograd.grad(exact.logps.sum(), z)
-        anchors = transform.apply_(z.detach().clone()).gather(1, targets.clamp(min=0)[:, None])[:, 0]
-        operands = (hidden, weight, bias, targets.to(device))
-        tile = _Result.like(z, device, tile_dtype)
-        anchors = anchors.to(device, torch.float32)
-        logps, shift, others, total, *found = linear_exp_fwd(
-            *operands, anchors, *transform, ",".join(COMPUTED), tile.inside, config
-        )
-        yield Comparison("logps", logps, exact.logps)
-        yield from _statistics(found, exact, COMPUTED)
-        yield from _tile("the tile of the forward", tile, total, transform, slope)
-        tile = _Result.like(z, device, tile_dtype)
-        linear_exp_tile(*operands, shift, others, *transform, tile.inside, config)
-        yield from _tile("the tile of the backward", tile, total, transform, slope)
+"""The kernels that every head runs."""
 
 
 Prepare = Callable[[Tensor, Tensor, Tensor, AttentionOptions], AttentionCall]
@@ -197,22 +162,27 @@ def packed_attention(
     windowed: bool = False,
     capped: bool = False,
     with_sinks: bool = True,
+    whole_tiles: bool = False,
 ) -> Iterator[Comparison]:
-    """Forward and backward of an attention backend, for two heads of keys with `group` of queries each."""
+    """Forward and backward of an attention backend, for two heads of keys with `group` of queries each.
+
+    The last row is full of NaN, or of large numbers if the backend may multiply whole tiles, in which
+    the probabilities of other rows are 0 but their values are not: 0 times NaN is NaN.
+    """
     options = AttentionOptions(d**-0.5, WINDOW if windowed else None, 5.0 if capped else None)
     heads = (2 * group, d), (2, d), (2, d_v), (2 * group, d_v)
     values = [_random(PACKED, *size, seed=i).to(dtype).double() for i, size in enumerate(heads)]
     for x in values:
-        x[OF_NUMBERS:] = torch.nan
+        x[BEFORE_FOREIGN:] *= FOREIGN if whole_tiles else torch.nan
     q, k, v, grad = (_placed(x, device, dtype) for x in values)
-    query, key, value = leaves = [x[:OF_NUMBERS].requires_grad_() for x in values[:3]]
+    query, key, value = leaves = [x[:BEFORE_FOREIGN].requires_grad_() for x in values[:3]]
     sinks = _random(2 * group, seed=4).to(dtype).double()
     for sink in (sinks, None) if with_sinks else (None,):
         exact = reference.packed_attention(query, key, value, ROWS[:-1], **options._asdict(), sinks=sink)
         call = prepare(q, v, ROWS, options)
         out, lse = call.forward(q, k, v, None if sink is None else sink.to(device, dtype))
-        yield Comparison("attention", out[:OF_NUMBERS], exact)
-        gradients = torch.autograd.grad(exact, leaves, values[3][:OF_NUMBERS])
+        yield Comparison("attention", out[:BEFORE_FOREIGN], exact)
+        gradients = torch.autograd.grad(exact, leaves, values[3][:BEFORE_FOREIGN])
         found = call.backward(grad, q, k, v, out, lse)
         for name, x, slope in zip(("queries", "keys", "values"), found, gradients, strict=True):
-            yield Comparison(f"gradient of {name}", x[:OF_NUMBERS], slope)
+            yield Comparison(f"gradient of {name}", x[:BEFORE_FOREIGN], slope)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..logs import report, strict
 from . import kernel_cache
-from .head_table import architecture
+from .devices import architecture
 from .layout_cache import is_capturing
 
 TRIED_DEVICES = ("cuda",)

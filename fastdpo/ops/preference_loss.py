@@ -81,6 +81,14 @@ class _Pairs(NamedTuple):
         return self.chosen_scores - self.rejected_scores
 
 
+def _logistic(x: Tensor) -> Tensor:
+    """`sigma(x)`, with the gradient `sigma(x) sigma(-x)` for every x.
+
+    That of `torch.sigmoid`, `y (1 - y)`, vanishes where y rounds to 1.
+    """
+    return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
+
+
 def _reverse_kl(logratios: Tensor, objective: PreferenceObjective) -> Tensor:
     """`f(c) = c`, as in the original DPO."""
     return logratios
@@ -149,8 +157,8 @@ def _exo_pair(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
     EXO, arXiv 2402.00856, eq. 16.
     """
     x, eps = objective.beta * pairs.margins, objective.label_smoothing
-    of_chosen = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-eps))
-    of_rejected = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(eps))
+    of_chosen = _logistic(x) * (F.logsigmoid(x) - math.log1p(-eps))
+    of_rejected = _logistic(-x) * (F.logsigmoid(-x) - math.log(eps))
     return of_chosen + of_rejected
 
 
@@ -209,13 +217,13 @@ def _aot_unpaired(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
 def _apo_zero(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
     """`1 - sigma(beta c) + sigma(beta r)`. APO, arXiv 2408.06266, eq. 7."""
     chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
-    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+    return _logistic(-chosen) + _logistic(rejected)
 
 
 def _apo_down(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
     """`sigma(beta c) + 1 - sigma(beta (c - r))`. APO, arXiv 2408.06266, eq. 8."""
     chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
-    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+    return _logistic(chosen) + _logistic(rejected - chosen)
 
 
 def _discopop(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
@@ -227,7 +235,7 @@ def _discopop(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:
     x = objective.beta * pairs.margins
     gate = x / objective.discopop_tau
     exponential = (F.logsigmoid(gate) - x).clamp(max=MAX_EXPONENT).exp()
-    return exponential - torch.sigmoid(-gate) * F.logsigmoid(x)
+    return exponential - _logistic(-gate) * F.logsigmoid(x)
 
 
 def _sft(pairs: _Pairs, objective: PreferenceObjective) -> Tensor:

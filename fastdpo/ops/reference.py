@@ -10,7 +10,7 @@ heads, D_v head size of values, S sequences, B padded rows of length L.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -43,15 +43,18 @@ def token_logps(
     scored = targets != IGNORE_INDEX
     index = targets.clamp(min=0)[..., None]
 
-    def if_requested(name: str, value: Tensor) -> Tensor | None:
-        return torch.where(scored, value, torch.zeros_like(value)) if name in outputs else None
+    def if_requested(name: str, define: Callable[[], Tensor]) -> Tensor | None:
+        if name not in outputs:
+            return None
+        value = define()
+        return torch.where(scored, value, torch.zeros_like(value))
 
     return TokenLogps(
         logps=torch.where(scored, logp.gather(-1, index)[..., 0], 0.0),
-        entropy=if_requested("entropy", torch.special.entr(logp.exp()).sum(-1)),
-        mean_logits=if_requested("mean_logits", (z / temperature).mean(-1).detach()),
-        is_top1=if_requested("is_top1", z.argmax(-1) == targets),
-        log_sum_sq_probs=if_requested("log_sum_sq_probs", (2 * logp).logsumexp(-1).detach()),
+        entropy=if_requested("entropy", lambda: torch.special.entr(logp.exp()).sum(-1)),
+        mean_logits=if_requested("mean_logits", lambda: (z / temperature).mean(-1).detach()),
+        is_top1=if_requested("is_top1", lambda: z.argmax(-1) == targets),
+        log_sum_sq_probs=if_requested("log_sum_sq_probs", lambda: (2 * logp).logsumexp(-1).detach()),
     )
 
 

@@ -5,9 +5,10 @@ At the first call of its kind in a process, each candidate must pass its check o
 used from then on, if it is faster than the built-in choice by more than the noise. It is noted for
 later processes (`kernel_cache`), and logged at level INFO.
 
-The choice of a process never changes, so forward and backward make the same one. What is first asked
-for while a compiler traces, or while a CUDA graph is captured, keeps its built-in choice, unless there
-is a note on it.
+A candidate that cannot be run is never chosen, and one that raises an error after it was chosen can be
+withdrawn, once, in favour of the next one. Otherwise the choice of a process never changes, so forward
+and backward make the same one. What is first asked for while a compiler traces, or while a CUDA graph
+is captured, keeps its built-in choice, unless there is a note on it.
 
 **Several ranks** make the same choice, without a collective, which would hang where some ranks do not
 reach a call. The first rank that needs a choice claims it in the key-value store of the process group,
@@ -81,6 +82,12 @@ class Choice(NamedTuple):
     name: str
     measured: dict[str, float | str]
 
+    @property
+    def timed(self) -> list[str]:
+        """The candidates that could be run, fastest first."""
+        times = {name: x for name, x in self.measured.items() if not isinstance(x, str)}
+        return sorted(times, key=times.__getitem__)
+
     def __str__(self) -> str:
         return f"{self.name} ({'; '.join(f'{name}: {_described(x)}' for name, x in self.measured.items())})"
 
@@ -113,6 +120,27 @@ def choose(call: Kernel, builtin: str, candidates: Callable[[], Sequence[Candida
                 _choices[call] = _chosen(call, builtin, candidates())
             choice = _choices[call]
     return choice.name
+
+
+def timed(call: Kernel) -> list[str]:
+    """The candidates for a kind of call that could be run in this process or an earlier one, fastest first."""
+    choice = _choices.get(call)
+    return [] if choice is None else choice.timed
+
+
+def withdraw(call: Kernel, name: str, reason: str) -> None:
+    """Replaces a choice, here and for later processes, by the fastest other candidate."""
+    with _lock:
+        choice = _choices.get(call)
+        if choice is None or not isinstance(choice.measured.get(name), float):
+            return
+        measured = choice.measured | {name: shorten(reason, 200)}
+        choice = Choice(choice.name, measured)
+        if name == choice.name and choice.timed:
+            choice = Choice(choice.timed[0], measured)
+        _choices[call] = choice
+        if choice.name != name:
+            kernel_cache.note(call.device, choices={call.noted: choice._asdict()})
 
 
 def made() -> dict[Kernel, Choice]:
@@ -157,7 +185,7 @@ def _chosen(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choi
     choice = _of_first_rank(call, decide)
     if choice is None or choice.name not in names:
         return Choice(builtin, {})
-    if choice != _kept(call, names):
+    if choice.timed and choice != _kept(call, names):
         kernel_cache.note(call.device, choices={call.noted: choice._asdict()})
     return choice
 
@@ -169,11 +197,11 @@ def _kept(call: Kernel, names: Sequence[str]) -> Choice | None:
 
 
 def _choice_of(note: Any) -> Choice | None:
-    """A choice that was noted. None if it is something else."""
+    """A choice that was noted. None if it is something else, or of a candidate that could not be run."""
     try:
         choice = Choice(**note)
-        return choice if choice.name in choice.measured else None
-    except TypeError:
+        return choice if choice.name in choice.timed else None
+    except (TypeError, AttributeError):
         return None
 
 
@@ -194,7 +222,10 @@ def _in_thread(run: Callable[[], T], device: torch.device) -> T:
 
 
 def _measured(builtin: str, candidates: Sequence[Candidate], device: torch.device) -> Choice:
-    """Checks the candidates, and times those that pass in turns."""
+    """Checks the candidates, and times those that pass in turns.
+
+    Where none can be run, the built-in one remains: its error is then raised by the call itself.
+    """
     reasons = {x.name: reason for x in candidates if (reason := x.failure()) is not None}
     samples: dict[str, list[float]] = {x.name: [] for x in candidates}
     for _ in range(1 + ROUNDS):  # the first one compiles
@@ -208,9 +239,9 @@ def _measured(builtin: str, candidates: Sequence[Candidate], device: torch.devic
                 reasons[name] = f"{type(error).__name__}: {error}"
     times = {name: median(x[1:]) for name, x in samples.items() if name not in reasons}
     best = min(times, key=times.__getitem__, default=builtin)
-    is_faster = builtin in times and times[best] * MIN_SPEEDUP < times[builtin]
+    is_better = builtin not in times or times[best] * MIN_SPEEDUP < times[builtin]
     measured = {name: shorten(reasons[name], 200) if name in reasons else times[name] for name in samples}
-    return Choice(best if is_faster else builtin, measured)
+    return Choice(best if is_better else builtin, measured)
 
 
 def _is_hopeless(samples: Sequence[float], of_builtin: Sequence[float]) -> bool:

@@ -91,7 +91,7 @@ def _name_of(group: dist.ProcessGroup | None) -> str:
     return group.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _process_group(name: str) -> dist.ProcessGroup:
+def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
@@ -129,7 +129,7 @@ def vocabulary_parallel_fwd(
     of_part = dict(zip(names, extra, strict=True)) | dict(target_logits=target_logits, shift=shift, others=others)
     gathered = torch.stack([x.to(others.dtype) for x in of_part.values()])  # [F, N]
     of_all = gathered.new_empty(len(sizes), *gathered.shape)  # [R, F, N]
-    dist.all_gather(list(of_all), gathered, _process_group(name))
+    dist.all_gather(list(of_all), gathered, process_group(name))
     fields = dict(zip(of_part, of_all.unbind(1), strict=True))
 
     merged = merge_parts(fields, targets, sizes, rank, statistics)
@@ -205,7 +205,7 @@ def vocabulary_parallel_bwd(
         OP, call, scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad, gradients
     )
     if len(grad_hidden):
-        dist.all_reduce(grad_hidden, group=_process_group(name))
+        dist.all_reduce(grad_hidden, group=process_group(name))
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from .. import checks, storage
 from ..models import forward
+from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs, positive, require_dataset
 from .passes import TOKENS_PER_BATCH, RefLogps
@@ -28,6 +29,7 @@ from .shards import Shards
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedModel
 
 __all__ = ["RefLogps", "precompute", "with_ref_logps"]
 
@@ -94,7 +96,9 @@ def precompute(
     Raises:
         ValueError, TypeError: an argument breaks a rule above; a stored file, which the message
             names, is not valid, and nothing of it is used; or a log-probability is not finite.
-        NotImplementedError: parameters cannot be read for the cache's key.
+        NotImplementedError: parameters cannot be read for the cache's key; or a row is so long that the
+            model's rotary embeddings depend on the width of its batch (LongRoPE, dynamic NTK), so that a
+            pair has no values of its own.
         NotFused: with `FASTDPO_STRICT=1`, the model cannot be packed, or values cannot be cached.
     """
     if ld_alpha is not None:
@@ -108,6 +112,7 @@ def precompute(
     tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
     base = scoring.base_of(model)
     pairs = Pairs(dataset, max_length, truncation_mode, scoring.vocabulary_of(base))
+    _require_any_batch(base, pairs)
     device = scoring.input_device_of(base)
     with (
         scoring.evaluating(model),
@@ -158,6 +163,18 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
     if not names.isdisjoint(OUTPUTS):
         raise ValueError(f"with_ref_logps: dataset must not have {' and '.join(OUTPUTS)} yet; got {sorted(names)}")
     return result
+
+
+def _require_any_batch(base: PreTrainedModel, pairs: Pairs) -> None:
+    """Raises NotImplementedError if the values of a pair depend on the batch that it is computed in."""
+    longest = pairs.sizes().longest
+    reason = rope_reason(base, int(longest.max(initial=0)))
+    if reason is not None:
+        row = int(longest.argmax())
+        raise NotImplementedError(
+            f"precompute: dataset must have shorter rows, since {reason}; got {longest[row]} in row {row}. Truncate by "
+            "max_length, or run the reference in the batches of the training"
+        )
 
 
 def _precision(device: torch.device) -> str:

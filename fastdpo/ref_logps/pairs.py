@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..packing import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+INTS = (int, np.integer)
 IMAGES = ("images", "image")  # columns, as in TRL
 TRUNCATIONS = ("keep_start", "keep_end")
 ROWS_READ_AT_ONCE = 1000
@@ -159,7 +161,7 @@ def read_columns(op: str, dataset: Any) -> Iterator[list[tuple[np.ndarray, np.nd
             yield [_of_arrow(op, name, table[name].combine_chunks()) for name in COLUMNS]
         else:
             rows = [dataset[i] for i in range(start, stop)]
-            yield [_of_lists(op, name, [_as_list(row[name]) for row in rows]) for name in COLUMNS]
+            yield [_of_lists(op, name, [_ids_of(op, name, row) for row in rows]) for name in COLUMNS]
 
 
 def arrow_columns(dataset: Any) -> Any:
@@ -172,15 +174,22 @@ def require_dataset(op: str, dataset: object) -> None:
     if not is_sequence or isinstance(dataset, Mapping | str | bytes):
         kind = type(dataset).__name__
         raise TypeError(f"{op}: dataset must be a datasets.Dataset or a sequence of mappings; got {kind}")
-    first = dataset[0] if len(dataset) else {}  # pyright: ignore[reportArgumentType, reportIndexIssue]
-    if not isinstance(first, Mapping):
-        raise TypeError(f"{op}: dataset must hold mappings; got a {type(first).__name__}")
+    if len(dataset):  # pyright: ignore[reportArgumentType]
+        _mapping(op, dataset[0])  # pyright: ignore[reportIndexIssue]
+
+
+def _mapping(op: str, row: object) -> Mapping:
+    if not isinstance(row, Mapping):
+        raise TypeError(f"{op}: dataset must hold mappings; got a {type(row).__name__}")
+    return row
 
 
 def _require_text(dataset: Any) -> None:
     """Raises ValueError for a dataset with images, which would be left out."""
-    of_rows = (dataset[i] for i in range(len(dataset)))
-    names = dataset.column_names if hasattr(dataset, "column_names") else set().union(*of_rows)
+    if hasattr(dataset, "column_names"):
+        names = set(dataset.column_names)
+    else:
+        names = set().union(*(_mapping("precompute", dataset[i]) for i in range(len(dataset))))
     images = [name for name in IMAGES if name in names]
     if images:
         raise ValueError(
@@ -198,7 +207,8 @@ def positive(name: str, x: object, others: str = "") -> int:
     except TypeError:
         n = 0
     if n < 1:
-        raise ValueError(f"precompute: {name} must be a positive integer{others}; got {x!r}")
+        raise ValueError(f"precompute: {name} must be a positive integer{others}; got {checks.shown(x)}")
+    checks.require_integer("precompute", name, n, f"be a positive integer{others}")
     return n
 
 
@@ -222,14 +232,26 @@ def _as_list(ids: Sequence[int]) -> list[int]:
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[attr-defined]
 
 
+def _ids_of(op: str, name: str, row: Mapping) -> list[int]:
+    """The column of a row that is not in Arrow."""
+    if name not in _mapping(op, row):
+        raise ValueError(f"{op}: dataset must have {', '.join(COLUMNS)} in every row; got {checks.shown(list(row))}")
+    ids = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
+    is_sequence = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
+    if not is_sequence or isinstance(ids, Mapping | str | bytes):
+        raise _not_ids(op, name, checks.shown(row[name]))
+    return list(ids)
+
+
 def _of_lists(op: str, name: str, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    others = [kind for kind in set(map(type, chain.from_iterable(lists))) if kind is bool or not issubclass(kind, INTS)]
+    if others:
+        raise _not_ids(op, name, f"one with {', '.join(sorted(kind.__name__ for kind in others))}")
     try:
-        ids = np.array(list(chain.from_iterable(lists)) or np.zeros(0, np.int64))
-    except (TypeError, ValueError) as error:
-        raise _not_ids(op, name, error) from error
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise _not_ids(op, name, f"{ids.dtype} of {ids.ndim} dimensions")
-    return ids.astype(np.int64), np.array([len(x) for x in lists], np.int64)
+        ids = np.fromiter(chain.from_iterable(lists), np.int64)
+    except OverflowError as error:
+        raise _not_ids(op, name, "one with more than 64 bits") from error
+    return ids, np.array([len(x) for x in lists], np.int64)
 
 
 def _of_arrow(op: str, name: str, column) -> tuple[np.ndarray, np.ndarray]:

@@ -57,16 +57,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _patch(trainer: str) -> None:
-    import fastdpo
-    from fastdpo.models import fallback
+    from fastdpo.integrations import patching
+    from fastdpo.logs import strict
 
     run = json.loads(os.environ[VARIABLE])
     with Path(run["imported"]).open("a") as file:
         file.write(f"{trainer}\n")
     try:
-        _print(fastdpo.patch(trainer, **run["options"]))
-    except fastdpo.PatchError as error:
-        if fallback.strict():
+        _print(patching.patch_for_run(trainer, run["options"]))
+    except patching.PatchError as error:
+        if strict():
             raise
         _print(str(error).removeprefix("patch: "))
     else:
@@ -74,15 +74,16 @@ def _patch(trainer: str) -> None:
 
 
 def _report_calls(trainer: str) -> None:
-    from fastdpo.models import fallback
+    from fastdpo.integrations import outcomes
 
-    line = fallback.calls_line(trainer)
+    line = outcomes.line(trainer)
     if line is not None:
         _print(line)
 
 
 def _report_nothing(imported: Path, supported: str) -> None:
-    if not imported.exists() or not imported.read_text():
+    crashed = hasattr(sys, "last_value")  # set by an exception that nobody has caught
+    if not crashed and (not imported.exists() or not imported.read_text()):
         _print(f"fastdpo: off, the program has imported none of {supported} [nothing-imported]")
     imported.unlink(missing_ok=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .. import checks
+from ..plain_checks import checked_path
 from .directory import Directory, invalid_file
 from .local import LocalDirectory
 
@@ -40,7 +40,7 @@ def checked_directory(op: str, argument: str, value: object, rule: str) -> Direc
     Raises:
         TypeError, ValueError: it breaks the rule, or fsspec cannot reach it.
     """
-    path = checks.checked_path(op, argument, value, rule)
+    path = checked_path(op, argument, value, rule)
     if not isinstance(value, str) or not is_url(value):
         return LocalDirectory(path)
     try:

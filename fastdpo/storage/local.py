@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from filelock import FileLock
-
 from .. import atomic_files
 from .directory import SUFFIX, Directory, invalid_file
 
@@ -60,6 +58,8 @@ class LocalDirectory(Directory):
         (self.path / file).unlink(missing_ok=True)
 
     def lock(self) -> AbstractContextManager[object]:
+        from filelock import FileLock
+
         self.path.mkdir(parents=True, exist_ok=True)
         return FileLock(self.path / ".lock").acquire(blocking=False)
 
