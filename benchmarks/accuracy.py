@@ -1,6 +1,6 @@
 """Accuracy of LM-head implementations in bfloat16. Writes docs/accuracy.md.
 
-    python -m benchmarks.accuracy [--json OUT]
+    python -m benchmarks.accuracy [--json OUT] [--quick]
 
 Errors are relative to float64 on the same inputs. Preference losses compare sums of log-probs over
 a completion; here a completion has 256 tokens.
@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.cases import Unavailable
 from benchmarks.run import PACKAGES, commit
-from benchmarks.sides.heads import PEERS, plain_head
+from benchmarks.sides.heads import PEERS, HeadWorkload, plain_head
 from benchmarks.tables import wrap
 from fastdpo.testing import error
 
@@ -78,18 +78,24 @@ def run(head: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Ten
     return logps.detach(), *torch.autograd.grad(logps.sum(), leaves)
 
 
-def measure() -> dict[str, Any]:
-    """Per regime the mean probability of a target, and the errors of each implementation."""
+def measure(quick: bool = False) -> dict[str, Any]:
+    """Per regime the mean probability of a target, and the errors of each implementation.
+
+    `quick`: of a few tokens.
+    """
     regimes: dict[str, Any] = {}
     for regime, strength in REGIMES.items():
         hidden, weight, targets = inputs(strength)
+        if quick:
+            hidden, targets = hidden[:2, :8], targets[:2, :8]
         weight64 = weight.double()
         exact_runs = [run(plain_head, h.double(), weight64, y) for h, y in zip(hidden, targets, strict=True)]
         probability = float(torch.cat([logps for logps, *_ in exact_runs]).exp().mean())
         errors: dict[str, Any] = {}
         for name, build in track(PEERS.items(), description=regime):
             try:
-                runs = [run(build(), h, weight, y) for h, y in zip(hidden, targets, strict=True)]
+                head = build(HeadWorkload(TOKENS, V, D, trainable=True, dtype="bfloat16"))
+                runs = [run(head, h, weight, y) for h, y in zip(hidden, targets, strict=True)]
             except Unavailable as reason:
                 errors[name] = {"unavailable": str(reason)}
                 continue
@@ -136,14 +142,17 @@ def page(result: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, default=RESULT, help="output file")
+    parser.add_argument("--quick", action="store_true", help="few tokens, to check that everything runs")
     args = parser.parse_args(argv)
+    if args.quick and args.json == RESULT:
+        parser.error("--quick must come with another file than that of the documentation")
     host = machine.machine()
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": host.get("accelerator") or host["cpu"],
         "versions": machine.versions(*PACKAGES),
-        "regimes": measure(),
+        "regimes": measure(args.quick),
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")

@@ -11,16 +11,17 @@ from rich.progress import Progress
 
 from benchmarks.cases import Arrays, Case, Side, Suite, Unavailable
 from benchmarks.equality import compare_to_truth, describe_failures
-from benchmarks.worker import InProcessWorker, Worker, WorkerError
+from benchmarks.worker import InProcessWorker, OutOfMemory, Worker, WorkerError
 
 MEASURED, INCORRECT, FAILED, UNAVAILABLE = "measured", "incorrect", "failed", "unavailable"
-"""The status of a side."""
+OUT_OF_MEMORY = "out of memory"
+"""The status of a side. One that is out of memory is a result: it says what the side needs."""
 
 
 class CaseRunner:
     """One run of a case.
 
-    A side that is incorrect, fails or is unavailable is dropped and gets no samples.
+    A side that is incorrect, fails, runs out of memory or is unavailable is dropped and gets no samples.
 
     Args:
         suite: the suite of the case.
@@ -131,9 +132,12 @@ class CaseRunner:
         try:
             return function(self.workers[name])
         except Unavailable as reason:
-            self._drop(name, UNAVAILABLE, str(reason))
+            status = UNAVAILABLE, str(reason)
+        except OutOfMemory as reason:
+            status = OUT_OF_MEMORY, str(reason)
         except WorkerError as reason:
-            self._drop(name, FAILED, str(reason))
+            status = FAILED, str(reason)
+        self._drop(name, *status)  # here, where no exception holds the tensors of the side
         return None
 
     def _drop(self, name: str, status: str, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,6 +107,7 @@ class Suite:
         share_process_on_gpu: whether the sides run in one process on a GPU. Only for sides that
             change no state outside of themselves.
         extra_summary: what the suite adds to its summary, computed from the cases of the JSON.
+        descriptions: one sentence for each side: what it runs.
     """
 
     name: str
@@ -116,3 +117,4 @@ class Suite:
     rounds: int
     share_process_on_gpu: bool = False
     extra_summary: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda cases: {}
+    descriptions: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -2,11 +2,14 @@
 
 import platform
 import re
+import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).parents[1]
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -34,9 +37,25 @@ def clock() -> dict[str, int]:
     return {}
 
 
+def bfloat16() -> str:
+    """Whether products in bfloat16 are native or emulated."""
+    native = torch.accelerator.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "native" if native else "emulated"
+
+
 def machine() -> dict[str, str | int]:
     """CPU, number of threads and, if there is one, the accelerator."""
     facts: dict[str, str | int] = {"cpu": processor(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         facts["accelerator"] = torch.cuda.get_device_name()
     return facts
+
+
+def commit() -> str:
+    """The current commit, followed by " with changes" if the working tree is not clean."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if git("status", "--porcelain") else "")

@@ -17,7 +17,7 @@ from benchmarks.case_runner import MEASURED
 from benchmarks.cases import SUBJECT, Arrays, Case, Side, Stepper, Suite
 from benchmarks.equality import compare_to_truth, describe_failures
 from benchmarks.sides.attention import AttentionWorkload
-from benchmarks.sides.heads import HeadWorkload
+from benchmarks.sides.heads import STATISTICS, HeadWorkload
 from benchmarks.suites import SUITES, attention
 from benchmarks.summary import summarize
 from benchmarks.worker import build_side
@@ -36,7 +36,7 @@ def head_cases() -> list[Case]:
     cases = []
     for trainable in (True, False):
         for n, v, d in HEAD_SHAPES:
-            work = HeadWorkload(n, v, d, trainable, statistics=True)
+            work = HeadWorkload(n, v, d, trainable, statistics=STATISTICS)
             sides = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", work, {"peer": peer}) for peer in HEAD_PEERS)
             group = f"{'trainable' if trainable else 'frozen'}, with statistics"
             cases.append(Case(str(work), group, sides, {"dtype": work.dtype}))
@@ -93,7 +93,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Returns:
         `cases`, by suite, in the format of the suites' JSON; `others`, the median seconds of
-        benchmarks that belong to no suite; `machine`, `versions` and `date` of the run.
+        benchmarks that belong to no suite; `machine`, `versions`, `date` and `commit` of the run.
     """
     saved = json.loads(path.read_text())
     cases: dict[str, dict[str, Any]] = {name: {} for name in CASES}
@@ -103,7 +103,8 @@ def read(path: Path) -> dict[str, Any]:
         if "suite" not in info:
             others[benchmark["group"]] = benchmark["stats"]["median"]
             continue
-        new = {name: info[name] for name in ("group", "facts", "workload")} | {"name": info["case"], "sides": {}}
+        new = {name: info[name] for name in ("group", "facts", "workload")}
+        new |= {"name": info["case"], "sides": {}, "micro": True}
         case = cases[info["suite"]].setdefault(info["case"], new)
         case["sides"][info["side"]] = {
             "status": MEASURED,
@@ -113,7 +114,8 @@ def read(path: Path) -> dict[str, Any]:
             "samples": [{"batch": 0, "seconds": seconds} for seconds in benchmark["stats"]["data"]],
         }
     versions = saved["machine_info"].pop("versions")
-    environment = {"machine": saved["machine_info"], "versions": versions, "date": saved["datetime"]}
+    commit = saved["machine_info"].pop("commit", "not recorded")
+    environment = {"machine": saved["machine_info"], "versions": versions, "date": saved["datetime"], "commit": commit}
     return {"cases": {name: list(of.values()) for name, of in cases.items()}, "others": others} | environment
 
 
@@ -122,7 +124,7 @@ def add_to(result: dict[str, Any], micro: dict[str, Any]) -> dict[str, Any]:
     cases = micro["cases"].get(result["suite"], [])
     summary = summarize(SUITES[result["suite"]], cases)
     joined = {name: part | summary[name] for name, part in result["summary"].items() if name in summary}
-    environment = {name: micro[name] for name in ("machine", "versions", "date")}
+    environment = {name: micro[name] for name in ("machine", "versions", "date", "commit")} | {"cases": []}
     return result | {
         "cases": [*result["cases"], *cases],
         "summary": result["summary"] | joined,

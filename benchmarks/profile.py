@@ -1,17 +1,21 @@
 """Time of a step with fastdpo by kind of work, from torch's profiler.
 
-    python -m benchmarks.profile [--case full/HH] [--side fastdpo] [--threads 2]
+    python -m benchmarks.profile [--case full/HH] [--side fastdpo] [--threads 2] [--save]
 
 The cases and sides are those of the suite `step`. Operators are classified by their inputs:
 an operator on a tensor whose last dimension is the vocabulary is a pass over logits. The profiler
-slows small operators down.
+slows small operators down. `--save` adds the case to benchmarks/results/profile.json, from which
+`python -m benchmarks.report` makes a table of docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,9 +27,11 @@ from rich.table import Table
 from torch.profiler import profile
 
 from benchmarks.cases import SUBJECT
+from benchmarks.machine import bfloat16, commit, machine, versions
 from benchmarks.suites.step import build_cases
 from benchmarks.worker import build_side
 
+RESULT = Path(__file__).parent / "results" / "profile.json"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 KINDS = (
     "matrix products of the backbone",
@@ -55,6 +61,7 @@ def main() -> None:
     parser.add_argument("--case", default="full/HH")
     parser.add_argument("--side", default=SUBJECT)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save", action="store_true", help="add the case to benchmarks/results/profile.json")
     args = parser.parse_args()
     available = {case.name: case for case in build_cases(quick=False)}
     if args.case not in available:
@@ -92,6 +99,18 @@ def main() -> None:
     for name, seconds in times.most_common():
         table.add_row(name, f"{seconds:.3f}", f"{seconds / profiled:.0%}")
     Console().print(table)
+    if args.save:
+        save(args.case, unprofiled, dict(times.most_common()))
+
+
+def save(case: str, seconds: float, kinds: dict[str, float]) -> None:
+    """Adds a case. Cases of other commits or machines are removed."""
+    origin = {"commit": commit(), "machine": machine() | {"bfloat16": bfloat16()}, "versions": versions("torch")}
+    previous = json.loads(RESULT.read_text())
+    cases = previous["cases"] if all(previous[name] == origin[name] for name in origin) else {}
+    result = {"date": datetime.now(UTC).isoformat(timespec="seconds")} | origin
+    result["cases"] = cases | {case: {"seconds": seconds, "kinds": kinds}}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,23 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import machine
-from benchmarks.run import commit
+from benchmarks import machine, tables
+from benchmarks.machine import commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "programs.json"
 PAGE = ROOT / "docs" / "programs.md"
-COLUMNS = ("program", "version", "TRL", "command", "fused calls", "largest difference", "step time ratio", "rounds")
+COLUMNS = (
+    "program",
+    "version",
+    "TRL",
+    "command",
+    "fused calls",
+    "largest difference",
+    "step time ratio",
+    "rounds",
+    tables.MEASURED_ON,
+)
 TEXT = """# Real programs
 
 Written by `python -m benchmarks.programs` from [benchmarks/results/programs.json](../benchmarks/results/programs.json).
@@ -35,11 +45,14 @@ every saved weight. `make measure-programs` does so with longer trainings.
 - *fused calls*: the line that `fastdpo run` prints at the end
 - *largest difference*: of a logged number, relative to the larger of its size and 1, or of a saved
   weight, relative to its norm
-- *step time ratio*: mean time of the six steps of a training, stock divided by fused; medians over
-  the rounds, in which the two took turns. The probe of the model is part of the first fused step
+- *step time ratio*: mean time of the six steps of a training, stock divided by fused; where a row has
+  several rounds, in which the two took turns, their medians. The probe of the model is part of the
+  first fused step
 
 The model is a Llama with 6 layers, hidden size 256 and a vocabulary of 32,000, in float32. Prompts
-have 150 to 300 tokens, completions 60 to 180. {machine}.
+have 150 to 300 tokens, completions 60 to 180.
+
+{origins}
 """
 
 
@@ -49,16 +62,15 @@ def ratio(row: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    rows = []
+    rows, origins = [], tables.Origins()
     for row in results["rows"]:
         calls = ", ".join(f"{kind} {n}" for kind, n in row["calls"].items())
         command = f"`{row['command']}`"
         difference = f"{row['difference']:.1e}"
         cells = (row["program"], row["version"], row["trl"], command, calls, difference, ratio(row), row["rounds"])
-        rows.append(cells)
-    facts = results["machine"]
-    where = f"Measured on {facts['cpu']}, {facts['threads']} threads"
-    return TEXT.format(table=tabulate(rows, COLUMNS, tablefmt="github", disable_numparse=True), machine=where)
+        rows.append((*cells, origins.cell(row | {"cases": []})))
+    table = tabulate(rows, COLUMNS, tablefmt="github", disable_numparse=True)
+    return TEXT.format(table=table, origins=tables.wrap(origins.note()))
 
 
 def main() -> None:
@@ -67,17 +79,17 @@ def main() -> None:
     directory = parser.parse_args().directory
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
     if directory is not None:
+        origin = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "machine": machine.machine() | {"bfloat16": machine.bfloat16()},
+        }
         key = ("program", "version", "trl", "command")
         rows = {tuple(row[name] for name in key): row for row in results["rows"]}
         for path in sorted(directory.glob("*.json")):
-            row = json.loads(path.read_text())
+            row = json.loads(path.read_text()) | origin
             rows[tuple(row[name] for name in key)] = row
-        results = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "machine": machine.machine(),
-            "rows": [rows[name] for name in sorted(rows)],
-        }
+        results = {"rows": [rows[name] for name in sorted(rows)]}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(results))
 

@@ -1,9 +1,9 @@
-"""Updates README.md, docs/benchmarks.md, docs/gpu.md and docs/plots from the committed results.
+"""Updates README.md, docs/benchmarks.md, docs/performance.md, docs/gpu.md and docs/plots from the committed results.
 
     python -m benchmarks.report
 
-README.md and docs/gpu.md contain generated text between `<!-- benchmarks:begin -->` and
-`<!-- benchmarks:end -->`. docs/benchmarks.md is generated as a whole.
+docs/benchmarks.md is generated as a whole. The other pages contain generated text between markers such as
+`<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, and sentences with numbers (`benchmarks.claims`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import micro, plots, tables
+from benchmarks import claims, micro, plots, tables
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,8 @@ GPU_RESULTS = RESULTS / "gpu"
 PAGE = ROOT / "docs" / "benchmarks.md"
 GPU_PAGE = ROOT / "docs" / "gpu.md"
 PLOTS = ROOT / "docs" / "plots"
-BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 HEADER = """# Benchmarks
 
 Written by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/results), which
@@ -47,6 +48,10 @@ for a part of it and `--resume` to continue a run. [gpu.md](gpu.md) says how to 
 
 Geometric means over the cases of a suite. If a side was not measured in some cases, the cell says in
 how many it was, and names the missing ones."""
+SIDES = """## Sides
+
+What the sides of whole trainers run. Other sides are explained below their tables."""
+OF_TRAINERS = SUITES["step"].descriptions
 MICRO_FILE = "ops.json"
 
 Result = dict[str, Any]
@@ -70,8 +75,11 @@ def results(directory: Path = RESULTS) -> dict[str, Result]:
 
 
 def section(result: Result, level: str) -> str:
-    """Heading, table, machine and versions of a suite."""
-    return f"{level} {result['title']}\n\n{tables.table(result)}\n\n{tables.where(result)}"
+    """Heading, table, sides, machine and versions of a suite."""
+    own = SUITES[result["suite"]].descriptions.items() - OF_TRAINERS.items()
+    sides = tables.sides_list(result, dict(own))
+    parts = [f"{level} {result['title']}", tables.table(result), sides, tables.where(result)]
+    return "\n\n".join(filter(None, parts))
 
 
 def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
@@ -81,7 +89,8 @@ def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
     ]
     if (directory / MICRO_FILE).exists():
         sections.append(f"## Packing\n\n{tables.packing_table(micro.read(directory / MICRO_FILE))}")
-    return "\n\n".join([HEADER, tables.overview(by_suite), *sections]) + "\n"
+    of_trainers = "\n".join(tables.bullet(f"**{name}**: {text}") for name, text in OF_TRAINERS.items())
+    return "\n\n".join([HEADER, tables.overview(by_suite), f"{SIDES}\n\n{of_trainers}", *sections]) + "\n"
 
 
 def gpu_block(by_suite: dict[str, Result]) -> str:
@@ -89,27 +98,53 @@ def gpu_block(by_suite: dict[str, Result]) -> str:
     return "\n\n".join(section(result, "###") for result in by_suite.values()) or "Nothing yet."
 
 
-def fill(text: str, content: str) -> str:
+def fill(text: str, content: str, name: str = "benchmarks") -> str:
     """Replaces what stands between the markers of a page.
 
     Raises:
         ValueError: the page has no markers.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = BEGIN.format(name), END.format(name)
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"report: a page must contain {BEGIN} and {END}; they are missing")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+        raise ValueError(f"report: a page must contain {first} and {last}; they are missing")
+    return f"{before}{first}\n{content}\n{last}{after}"
+
+
+def numbers(by_suite: dict[str, Result], directory: Path = RESULTS) -> claims.Numbers:
+    """What the sentences of the pages are computed from."""
+    others = {name: json.loads((directory / f"{name}.json").read_text()) for name in ("profile", "demo")}
+    return claims.Numbers(by_suite, others | {"ops": micro.read(directory / MICRO_FILE)})
+
+
+def readme(text: str, by_suite: dict[str, Result], of_sentences: claims.Numbers) -> str:
+    """The text of README.md, given that of now."""
+    return claims.write(claims.README, fill(text, tables.readme_table(by_suite)), of_sentences)
+
+
+def performance(text: str, of_sentences: claims.Numbers) -> str:
+    """The text of docs/performance.md, given that of now."""
+    blocks = {
+        "runs": tables.runs_list(of_sentences.results, of_sentences.others),
+        "profile": tables.profile_table(of_sentences.others["profile"]),
+        "demo": tables.demo_table(of_sentences.others["demo"]),
+    }
+    for name, content in blocks.items():
+        text = fill(text, content, name)
+    return claims.write(claims.PERFORMANCE, text, of_sentences)
 
 
 def main() -> None:
     by_suite = results()
-    README.write_text(fill(README.read_text(), tables.readme_table(by_suite)))
+    of_sentences = numbers(by_suite)
+    README.write_text(readme(README.read_text(), by_suite, of_sentences))
+    PERFORMANCE.write_text(performance(PERFORMANCE.read_text(), of_sentences))
     GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), gpu_block(results(GPU_RESULTS))))
     PAGE.write_text(page(by_suite))
     for name, result in by_suite.items():
         plots.plot(result, PLOTS / f"{name}.svg")
-    pages = ", ".join(str(path.relative_to(ROOT)) for path in (README, PAGE, GPU_PAGE, PLOTS))
+    pages = ", ".join(str(path.relative_to(ROOT)) for path in (README, PAGE, PERFORMANCE, GPU_PAGE, PLOTS))
     print(f"{pages}: {', '.join(by_suite) or 'no results yet'}")
 
 

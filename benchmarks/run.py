@@ -3,7 +3,8 @@
     python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick]
     [--resume]
 
-The exit code is 1 if a side is incorrect or failed. Such a side gets no time.
+The exit code is 1 if a side is incorrect or failed. Such a side gets no time, nor does one that runs
+out of memory, which is a result.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks import machine, tables
 from benchmarks.case_runner import FAILED, INCORRECT, CaseRunner
 from benchmarks.cases import Case, Suite
+from benchmarks.machine import commit
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -40,22 +40,11 @@ RESUME_FIELDS = ("suite", "machine", "versions", "quick", "rounds")
 ROOT = Path(__file__).parents[1]
 
 
-def commit() -> str:
-    """The current commit, followed by " with changes" if the working tree is not clean."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if git("status", "--porcelain") else "")
-
-
 def settings(threads: int) -> dict[str, Any]:
     """The settings of this run that affect speed."""
-    native = torch.accelerator.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return {
         "threads": threads,
-        "bfloat16": "native" if native else "emulated",
+        "bfloat16": machine.bfloat16(),
         "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
     }
 

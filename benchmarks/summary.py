@@ -24,7 +24,7 @@ class PeakReading(NamedTuple):
 def samples_by_batch(side: Record) -> list[list[float]]:
     """Seconds, batch by batch.
 
-    Empty for a side without samples: an incorrect, failed or unavailable one.
+    Empty for a side without samples: one that is incorrect, failed, out of memory or unavailable.
     """
     samples = side.get("samples", [])
     batches = sorted({sample["batch"] for sample in samples})

@@ -5,13 +5,14 @@ A side without a measurement shows the reason instead of a number.
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.case_runner import INCORRECT
+from benchmarks.case_runner import INCORRECT, UNAVAILABLE
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.sharing import DETERMINISTIC, PAIRS_ONLY
 from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, FLOOR, LABELLED, STOCK
@@ -20,12 +21,13 @@ from benchmarks.summary import by_group, mean_ratio
 Result = dict[str, Any]
 MIB = 1 << 20
 WIDTH = 100
+MEASURED_ON = "measured on"
 GROUP_LABELS = {"all": "", "full": "full fine-tuning"}
 WORK = {
     "step": "Training step",
     "hybrid": "Training step of a hybrid model",
     "sharing": "Training step",
-    "bf16": "Training step, emulated bfloat16",
+    "bf16": "Training step, bfloat16",
     "evaluation": "Evaluation step",
     "precompute": "Precomputing reference log-probs",
     "online": "Online DPO step, without generation",
@@ -222,7 +224,7 @@ def table(result: Result) -> str:
 
 def overview(results: dict[str, Result]) -> str:
     """Geometric means of every suite: one table of whole trainers, one of LM heads."""
-    rows = []
+    rows, origins = [], Origins()
     for suite, work in WORK.items():
         for group, cases in by_group(results[suite]["cases"] if suite in results else []).items():
             label = GROUP_LABELS.get(group, group)
@@ -233,17 +235,81 @@ def overview(results: dict[str, Result]) -> str:
                     continue
                 over_floor = format_mean(means[FLOOR], inverse=True) if subject == SUBJECT else ""
                 speedups = format_mean(means[STOCK]), format_mean(means[LABELLED])
-                rows.append([name, str(len(cases)), *speedups, over_floor])
-    headers = ["speedup of", "datasets", f"over {STOCK}", f"over {LABELLED}", "time relative to the floor"]
+                rows.append([name, str(len(cases)), *speedups, over_floor, origins.cell(results[suite])])
+    headers = ["speedup of", "datasets", f"over {STOCK}", f"over {LABELLED}", "time relative to the floor", MEASURED_ON]
     tables = [render(rows, headers)] if rows else []
     if "head" in results:
         groups = results["head"]["summary"]["groups"]
         peers = list(dict.fromkeys(peer for means in groups.values() for peer in means))
         rows = [
-            [f"LM head, {group}", *(format_mean(means.get(peer)) for peer in peers)] for group, means in groups.items()
+            [
+                f"LM head, {group}",
+                *(format_mean(means.get(peer)) for peer in peers),
+                origins.cell(results["head"]["micro"] if group in micro_groups(results["head"]) else results["head"]),
+            ]
+            for group, means in groups.items()
         ]
-        tables.append(render(rows, ["speedup over", *peers]))
-    return "\n\n".join(tables)
+        tables.append(render(rows, ["speedup over", *peers, MEASURED_ON]))
+    return "\n\n".join([*tables, wrap(origins.note())])
+
+
+def micro_groups(result: Result) -> set[str]:
+    """The groups of a suite's cases that come from the micro-benchmarks."""
+    return {case["group"] for case in result["cases"] if case.get("micro")}
+
+
+def sides_list(result: Result, descriptions: Mapping[str, str]) -> str:
+    """What each side of a run is, and why sides were not measured."""
+    names = dict.fromkeys(name for case in result["cases"] for name in case["sides"])
+    lines = [bullet(f"**{name}**: {descriptions[name]}") for name in names if name in descriptions]
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        records = [case["sides"][name] for case in result["cases"] if name in case["sides"]]
+        if all(record["status"] == UNAVAILABLE for record in records):
+            reasons.setdefault(records[0]["reason"], []).append(name)
+    lines += [bullet(f"Not measured: {', '.join(missing)} ({reason}).") for reason, missing in reasons.items()]
+    return "\n".join(lines)
+
+
+def bullet(text: str) -> str:
+    return textwrap.fill(
+        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def machine_of(result: Result) -> str:
+    """The processor or accelerator of a run with its settings."""
+    facts = result["machine"]
+    bfloat16 = f", bfloat16 {facts['bfloat16']}" if "bfloat16" in facts else ""
+    return f"{facts.get('accelerator') or facts['cpu']}, {plural(facts['threads'], 'thread')}{bfloat16}"
+
+
+def commits_of(result: Result) -> list[str]:
+    """The commits that a run's own cases were measured at."""
+    own = [case.get("commit", result["commit"]) for case in result["cases"] if not case.get("micro")]
+    return list(dict.fromkeys(short_commit(commit) for commit in own or [result["commit"]]))
+
+
+def short_commit(commit: str) -> str:
+    """Seven digits. A tree with changes is still named as one."""
+    return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
+
+
+class Origins:
+    """Where the rows of a table were measured: a letter for each machine, explained below the table."""
+
+    def __init__(self) -> None:
+        self._letters: dict[str, str] = {}
+
+    def cell(self, result: Result) -> str:
+        """The letter and the commits of a run."""
+        letter = self._letters.setdefault(machine_of(result), chr(ord("A") + len(self._letters)))
+        return f"{letter}, {' and '.join(commits_of(result))}"
+
+    def note(self) -> str:
+        """What the letters stand for."""
+        machines = "; ".join(f"{letter} is {machine}" for machine, letter in self._letters.items())
+        return f"The last column has the machine and the commit of the measurement. {machines}."
 
 
 README_ROWS = (  # suite, group, first column
@@ -258,36 +324,35 @@ README_ROWS = (  # suite, group, first column
 
 def readme_table(results: dict[str, Result]) -> str:
     """At most six rows of speedups, and one paragraph that says what they are."""
-    rows, shown = [], []
+    rows, shown, origins = [], [], Origins()
     for suite, group, label in README_ROWS:
         cases = by_group(results[suite]["cases"]).get(group, []) if suite in results else []
         if not cases:
             continue
         means = results[suite]["summary"]["groups"].get(group, {})
         speedups = [_speedup(means.get(side)) for side in (STOCK, LABELLED)]
-        rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups])
+        rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups, origins.cell(results[suite])])
         shown.append(results[suite])
     if not rows:
         return "Nothing yet."
-    table = render(rows, ["speedup over", STOCK, LABELLED])
-    return f"{table}\n\n{wrap(_readme_note(shown))}"
+    table = render(rows, ["speedup over", STOCK, LABELLED, MEASURED_ON])
+    return f"{table}\n\n{wrap(_readme_note(shown, origins))}"
 
 
 def _speedup(mean: Result | None) -> str:
     return "" if mean is None else f"{mean['value']:.1f}x{coverage(mean)}"
 
 
-def _readme_note(results: list[Result]) -> str:
+def _readme_note(results: list[Result], origins: Origins) -> str:
     environments = {
-        f"{result['machine'].get('accelerator') or result['machine']['cpu']}, {result['machine']['threads']} threads, "
-        f"{result['cases'][0]['facts'].get('dtype', 'float32')}, torch {result['versions']['torch']}, "
+        f"{result['cases'][0]['facts'].get('dtype', 'float32')} with torch {result['versions']['torch']} and "
         f"TRL {result['versions'].get('trl', 'not installed')}"
         for result in results
     }
     return (
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
         "every position; the last column makes it score labelled positions only, as it does on CUDA. "
-        f"Measured on {'; '.join(sorted(environments))}. "
+        f"In {'; '.join(sorted(environments))}. {origins.note()} "
         "Intervals, memory and every other table: [docs/benchmarks.md](docs/benchmarks.md)."
     )
 
@@ -295,22 +360,60 @@ def _readme_note(results: list[Result]) -> str:
 def where(result: Result) -> str:
     """The command, machine, versions and commits of a run."""
     command = f"python -m benchmarks.run --suite {result['suite']} --rounds {result['rounds']}"
-    commits = dict.fromkeys(case.get("commit", result["commit"])[:7] for case in result["cases"])
-    at = f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
-    text = wrap(f"`{command}` on {environment(result)}, {at}.")
+    text = wrap(f"`{command}` on {environment(result)}.")
     if result.get("micro"):
         text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
     return text
 
 
 def environment(result: Result) -> str:
-    """Machine, versions and date."""
+    """Machine, versions, date and commits."""
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     packages = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v != "not installed")
-    return f"{machine}; {packages}; {result['date'][:10]}"
+    commits = commits_of(result)
+    at = f"{'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
+    return f"{machine}; {packages}; {result['date'][:10]}, {at}"
 
 
 def packing_table(micro: Result) -> str:
     """Median times of the micro-benchmarks that belong to no suite."""
     rows = [[name.capitalize(), format_seconds(seconds)] for name, seconds in micro["others"].items()]
-    return f"{render(rows, ['', 'median time'])}\n\n{wrap(f'`make bench-ops` on {environment(micro)}.')}"
+    at = environment(micro | {"cases": []})
+    return f"{render(rows, ['', 'median time'])}\n\n{wrap(f'`make bench-ops` on {at}.')}"
+
+
+def runs_list(results: dict[str, Result], others: dict[str, Result]) -> str:
+    """The runs that docs/performance.md shows figures of, with their machines and commits."""
+    shown = {f"suite `{name}`": results[name] for name in ("step", "evaluation", "bf16", "head", "attention")}
+    shown |= {
+        "`make bench-ops`": others["ops"] | {"cases": []},
+        "`python -m benchmarks.profile`": others["profile"] | {"cases": []},
+    }
+    shown["`make demo`"] = {"commit": "not recorded"} | others["demo"]["fastdpo"] | {"cases": []}
+    runs: dict[str, list[str]] = {}
+    for name, result in shown.items():
+        commits = commits_of(result)
+        at = f"{machine_of(result)}, {'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
+        runs.setdefault(at, []).append(name)
+    return "\n".join(bullet(f"{', '.join(names)}: {at}") for at, names in runs.items())
+
+
+def profile_table(result: Result) -> str:
+    """Seconds of a step by kind of work."""
+    cases = {name.rpartition("/")[2]: case for name, case in result["cases"].items()}
+    kinds = dict.fromkeys(kind for case in cases.values() for kind in case["kinds"])
+    rows = [[kind, *(f"{case['kinds'].get(kind, 0):.2f}" for case in cases.values())] for kind in kinds]
+    return render(rows, ["seconds", *(f"{name} ({case['seconds']:.2f} s)" for name, case in cases.items())])
+
+
+def demo_table(result: Result) -> str:
+    """The costs of `make demo`."""
+    rows = []
+    for cost in result["summary"]["costs"]:
+        digits = 2 if cost["unit"] == "s" else 0
+        sides = (f"{cost[side]:,.{digits}f} {cost['unit']}".strip() for side in ("stock", "fastdpo"))
+        rows.append([cost["name"], *sides, f"{cost['ratio']:.1f}x"])
+    steps = len(result["fastdpo"]["steps"])
+    difference = f"{result['summary']['loss_difference']:.1e}"
+    rows.append([f"largest difference of the loss over {steps} steps", "", difference, ""])
+    return render(rows, ["", "TRL", "fastdpo", "ratio"])

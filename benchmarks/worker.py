@@ -39,6 +39,10 @@ class WorkerError(RuntimeError):
     """A worker died or raised. The message is the end of its output."""
 
 
+class OutOfMemory(RuntimeError):
+    """The side of a worker needs more memory than there is."""
+
+
 class Worker:
     """The caller's end of a worker process.
 
@@ -58,6 +62,7 @@ class Worker:
 
         Raises:
             Unavailable: the side cannot run on this machine.
+            OutOfMemory: it needs more memory than there is.
             WorkerError: the side could not be built.
         """
         return self._receive()
@@ -66,7 +71,7 @@ class Worker:
         """Sends the request "check", "step" or "facts" and returns the response.
 
         Raises:
-            Unavailable, WorkerError: as in `ready`.
+            Unavailable, OutOfMemory, WorkerError: as in `ready`.
         """
         with suppress(OSError):  # the last output of a dead process is still in the pipe or in the log
             self._pipe.send((name, *arguments))
@@ -89,6 +94,8 @@ class Worker:
             raise WorkerError(f"died with exit code {self._process.exitcode}. {tail}") from None
         if kind == "unavailable":
             raise Unavailable(value)
+        if kind == "out of memory":
+            raise OutOfMemory(value)
         if kind == "failed":
             raise WorkerError(value)
         return value
@@ -126,10 +133,14 @@ class InProcessWorker:
 
     @contextmanager
     def _as_worker_error(self) -> Iterator[None]:
+        import torch
+
         try:
             yield
         except Unavailable:
             raise
+        except torch.OutOfMemoryError as reason:
+            raise OutOfMemory(str(reason)) from None
         except Exception as reason:
             raise WorkerError("".join(traceback.format_exception_only(reason))) from None
 
@@ -153,6 +164,8 @@ def build_side(build: str, workload: Any, options: dict[str, Any]) -> Any:
 
 def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[str, Any], threads: int) -> None:
     """Entry point of a worker process. Standard output and error go to the log."""
+    import torch
+
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -163,6 +176,8 @@ def serve(pipe: Connection, log: str, build: str, workload: Any, options: dict[s
         return
     except Unavailable as reason:
         pipe.send(("unavailable", str(reason)))
+    except torch.OutOfMemoryError as reason:
+        pipe.send(("out of memory", str(reason)))
     except Exception:
         pipe.send(("failed", "".join(traceback.format_exc().splitlines(keepends=True)[-LOG_LINES:])))
 

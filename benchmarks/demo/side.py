@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainerState
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.machine import machine, versions
+from benchmarks.machine import bfloat16, commit, machine, versions
 from fastdpo.check.data import load_preferences
 from fastdpo.check.meters import PeakMemory, Stopwatch, TokenCounter, now
 
@@ -152,7 +152,8 @@ def main() -> None:
         logger.addHandler(logged)
         print(fastdpo.patch())
 
-    result = {"side": args.side, "versions": versions(*packages), "machine": machine()}
+    result = {"side": args.side, "versions": versions(*packages), "commit": commit()}
+    result["machine"] = machine() | {"bfloat16": bfloat16()}
     result |= measure(build_trainer(args), LABELS[args.side])
     failure = None
     if args.side == "fastdpo":

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import micro
 from benchmarks.cases import Case, Side, Unavailable
-from benchmarks.machine import machine, versions
+from benchmarks.machine import bfloat16, commit, machine, versions
 from benchmarks.suites import SUITES
 
 
@@ -52,7 +52,8 @@ def pytest_generate_tests(metafunc):
 
 def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info.clear()
-    machine_info.update(machine() | {"versions": versions("torch", "transformers", "trl", "fastdpo")})
+    own = machine() | {"bfloat16": bfloat16(), "commit": commit()}
+    machine_info.update(own | {"versions": versions("torch", "transformers", "trl", "fastdpo")})
 
 
 def pytest_benchmark_update_commit_info(config, commit_info):

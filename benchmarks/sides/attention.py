@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.workload import Lengths
 from fastdpo.ops import attention_backends, packed_attention
 from fastdpo.ops.attention_calls import AttentionOptions
-from fastdpo.ops.head_table import architecture
 
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
 
@@ -134,11 +132,9 @@ class PackedAttention(AttentionStep):
         workload: lengths and shape.
         shared: whether the rows of a pair share their prompt.
         backend: name of a backend in `attention_backends`; by default the op chooses.
-        place: runs fastdpo's own kernels with the blocks that the static model has in this place, 0 for
-            those of the lowest estimate. By default with those that are built in.
     """
 
-    def __init__(self, workload: AttentionWorkload, shared: bool, backend: str = "", place: int | None = None) -> None:
+    def __init__(self, workload: AttentionWorkload, shared: bool, backend: str = "") -> None:
         inputs = AttentionInputs(workload)
         if backend:
             query, _, value, _ = inputs.tensors
@@ -147,7 +143,6 @@ class PackedAttention(AttentionStep):
             if reason is not None:
                 raise Unavailable(reason)
         self.backend = backend
-        self.configs = None if place is None else _estimated_configs(inputs.tensors[0].device, workload.d, place)
         if shared:
             super().__init__(inputs, torch.arange(len(inputs.tensors[0])))
             self.rows = torch.tensor(inputs.layout, dtype=torch.int32)
@@ -161,7 +156,7 @@ class PackedAttention(AttentionStep):
         return packed_attention(query, key, value, self.rows)
 
     def _run(self) -> tuple[Tensor, ...]:
-        with _selected_backend(self.backend), _given_configs(self.configs):
+        with _selected_backend(self.backend):
             return super()._run()
 
 
@@ -173,30 +168,6 @@ def _selected_backend(name: str) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(attention_backends.VARIABLE, None)
-
-
-@contextmanager
-def _given_configs(configs: Any) -> Iterator[None]:
-    """fastdpo's own kernels with other configurations than the built-in ones."""
-    from fastdpo.kernels import packed_attention as kernels
-
-    with nullcontext() if configs is None else mock.patch.object(kernels, "kernel_configs", return_value=configs):
-        yield
-
-
-def _estimated_configs(device: torch.device, d: int, place: int) -> Any:
-    """The configurations of fastdpo's own kernels in a place of the static model's ranking.
-
-    Raises:
-        Unavailable: the model has no estimates for the architecture, or not so many.
-    """
-    from benchmarks.gpu_model.results import ranked_attention
-
-    name = architecture(device)
-    ranked = ranked_attention(name, d)
-    if place >= len(ranked):
-        raise Unavailable(f"there are {len(ranked)} estimates for {name} and head size {d}")
-    return ranked[place]
 
 
 class ExactAttention:

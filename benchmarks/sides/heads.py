@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
@@ -55,7 +57,9 @@ class HeadWorkload:
         d: hidden size, D.
         trainable: whether the weight needs a gradient. Under LoRA it does not.
         dtype: dtype of hidden states and weight.
-        statistics: whether `STATISTICS` are computed in addition to log-probs.
+        statistics: what is computed in addition to log-probs.
+        summed: whether only the sum of all log-probs is needed, as in SFT. The gradient of each
+            log-prob is then 1, which some heads take in their forward pass.
     """
 
     n: int
@@ -63,15 +67,20 @@ class HeadWorkload:
     d: int
     trainable: bool
     dtype: str = "float32"
-    statistics: bool = False
+    statistics: tuple[str, ...] = ()
+    summed: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return ("logps", *STATISTICS) if self.statistics else ("logps",)
+        return ("logps", *self.statistics)
 
     def __str__(self) -> str:
-        kind = "trainable" if self.trainable else "frozen"
-        return f"N {self.n:,}, V {self.v:,}, D {self.d:,}, {kind}{', statistics' if self.statistics else ''}"
+        kind = ["trainable" if self.trainable else "frozen"]
+        if self.statistics:
+            kind.append("statistics" if self.statistics == STATISTICS else " and ".join(self.statistics))
+        if self.summed:
+            kind.append("summed")
+        return f"N {self.n:,}, V {self.v:,}, D {self.d:,}, {', '.join(kind)}"
 
 
 class HeadInputs:
@@ -81,7 +90,7 @@ class HeadInputs:
         hidden: [N, D].
         weight: [V, D].
         targets: [N].
-        grad_logps: [N] float32, the gradient that reaches the log-probs.
+        grad_logps: [N] float32, the gradient that reaches the log-probs. Ones if they are summed.
         projections: [D, PROJECTIONS] float64, random vectors.
         compared: slice of the rows whose gradients are compared.
     """
@@ -93,7 +102,7 @@ class HeadInputs:
         self.weight = (torch.randn(v, d, **on_device) * d**-0.5).to(dtype)
         self.targets = torch.randint(0, v, (n,), **on_device)
         self.hidden = self._hidden(on_device).to(dtype)
-        self.grad_logps = torch.randn(n, **on_device)
+        self.grad_logps = torch.ones(n, device=device) if workload.summed else torch.randn(n, **on_device)
         self.projections = torch.randn(d, PROJECTIONS, dtype=torch.float64, **on_device)
         self.compared = slice(None) if dtype == torch.float32 else slice(0, n, max(1, n // COMPARED_ROWS))
 
@@ -114,111 +123,166 @@ class HeadInputs:
         return grad_weight.double() @ self.projections
 
 
-def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = ("logps",)) -> TokenLogps:
-    return ops.reference.linear_logps(hidden, weight, targets, outputs=outputs)
+def build_torch(workload: HeadWorkload, compiled: bool = False) -> Head:
+    """All logits and their log-softmax. `log_softmax` and `nll_loss` are what `cross_entropy` runs."""
+    statistics, reduction = workload.statistics, "sum" if workload.summed else "none"
+
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        logits = F.linear(hidden, weight).float()  # [N, V]
+        logp = logits.log_softmax(-1)
+        logps = -F.nll_loss(logp, targets, reduction=reduction)
+        with torch.no_grad():  # TRL logs the statistics
+            return TokenLogps(
+                logps,
+                entropy=-(logp.exp() * logp).sum(-1) if "entropy" in statistics else None,
+                mean_logits=logits.mean(-1) if "mean_logits" in statistics else None,
+                is_top1=logits.argmax(-1) == targets if "is_top1" in statistics else None,
+            )
+
+    if not compiled:
+        return head
+    if not torch.cuda.is_available() and shutil.which("c++") is None:
+        raise Unavailable("torch.compile needs a C++ compiler")
+    return torch.compile(head, dynamic=True)  # N differs from batch to batch
 
 
-def build_torch(outputs: tuple[str, ...] = ("logps",)) -> Head:
-    return partial(plain_head, outputs=outputs)
-
-
-def build_trl(outputs: tuple[str, ...] = ("logps",)) -> Head:
+def build_trl(workload: HeadWorkload) -> Head:
     try:
         from trl.kernels import ChunkedLogProbFunction
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
-    statistics = tuple(name for name in outputs if name != "logps")
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
         logps, entropy, _, mean_logits, is_top1 = ChunkedLogProbFunction.apply(
-            hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, statistics
+            hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, workload.statistics
         )
         return TokenLogps(logps, entropy, mean_logits, is_top1)
 
     return head
 
 
-def build_torch_fused(outputs: tuple[str, ...] = ("logps",)) -> Head:
-    _require_log_probs_only(outputs)
-    fused = getattr(torch.nn.functional, "linear_cross_entropy", None)
+def build_torch_fused(workload: HeadWorkload) -> Head:
+    _require_log_probs_only(workload)
+    fused = getattr(F, "linear_cross_entropy", None)
     if fused is None:
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions()
-
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
-        return TokenLogps(-fused(hidden, weight, targets, reduction="none", options=options))
-
-    return head
+    return _negated(partial(fused, options=options), workload)
 
 
-def build_cut_cross_entropy(impl: str, outputs: tuple[str, ...] = ("logps",)) -> Head:
-    _require_log_probs_only(outputs)
+def build_cut_cross_entropy(workload: HeadWorkload) -> Head:
+    _require_log_probs_only(workload)
+    _require_gpu()
     try:
         from cut_cross_entropy import linear_cross_entropy
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
-    if impl == "cce":
-        _require_gpu()
-
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
-        return TokenLogps(-linear_cross_entropy(hidden, weight, targets, reduction="none", impl=impl))
-
-    return head
+    return _negated(linear_cross_entropy, workload)
 
 
-def build_liger(outputs: tuple[str, ...] = ("logps",)) -> Head:
-    _require_log_probs_only(outputs)
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
-    except ImportError as reason:
-        raise Unavailable(f"not installed ({reason})") from None
-    _require_gpu()
-
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
-        return TokenLogps(-fused(hidden, weight, targets, reduction="none"))
-
-    return head
-
-
-def build_quack(outputs: tuple[str, ...] = ("logps",)) -> Head:
-    """Its chunked function returns a mean, whose gradient it takes at once; this one has one loss a token."""
-    _require_log_probs_only(outputs)
+def build_liger(workload: HeadWorkload) -> Head:
+    _require_log_probs_only(workload)
     _require_gpu()
     try:
-        from quack.linear_cross_entropy import linear_cross_entropy_func as fused
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
+    return _negated(liger_fused_linear_cross_entropy, workload)
+
+
+def build_liger_scaled(workload: HeadWorkload) -> Head:
+    """It can also compute the entropy, and runs on every device."""
+    if not {*workload.statistics} <= {"entropy"}:
+        raise Unavailable("computes log-probs and entropy only")
+    try:
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+    except ImportError as reason:
+        raise Unavailable(f"not installed ({reason})") from None
+    return_entropy = "entropy" in workload.statistics
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
-        return TokenLogps(-fused(hidden, weight, None, targets, reduction="none"))
+        results = LigerFusedLinearScaledCrossEntropyFunction.apply(
+            hidden, weight, targets, temperature=1.0, return_entropy=return_entropy
+        )
+        losses, entropy = results if return_entropy else (results, None)
+        return TokenLogps(-losses, entropy)
 
     return head
 
 
-def _require_log_probs_only(outputs: tuple[str, ...]) -> None:
-    if outputs != ("logps",):
+def build_quack(workload: HeadWorkload) -> Head:
+    """The chunked function of QuACK where the log-probs are summed, and else the one with a loss for each token."""
+    _require_log_probs_only(workload)
+    _require_gpu()
+    try:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy, linear_cross_entropy_func
+    except ImportError as reason:
+        raise Unavailable(f"not installed ({reason})") from None
+    if workload.summed:
+        return _negated(chunked_linear_cross_entropy, workload)
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return linear_cross_entropy_func(hidden, weight, None, targets, reduction=reduction)
+
+    return _negated(loss, workload)
+
+
+def _negated(loss: Callable[..., Tensor], workload: HeadWorkload) -> Head:
+    """The head of a function that returns negative log-probs, or their sum."""
+    reduction = "sum" if workload.summed else "none"
+
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:
+        return TokenLogps(-loss(hidden, weight, targets, reduction=reduction))
+
+    return head
+
+
+def _require_log_probs_only(workload: HeadWorkload) -> None:
+    if workload.statistics:
         raise Unavailable("computes log-probs only")
 
 
 def _require_gpu() -> None:
     if not torch.cuda.is_available():
-        raise Unavailable("its Triton kernels need a GPU")
+        raise Unavailable("its kernels need a GPU")
 
 
-def build_fastdpo(outputs: tuple[str, ...] = ("logps",), memory_budget: int | None = None) -> Head:
-    return partial(ops.linear_logps, outputs=outputs, memory_budget=memory_budget)
+def build_fastdpo(workload: HeadWorkload, memory_budget: int | None = None) -> Head:
+    return partial(ops.linear_logps, outputs=workload.outputs, memory_budget=memory_budget)
 
 
 PEERS: dict[str, Callable[..., Head]] = {
     "plain PyTorch": build_torch,
+    "plain PyTorch, compiled": partial(build_torch, compiled=True),
     "TRL": build_trl,
     "torch linear_cross_entropy": build_torch_fused,
-    "cut-cross-entropy": partial(build_cut_cross_entropy, "cce"),
-    "cut-cross-entropy, torch_compile": partial(build_cut_cross_entropy, "torch_compile"),
+    "cut-cross-entropy": build_cut_cross_entropy,
     "Liger": build_liger,
+    "Liger, scaled": build_liger_scaled,
     "QuACK": build_quack,
     "fastdpo": build_fastdpo,
 }
+DESCRIPTIONS = {
+    "plain PyTorch": "`linear`, then `log_softmax` and `nll_loss` (together `cross_entropy`) on all logits in float32, "
+    "and each requested statistic from the same log-softmax without gradients.",
+    "plain PyTorch, compiled": "the same under `torch.compile(dynamic=True)`.",
+    "TRL": "`trl.kernels.ChunkedLogProbFunction`, the head of TRL's own trainers, with the chunks that they use; on a "
+    "CPU, its tiles are folded by torch's operators instead of Triton.",
+    "torch linear_cross_entropy": "`torch.nn.functional.linear_cross_entropy` with `LinearCrossEntropyOptions()`, its "
+    "chunked path; torch advises the other path where N is smaller than D, as at N 256.",
+    "cut-cross-entropy": "`linear_cross_entropy` with its defaults, which skip small gradients.",
+    "Liger": "`liger_fused_linear_cross_entropy` with its defaults.",
+    "Liger, scaled": "`LigerFusedLinearScaledCrossEntropyFunction` of Liger, which returns a loss and, if requested, "
+    "the entropy of each token; a CUDA kernel on sm90, elsewhere torch's operators on chunks of 512 tokens.",
+    "QuACK": "`linear_cross_entropy_func`, which stores all logits, or, where log-probs are summed, "
+    "`chunked_linear_cross_entropy`, which returns a sum or mean only.",
+    "fastdpo": "`fastdpo.ops.linear_logps`.",
+}
+
+
+def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = ("logps",)) -> TokenLogps:
+    """The definition of the op, the measure of correct sides."""
+    return ops.reference.linear_logps(hidden, weight, targets, outputs=outputs)
 
 
 def named_arrays(
@@ -241,7 +305,7 @@ class HeadStep:
     batches = 1
 
     def __init__(self, workload: HeadWorkload, peer: str, **options: Any) -> None:
-        self.head = PEERS[peer](outputs=workload.outputs, **options)
+        self.head = PEERS[peer](workload, **options)
         self.inputs = HeadInputs(workload)
         self.inputs.hidden.requires_grad_()
         self.inputs.weight.requires_grad_(workload.trainable)
@@ -252,6 +316,9 @@ class HeadStep:
         x = self.inputs
         results = self.head(x.hidden, x.weight, x.targets)
         leaves = (x.hidden, x.weight) if self.workload.trainable else (x.hidden,)
+        if self.workload.summed:
+            results = results._replace(logps=results.logps.sum())
+            return results, torch.autograd.grad(results.logps, leaves)
         return results, torch.autograd.grad(results.logps, leaves, x.grad_logps)
 
     def check(self) -> Arrays:
@@ -284,7 +351,15 @@ class ExactHead:
         dtype = self.inputs.hidden.dtype
         plain = self._run(dtype, self.workload.n if dtype == torch.float32 else ROWS_PER_CHUNK)
         exact = self._run(torch.float64, ROWS_PER_CHUNK) if dtype == torch.float32 else self._run_from_16_bit_logits()
+        if self.workload.summed:
+            for arrays in (plain, exact):
+                arrays["log-probs"] = np.array(arrays["log-probs"].sum())
         arrays = {f"exact/{name}": x for name, x in exact.items()} | {f"plain/{name}": x for name, x in plain.items()}
+        if "entropy" in exact:
+            # Heads may subtract sum p z from the logsumexp, in float32. Both are about this large.
+            size = math.log(self.workload.v) + LOGIT_SPREAD**2 / 2
+            scale = np.sqrt(np.square(exact["entropy"]).mean())
+            arrays["slack/entropy"] = np.array(2 * torch.finfo(torch.float32).eps * size / scale)
         if dtype != torch.float32:
             for name, x in exact.items():
                 plain_error = error(torch.from_numpy(plain[name]), torch.from_numpy(x))

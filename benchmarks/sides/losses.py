@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
@@ -85,12 +86,18 @@ class _Loss:
 class PlainLoss(_Loss):
     """Logits of all tokens, as in plain PyTorch."""
 
+    def __init__(self, inputs: LossInputs) -> None:
+        super().__init__(inputs)
+        completions = torch.arange(len(inputs.lengths)).repeat_interleave(torch.tensor(inputs.lengths))
+        self.completions = completions.to(inputs.hidden.device)  # [N]
+
     def __call__(self) -> Tensor:
         x = self.inputs
-        references = (x.references, x.references)
-        return ops.reference.linear_preference_loss(
-            self.hidden, x.weight, x.targets, x.cu_seqlens.to(self.hidden.device), *references
-        ).loss
+        logps = -F.cross_entropy(F.linear(self.hidden, x.weight).float(), x.targets, reduction="none")
+        sums = logps.new_zeros(len(x.lengths)).index_add(0, self.completions, logps)
+        chosen, rejected = sums.chunk(2)
+        margins = (chosen - x.references) - (rejected - x.references)
+        return -F.logsigmoid(BETA * margins).mean()
 
 
 class TwoOps(_Loss):
@@ -137,6 +144,16 @@ LOSSES: dict[str, Callable[[LossInputs], _Loss]] = {
     "Liger": LigerLoss,
     "fastdpo, sums and loss apart": TwoOps,
     "fastdpo": OneOp,
+}
+
+
+DESCRIPTIONS = {
+    "plain PyTorch": "`linear` and `cross_entropy` on the logits of all tokens, their sums over each completion, and "
+    "`logsigmoid`.",
+    "Liger": "`LigerFusedLinearDPOLoss` without a reference model and else with its defaults: compiled, one pair at a "
+    "time, on padded rows.",
+    "fastdpo, sums and loss apart": "`linear_sequence_logps`, then `preference_loss`.",
+    "fastdpo": "`fastdpo.ops.linear_preference_loss`.",
 }
 
 

@@ -10,7 +10,7 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.attention import AttentionWorkload
 from benchmarks.sides.workload import draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, SPREAD
-from fastdpo.ops.attention_backends import BACKENDS, TRITON
+from fastdpo.ops.attention_backends import BACKENDS
 
 PADDED, UNSHARED = "padded, torch SDPA", "packed, prompts not shared"
 SHAPES = {  # tokens of prompt, chosen and rejected
@@ -21,24 +21,17 @@ SHAPES = {  # tokens of prompt, chosen and rejected
 }
 PAIRS, GPU_PAIRS = 2, 16
 GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # query heads, key heads, head size
-ESTIMATED = 3
-"""How many configurations of fastdpo's own kernels are measured on a GPU: the first of the static model's ranking."""
 
 
-def sides(work: AttentionWorkload, backends: Sequence[str], estimated: int = 0) -> tuple[Side, ...]:
-    """Padded attention, and packed attention with the default backend and each of `backends`.
-
-    Also with the first `estimated` configurations of fastdpo's own kernels by the static model.
-    """
+def sides(work: AttentionWorkload, backends: Sequence[str]) -> tuple[Side, ...]:
+    """Padded attention, and packed attention with the default backend and each of `backends`."""
     packed = "benchmarks.sides.attention:PackedAttention"
-    own = dict(shared=True, backend=TRITON)
     return (
         Side(PADDED, "benchmarks.sides.attention:PaddedAttention", work),
         Side(UNSHARED, packed, work, {"shared": False}),
         *(Side(f"{UNSHARED}, {name}", packed, work, {"shared": False, "backend": name}) for name in backends),
         Side(SUBJECT, packed, work, {"shared": True}),
         *(Side(f"{SUBJECT}, {name}", packed, work, {"shared": True, "backend": name}) for name in backends),
-        *(Side(f"{SUBJECT}, {TRITON}, estimate {i + 1}", packed, work, own | {"place": i}) for i in range(estimated)),
     )
 
 
@@ -55,8 +48,7 @@ def build_cases(quick: bool) -> list[Case]:
     for name, lengths in batches.items():
         group = "dataset lengths" if name in PROFILES else "fixed lengths"
         work = AttentionWorkload(lengths, **shape)
-        of_case = sides(work, [*BACKENDS], ESTIMATED) if on_gpu else sides(work, [])
-        cases.append(Case(name, group, of_case, {"dtype": shape["dtype"]}))
+        cases.append(Case(name, group, sides(work, [*BACKENDS] if on_gpu else []), {"dtype": shape["dtype"]}))
     return cases
 
 
@@ -67,4 +59,10 @@ SUITE = Suite(
     cases=build_cases,
     rounds=7,
     share_process_on_gpu=True,
+    descriptions={
+        PADDED: "`scaled_dot_product_attention` with `is_causal=True` and `enable_gqa=True` over right-padded rows, "
+        "without a mask; on a CPU it runs torch's flash kernel.",
+        UNSHARED: "`fastdpo.ops.packed_attention` over rows that each hold their own prompt.",
+        SUBJECT: "`fastdpo.ops.packed_attention` over rows that share the prompts of their pairs.",
+    },
 )

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from benchmarks.cases import Case, Suite
 from benchmarks.sides.workload import Workload, draw_lengths
-from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, ModelSize, case_of, sides
+from benchmarks.suites.step import (
+    BOUNDS,
+    DESCRIPTIONS,
+    PROFILES,
+    QUICK_PROFILES,
+    QUICK_SIZE,
+    SPREAD,
+    ModelSize,
+    case_of,
+    sides,
+)
 
 PAIRS = 2
 SIZE = ModelSize(layers=2, vocabulary=8_000)
@@ -30,4 +40,5 @@ SUITE = Suite(
     truth="benchmarks.sides.exact:ExactStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

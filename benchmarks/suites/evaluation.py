@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import CACHED_REFERENCE, LABELLED, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
+from benchmarks.suites.step import (
+    CACHED_REFERENCE,
+    DESCRIPTIONS,
+    LABELLED,
+    PROFILES,
+    QUICK_PROFILES,
+    STOCK,
+    case_of,
+    workload,
+)
 
 
 def build_cases(quick: bool) -> list[Case]:
@@ -25,4 +34,5 @@ SUITE = Suite(
     truth="benchmarks.sides.evaluation:ExactEvaluation",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

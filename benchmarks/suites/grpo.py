@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload, ModelSize, draw_lengths
 from benchmarks.suites.online import LONGEST, SHORT
-from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, case_of
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, case_of
 
 PROMPTS, BATCHES = 2, 2
 
@@ -33,4 +33,5 @@ SUITE = Suite(
     truth="benchmarks.sides.groups:ExactGroupStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import Case, Side, Suite
-from benchmarks.sides.heads import PEERS, HeadWorkload
+from benchmarks.sides.heads import DESCRIPTIONS, PEERS, HeadWorkload
 
 SHAPES = (  # N scored tokens, V vocabulary, D hidden size
     (1024, 32_000, 256),  # the head in the suite `step`
@@ -13,25 +13,40 @@ SHAPES = (  # N scored tokens, V vocabulary, D hidden size
     (1024, 32_000, 1024),  # a wider model
     (256, 151_936, 896),  # the head of Qwen2-0.5B
 )
+SHAPES_OF_EXTRAS = SHAPES[::3]
+EXTRAS = {  # what is added to the name of a group: the statistics, and whether log-probs are summed
+    ", with entropy": (("entropy",), False),
+    ", summed": ((), True),
+}
+WITH_ENTROPY = ("plain PyTorch", "plain PyTorch, compiled", "TRL", "Liger, scaled", "fastdpo")
 EVERY_TILE = "fastdpo, every gradient tile kept"
 QUICK_SHAPES = ((64, 500, 16),)
 GPU_HEADS = ((128_256, 4096), (151_936, 896), (151_936, 4096), (256_000, 2304))  # Llama 3, Qwen (twice), Gemma 2
 GPU_SHAPES = tuple((n, v, d) for v, d in GPU_HEADS for n in (1024, 4096, 16_384, 65_536))
+GPU_SHAPES_OF_EXTRAS = tuple((16_384, v, d) for v, d in GPU_HEADS)
 
 
 def build_cases(quick: bool) -> list[Case]:
     on_gpu = torch.cuda.is_available()
-    shapes, dtype = (GPU_SHAPES, "bfloat16") if on_gpu else (SHAPES, "float32")
+    shapes, of_extras = (GPU_SHAPES, GPU_SHAPES_OF_EXTRAS) if on_gpu else (SHAPES, SHAPES_OF_EXTRAS)
+    dtype = "bfloat16" if on_gpu else "float32"
+    groups = [("", (), False, shapes), *((name, *extra, of_extras) for name, extra in EXTRAS.items())]
     cases = []
-    for trainable in (True, False):
-        for n, v, d in QUICK_SHAPES if quick else shapes:
-            work = HeadWorkload(n, v, d, trainable, dtype)
-            options = {peer: {"peer": peer} for peer in PEERS}
-            if on_gpu and trainable:
-                options[EVERY_TILE] = {"peer": "fastdpo", "memory_budget": n * v * torch.float32.itemsize}
-            sides = tuple(Side(name, "benchmarks.sides.heads:HeadStep", work, x) for name, x in options.items())
-            cases.append(Case(str(work), "trainable" if trainable else "frozen", sides, {"dtype": dtype}))
+    for name, statistics, summed, of_group in groups:
+        for trainable in (True, False):
+            for n, v, d in QUICK_SHAPES if quick else of_group:
+                work = HeadWorkload(n, v, d, trainable, dtype, statistics, summed)
+                group = f"{'trainable' if trainable else 'frozen'}{name}"
+                cases.append(Case(str(work), group, sides(work, on_gpu), {"dtype": dtype}))
     return cases
+
+
+def sides(work: HeadWorkload, on_gpu: bool) -> tuple[Side, ...]:
+    """The heads that can compute what the workload asks for."""
+    options = {peer: {"peer": peer} for peer in PEERS if not work.statistics or peer in WITH_ENTROPY}
+    if on_gpu and work.trainable:
+        options[EVERY_TILE] = {"peer": "fastdpo", "memory_budget": work.n * work.v * torch.float32.itemsize}
+    return tuple(Side(name, "benchmarks.sides.heads:HeadStep", work, x) for name, x in options.items())
 
 
 SUITE = Suite(
@@ -41,4 +56,5 @@ SUITE = Suite(
     cases=build_cases,
     rounds=7,
     share_process_on_gpu=True,
+    descriptions=DESCRIPTIONS | {EVERY_TILE: "the same with a `memory_budget` that holds all logits."},
 )

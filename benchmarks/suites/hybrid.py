@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.cases import Case, Suite
-from benchmarks.suites.step import PROFILES, QUICK_PROFILES, case_of, sides, workload
+from benchmarks.suites.step import DESCRIPTIONS, PROFILES, QUICK_PROFILES, case_of, sides, workload
 
 ARCHITECTURES = ("Qwen3.5", "Falcon-H1", "LFM2")  # gated delta rule; Mamba 2 with attention; gated convolutions
 DATASETS = ("HH", "TL;DR", "UltraFeedback")
@@ -27,4 +27,5 @@ SUITE = Suite(
     truth="benchmarks.sides.exact:ExactStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

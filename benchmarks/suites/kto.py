@@ -7,6 +7,7 @@ from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 from benchmarks.suites.online import SHORT
 from benchmarks.suites.step import (
     BOUNDS,
+    DESCRIPTIONS,
     LABELLED,
     PROFILES,
     QUICK_PROFILES,
@@ -38,4 +39,5 @@ SUITE = Suite(
     truth="benchmarks.sides.kto:ExactKTOStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

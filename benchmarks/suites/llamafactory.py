@@ -28,4 +28,9 @@ SUITE = Suite(
     truth="benchmarks.sides.llamafactory:ExactCompletions",
     cases=build_cases,
     rounds=3,
+    descriptions={
+        LLAMAFACTORY: "its `CustomDPOTrainer` with its defaults, except that gradient checkpointing is off on both "
+        "sides. Its loss takes the log-softmax of all logits of the padded rows.",
+        SUBJECT: "the trainer after `fastdpo.patch()`.",
+    },
 )

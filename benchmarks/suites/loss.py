@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import Case, Side, Suite
-from benchmarks.sides.losses import LOSSES, LossWorkload
+from benchmarks.sides.losses import DESCRIPTIONS, LOSSES, LossWorkload
 from benchmarks.sides.workload import draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_PROFILES, SPREAD
 
@@ -42,4 +42,5 @@ SUITE = Suite(
     cases=build_cases,
     rounds=7,
     share_process_on_gpu=True,
+    descriptions=DESCRIPTIONS,
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.cases import SUBJECT, Case, Checkable, Side, Suite
+from benchmarks.sides.heads import DESCRIPTIONS as HEAD_DESCRIPTIONS
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import LABELLED, QUICK_SIZE, STOCK
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, STOCK
 from benchmarks.summary import PeakReading, peaks
 
 HEAD, TRAINER, TRUTH = (
@@ -102,4 +103,12 @@ SUITE = Suite(
     cases=build_cases,
     rounds=3,
     extra_summary=budget_claims,
+    descriptions={
+        "plain PyTorch": HEAD_DESCRIPTIONS["plain PyTorch"],
+        "TRL": HEAD_DESCRIPTIONS["TRL"],
+        STOCK: DESCRIPTIONS[STOCK],
+        LABELLED: DESCRIPTIONS[LABELLED],
+        SUBJECT: "`fastdpo.ops.linear_logps`, or the trainer after `fastdpo.patch()`; with a given `memory_budget` "
+        "in the last table.",
+    },
 )

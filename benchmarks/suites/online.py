@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import Workload, draw_lengths
-from benchmarks.suites.step import PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of
+from benchmarks.suites.step import DESCRIPTIONS, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of
 
 SHORT = ("HH", "TL;DR", "UltraFeedback")
 """Datasets whose rows are short enough for the full logits that TRL stores several times."""
@@ -31,4 +31,9 @@ SUITE = Suite(
     truth="benchmarks.sides.exact:ExactStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS
+    | {
+        STOCK: "the trainer with its defaults, on given completions and without gradient checkpointing. "
+        "It stores the logits of all positions of the completions and their log-softmax."
+    },
 )

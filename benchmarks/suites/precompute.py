@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import LABELLED, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
 
 BATCHES = 2  # of 6 pairs
 
@@ -26,4 +26,5 @@ SUITE = Suite(
     truth="benchmarks.sides.precompute:ExactPrecompute",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

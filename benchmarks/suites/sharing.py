@@ -12,6 +12,7 @@ from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 from benchmarks.suites.step import (
     BOUNDS,
+    DESCRIPTIONS,
     PROFILES,
     QUICK_PROFILES,
     QUICK_SIZE,
@@ -66,4 +67,9 @@ SUITE = Suite(
     truth="benchmarks.sides.exact:ExactStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS
+    | {
+        PAIRS_ONLY: "fastdpo restricted to the prompts that the two rows of a pair share.",
+        DETERMINISTIC: 'with `share_prompts="deterministic"`, which shares no prompts while dropout is active.',
+    },
 )

@@ -15,6 +15,20 @@ STOCK_FLASH = "TRL, flash_attention_2"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
 
+DESCRIPTIONS = {
+    STOCK: "the trainer with its defaults, except that gradient checkpointing is off, on every side. On a CPU its "
+    "head scores every position.",
+    LABELLED: "the same trainer, with its head switched to what it does on CUDA: only labelled positions are scored.",
+    STOCK_FLASH: 'TRL as shipped with `attn_implementation="flash_attention_2"`.',
+    SUBJECT: "the trainer after `fastdpo.patch()`.",
+    CACHED_REFERENCE: "with `reference_memory=True`, in an epoch after the first, so that no reference runs. It does "
+    "run on TRL's sides, where `precompute_ref_log_probs` would save it; that option is not among the sides.",
+    UNSHARED: "with `share_prompts=False`.",
+    BUDGET: "with a `max_tokens` of half of the distinct tokens of the batch.",
+    FLOOR: "the model's own layers on the distinct tokens and the bare matrix products of the head, without softmax, "
+    "loss or trainer (`benchmarks/sides/floor.py`). Its numbers have no meaning and are not compared.",
+}
+
 
 class LengthProfile(NamedTuple):
     """Median length of a row in tokens, and ratio of prompt to completion length."""
@@ -103,4 +117,5 @@ SUITE = Suite(
     truth="benchmarks.sides.exact:ExactStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )

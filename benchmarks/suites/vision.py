@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, VisionWorkload, draw_lengths
-from benchmarks.suites.step import BOUNDS, LABELLED, QUICK_SIZE, SPREAD, STOCK, LengthProfile, case_of
+from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, STOCK, LengthProfile, case_of
 
 FAMILIES = ("qwen3_vl", "smolvlm", "mistral3", "gemma3")
 PROFILES = {"1 image": (1, False), "2 images": (2, False), "LoRA, 1 image": (1, True)}
@@ -38,4 +38,5 @@ SUITE = Suite(
     truth="benchmarks.sides.vision:ExactVisionStep",
     cases=build_cases,
     rounds=3,
+    descriptions=DESCRIPTIONS,
 )
