@@ -1,7 +1,7 @@
 """Settings of all tests: one thread, and the same random seed for each test.
 
-`--quick` leaves out combinations of parameters: each test still runs at least once with every value
-of each of its parameters.
+`--quick` leaves out the tests that are marked as `thorough`, and combinations of parameters: each of
+the other tests still runs at least once with every value of each of its parameters.
 
 The tests of ops also run with `--device cuda`, which creates tensors on a GPU, with `--device cpu`,
 under which a default device is set as well, with `--device interpreter` and TRITON_INTERPRET=1, which
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import trained
-from selection import each_value_once
 
 from fastdpo.ops import devices
+from tests.support.documents import trained
+from tests.support.selection import each_value_once
 
 torch.set_num_threads(1)
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--rounds", type=int, default=3, help="how often `--measure` repeats each training")
     parser.addoption("--shard", metavar="I/N", default="0/1", help="run every N-th test, from the I-th on")
-    parser.addoption("--quick", action="store_true", help="run every value of each parameter, not every combination")
+    parser.addoption("--quick", action="store_true", help="every value of each parameter once, nothing thorough")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("quick"):
         tests = defaultdict(list)
         for item in items:
-            tests[item.nodeid.split("[")[0]].append(item)
+            if item.get_closest_marker("thorough") is None:
+                tests[item.nodeid.split("[")[0]].append(item)
         chosen = {cases[i] for cases in tests.values() for i in each_value_once([*map(_parameters, cases)])}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
@@ -73,17 +74,19 @@ def pytest_sessionfinish(session):
 @pytest.fixture(autouse=True)
 def device(request, monkeypatch):
     given = request.config.getoption("device")
+    if given in ("interpreter", "ptx"):
+        monkeypatch.setenv("FASTDPO_STRICT", "1")  # a kernel that fails is an error, not replaced
     if given == "interpreter":
-        import interpreted_accesses
-        import interpreted_bfloat16
+        from tests.support.kernels.interpreted import accesses, bfloat16, calls
 
         monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-        interpreted_bfloat16.install(monkeypatch)
-        interpreted_accesses.install(monkeypatch)
+        bfloat16.install(monkeypatch)
+        accesses.install(monkeypatch)
+        calls.install(monkeypatch)
     if given == "ptx":
-        import executed_kernels
+        from tests.support.kernels import executed
 
-        executed_kernels.install(monkeypatch, request.config.getoption("target"))
+        executed.install(monkeypatch, request.config.getoption("target"))
     with torch.device(given) if given in ("cpu", "cuda") else nullcontext():
         yield given or "cpu"
 

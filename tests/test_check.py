@@ -3,26 +3,27 @@
 import functools
 import json
 import re
-import subprocess
 import sys
 
 import pytest
-from markdown_blocks import blocks
-from planted import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
-from trl_runs import pairs as rows
-from trl_runs import tiny_model, tokenizer
+import torch
 
 import fastdpo.__main__
 from fastdpo.check import command, plot, side
 from fastdpo.check.command import CheckError, as_json, check
 from fastdpo.check.data import load_preferences
 from fastdpo.check.verdicts import FAILED
+from tests.support.documents.markdown_blocks import blocks
+from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
+from tests.support.programs.warm import run_program
+from tests.support.trl.dpo import pairs as rows
+from tests.support.trl.dpo import tiny_model, tokenizer
 
 in_this_process = functools.partial(check, run=side.measure)
 
 
-def write_model(directory, **tiny):
-    tiny_model(**tiny).save_pretrained(directory)
+def write_model(directory, dtype=torch.float32, **tiny):
+    tiny_model(**tiny).to(dtype).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return str(directory)
 
@@ -49,9 +50,7 @@ def failed(report) -> set[str]:
 
 def test_the_report_in_the_documentation():
     """In processes of their own. Its rows are those of the command, which agrees."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fastdpo", "check", "--tiny"], capture_output=True, text=True, timeout=300
-    )
+    done = run_program("-m", "fastdpo", "check", "--tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TRL in float64: 100%" in done.stderr
     (documented,) = [block.code for block in blocks("text") if block.page == "docs/check.md"]
@@ -66,7 +65,7 @@ def test_the_report_in_the_documentation():
 
 
 def test_a_saved_model_and_a_dataset(model, dataset, tmp_path):
-    report = in_this_process(model, dataset, batches=3, fields=["--beta", "0.05", "--loss-type", "ipo", "--bf16=false"])
+    report = in_this_process(model, dataset, batches=3, fields=["--beta", "0.05", "--loss-type", "ipo"])
     assert not failed(report)
     assert report.yardstick == "stock in float64"
     assert "2 batches of 4 pairs" in report.title  # there are no more
@@ -75,12 +74,13 @@ def test_a_saved_model_and_a_dataset(model, dataset, tmp_path):
     saved = json.loads(as_json(report))
     assert saved["ok"]
     assert saved["costs"][0]["ratio"] > 1.3
+    assert [cost["name"] for cost in saved["costs"]] == ["tokens a batch", "peak memory above the models"]
     plot.draw(report, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes()[1:4] == b"PNG"
 
 
 OPTIONS = {
-    "adapters": (dict(lora=True, fields=["--bf16=false"]), "stock in float64"),
+    "adapters": (dict(lora=True), "stock in float64"),
     "autocast": (dict(fields=["--bf16=true"]), "stock with its layers rounded otherwise"),
     "bfloat16": (
         dict(fields=["--model_init_kwargs", '{"dtype": "bfloat16"}']),
@@ -97,6 +97,15 @@ def test_adapters_and_low_precision(name, model, dataset):
     assert report.yardstick == yardstick
     groups = {x.name for x in report.verdicts if x.name.startswith("gradients")}
     assert ("gradients: adapters" in groups) == (name == "adapters")
+
+
+def test_a_model_runs_in_its_own_dtype_and_three_batches_are_timed(tmp_path):
+    model = write_model(tmp_path / "model", torch.bfloat16)
+    report = in_this_process(model, write_pairs(tmp_path / "pairs.jsonl"), batches=3, batch_size=2)
+    assert not failed(report)
+    assert "LlamaForCausalLM in bfloat16, 3 batches of 2 pairs" in report.title
+    (seconds,) = (cost for cost in report.costs if cost.name == "time a batch")
+    assert min(seconds.stock, seconds.fastdpo) > 0
 
 
 LOGPS = {"log-probabilities of the policy", "log-probabilities of the reference", "metric logps/chosen"}
@@ -131,6 +140,28 @@ def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
     assert "attention dropout is active" in fused.detail
 
 
+ROW = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+MALFORMED = {
+    "CUT": (ROW + "\n" + ROW[:28], "line 3: Unterminated string starting at"),
+    "NULL": (ROW + "\n" + ROW.replace('"a"', "null"), "where line 3 has none"),
+    "MISSING": (ROW + '{"prompt": "a", "chosen": "b"}', "where line 2 has none"),
+    "ARRAY": ("[\n" + ROW + ",\n" + ROW[:28], "line 4: Unterminated string starting at"),
+    "NUMBER": (ROW + "3\n", "line 2: it is no object"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_datasets_name_the_line(name, tmp_path):
+    text, reason = MALFORMED[name]
+    path = tmp_path / ("pairs.json" if name == "ARRAY" else "pairs.jsonl")
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_preferences(path)
+    assert f"got {path}" in str(caught.value)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,8 +169,8 @@ def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
         (("--tiny", "--model", "MODEL"), "pass --model and --dataset, or --tiny"),
         (("--model", "MODEL"), "pass --model and --dataset, or --tiny"),
         (
-            ("--model", "no/model", "--dataset", "DATA"),
-            "the model must be a directory with a config.json; got no/model",
+            ("--model", "not/a/model", "--dataset", "DATA"),
+            "model must be a directory with a config.json, or the name of a model on the Hugging Face Hub; got 'not/a/",
         ),
         (("--model", "MODEL", "--dataset", "no.jsonl"), "the dataset must exist; got no.jsonl"),
         (("--model", "MODEL", "--dataset", "EMPTY"), "the dataset must not be empty; got"),
@@ -147,7 +178,12 @@ def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
         (("--model", "MODEL", "--dataset", "MODEL"), "the dataset must be a file or a save_to_disk directory; got"),
         (("--model", "MODEL", "--dataset", "CSV"), "the dataset must be a .jsonl, .json or .parquet file or"),
         (("--tiny", "--batches", "0"), "--batches must be 1 or more; got 0"),
-        (("--tiny", "--betta", "1"), "options must be those of `fastdpo check --help` or fields of DPOConfig; got"),
+        (
+            ("--tiny", "--betta", "1"),
+            "options must be those of `fastdpo check --help` or fields of DPOConfig; got --betta; did you mean --beta?",
+        ),
+        (("--model", "MODEL", "--dataset", "CUT"), "the dataset must be a well-formed .jsonl file; got"),
+        (("--model", "MODEL", "--dataset", "NULL"), "the dataset must have a prompt in every row; got"),
         (("--tiny", "--beta", "much"), "argument --beta: invalid float value: 'much'"),
         (("--tiny", "--learning_rate=1e-6"), "--learning_rate is set by the check itself"),
     ],
@@ -158,6 +194,9 @@ def test_misuse_is_an_error_of_one_line(arguments, message, model, dataset, tmp_
     (tmp_path / "other.json").write_text('[{"text": "a"}]')
     files = {"MODEL": model, "DATA": dataset, "EMPTY": tmp_path / "empty.jsonl", "CSV": tmp_path / "pairs.csv"}
     files["OTHER"] = tmp_path / "other.json"
+    for name, (text, _) in MALFORMED.items():
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text(text)
     monkeypatch.setattr(sys, "argv", ["fastdpo", "check", *(str(files.get(x, x)) for x in arguments)])
     with pytest.raises(SystemExit) as raised:
         fastdpo.__main__.main()

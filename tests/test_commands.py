@@ -1,13 +1,16 @@
-"""Every command of `fastdpo` explains itself."""
+"""The command line: every command explains itself, and starts without torch."""
 
-import argparse
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
-from fastdpo.__main__ import parsed, parser
+import fastdpo
+from fastdpo.__main__ import parsed, parser, subparsers
 
-(COMMANDS,) = (x.choices for x in parser()._actions if isinstance(x, argparse._SubParsersAction))
+COMMANDS = subparsers(parser())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -17,3 +20,65 @@ def test_the_help_has_an_example_that_parses(name):
     program, *arguments = shlex.split(example)
     assert program == "fastdpo"
     assert parsed(arguments).command == name
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        parsed(["--version"])
+    assert capsys.readouterr().out == f"fastdpo {fastdpo.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--verfy", "train.py"], "unrecognized arguments: --verfy; did you mean --verify?"),
+        (["run", "--maxtokens", "9", "train.py"], "unrecognized arguments: --maxtokens; did you mean --max-tokens?"),
+        (["doctor", "--jsno"], "unrecognized arguments: --jsno; did you mean --json?"),
+        (["doctor", "--qqq"], "unrecognized arguments: --qqq\n"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parsed(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_every_public_name_is_found():
+    for name in fastdpo.__all__:
+        assert getattr(fastdpo, name) is getattr(fastdpo, name)
+    assert set(fastdpo.__all__) <= set(dir(fastdpo))
+    assert fastdpo.ops is sys.modules["fastdpo.ops"]
+    with pytest.raises(AttributeError, match="module 'fastdpo' has no attribute 'patches'"):
+        fastdpo.patches  # noqa: B018
+
+
+START = """
+import os, runpy, sys
+
+def modules(*command):
+    heavy = {"torch", "numpy", "transformers", "trl", "triton", "datasets", "accelerate"}
+    print(sorted(heavy & sys.modules.keys()))
+    sys.stdout.flush()
+    os._exit(0)
+
+os.execv = modules
+try:
+    runpy.run_module("fastdpo", run_name="__main__", alter_sys=True)
+except SystemExit:
+    modules()
+"""
+RUN = ("run", "--verify", "--memory-budget", "1GiB", "--reference-memory", "cache", "--only", "trl", "train.py")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("--version",), *((x, "--help") for x in COMMANDS), RUN], ids=" ".join
+)
+def test_a_command_starts_without_torch(arguments, tmp_path):
+    """Up to its help, or up to the program that `fastdpo run` executes. Importing torch takes seconds."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, *arguments],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

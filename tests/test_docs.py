@@ -6,15 +6,13 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import multimodal_tables
 import pytest
-import support_tables
-import trained
-from markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
 import fastdpo
 from fastdpo.__main__ import parser
 from fastdpo.check.side import parse_fields
+from tests.support.documents import multimodal_tables, support_tables, trained
+from tests.support.documents.markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
 RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
 """Maps pages whose Python needs a package that is not installed here to the test that runs it."""
@@ -60,7 +58,9 @@ def test_the_table_of_trainers_names_what_the_tests_train():
     committed = trained.read(trained.COMMITTED)
     assert trained.untrained_lines(committed) == [], f"add what your tests train: {trained.__doc__}"
     readme = trained.README.read_text()
-    assert readme == trained.with_table(readme, committed), "update README's table: tests/support/trained.py --update"
+    assert readme == trained.with_table(readme, committed), (
+        "update README's table: python -m tests.support.documents.trained --update"
+    )
 
 
 def test_make_targets_in_sentences_exist():
@@ -101,6 +101,8 @@ def check_command(command: str) -> None:
             args, fields = parser().parse_known_args(words[1:])
             assert args.tiny or args.model
             parse_fields([*fields, "--use_cpu=true"])
+        case [".ci/run"]:
+            assert (ROOT / command).exists()
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["pip", "install", "-e", place]:

@@ -2,14 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from markdown_blocks import blocks
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
-from workload import TINY
 
 from fastdpo import doctor, ops, self_check
 from fastdpo.doctor import FAILED, OFF, OK
@@ -17,13 +13,15 @@ from fastdpo.integrations import reference_memory
 from fastdpo.ops import kernel_cache, tuning
 from fastdpo.ref_logps import shards
 from fastdpo.storage import LocalDirectory
+from tests.support.documents.markdown_blocks import blocks
+from tests.support.programs.warm import run_program
+from tests.support.programs.workload import TINY
 
 CPU = torch.device("cpu")
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "fastdpo", "doctor", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_program("-m", "fastdpo", "doctor", *arguments)
 
 
 def statuses(findings):

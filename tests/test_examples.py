@@ -1,16 +1,15 @@
 """Every example runs on a tiny model and uses the fused path."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from multimodal_families import tiny_multimodal
-from trl_runs import pairs, tiny_model, tokenizer
-from vision_runs import llava_with_chat_template
+
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.programs.warm import run_program
+from tests.support.trl.dpo import pairs, tiny_model, tokenizer
+from tests.support.trl.vision import llava_with_chat_template
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNS = {
@@ -58,9 +57,7 @@ def test_every_example_is_run():
 
 def run(name: str, inputs: list[str], directory: Path) -> set[tuple[str, ...]]:
     """Runs an example. Returns the trainer, model and path of each kind of call that it reports."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *inputs, *RUNS[name]]
-    environment = {**os.environ, "FASTDPO_STRICT": "1", "HF_HOME": str(directory / "hf"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
+    done = run_program(EXAMPLES / f"{name}.py", *inputs, *RUNS[name], cwd=directory, env={"FASTDPO_STRICT": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     calls = re.findall(r"^(\S+): \d+ (\w+) calls of the (\w+) model$", done.stdout, re.M)
     return {(trainer, model, path) for trainer, path, model in calls}

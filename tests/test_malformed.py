@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -49,7 +50,16 @@ class Kind(NamedTuple):
 
 
 def no_tensors(good: Tensor) -> dict[str, object]:
+    with warnings.catch_warnings():  # nested tensors are a prototype, quantized ones will be removed
+        warnings.simplefilter("ignore", UserWarning)
+        parts = [good.flatten()[:1], good.flatten()]
+        of_other_kinds = dict(
+            nested=torch.nested.nested_tensor(parts),
+            jagged=torch.nested.nested_tensor(parts, layout=torch.jagged),
+            quantized=torch.quantize_per_tensor(good.float(), 0.1, 0, torch.qint8),
+        )
     return dict(
+        of_other_kinds,
         string="abc",
         number=3,
         list=good.tolist(),
@@ -97,9 +107,17 @@ def required(kind: Kind) -> Kind:
     return Kind(lambda good: {**kind.values(good), "None": None}, kind.shapes)
 
 
+BEYOND_FLOAT = {"beyond float": 10**400, "below float": -(10**400), "too long to print": 10**5000}
+BEYOND_INT = {"beyond int64": 2**63, "below int64": -(2**63) - 1, "too long to print": 10**5000}
+
+
 def no_number(*others: object) -> Kind:
     values = ("2", [2.0], np.ones(2), 1j, NAN, True, len, *others)
-    return Kind(lambda good: {repr(x): x for x in values})
+    return Kind(lambda good: {**{repr(x): x for x in values}, **BEYOND_FLOAT})
+
+
+def no_integer(*others: object) -> Kind:
+    return Kind(lambda good: {**{repr(x): x for x in others}, **BEYOND_INT})
 
 
 def no_bounds(good: Tensor) -> dict[str, object]:
@@ -134,8 +152,8 @@ ANY_DTYPE = Kind(lambda good: {name: x for name, x in no_tensors(good).items() i
 POSITIVE = no_number(0, -1.0, INF)
 FINITE = no_number(INF, -INF)
 NAMES = Kind(lambda good: {"string": "entropy", "unknown": ("entropy", "x"), "number": 3, "None": None, "numbers": [1]})
-BYTES = Kind(lambda good: {repr(x): x for x in ("1GiB", -1, NAN, 1e9, True, [1])})
-SIZE = Kind(lambda good: {repr(x): x for x in ("2", 0, -1, 2.0, NAN, True, [1])})
+BYTES = no_integer("1GiB", -1, NAN, 1e9, True, [1])
+SIZE = no_integer("2", 0, -1, 2.0, NAN, True, [1])
 FLAG = Kind(lambda good: {repr(x): x for x in ("no", None, 1, [])})
 OBJECT = Kind(lambda good: {repr(x): x for x in ("ipo", 3, {}, [], len)})
 
@@ -180,6 +198,11 @@ LENGTHS = Kind(
     wrong_shapes,
 )
 PAIR_ROWS = (FLOATS.view(4, 2), required(FLOAT))
+
+NO_IDS = (
+    *(None, 3, b"ab", {3: 4}, {3, 4}, len, torch.tensor(3), np.array(3), torch.ones(2), torch.ones(2, 1).long()),
+    *([True, False], [3, True], [3, np.True_], np.array([True]), torch.tensor([True]), [3, 4.0], [3, "4"], [2**64]),
+)
 
 FUNCTIONS = {
     "token_logps": Function(
@@ -251,7 +274,7 @@ FUNCTIONS = {
             groups=(torch.zeros(2, dtype=torch.long), Kind(no_ints, wrong_shapes)),
             shifted=(False, FLAG),
             store_all=(False, FLAG),
-            reach=(9, Kind(lambda good: {repr(x): x for x in ("2", 2.0, NAN, True, [1])})),
+            reach=(9, no_integer("2", 2.0, NAN, True, [1])),
         ),
     ),
     "pack_pairs": Function(ops.pack_pairs, dict(**BATCH, share=(True, FLAG)), ("pack",)),
@@ -272,10 +295,10 @@ FUNCTIONS = {
         ops.PreferenceObjective,
         dict(
             loss_type=(("sigmoid", "robust"), Kind(lambda good: {repr(x): x for x in ("x", (), None, 3, [1], b"ipo")})),
-            loss_weights=((1, 2), Kind(lambda good: {repr(x): x for x in ("ab", (1,), 3, (1, NAN), (1, None))})),
+            loss_weights=((1, 2), values("ab", (1,), 3, (1, NAN), (1, None), (1, 10**400), (10**5000, 1))),
             beta=(0.1, required(POSITIVE)),
             label_smoothing=(0.1, required(no_number(-0.1, 1.0, 0.5))),
-            f_divergence_type=("forward_kl", Kind(lambda good: {repr(x): x for x in ("x", None, 3, ["forward_kl"])})),
+            f_divergence_type=("forward_kl", values("x", None, 3, ["forward_kl"], 10**5000)),
             f_alpha_divergence_coef=(0.5, required(FINITE)),
             discopop_tau=(0.1, required(POSITIVE)),
         ),
@@ -301,7 +324,7 @@ FUNCTIONS = {
         metrics.Means,
         dict(
             names=(("loss",), values("loss", None, 3, [1], ("a", "a"))),
-            device=("cpu", values("no", None, 2.0, [])),
+            device=("cpu", values("no", None, 2.0, [], 10**400)),
         ),
     ),
     "Means.update_weighted": Function(
@@ -313,8 +336,8 @@ FUNCTIONS = {
         lambda loss, **logps: metrics.PreferenceMeans().update_pairs(loss, **logps),
         dict(
             loss=(LOSS, values(None, 3, "x", LOSS.loss, tuple(LOSS))),
-            chosen_logps=(FLOATS[:2], required(Kind(no_tensors))),
-            rejected_logps=(FLOATS[:2], required(Kind(no_tensors))),
+            chosen_logps=(FLOATS[:2], required(REAL)),
+            rejected_logps=(FLOATS[:2], required(REAL)),
         ),
     ),
     "PreferenceMeans.update_tokens": Function(
@@ -326,18 +349,18 @@ FUNCTIONS = {
         ref_logps.precompute,
         dict(
             model=(MODEL, values(None, 3, "gpt2", type(MODEL), torch.nn.Linear(2, 2), [MODEL])),
-            dataset=(DATASET, values("abc", DATASET[0], None, 3, [1], ["abc"], iter(DATASET))),
+            dataset=(DATASET, values("abc", DATASET[0], None, 3, [1], ["abc"], iter(DATASET), [{}], [*DATASET, None])),
             cache_dir=(None, values("", 3, b"cache", True, [])),
-            max_length=(4, values("4", 0, -1, 2.0, NAN, True)),
+            max_length=(4, no_integer("4", 0, -1, 2.0, NAN, True)),
             truncation_mode=("keep_end", values("keep", None, 3, [])),
             ld_alpha=(0.5, values("0.5", -0.1, 1.1, NAN, True, [])),
-            tokens_per_batch=(64, values("4", 0, -1, 2.0, NAN, True, None)),
+            tokens_per_batch=(64, no_integer("4", 0, -1, 2.0, NAN, True, None)),
         ),
     ),
     "precompute: rows": Function(
         lambda **ids: ref_logps.precompute(MODEL, [ids]),
         {
-            name: ([3, 4], values("abc", [1.5], [[1]], [None], [-1], [16], [2**40]))
+            name: ([3, 4], values("abc", [1.5], [[1]], [None], [-1], [16], [2**40], *NO_IDS))
             for name in ("prompt_ids", "chosen_ids", "rejected_ids")
         },
         ("precompute",),

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from means_worker import PAIRS, reduce_rank, update
-from rank_processes import run_ranks
 
 from fastdpo.metrics import Means, PreferenceMeans
 from fastdpo.ops import TokenLogps, preference_loss
+from tests.support.workers.means import PAIRS, reduce_rank, update
+from tests.support.workers.processes import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

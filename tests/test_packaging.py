@@ -24,20 +24,21 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import fastdpo
-from fastdpo.integrations.patching import LINES
+from fastdpo.integrations.lines import LINES
 
 ROOT = Path(__file__).parents[1]
 
 ARROWS = {  # a package, and the packages of the project that it may import
     "kernels": set(),
     "atomic_files": set(),
-    "checks": set(),
+    "checks": {"plain_checks"},
+    "plain_checks": set(),
     "reasons": set(),
     "packing": {"checks", "prefix_tree", "reasons"},
     "distributed": set(),
     "logs": set(),
     "testing": set(),
-    "storage": {"atomic_files", "checks", "reasons"},
+    "storage": {"atomic_files", "plain_checks", "reasons"},
     "ops": {"atomic_files", "checks", "kernels", "logs", "packing"},
     "metrics": {"checks", "ops"},
     "models": {"checks", "distributed", "logs", "ops", "packing", "reasons", "testing"},
@@ -45,10 +46,13 @@ ARROWS = {  # a package, and the packages of the project that it may import
     "lengths": {"checks", "ref_logps"},
     "batching": {"checks", "lengths"},
     "integrations": {"batching", "checks", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons"}
-    | {"ref_logps", "storage"},
-    "check": {"integrations", "models", "ref_logps", "testing"},
-    "estimate": {"check", "checks", "integrations", "lengths", "models", "ops", "packing", "ref_logps"},
-    "run": {"checks", "integrations", "models", "startup", "storage"},
+    | {"plain_checks", "ref_logps", "storage"},
+    "check": {"integrations", "model_names", "models", "plain_checks", "ref_logps", "testing"},
+    "estimate": {"check", "checks", "integrations", "lengths", "model_names", "models", "ops", "packing", "ref_logps"}
+    | {"sizes"},
+    "model_names": {"plain_checks"},
+    "sizes": {"plain_checks"},
+    "run": {"integrations", "logs", "plain_checks", "startup"},
 }
 
 
@@ -88,10 +92,15 @@ IMPORTS = {name: _imports(name, file, MODULES) for name, file in MODULES.items()
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """A directory with the sdist, and the wheel that is built from it."""
-    out = tmp_path_factory.mktemp("dist")
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # otherwise files of an earlier build are included
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    """A directory with the sdist, and the wheel that is built from it.
+
+    Both are built from a copy, as other processes may build in the repository.
+    """
+    out, source = (tmp_path_factory.mktemp(name) for name in ("dist", "source"))
+    for name in tracked_files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -109,10 +118,16 @@ def metadata(wheel) -> Message:
     return message_from_bytes(wheel.read(name))
 
 
+def tracked_files(*folders: str) -> list[str]:
+    tracked = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True)
+    return [name for name in tracked.stdout.split("\0") if name and os.path.lexists(ROOT / name)]
+
+
 def package_files() -> set[str]:
     """The files of the package under their names in the wheel."""
-    tracked = subprocess.run(["git", "ls-files", "fastdpo", "kernels"], cwd=ROOT, capture_output=True, text=True)
-    names = {name for name in tracked.stdout.split() if name.endswith((".py", ".toml", "py.typed"))}
+    names = {
+        name for name in tracked_files("fastdpo", "kernels") if name.endswith((".py", ".toml", ".json", "py.typed"))
+    }
     return {f"fastdpo/{name}" if name.startswith("kernels/") else name for name in names}
 
 
@@ -226,7 +241,8 @@ def test_imports_follow_the_arrows(part):
 
 def test_imports_have_no_cycle():
     """Imports inside functions and imports for type annotations count as well."""
-    assert [name for name, imported in IMPORTS.items() if "fastdpo" in imported] == ["fastdpo.startup.sitecustomize"]
+    of_version = [name for name, imported in IMPORTS.items() if "fastdpo" in imported]
+    assert sorted(of_version) == ["fastdpo.__main__", "fastdpo.doctor"]
     try:
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
@@ -238,3 +254,66 @@ def test_an_import_cycle_is_detected():
         TopologicalSorter(
             {**IMPORTS, "fastdpo.packing": {"fastdpo.ops.packed_attention", "fastdpo.models.forward"}}
         ).prepare()
+
+
+BEHAVIOUR = (
+    "integrations",
+    "legacy",
+    "models",
+    "openrlhf",
+    "programs",
+    "properties",
+    "ranks",
+    "support",
+    "trl_versions",
+)
+"""The folders of tests that look at no part of a module. Those of other folders may, for the module that they test."""
+
+STATE_OF_A_PROCESS = {"_failures", "_reported", "_choices", "_replaced", "_builds"}
+"""What stand-ins for libraries reset, as in a new process."""
+
+
+def private_names(source: str) -> set[str]:
+    """The private names of the project's modules that a file reads or replaces."""
+    tree = list(ast.walk(ast.parse(source)))
+    imported = [node for node in tree if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastdpo")]
+    modules = {alias.asname or alias.name for node in imported for alias in node.names} | {"fastdpo"}
+    found = {alias.name for node in imported for alias in node.names}
+
+    def is_of_the_project(node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in modules
+
+    for node in tree:
+        if isinstance(node, ast.Attribute) and is_of_the_project(node.value):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "object")) and node.args:
+            path = ".".join(x.value for x in node.args[:2] if isinstance(x, ast.Constant) and isinstance(x.value, str))
+            if is_of_the_project(node.args[0]) or path.startswith("fastdpo."):
+                found.add(path.rpartition(".")[2])
+    return {name for name in found if re.match("_[^_]", name)} - STATE_OF_A_PROCESS
+
+
+def test_moving_a_function_breaks_no_test_of_behaviour():
+    """Faults are planted through public names, most of them by tests.support.faults."""
+    files = [path for folder in BEHAVIOUR for path in (ROOT / "tests" / folder).rglob("*.py")]
+    files = [
+        path for path in files if (ROOT / "tests/support/kernels") not in path.parents
+    ]  # names kernels to compile them
+    found = {str(path.relative_to(ROOT)): private_names(path.read_text()) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from fastdpo.packing import _score_once",
+        "from fastdpo import packing; packing._score_once(1)",
+        "from fastdpo import packing; monkeypatch.setattr(packing, '_score_once', None)",
+        "import fastdpo; patch.setattr(fastdpo.packing, '_score_once', None)",
+        "monkeypatch.setattr('fastdpo.packing._score_once', None)",
+    ],
+)
+def test_a_private_name_is_found(line):
+    assert private_names(line) == {"_score_once"}

@@ -10,10 +10,10 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from markdown_blocks import ROOT, blocks_of
-from trl_runs import pairs, tiny_model, tokenizer
 
 from fastdpo import ops
+from tests.support.documents.markdown_blocks import ROOT, blocks_of
+from tests.support.trl.dpo import pairs, tiny_model, tokenizer
 
 README = ROOT / "README.md"
 CHECKPOINT, DATASET, CONFIG = '"Qwen/Qwen2.5-0.5B-Instruct"', '"trl-lib/ultrafeedback_binarized"', 'output_dir="out"'

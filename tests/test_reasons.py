@@ -7,10 +7,10 @@ import re
 import string
 
 import pytest
-import reason_sections
-from markdown_blocks import ROOT
 
 from fastdpo.reasons import Reason, kinds
+from tests.support.documents import reason_sections
+from tests.support.documents.markdown_blocks import ROOT
 
 SOURCE = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "fastdpo").rglob("*.py"))}
 NODES = [(path, node) for path, tree in SOURCE.items() for node in ast.walk(tree)]
@@ -22,7 +22,7 @@ CALLS = [
 PRINTED = {"nothing-imported"}
 """Printed by a process that may not have imported fastdpo."""
 
-WITHOUT_NAMES = {"ops", "doctor.py", "prompt_groups.py", "rehearsal.py", "token_budget.py"}
+WITHOUT_NAMES = {"ops", "doctor.py", "prompt_groups.py", "token_budget.py"}
 """Where reasons concern one kernel or one file, or are raised as errors."""
 
 

@@ -1,15 +1,14 @@
 """`fastdpo run` runs unchanged programs fused, and keeps their arguments, exit code and output."""
 
-import os
-import subprocess
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from fastdpo.startup.sitecustomize import VARIABLE
+from tests.support.programs.run_command import run
 
-ROOT = Path(__file__).parents[1]
 ON = "fastdpo: trl.DPOTrainer"
 BIN = Path(sys.executable).parent
 
@@ -17,7 +16,7 @@ TRAIN = """
 import inspect, sys
 from pathlib import Path
 from trl.trainer import dpo_trainer
-from trl_runs import build, tiny_model
+from tests.support.trl.dpo import build, tiny_model
 
 assert "class DPOTrainer" in inspect.getsource(dpo_trainer)
 trainer = build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), max_steps=2)
@@ -25,17 +24,6 @@ trainer.train()
 print("arguments:", sys.argv[2:])
 sys.exit(3)
 """
-
-
-def run(*command: object, program: tuple = (sys.executable, "-m"), path: tuple = (), **variables: str):
-    paths = [*map(str, path), str(ROOT), str(ROOT / "tests" / "support")]
-    return subprocess.run(
-        [*map(str, program), "fastdpo", "run", *map(str, command)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture
@@ -55,11 +43,23 @@ def test_a_script_trains_fused_with_its_arguments_and_exit_code(script, tmp_path
     assert done.stderr.count(f"{ON} (") == done.stderr.count(CALLS) == 1
 
 
-@pytest.mark.parametrize("option", ["--no-share-prompts", "--no-share-random-prompts"])
-def test_a_module_trains_fused_with_an_option(script, tmp_path, option):
-    done = run(option, "-m", "train", tmp_path / "out", path=(tmp_path,))
+@pytest.mark.parametrize(
+    ("options", "calls", "outcome"),
+    [
+        (["--no-share-prompts"], CALLS, r"; share_prompts=False\n"),
+        (
+            ["--no-share-random-prompts", "--verify", "--max-tokens", "60"],
+            "fastdpo: trl.DPOTrainer calls: policy fused",
+            r"; share_prompts=deterministic; verify=True \(first calls that agreed with stock ones: [1-9]\); "
+            r"max_tokens=60 \(2 steps in [34] micro-batches\)\n",
+        ),
+    ],
+)
+def test_a_module_trains_fused_and_says_what_its_options_did(script, tmp_path, options, calls, outcome):
+    done = run(*options, "-m", "train", tmp_path / "out", path=(tmp_path,))
     assert done.returncode == 3, done.stderr
-    assert CALLS in done.stderr
+    assert calls in done.stderr
+    assert re.search(outcome, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,14 @@ def test_a_program_without_a_trainer_logs_that_fastdpo_is_off(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_program_that_crashes_prints_its_traceback_alone(tmp_path):
+    (tmp_path / "crash.py").write_text("raise KeyError('mine')")
+    done = run(tmp_path / "crash.py")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "KeyError: 'mine'"
+    assert "fastdpo: off" not in done.stderr
+
+
 def test_only_named_targets_are_patched(tmp_path):
     (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer")
     done = run("--only", "openrlhf", tmp_path / "import_trl.py")
@@ -114,6 +122,10 @@ def test_another_sitecustomize_still_runs(tmp_path):
         ((), "fastdpo run: command must not be empty"),
         (("no-such-command",), "fastdpo run: command must be a script, -m and a module, or a command on PATH; got"),
         (("--only", "trl.PPOTrainer", "x.py"), "fastdpo run: targets must be among trl.DPOTrainer"),
+        (
+            ("--memory-budget", "much", "x.py"),
+            "fastdpo run: memory_budget must be a number of bytes, or a size such as",
+        ),
     ],
 )
 def test_misuse_is_an_error_of_one_line(command, message):
@@ -121,6 +133,46 @@ def test_misuse_is_an_error_of_one_line(command, message):
     assert done.returncode == 1
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+REMEMBERING = """
+import sys
+from pathlib import Path
+import fastdpo
+
+fastdpo.patch("trl.DPOTrainer", reference_memory=True)
+from tests.support.trl.dpo import build, tiny_model
+
+build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), n=8, num_train_epochs=2, max_steps=-1).train()
+"""
+
+
+def test_options_of_a_program_that_patches_before_it_imports_trl(tmp_path):
+    (tmp_path / "train.py").write_text(REMEMBERING)
+    done = run(tmp_path / "train.py", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "calls: reference fused 2, policy fused 4, reference remembered 2; " in done.stderr
+    assert "; reference_memory=True (2 reference runs avoided)\n" in done.stderr
+
+
+PATCHING = """
+import trl.trainer.dpo_trainer
+import fastdpo
+
+fastdpo.patch("trl.DPOTrainer")
+fastdpo.patch("trl.DPOTrainer", max_tokens=300)
+"""
+
+
+def test_options_of_the_command_and_of_a_program_that_differ(tmp_path):
+    (tmp_path / "train.py").write_text(PATCHING)
+    done = run("--max-tokens", 500, "--verify", tmp_path / "train.py")
+    assert done.returncode == 1
+    assert "line 6, in <module>" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "PatchError: patch: options must be those that trl.DPOTrainer is patched with, max_tokens=500 by "
+        "`fastdpo run`; got max_tokens=300. Give an option once, or call fastdpo.unpatch() first"
+    )
 
 
 WRONG = """

@@ -1,4 +1,4 @@
-"""`fastdpo tune` measures the head and the attention of a model, and head tables select kernels."""
+"""`fastdpo tune` measures the head and the attention of a model."""
 
 import json
 import sys
@@ -10,55 +10,13 @@ from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, Qwen2Confi
 
 from fastdpo import tune
 from fastdpo.__main__ import main
-from fastdpo.ops import head_table, tuning
-from fastdpo.ops.head_table import CANDIDATES, Entry, fused_candidates, fused_config
+from fastdpo.ops import tuning
 from fastdpo.ops.kernel_verdicts import Kernel
 from fastdpo.ops.tuning import Choice
 from fastdpo.tune import AttentionSize, HeadSize
 
 CPU = torch.device("cpu")
-ENTRY = Entry("cpu", "bfloat16", 896, CANDIDATES[0])
 SIZES: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, vocab_size=99)
-
-
-def test_a_table_file_selects_the_fused_kernel(tmp_path, monkeypatch):
-    path = tmp_path / "head.json"
-    path.write_text(json.dumps([ENTRY._asdict()]))
-    assert fused_config(896, torch.bfloat16, CPU) is None
-    monkeypatch.setenv(head_table.VARIABLE, str(path))
-    assert fused_config(896, torch.bfloat16, CPU) == CANDIDATES[0]
-    assert fused_config(64, torch.bfloat16, CPU) == CANDIDATES[0]
-    assert fused_config(897, torch.bfloat16, CPU) is None
-    assert fused_config(896, torch.float16, CPU) is None
-    assert fused_config(896, torch.bfloat16, torch.device("meta")) is None
-
-
-@pytest.mark.parametrize("content", ["[", "[{}]", '[{"architecture": "sm90"}]', '{"architecture": "sm90"}'])
-def test_an_invalid_table_file_raises(content, tmp_path, monkeypatch):
-    path = tmp_path / "head.json"
-    path.write_text(content)
-    monkeypatch.setenv(head_table.VARIABLE, str(path))
-    with pytest.raises(
-        ValueError, match=r"^linear_logps: FASTDPO_HEAD_TABLE must name a JSON list of objects of .*head"
-    ):
-        fused_config(896, torch.bfloat16, CPU)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "fitting"),
-    [
-        ("sm80", {0, 1, 2, 3, 4, 5}),
-        ("sm86", {0, 2, 3, 5}),
-        ("sm90", {0, 1, 2, 3, 4, 5}),
-        ("sm120", {0, 2, 3, 5}),
-        ("gfx942", {2}),
-        ("unknown", {0, 1, 2, 3, 4, 5}),
-    ],
-)
-def test_candidates_that_do_not_fit_a_device_are_never_tried(architecture, fitting):
-    pytest.importorskip("triton")
-    assert fused_candidates(architecture, torch.bfloat16) == [CANDIDATES[i] for i in sorted(fitting)]
-    assert fused_candidates(architecture, torch.float32) == []
 
 
 @pytest.mark.parametrize(
@@ -109,8 +67,7 @@ def test_the_command_ends_with_one_line(monkeypatch, arguments, message):
     assert message in ended.value.code
 
 
-FUSED = f"fused {CANDIDATES[1]}, tiles of 4096"
-HEAD = Choice(FUSED, {"rows, tiles of 4096": 10.0, FUSED: 8.0})
+HEAD = Choice("32 warps", {"8 warps": 10.0, "32 warps": 8.0})
 ATTENTION = Choice("torch", {"torch": 1.5, "triton": "OutOfResources: shared memory"})
 
 
@@ -136,8 +93,8 @@ def test_the_command_prints_times(choices, tmp_path, monkeypatch, capsys):
     assert (dtype, frozen, tokens, device) == (torch.bfloat16, True, tune.TOKENS, torch.device("cuda", 0))
     assert capsys.readouterr().out.splitlines() == [
         "linear_logps torch.bfloat16",
-        "     10.000 ms  rows, tiles of 4096",
-        f"*     8.000 ms  {FUSED}",
+        "     10.000 ms  8 warps",
+        "*     8.000 ms  32 warps",
         "",
         "packed_attention torch.bfloat16",
         "*     1.500 ms  torch",
@@ -145,20 +102,16 @@ def test_the_command_prints_times(choices, tmp_path, monkeypatch, capsys):
     ]
 
 
-@pytest.mark.parametrize("head", [HEAD, HEAD._replace(name="rows, tiles of 4096")])
-def test_the_command_writes_a_table(head, choices, monkeypatch, tmp_path, capsys):
-    table = tmp_path / "head.json"
-    table.write_text(json.dumps([ENTRY._asdict()]))
-    monkeypatch.setattr(tune, "measured", lambda *arguments: {Kernel("linear_logps", CPU, torch.bfloat16): head})
-    arguments = ["--hidden", "896", "--vocabulary", "1000", "--table", str(table), "--json"]
-    monkeypatch.setattr(sys, "argv", ["fastdpo", "tune", *arguments])
+def test_the_command_prints_json(choices, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fastdpo", "tune", "--hidden", "896", "--vocabulary", "1000", "--json"])
     main()
-    printed = json.loads(capsys.readouterr().out)
-    entries = [json.loads(json.dumps(entry._asdict())) for entry in head_table.from_file.__wrapped__(str(table))]
-    written = [printed["entry"]] if head is HEAD else []
-    assert entries == [*written, json.loads(json.dumps(ENTRY._asdict()))]
-    assert not written or written[0]["blocks"] == list(CANDIDATES[1])
-    assert printed["choices"] == {"linear_logps torch.bfloat16": head._asdict()}
+    ((head, attention, *_),) = choices
+    assert (head, attention) == (HeadSize(896, 1000), [])
+    printed = json.loads(capsys.readouterr().out)["choices"]
+    assert printed == {
+        "linear_logps torch.bfloat16": HEAD._asdict(),
+        "packed_attention torch.bfloat16": ATTENTION._asdict(),
+    }
 
 
 @pytest.mark.parametrize("pinned", ["FASTDPO_TUNE", "deterministic"])

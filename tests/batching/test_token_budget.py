@@ -8,11 +8,11 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import DataLoader
-from trl_runs import tiny_model
 
 from fastdpo.batching import CostModel, StepPlanner, TokenBudgetSampler, budget_report
 from fastdpo.lengths import PairLengths, number_prompts, pair_lengths
 from fastdpo.ops import pack, pack_pairs
+from tests.support.trl.dpo import tiny_model
 
 SIZES = [(1, 0.1), (2, 0.6), (4, 1.2)]
 """Ranks, and the spread of the logarithm of lengths: nearly equal, as in datasets, a long tail."""

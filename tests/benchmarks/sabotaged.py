@@ -54,4 +54,14 @@ class Raises(HeadStep):
     """Raises in its constructor."""
 
     def __init__(self, workload: HeadWorkload) -> None:
-        raise torch.OutOfMemoryError("too large")
+        raise ValueError("too large")
+
+
+class NeedsMemory(HeadStep):
+    """Runs out of memory in its first step."""
+
+    def __init__(self, workload: HeadWorkload) -> None:
+        super().__init__(workload, "plain PyTorch")
+
+    def step(self, batch: int) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 180 GiB")

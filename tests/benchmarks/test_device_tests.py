@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import device_tests
 
-OPTIONS = ("--device", "cpu", "--jobs", "2", "--quick")
+OPTIONS = ("--device", "cpu", "--quick")
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,8 @@ def short_turns(monkeypatch):
 
 
 def test_the_processes_run_all_tests_once(tmp_path, capsys):
-    assert device_tests.main([*OPTIONS, "--logs", str(tmp_path), "-k", "test_tiles_take_256 or large_gpu"]) == 0
+    logs = ("--logs", str(tmp_path))
+    assert device_tests.main([*OPTIONS, "--jobs", "2", *logs, "-k", "test_tiles_take_256 or large_gpu"]) == 0
     runs = [re.findall(r"^\S*::(\S+) PASSED", log.read_text(), re.M) for log in sorted(tmp_path.iterdir())]
     assert len(runs) == 2
     assert all(runs)
@@ -28,5 +29,5 @@ def test_the_processes_run_all_tests_once(tmp_path, capsys):
     ("options", "shown"), [(["--unknown"], "unrecognized arguments: --unknown"), (["-k", "no_such_test"], "")]
 )
 def test_a_process_that_fails_is_shown_and_running_nothing_is_a_failure(options, shown, tmp_path, capsys):
-    assert device_tests.main([*OPTIONS, "--logs", str(tmp_path), *options]) == 1
+    assert device_tests.main([*OPTIONS, "--jobs", "1", "--logs", str(tmp_path), *options]) == 1
     assert shown in capsys.readouterr().out

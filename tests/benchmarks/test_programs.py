@@ -3,7 +3,7 @@
 import json
 import sys
 
-from benchmarks import programs
+from benchmarks import programs, tables
 
 ROW = {
     "program": "TRL",
@@ -26,13 +26,17 @@ def test_new_rows_replace_those_of_the_same_command(tmp_path, monkeypatch):
     for row in (ROW, ROW | {"difference": 2.5e-7}, lora):
         (tmp_path / "rows" / "row.json").write_text(json.dumps(row))
         programs.main()
-    assert json.loads(programs.RESULTS.read_text())["rows"] == [ROW | {"difference": 2.5e-7}, lora]
+    rows = json.loads(programs.RESULTS.read_text())["rows"]
+    assert [row | given for row, given in zip(rows, (ROW | {"difference": 2.5e-7}, lora), strict=True)] == rows
+    assert all({"commit", "machine", "date"} <= row.keys() for row in rows)
     first, second = (line for line in programs.PAGE.read_text().splitlines() if line.startswith("| TRL"))
     assert "`trl dpo`" in first
     assert "policy fused 6, reference fused 6" in first
     assert "2.5e-07" in first
     assert "6.0x (3.00 s / 0.50 s)" in first
     assert "not printed" in second
+    assert f"A, {tables.short_commit(rows[0]['commit'])}" in first
+    assert f"A is {tables.machine_of(rows[0])}" in " ".join(programs.PAGE.read_text().split())
 
 
 def test_the_page_is_up_to_date():

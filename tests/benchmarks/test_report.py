@@ -1,10 +1,12 @@
 """The generated parts of README.md, docs/benchmarks.md and docs/gpu.md, and the plots."""
 
+import copy
 import json
+from typing import Any
 
 import pytest
 
-from benchmarks import plots, report, tables
+from benchmarks import claims, plots, report, tables
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -49,12 +51,97 @@ def result() -> dict:
     }
 
 
-def test_pages_are_up_to_date():
-    results, stale = report.results(), "run `python -m benchmarks.report`"
-    readme, gpu_page = report.README.read_text(), report.GPU_PAGE.read_text()
-    assert report.fill(readme, tables.readme_table(results)) == readme, stale
+@pytest.fixture(scope="module")
+def numbers() -> claims.Numbers:
+    return report.numbers(report.results())
+
+
+def test_pages_are_up_to_date(numbers):
+    results, stale = numbers.results, "run `python -m benchmarks.report`"
+    readme, performance, gpu_page = (page.read_text() for page in (report.README, report.PERFORMANCE, report.GPU_PAGE))
+    assert report.readme(readme, results, numbers) == readme, stale
+    assert report.performance(performance, numbers) == performance, stale
     assert report.fill(gpu_page, report.gpu_block(report.results(report.GPU_RESULTS))) == gpu_page, stale
     assert report.page(results) == report.PAGE.read_text(), stale
+
+
+@pytest.mark.parametrize("page", claims.CONSTANTS)
+def test_every_number_of_a_page_has_a_source(page, numbers):
+    assert claims.unsourced(page, (report.ROOT / page).read_text(), numbers) == []
+
+
+def test_a_number_without_a_source_is_found(numbers):
+    text = report.README.read_text()
+    for sentence in ("It is 7 times as fast.", "It takes\n13.5 s.", "| a row | 3x |", "25 %"):
+        (found,) = claims.unsourced(claims.README, f"{text}\n{sentence}", numbers)
+        assert sentence.split()[-1] in found
+
+
+def test_a_changed_number_is_found(numbers):
+    """The last digit of each number of each sentence, one at a time: writing the page puts it right again."""
+    for claim in claims.CLAIMS:
+        text = (report.ROOT / claim.page).read_text()
+        for start, end in claims.locate(claim, text, numbers).fields:
+            digits = [i for i in range(start, end) if text[i].isdigit()]
+            if digits:
+                changed = _with_another_digit(text, digits[-1])
+                assert changed != text
+                assert claims.write(claim.page, changed, numbers).split() == text.split(), claim.text
+
+
+def _with_another_digit(text: str, at: int) -> str:
+    return f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
+
+
+def test_a_changed_result_is_found(numbers):
+    """A page follows the samples of a run: five times the time of fastdpo changes its sentences and tables."""
+    performance, readme = report.PERFORMANCE.read_text(), report.README.read_text()
+    for name in ("step", "head", "attention", "evaluation"):
+        result = copy.deepcopy(numbers.results[name])
+        for case in result["cases"]:
+            for sample in case["sides"]["fastdpo"]["samples"]:
+                sample["seconds"] *= 5
+        result["summary"] |= summarize(SUITES[name], result["cases"])
+        changed = claims.Numbers(numbers.results | {name: result}, numbers.others)
+        assert report.performance(performance, changed) != performance, name
+        assert report.page(changed.results) != report.PAGE.read_text(), name
+        if name == "step":
+            assert report.readme(readme, changed.results, changed) != readme
+
+
+def test_a_missing_sentence_is_an_error(numbers):
+    text = report.README.read_text()
+    with pytest.raises(ValueError, match=r"must contain once: 'measured on {:d} CPU cores"):
+        claims.write(claims.README, text.replace("CPU cores only", "cores only"), numbers)
+    with pytest.raises(ValueError, match=r"must contain the constant 'Python 3\.11 or later'"):
+        claims.unsourced(claims.README, text.replace("Python 3.11", "Python"), numbers)
+
+
+@pytest.mark.parametrize("name", [name for name in SUITES if (report.RESULTS / f"{name}.json").exists()])
+def test_a_committed_summary_is_that_of_its_samples(name):
+    result = json.loads((report.RESULTS / f"{name}.json").read_text())
+    computed = json.loads(json.dumps(summarize(SUITES[name], result["cases"])))
+    committed, computed = leaves(result["summary"]), leaves(computed)
+    assert committed.keys() == computed.keys()
+    for path, value in committed.items():  # the last bits of floats differ between processors
+        assert computed[path] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), path
+
+
+def leaves(x: Any, path: str = "") -> dict[str, Any]:
+    """The values of nested dicts and lists by path."""
+    if isinstance(x, dict | list):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        return {name: value for key, part in items for name, value in leaves(part, f"{path}/{key}").items()}
+    return {path: x}
+
+
+def test_every_side_of_the_suites_is_described():
+    for name, suite in SUITES.items():
+        if name == "scaling":  # its sides are sizes
+            continue
+        sides = {side.name for case in suite.cases(False) for side in case.sides}
+        missing = {side for side in sides - suite.descriptions.keys() if not side.endswith(" MiB")}
+        assert missing == set(), name
 
 
 def test_every_result_has_a_plot():
@@ -85,7 +172,7 @@ def test_the_overview_shows_geometric_means(result):
     text = tables.overview({"head": result, "step": result | {"suite": "step", "cases": cases}})
     step, cached, head = (line for line in text.splitlines() if line.startswith(("| Training", "| LM head")))
     assert [cell.strip() for cell in step.split("|")[1:-1]] == [
-        *("Training step, full fine-tuning", "2", "8.00x (8.00 to 8.00)", "1.25x (1.25 to 1.25)"),
+        *("Training step, full fine-tuning", "2", "8.00x (8.00 to 8.00)", "1.25x (1.25 to 1.25)", "A, 0123456"),
     ]
     assert "16.00x (16.00 to 16.00)" in cached
     assert "4.00x (3.60 to 4.40)" in head
@@ -159,7 +246,7 @@ def test_text_is_filled_in_between_its_markers(result):
     overview = tables.overview({"head": result})
     filled = report.fill(text, overview)
     assert filled.startswith("before\n<!-- benchmarks:begin -->\n|")
-    assert filled.endswith("|\n<!-- benchmarks:end -->\nafter\n")
+    assert filled.endswith(".\n<!-- benchmarks:end -->\nafter\n")
     assert "old" not in filled
     assert report.fill(filled, overview) == filled
     with pytest.raises(ValueError, match="must contain <!-- benchmarks:begin -->"):
@@ -171,9 +258,11 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     directory.mkdir()
     (directory / "head.json").write_text(json.dumps(result))
     (directory / "step.json").write_text(json.dumps(step_result))
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    markers = "<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n"
+    readme.write_text(markers)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "gpu.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    (tmp_path / "docs" / "gpu.md").write_text(markers)
+    (tmp_path / "docs" / "performance.md").write_text("")
     (directory / "gpu").mkdir()
     machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
     (directory / "gpu" / "step.json").write_text(json.dumps(result | machine | {"suite": "step", "title": "Steps"}))
@@ -182,11 +271,15 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
     monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
+    monkeypatch.setattr(report, "PERFORMANCE", tmp_path / "docs" / "performance.md")
+    monkeypatch.setattr(report, "performance", lambda text, numbers: text)
+    monkeypatch.setattr(report, "numbers", lambda results: None)
+    monkeypatch.setattr(claims, "CLAIMS", ())
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
     monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
     report.main()
     row = "Training step, LoRA (6 datasets)"
-    assert cells(readme.read_text(), row) == [row, "4.0x, 5 of 6 (Capybara missing)", "2.5x"]
+    assert cells(readme.read_text(), row) == [row, "4.0x, 5 of 6 (Capybara missing)", "2.5x", "A, 0123456"]
     assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
     gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
     assert "### Steps" in gpu_page

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, run, tables
+from benchmarks import case_runner, plots, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep
@@ -33,15 +33,17 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("suite", "cases"),
     [
-        ("step", ""),
+        ("step", "full"),
+        pytest.param("step", "LoRA", marks=pytest.mark.thorough),
         ("bf16", ""),
         ("evaluation", ""),
         ("precompute", ""),
         ("online", ""),
         ("kto", ""),
         ("grpo", ""),
-        ("vision", "2 images|gemma3/LoRA"),
-        ("head", "frozen|trainable"),
+        ("vision", "qwen3_vl/2 images|gemma3/LoRA"),
+        pytest.param("vision", "(smolvlm|mistral3|gemma3)/2 images", marks=pytest.mark.thorough),
+        ("head", "trainable, entropy|frozen, summed"),
         ("loss", ""),
         ("attention", ""),
         ("memory", "head/512|budget"),
@@ -160,6 +162,23 @@ def test_a_faulty_side_gets_no_time(sabotaged_suite, tmp_path, capsys):
     assert summary["times_fastdpo"].keys() == {"plain PyTorch"}
     plots.plot(result, tmp_path / "plot.svg")
     assert "incorrect: gradient of hidden states: error 1.0e-03" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_side_that_runs_out_of_memory_is_a_result(in_process, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(HERE)
+    work = HeadWorkload(n=16, v=50, d=8, trainable=True)
+    correct = Side(SUBJECT, "benchmarks.sides.heads:HeadStep", work, {"peer": SUBJECT})
+    cases = [Case("a case", "group", (Side("plain", "sabotaged:NeedsMemory", work), correct))]
+    monkeypatch.setitem(SUITES, "head", dataclasses.replace(SUITES["head"], cases=lambda quick: cases))
+    if in_process:
+        monkeypatch.setattr(case_runner, "Worker", worker.InProcessWorker)
+    code, result = run_suite("head", tmp_path)
+    assert code == 0
+    plain, subject = result["cases"][0]["sides"].values()
+    assert (plain["status"], plain["reason"]) == ("out of memory", "tried to allocate 180 GiB")
+    assert subject["status"] == "measured"
+    assert "plain: out of memory: tried to allocate 180 GiB" in capsys.readouterr().out
 
 
 def test_no_ratio_to_a_faulty_fastdpo(monkeypatch, tmp_path, capsys):

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from markdown_blocks import blocks
 from transformers import AutoConfig, AutoTokenizer, BloomConfig
 from trl import DPOConfig, DPOTrainer
-from workload import TINY
 
 from fastdpo.__main__ import parser
 from fastdpo.estimate import batches
@@ -19,6 +17,8 @@ from fastdpo.estimate.prediction import SIDES, estimate
 from fastdpo.estimate.simulation import Setup, simulate
 from fastdpo.lengths import pair_lengths
 from fastdpo.ref_logps.pairs import COLUMNS
+from tests.support.documents.markdown_blocks import blocks
+from tests.support.programs.workload import TINY
 
 BATCH = 2
 
@@ -122,7 +122,7 @@ def test_the_command_prints_the_same_as_json(model, dataset, capsys):
     [
         (["--batch", "0"], "batch must be a positive integer; got 0"),
         (["--batch", "7"], "batch must be at most the 6 pairs of the dataset; got 7"),
-        (["--batch", "2", "--memory", "much"], "memory must be a number of bytes, such as 80GiB; got 'much'"),
+        (["--batch", "2", "--memory", "1e9"], "memory must be a number of bytes, or a size such as 80GiB; got '1e9'"),
         (["--batch", "2", "--max-length", "-1"], "max_length must be a positive integer or None; got -1"),
     ],
 )

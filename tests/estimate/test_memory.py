@@ -11,18 +11,21 @@ SIDES = [
     (Case(pairs=2), False),
     (Case(pairs=8), True),
     (Case(pairs=8, checkpointing=True), True),
-    (Case(pairs=24, lora=True), True),
-    (Case("gemma2", pairs=4), True),
-    (Case("Falcon-H1", pairs=4), True),
+    (Case(pairs=12, lora=True), True),
 ]
+OF_OTHER_MODELS = [(Case("gemma2", pairs=4), True), (Case("Falcon-H1", pairs=4), True)]
 
 
 @pytest.fixture(scope="module")
-def comparisons():
-    return dict(zip(SIDES, compare_in_new_process(*SIDES), strict=True))
+def comparisons(pytestconfig):
+    """One process trains all of them."""
+    sides = SIDES if pytestconfig.getoption("quick") else SIDES + OF_OTHER_MODELS
+    return dict(zip(sides, compare_in_new_process(*sides), strict=True))
 
 
-@pytest.mark.parametrize("side", SIDES, ids=str)
+@pytest.mark.parametrize(
+    "side", [*SIDES, *(pytest.param(x, marks=pytest.mark.thorough) for x in OF_OTHER_MODELS)], ids=str
+)
 def test_predicted_memory_is_close_to_the_measured_peak(side, comparisons):
     assert abs(comparisons[side].error) < ALLOWED, comparisons[side]
 

@@ -1,6 +1,6 @@
 """Prints how many random cases of each property have run."""
 
-import fuzzing
+from tests.support import fuzzing
 
 
 def pytest_terminal_summary(terminalreporter):

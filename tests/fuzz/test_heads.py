@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 from hypothesis import find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
@@ -17,6 +16,7 @@ from torch import Tensor
 from fastdpo import ops
 from fastdpo.ops import reference
 from fastdpo.ops.dtypes import accumulation_dtype
+from tests.support.fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 
 STATISTICS = ("entropy", "mean_logits", "log_sum_sq_probs")
 

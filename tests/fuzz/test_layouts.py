@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdpo import ops
 from fastdpo.ops import reference
+from tests.support.fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 
 PRIME = 2_147_483_629
 

@@ -6,12 +6,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from fuzzing import SEEDS, Source, fuzzed
 from hypothesis import strategies as st
 
 from fastdpo import metrics, ops
 from fastdpo.ops.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
 from fastdpo.testing import error
+from tests.support.fuzzing import SEEDS, Source, fuzzed
 
 
 class Pairs(NamedTuple):

@@ -6,9 +6,9 @@ No patch outlives its test.
 import functools
 
 import pytest
-from trl_runs import train_both
 
 import fastdpo
+from tests.support.trl.dpo import train_both
 
 
 @pytest.fixture(autouse=True)

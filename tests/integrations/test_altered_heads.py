@@ -5,15 +5,15 @@ import torch
 import torch.nn.utils.prune
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
-from altered_heads import ALTERED, closure, forward_of_the_model
-from ref_logps_runs import assert_close, exact, tokens
 from torch import nn
-from trl_online_runs import assert_all_same, train_three
-from trl_runs import assert_same, tiny_model, train
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.models import head as heads
+from tests.support.models.altered_heads import ALTERED, closure, forward_of_the_model
+from tests.support.ref_logps import assert_close, exact, tokens
+from tests.support.trl.dpo import assert_same, tiny_model, train
+from tests.support.trl.online import assert_all_same, train_three
 
 
 @pytest.mark.parametrize("alter", ALTERED)

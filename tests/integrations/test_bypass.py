@@ -6,12 +6,12 @@ import pytest
 import torch
 from trl import DPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
-from trl_online_runs import build as build_online
-from trl_online_runs import writer
-from trl_runs import assert_fused, assert_same_bits, build, tiny_model, train, train_both
 
 import fastdpo
 from fastdpo.integrations.bypass import bypass_reason
+from tests.support.trl.dpo import assert_fused, assert_same_bits, build, tiny_model, train, train_both
+from tests.support.trl.online import build as build_online
+from tests.support.trl.online import writer
 
 UNUSED = "not fused, no call of the policy has reached fastdpo before the first log"
 

@@ -8,22 +8,22 @@ import gc
 import json
 from collections import defaultdict, deque
 
-import ledger_worker
 import pytest
 import torch
 from accelerate import Accelerator
-from comparison import RELATIVE, approximately
-from rank_processes import run_ranks
 from transformers import TrainerCallback
 from trl import DPOTrainer
-from trl_online_runs import build as build_online
-from trl_online_runs import writer
-from trl_runs import assert_same, build, run_two_ranks, tiny_model, train
 
 import fastdpo
 from fastdpo.integrations import ledger as ledger_module
 from fastdpo.integrations.deferred_metrics import codes_of, deferring
 from fastdpo.integrations.ledger import Gathered, Ledger, Number
+from tests.support.comparison import RELATIVE, approximately
+from tests.support.trl.dpo import assert_same, build, run_two_ranks, tiny_model, train
+from tests.support.trl.online import build as build_online
+from tests.support.trl.online import writer
+from tests.support.workers import ledger as worker
+from tests.support.workers.processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_a_list_changed_by_other_code_is_not_overwritten():
 
 
 def test_local_values_are_replaced_by_those_of_all_ranks(tmp_path):
-    run_ranks(2, ledger_worker.show_and_settle, tmp_path)
+    run_ranks(2, worker.show_and_settle, tmp_path)
     for rank in range(2):
         values = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert values == {"shown": [1.0 + rank], "settled": [1.0 + 2.0, 5.0 + 6.0]}
@@ -165,13 +165,13 @@ class Peek(TrainerCallback):
 @pytest.fixture
 def reads(monkeypatch):
     """Records the reads of sums from the device."""
-    seen, read = [], ledger_module._read_into
+    seen, read = [], ledger_module.read_into
 
     def counting(field, steps, reduce):
         seen.extend([field] * bool(steps))
         read(field, steps, reduce)
 
-    monkeypatch.setattr(ledger_module, "_read_into", counting)
+    monkeypatch.setattr(ledger_module, "read_into", counting)
     return seen
 
 

@@ -1,5 +1,6 @@
 """Arguments of `patch()`: those that it takes, and an error at once for all others."""
 
+import inspect
 import math
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import fastdpo
 from fastdpo import run
+from fastdpo.integrations import arguments
+from fastdpo.integrations.protocol import GivenOptions
 
 ALL = ["trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer"]
 
@@ -66,6 +69,38 @@ def test_other_targets(target, error, got):
         fastdpo.patch(target)
 
 
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        ("trl.DPOTrainr", "; did you mean trl.DPOTrainer?"),
+        ("DPOTrainer", "; did you mean trl.DPOTrainer?"),
+        ("openrlfh", "; did you mean openrlhf?"),
+        ("axolotl", ", which trains with trl.DPOTrainer"),
+        ("???", ""),
+    ],
+)
+def test_an_unknown_target_names_the_one_that_was_meant(target, advice):
+    with pytest.raises(ValueError) as caught:
+        fastdpo.patch(target)
+    assert str(caught.value).endswith(f"or be trainer classes; got {target!r}{advice}")
+
+
+@pytest.mark.parametrize(("option", "advice"), [("max_token", "; did you mean max_tokens?"), ("qqq", "")])
+def test_an_unknown_option_names_the_one_that_was_meant(option, advice):
+    with pytest.raises(TypeError) as caught:
+        fastdpo.patch(**{option: 1})
+    assert str(caught.value).startswith("patch: options must be among share_prompts, memory_budget, ")
+    assert str(caught.value).endswith(f"; got {option}{advice}")
+
+
+def test_the_signature_names_every_option():
+    for function in (fastdpo.patch, fastdpo.patched):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters) == ["targets", *arguments.NAMES]
+        assert list(GivenOptions.__annotations__) == [*arguments.NAMES]
+        assert parameters["max_tokens"].default is None
+
+
 @pytest.mark.parametrize("empty", [[], ()])
 def test_an_empty_list_does_not_mean_all(empty):
     with pytest.raises(ValueError, match="patch: targets must not be empty; got"):
@@ -81,9 +116,7 @@ MALFORMED = [
     ("share_prompts", None, TypeError, SHARING + "None"),
     ("share_prompts", 1, TypeError, SHARING + "1"),
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
-    ("log_savings", 1, TypeError, "log_savings must be True or False; got 1"),
     ("group_prompts", "yes", TypeError, "group_prompts must be True or False; got 'yes'"),
-    ("longest_first", "yes", TypeError, "longest_first must be True or False; got 'yes'"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
     ("memory_budget", -1, ValueError, BYTES + "-1"),
     ("memory_budget", math.nan, TypeError, BYTES + "nan"),
@@ -138,3 +171,17 @@ def test_the_command_line_checks_options_before_the_program_starts(arguments):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"fastdpo run: {arguments[0][2:].replace('-', '_')} must be")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", arguments.REMOVED)
+def test_a_removed_option_is_ignored_with_a_warning(option, caplog):
+    assert option not in inspect.signature(fastdpo.patch).parameters
+    report = fastdpo.patch("trl.DPOTrainer", **{option: True})
+    assert report == fastdpo.patch("trl.DPOTrainer")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"fastdpo: patch: {option} was removed and is ignored: {arguments.REMOVED[option]}"]
+    flag = f"--{option.replace('_', '-')}"
+    command = [sys.executable, "-m", "fastdpo", "run", flag, sys.executable, "-c", "print('ran')"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert f"fastdpo: run: {option} was removed and is ignored: " in done.stderr

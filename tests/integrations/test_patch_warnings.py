@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from trl import DPOTrainer
-from trl_runs import build, tiny_model
 
 import fastdpo
 from fastdpo.integrations.trl import online_dpo
 from fastdpo.reasons import Reason
+from tests.support.trl.dpo import build, tiny_model
 
 ROOT = Path(__file__).parents[2]
 CHANGED = Reason("different-code", difference="its forward has another parameter")

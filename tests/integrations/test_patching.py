@@ -14,16 +14,18 @@ from types import MethodType
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
-from flash import stand_in
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.trainer import dpo_trainer
-from trl_runs import assert_fused, assert_same, build, tiny_model, train
 
 import fastdpo
 from fastdpo import attention
-from fastdpo.integrations.patching import DISTRIBUTIONS
+from fastdpo.integrations.lines import DISTRIBUTIONS
+from fastdpo.ops import hub_builds
+from tests.support.stand_ins import hub_attention
+from tests.support.stand_ins.flash import stand_in
+from tests.support.trl.dpo import assert_fused, assert_same, build, tiny_model, train
 
 IDS = torch.arange(3, 15).view(2, 6)
 BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True)
@@ -127,6 +129,7 @@ def test_changing_options_requires_unpatching_first():
 @pytest.mark.parametrize("version", ["0.23.1", "1.17.0", "2.0.0.dev0"])
 def test_unsupported_versions_are_rejected(monkeypatch, version):
     stock = seams()
+    monkeypatch.setenv("FASTDPO_PROVISIONAL", "0")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     for seam in fastdpo.patch().seams[:2]:
         assert not seam.on
@@ -329,6 +332,37 @@ def test_a_model_with_flash_attention(tmp_path, flash_attention_2):
     assert_same(*runs)
     assert_fused(runs[1], policy=3, reference=3)
     assert torch.equal(padded, models[0](**batch).logits)
+
+
+@pytest.mark.parametrize(
+    ("requested", "loaded"),
+    [
+        ("flash_attention_2", "kernels-community/flash-attn2"),  # transformers takes the Hub where flash-attn is absent
+        ("kernels-community/flash-attn3", "kernels-community/flash-attn3"),
+        ("kernels-community/flash-attn2@fa1e", "kernels-community/flash-attn2@fa1e"),
+    ],
+)
+def test_a_model_with_attention_from_the_hub(requested, loaded, tmp_path, monkeypatch):
+    repositories = hub_attention.install(monkeypatch)
+    runs = []
+    for name in ("stock", "patched"):
+        models = tiny_model(), tiny_model(seed=1)
+        for model in models:
+            model.set_attn_implementation(requested)
+            assert model.config._attn_implementation == loaded
+        with fastdpo.patched() if name == "patched" else nullcontext():
+            runs.append(train(tmp_path / name, *models))
+            if name == "patched":
+                assert attention.is_switched(models[0])
+                assert copy.deepcopy(models[0].config)._attn_implementation == loaded
+                batch = dict(input_ids=IDS, attention_mask=(torch.arange(6) > torch.tensor([[0], [2]])).long())
+                padded = models[0].eval()(**batch).logits
+        assert models[0].config._attn_implementation == loaded
+    assert_same(*runs)
+    assert_fused(runs[1], policy=3, reference=3)
+    assert torch.equal(padded, models[0](**batch).logits)
+    assert repositories == [loaded.partition("@")[0]]
+    assert hub_builds.described() == [f"flash-attn-2 as {hub_attention.NAME}"]
 
 
 def test_signature_and_unwrapping_survive(tmp_path):

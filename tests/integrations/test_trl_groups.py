@@ -4,18 +4,22 @@ import functools
 import gc
 import random
 from collections import Counter
+from dataclasses import replace
 
-import group_ranks_worker
 import pytest
 import torch
-from comparison import assert_close, assert_far_from_same, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig
-from rank_processes import run_ranks
 from trl import GRPOTrainer, RLOOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.trainer import grpo_trainer, rloo_trainer, utils
-from trl_group_runs import (
+
+import fastdpo
+from fastdpo import packing
+from tests.support import faults
+from tests.support.comparison import assert_close, assert_far_from_same, assert_same_gradients
+from tests.support.trl.dpo import LORA, assert_fused, tiny_model
+from tests.support.trl.groups import (
     AGAIN,
     CLIPPED,
     CONFIGS,
@@ -27,13 +31,9 @@ from trl_group_runs import (
     train_both_groups,
     train_group,
 )
-from trl_online_runs import writer
-from trl_runs import LORA, assert_fused, tiny_model
-
-import fastdpo
-from fastdpo import packing
-from fastdpo.models import probe
-from fastdpo.prefix_tree import Branch
+from tests.support.trl.online import writer
+from tests.support.workers import groups
+from tests.support.workers.processes import run_ranks
 
 BOTH = pytest.mark.parametrize("trainer_class", NAMES)
 
@@ -103,7 +103,7 @@ def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_cla
         layouts.append((*batch[:2], stock(*batch, **options)))
         return layouts[-1][-1]
 
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    faults.unnoticed_by_probes(monkeypatch)
     monkeypatch.setattr(packing, "pack", pack)
     sizes = dict(per_device_train_batch_size=3, num_generations=6, steps_per_generation=4)
     with fastdpo.patched(NAMES[trainer_class]):
@@ -236,29 +236,6 @@ def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trai
     assert "fastdpo" not in repr(vars(model))
 
 
-def _a_token_late(monkeypatch):
-    stock = packing.Layout.unpack
-    monkeypatch.setattr(packing.Layout, "unpack", lambda self, x: stock(self, x).roll(1, 1))
-
-
-def _no_prefix(monkeypatch):
-    stock = packing.Layout.mask.fget
-    alone = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
-    monkeypatch.setattr(packing.Layout, "mask", property(lambda self: stock(self) * alone))
-
-
-def _another_prompt(monkeypatch):
-    """All rows take the prompt of the first."""
-    monkeypatch.setattr(packing, "_rows_of_a_prompt", lambda ids, *rest: torch.zeros(len(ids), dtype=torch.int64))
-    stock = packing.prefix_tree
-
-    def prefix_tree(*args):
-        first, *others = stock(*args)
-        return [first, *(branch if branch.shared else Branch(0, 1, 0) for branch in others)]
-
-    monkeypatch.setattr(packing, "prefix_tree", prefix_tree)
-
-
 def _positions_start_at_1(monkeypatch):
     stock = packing.pack
 
@@ -271,9 +248,11 @@ def _positions_start_at_1(monkeypatch):
 
 
 @BOTH
-@pytest.mark.parametrize("sabotage", [_a_token_late, _no_prefix, _another_prompt, _positions_start_at_1])
+@pytest.mark.parametrize(
+    "sabotage", [faults.results_a_token_late, faults.no_prefix, faults.another_prompt, _positions_start_at_1]
+)
 def test_the_comparison_detects_sabotage(both, monkeypatch, trainer_class, sabotage):
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    faults.unnoticed_by_probes(monkeypatch)
     sabotage(monkeypatch)
     stock, patched = both(trainer_class, beta=0.1, max_steps=1)
     assert_fused(patched, policy=1, reference=1, old_policy=trainer_class is RLOOTrainer)
@@ -361,11 +340,12 @@ def test_async_grpo_is_not_touched():
 
 
 def test_two_ranks(tmp_path):
-    run_ranks(2, group_ranks_worker.train_rank, tmp_path)
+    run_ranks(2, groups.train_rank, tmp_path)
     for rank in range(2):
         result = torch.load(tmp_path / f"rank{rank}.pt")
         assert result["world"] == 2
-        for stock, patched in result["runs"]:
-            stock, patched = GroupRun(**stock), GroupRun(**patched)
+        for runs in result["runs"]:
+            stock, patched, exact = (GroupRun(**run) for run in runs)
+            stock.in_float64 = functools.partial(replace, exact)
             assert_fused(patched, **SCORED_BEFORE | {"reference": 2 + 2, "eval": 2 * 2})
             assert_same_groups(stock, patched)

@@ -6,12 +6,18 @@ import warnings
 
 import pytest
 import torch
-from comparison import assert_close, assert_far_from_same, assert_same_in_low_precision, double
-from families import FUSED, kind
 from peft import PromptTuningConfig
 from trl import KTOTrainer
-from trl_kto_runs import rows, train_both_kto, train_kto
-from trl_runs import (
+
+import fastdpo
+from fastdpo.integrations.merged_rows import merged
+from fastdpo.integrations.trl import kto
+from tests.support import faults
+from tests.support.comparison import SIZES, assert_close, assert_far_from_same, assert_same_in_low_precision, double
+from tests.support.models.families import DYNAMIC, FUSED, kind
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.trl.dpo import (
+    WORDS,
     adapter,
     assert_fused,
     assert_same,
@@ -19,11 +25,7 @@ from trl_runs import (
     tiny_model,
     trained_adapter,
 )
-
-import fastdpo
-from fastdpo import packing
-from fastdpo.integrations.trl import kto
-from fastdpo.models import probe
+from tests.support.trl.kto import rows, train_both_kto, train_kto
 
 FULL = dict(policy=2 * 3, reference=3)
 """Calls of three steps: the policy for completions and for the KL term, the reference for both at once."""
@@ -113,6 +115,17 @@ def test_reference_calls_of_different_widths_stay_apart_where_frequencies_depend
     assert set(patched.calls) == {("policy", "fused"), ("reference", "fused")}
     assert patched.calls["policy", "fused"] == 8
     assert 4 <= patched.calls["reference", "fused"] <= 8
+    assert_same(stock, patched)
+
+
+def test_reference_calls_of_a_multimodal_model_stay_apart_likewise(both):
+    """The configuration of its language model says what its rotary embeddings depend on."""
+    text = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, "model_type": "llama", "max_position_embeddings": 16}
+    text["rope_parameters"] = DYNAMIC
+    long = dict(kind="llava", tiny=dict(text_config=text), build=tiny_multimodal, data=long_rows(), max_steps=4)
+    stock, patched = both(**long)
+    assert set(patched.calls) == {("policy", "fused"), ("reference", "fused")}
+    assert 4 < patched.calls["reference", "fused"] <= 8
     assert_same(stock, patched)
 
 
@@ -236,31 +249,13 @@ def test_the_experimental_name_of_the_trainer(both):
     assert_same(stock, patched)
 
 
-def _labels_a_token_late(monkeypatch):
-    stock = packing._score_once
-
-    def late(packed, target, in_prefix):
-        return stock(packed, target.roll(1), in_prefix)
-
-    monkeypatch.setattr(packing, "_score_once", late)
-
-
-def _no_prefix(monkeypatch):
-    stock = packing.Layout.mask.fget
-    alone = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
-    monkeypatch.setattr(packing.Layout, "mask", property(lambda self: stock(self) * alone))
-
-
 def _reference_of_other_rows(monkeypatch):
-    stock = kto._merged
-    names = ("input_ids", "attention_mask", "completion_mask")
-    swapped = {**{name: f"KL_{name}" for name in names}, **{f"KL_{name}": name for name in names}}
-    monkeypatch.setattr(kto, "_merged", lambda inputs: stock({swapped.get(k, k): x for k, x in inputs.items()}))
+    monkeypatch.setattr(kto, "merged", lambda completions, of_KL: merged(of_KL, completions))
 
 
-@pytest.mark.parametrize("sabotage", [_labels_a_token_late, _no_prefix, _reference_of_other_rows])
+@pytest.mark.parametrize("sabotage", [faults.labels_a_token_late, faults.no_prefix, _reference_of_other_rows])
 def test_the_comparison_detects_sabotage(both, monkeypatch, sabotage):
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    faults.unnoticed_by_probes(monkeypatch)
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
     assert_fused(patched, policy=2, reference=1)
@@ -324,9 +319,10 @@ def test_merged_rows_have_the_log_probs_of_their_own_calls(tmp_path):
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
     inputs = dict(input_ids=ids, attention_mask=mask, completion_mask=mask * (torch.arange(9) >= 4))
+    names = list(inputs)
     inputs |= {f"KL_{name}": x.roll(1, 0)[:, :8] for name, x in inputs.items()}
-    merged = kto._merged(inputs)
-    assert [merged[name].shape for name in kto._ROWS] == [(8, 9)] * 3
+    rows = merged(*({name: inputs[f"{prefix}{name}"] for name in names} for prefix in ("", "KL_")))
+    assert [x.shape for x in rows.values()] == [(8, 9)] * 3
     model = tiny_model().eval()
 
     def logps(batch: dict, prefix: str = "") -> torch.Tensor:
@@ -336,4 +332,4 @@ def test_merged_rows_have_the_log_probs_of_their_own_calls(tmp_path):
         return (of_targets * batch[f"{prefix}completion_mask"][:, 1:]).sum(1)
 
     with torch.no_grad():
-        assert_close(logps(merged), torch.cat([logps(inputs), logps(inputs, "KL_")]), relative=1e-5)
+        assert_close(logps(rows), torch.cat([logps(inputs), logps(inputs, "KL_")]), relative=1e-5)

@@ -4,13 +4,12 @@ Unpatched TRL 1.15 needs a GPU, so that no other comparison is possible on a CPU
 """
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-import trl_vision_worker
-import trl_worker
-from trl_runs import Run, assert_fused, assert_same, run_with_oldest
+
+from tests.support.trl.dpo import Run, assert_fused, assert_same, run_with_oldest
+from tests.support.workers import trainings, vision
 
 CALLS = {
     "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
@@ -23,21 +22,29 @@ CALLS = {
 }
 
 
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory) -> Path:
+    """A directory with the runs of one process."""
+    directory = tmp_path_factory.mktemp("oldest")
+    run_with_oldest(trainings, directory, *CALLS)
+    return directory
+
+
 @pytest.mark.parametrize("trainer", CALLS)
-def test_same_training(tmp_path, trainer):
-    assert_same_in_oldest(tmp_path, trl_worker, trainer, **CALLS[trainer])
+def test_same_training(oldest, tmp_path, trainer):
+    newest = trainings.patched_run(tmp_path, trainer)
+    assert_same_in_oldest(oldest / f"{trainer}.pt", newest, **CALLS[trainer])
 
 
-def test_same_training_with_images(tmp_path):
-    assert_same_in_oldest(tmp_path, trl_vision_worker, "trl.DPOTrainer", policy=2, reference=3, eval=1)
+def test_same_training_with_images(oldest, tmp_path):
+    newest = vision.patched_run(tmp_path)
+    assert_same_in_oldest(oldest / "images.pt", newest, policy=2, reference=3, eval=1)
 
 
-def assert_same_in_oldest(directory: Path, worker: ModuleType, trainer: str, **calls: int) -> None:
-    run_with_oldest(Path(worker.__file__), directory, trainer)
-    result = torch.load(directory / "run.pt")
+def assert_same_in_oldest(saved: Path, newest: Run, **calls: int) -> None:
+    result = torch.load(saved)
     oldest = Run(**result["run"])
     assert result["version"] == "1.15.0"
-    newest = worker.patched_run(directory / "newest", trainer)
     for run in (oldest, newest):
         assert_fused(run, **calls)
     assert_same(oldest, newest)

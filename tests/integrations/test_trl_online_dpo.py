@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparison import assert_far_from_same
 from peft import LoraConfig
 from transformers import CLIPVisionConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 from trl.experimental.online_dpo import OnlineDPOTrainer
-from trl_online_runs import (
+
+import fastdpo
+from fastdpo.integrations.trl import online_dpo
+from fastdpo.ops import logit_rows
+from tests.support import faults
+from tests.support.comparison import assert_far_from_same
+from tests.support.trl.dpo import LORA, assert_fused, assert_same_bits, run_with_oldest, trained_adapter
+from tests.support.trl.online import (
     SUMS_OVER_PADDING,
     OnlineRun,
     assert_all_same,
@@ -29,16 +35,9 @@ from trl_online_runs import (
     train_three,
     writer,
 )
-from trl_runs import LORA, assert_fused, assert_same_bits, run_with_oldest, trained_adapter
-
-import fastdpo
-from fastdpo import packing
-from fastdpo.integrations.trl import online_dpo
-from fastdpo.models import probe
-from fastdpo.ops import logit_rows
+from tests.support.workers import online
 
 FULL = dict(policy=3, reference=3)
-WORKER = Path(__file__).parents[1] / "support" / "trl_online_worker.py"
 
 
 @pytest.fixture
@@ -146,7 +145,7 @@ def test_autocast(three):
     stock, _, patched = three(bf16=True, prepare=watched, max_steps=2)
     assert_fused(patched, policy=2, reference=2)
     assert cast[-2:] == [True, True]
-    eps = 2.0**-8  # see assert_same_but_for_rounding in test_trl_dpo_models.py
+    eps = 2.0**-8  # see assert_same_but_for_rounding in trl_dpo/test_models.py
     assert abs(stock.logs[0]["loss"] - patched.logs[0]["loss"]) < 4 * eps
     a, b = stock.gradients[0], patched.gradients[0]
     assert all((a[name] - b[name]).norm() < 10 * eps * a[name].norm() for name in a)
@@ -227,31 +226,21 @@ def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
         train_online(tmp_path, writer(), writer(1), data=prompts(0, 5, 3, 0))
 
 
-def _labels_a_token_late(monkeypatch):
-    stock = online_dpo._batch
-    late = lambda *args: {**stock(*args), "labels": stock(*args)["labels"].roll(1, 1)}  # noqa: E731
-    monkeypatch.setattr(online_dpo, "_batch", late)
-
-
 def _padding_is_scored(monkeypatch):
-    stock = online_dpo._batch
-    monkeypatch.setattr(online_dpo, "_batch", lambda *args: stock(*args[:-1], torch.ones_like(args[-1])))
+    stock = online_dpo.batch_of
+    monkeypatch.setattr(online_dpo, "batch_of", lambda *args: stock(*args[:-1], torch.ones_like(args[-1])))
 
 
 def _prompts_a_token_short(monkeypatch):
-    stock = online_dpo._batch
-    monkeypatch.setattr(online_dpo, "_batch", lambda n, ids, mask, *rest: stock(n, ids[:, 1:], mask[:, 1:], *rest))
+    stock = online_dpo.batch_of
+    monkeypatch.setattr(online_dpo, "batch_of", lambda n, ids, mask, *rest: stock(n, ids[:, 1:], mask[:, 1:], *rest))
 
 
-def _no_prefix(monkeypatch):
-    stock = packing.Layout.mask.fget
-    alone = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
-    monkeypatch.setattr(packing.Layout, "mask", property(lambda self: stock(self) * alone))
-
-
-@pytest.mark.parametrize("sabotage", [_labels_a_token_late, _padding_is_scored, _prompts_a_token_short, _no_prefix])
+@pytest.mark.parametrize(
+    "sabotage", [faults.labels_a_token_late, _padding_is_scored, _prompts_a_token_short, faults.no_prefix]
+)
 def test_the_comparison_detects_sabotage(three, monkeypatch, sabotage):
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    faults.unnoticed_by_probes(monkeypatch)
     sabotage(monkeypatch)
     _, masked_stock, patched = three(max_steps=1)
     assert_fused(patched, policy=1, reference=1)
@@ -362,7 +351,7 @@ def test_a_changed_signature_is_rejected(monkeypatch, caplog, name):
 
 
 def test_the_oldest_supported_trl(tmp_path):
-    run_with_oldest(WORKER, tmp_path, "trl.OnlineDPOTrainer")
+    run_with_oldest(online, tmp_path, "trl.OnlineDPOTrainer")
     result = torch.load(tmp_path / "runs.pt")
     assert result["version"] == "1.15.0"
     runs = [OnlineRun(**run) for run in result["runs"]]

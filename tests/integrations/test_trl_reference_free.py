@@ -4,23 +4,31 @@ Stock averages `logits/*` over prompts and padding, too. These are compared with
 which is stock with logits of completion tokens only; all other numbers are compared with stock itself.
 """
 
+import copyreg
 import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from comparison import assert_far_from_same, double
-from families import FUSED
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
-from trl_reference_free_runs import train_reference_free
-from trl_runs import Run, adapter, assert_fused, assert_same, assert_same_bits, pairs, tiny_model, train_both
 
 import fastdpo
-from fastdpo import packing
-from fastdpo.integrations.trl import reference_free
-from fastdpo.models import probe
+from tests.support import faults
+from tests.support.comparison import assert_far_from_same, double
+from tests.support.models.families import FUSED
+from tests.support.trl.dpo import (
+    Run,
+    adapter,
+    assert_fused,
+    assert_same,
+    assert_same_bits,
+    pairs,
+    tiny_model,
+    train_both,
+)
+from tests.support.trl.reference_free import train_reference_free
 
 FULL = dict(policy=3)
 ADAPTER = {name: x for name, x in adapter().items() if name != "reference"}
@@ -146,23 +154,10 @@ def test_an_override_that_calls_nothing_leaves_the_trainer_unpatched(tmp_path, t
     assert not any("fastdpo" in name for module in model.modules() for name in vars(module))
 
 
-def _labels_a_token_late(monkeypatch):
-    stock = reference_free._inputs
-    late = lambda *args: {**stock(*args), "labels": stock(*args)["labels"].roll(1, 1)}  # noqa: E731
-    monkeypatch.setattr(reference_free, "_inputs", late)
-
-
-def _no_prefix(monkeypatch):
-    stock = packing.Layout.mask.fget
-    alone = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
-    monkeypatch.setattr(packing.Layout, "mask", property(lambda self: stock(self) * alone))
-
-
 @pytest.mark.parametrize("trainer_class", BOTH)
-@pytest.mark.parametrize("sabotage", [_labels_a_token_late, _no_prefix])
+@pytest.mark.parametrize("sabotage", [faults.labels_a_token_late, faults.no_prefix])
 def test_the_comparison_detects_sabotage(tmp_path, monkeypatch, trainer_class, sabotage):
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
-    monkeypatch.setattr(probe, "head_difference", lambda model, device: None)
+    faults.unnoticed_by_probes(monkeypatch)
     sabotage(monkeypatch)
     _, defined, patched = three_runs(tmp_path, trainer_class, max_steps=1)
     assert_fused(patched, policy=1)
@@ -173,6 +168,7 @@ def test_the_comparison_detects_sabotage(tmp_path, monkeypatch, trainer_class, s
 
 @pytest.mark.parametrize("trainer_class", BOTH)
 def test_unpatching_restores_the_class_and_its_model(tmp_path, trainer_class):
+    copyreg._slotnames(trainer_class)  # which Python notes in a class when it first copies an instance
     stock = dict(vars(trainer_class))
     fastdpo.patch(name_of(trainer_class))
     assert dict(vars(trainer_class)) != stock

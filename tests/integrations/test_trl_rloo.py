@@ -3,8 +3,9 @@
 import pytest
 from peft import LoraConfig
 from trl import RLOOTrainer
-from trl_group_runs import AGAIN, CLIPPED, SCORED_BEFORE, assert_same_groups, train_both_groups
-from trl_runs import LORA, assert_fused
+
+from tests.support.trl.dpo import LORA, assert_fused
+from tests.support.trl.groups import AGAIN, CLIPPED, SCORED_BEFORE, assert_same_groups, train_both_groups
 
 ONCE = {"policy": 3, "old_policy": 3, "reference": 3}
 TWICE = {"policy": 4, "old_policy": 4, "reference": 4}

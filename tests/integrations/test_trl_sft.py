@@ -5,17 +5,16 @@ import warnings
 
 import pytest
 import torch
-from comparison import assert_far_from_same
-from families import FUSED, kind
 from trl import SFTTrainer
-from trl_runs import WORDS, adapter, assert_fused, assert_same, assert_same_bits, tiny_model, tokenizer
-from trl_sft_runs import rows, texts, train_both_sft, train_sft
 
 import fastdpo
-from fastdpo import packing
 from fastdpo.integrations.bypass import bypass_reason
 from fastdpo.integrations.trl import sft
-from fastdpo.models import probe
+from tests.support import faults
+from tests.support.comparison import assert_far_from_same
+from tests.support.models.families import FUSED, kind
+from tests.support.trl.dpo import WORDS, adapter, assert_fused, assert_same, assert_same_bits, tiny_model, tokenizer
+from tests.support.trl.sft import rows, texts, train_both_sft, train_sft
 
 FULL = dict(policy=3)
 ADAPTER = {name: x for name, x in adapter().items() if name != "reference"}
@@ -95,7 +94,7 @@ def test_router_loss(both):
 def test_assistant_only_loss(both, monkeypatch):
     template = tokenizer()
     template.chat_template = TEMPLATE
-    monkeypatch.setattr("trl_sft_runs.tokenizer", lambda: template)
+    monkeypatch.setattr("tests.support.trl.sft.tokenizer", lambda: template)
     stock, patched = both(data=conversations, assistant_only_loss=True)
     assert_fused(patched, **FULL)
     assert_same(stock, patched)
@@ -192,24 +191,12 @@ def test_trainers_of_trl_that_compute_their_loss_from_logits_are_left_unpatched(
         warnings.simplefilter("ignore")
         experimental = pytest.importorskip(f"trl.experimental.{module}")
     kind = getattr(experimental, f"{module.upper()}Trainer")
-    assert "compute_loss does not call" in bypass_reason(kind.__new__(kind), SFTTrainer, sft._PATH)
+    assert "compute_loss does not call" in bypass_reason(kind.__new__(kind), SFTTrainer, sft.PATH)
 
 
-def _labels_a_token_late(monkeypatch):
-    stock = packing._score_once
-    late = lambda packed, target, in_prefix: stock(packed, target.roll(1), in_prefix)  # noqa: E731
-    monkeypatch.setattr(packing, "_score_once", late)
-
-
-def _late_positions(monkeypatch):
-    stock = packing._to_device
-    late = lambda device, index, positions, *rest: stock(device, index, positions + (positions > 3), *rest)  # noqa: E731
-    monkeypatch.setattr(packing, "_to_device", late)
-
-
-@pytest.mark.parametrize("sabotage", [_labels_a_token_late, _late_positions])
+@pytest.mark.parametrize("sabotage", [faults.labels_a_token_late, faults.late_positions])
 def test_the_comparison_detects_sabotage(both, monkeypatch, sabotage):
-    monkeypatch.setattr(probe, "probe", lambda model, device: probe.ProbeResult(None))
+    faults.unnoticed_by_probes(monkeypatch)
     sabotage(monkeypatch)
     stock, patched = both(max_steps=1)
     assert_fused(patched, policy=1)

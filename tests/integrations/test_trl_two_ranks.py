@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-import two_ranks_worker
-from rank_processes import run_ranks
-from trl_runs import Run, assert_fused, assert_same
+
+from tests.support.trl.dpo import Run, assert_fused, assert_same
+from tests.support.workers import two_ranks
+from tests.support.workers.processes import run_ranks
 
 CALLS = {
     "trl.KTOTrainer": dict(policy=2 * 3, reference=3 + 1, eval=2),
@@ -19,7 +20,7 @@ OTHERWISE_DEFINED = {"trl.CPOTrainer": "logits/", "trl.ORPOTrainer": "logits/"}
 def test_two_ranks_equal_stock(tmp_path, trainer):
     runs = {}
     for kind in ("stock", "patched"):
-        run_ranks(2, two_ranks_worker.train_rank, tmp_path / kind, kind, trainer)
+        run_ranks(2, two_ranks.train_rank, tmp_path / kind, kind, trainer)
         runs[kind] = [Run(**torch.load(tmp_path / kind / f"rank{rank}.pt")) for rank in range(2)]
     for stock, patched in zip(runs["stock"], runs["patched"], strict=True):
         assert not stock.calls

@@ -4,12 +4,13 @@ import functools
 
 import pytest
 import torch
-import vllm_stand_in
 from peft import LoraConfig
 from trl import GRPOTrainer, RLOOTrainer
-from trl_group_runs import assert_same_groups, train_both_groups
-from trl_online_runs import assert_all_same, train_three, writer
-from trl_runs import LORA, assert_fused
+
+from tests.support.stand_ins import vllm
+from tests.support.trl.dpo import LORA, assert_fused
+from tests.support.trl.groups import assert_same_groups, train_both_groups
+from tests.support.trl.online import assert_all_same, train_three, writer
 
 SERVER = dict(use_vllm=True, vllm_mode="server")
 SCORED_ONCE = dict(policy=3, old_policy=3, reference=3)
@@ -18,7 +19,7 @@ ADAPTER = dict(reference=False, peft_config=LoraConfig(**LORA))
 
 @pytest.fixture
 def clients(monkeypatch):
-    return vllm_stand_in.serve(monkeypatch, writer)
+    return vllm.serve(monkeypatch, writer)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_online_dpo(tmp_path, clients, options):
 
 
 def test_the_comparison_notices_other_log_probabilities_of_the_engine(both, monkeypatch, clients):
-    stock_generate = vllm_stand_in.Client.generate
+    stock_generate = vllm.Client.generate
 
     def other(self, *args, **kwargs):
         output = stock_generate(self, *args, **kwargs)
@@ -87,7 +88,7 @@ def test_the_comparison_notices_other_log_probabilities_of_the_engine(both, monk
             output["logprobs"] = [[[x + 1e-3 for x in token] for token in row] for row in output["logprobs"]]
         return output
 
-    monkeypatch.setattr(vllm_stand_in.Client, "generate", other)
+    monkeypatch.setattr(vllm.Client, "generate", other)
     stock, patched = both(GRPOTrainer)
     with pytest.raises(AssertionError):
         assert_same_groups(stock, patched)

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from multimodal_families import tiny_multimodal
 from peft import LoraConfig
-from planted import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
-from trl_group_runs import train_group
-from trl_kto_runs import train_kto
-from trl_online_runs import train_online, writer
-from trl_reference_free_runs import train_cpo
-from trl_runs import LORA, Run, adapter, assert_same_bits, long_pairs, tiny_model, train
-from trl_sft_runs import train_sft
-from verified_runs import assert_verified
-from vision_runs import FAMILIES, train_vision
 
 import fastdpo
 from fastdpo import VerificationError
 from fastdpo.models import gradients, head
+from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.trl.dpo import LORA, Run, adapter, assert_same_bits, long_pairs, tiny_model, train
+from tests.support.trl.groups import train_group
+from tests.support.trl.kto import train_kto
+from tests.support.trl.online import train_online, writer
+from tests.support.trl.reference_free import train_cpo
+from tests.support.trl.sft import train_sft
+from tests.support.trl.verified import assert_verified
+from tests.support.trl.vision import FAMILIES, train_vision
 
 
 def models(**tiny):

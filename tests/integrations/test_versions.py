@@ -52,6 +52,7 @@ ANY = "this version is not supported: install 'trl>=0.24,<1.17'"
     ],
 )
 def test_advice_respects_what_is_installed(tmp_path, monkeypatch, version, requirement, reason):
+    monkeypatch.setenv("FASTDPO_PROVISIONAL", "0")
     distribution(tmp_path, "trl", version)
     distribution(tmp_path, "other", "0.1", requirement)
     monkeypatch.syspath_prepend(tmp_path)

@@ -10,21 +10,19 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_model.compiled import (
+from fastdpo.kernels import gather_keys, linear_logps
+from tests.support.kernels.compiled import (
     ATTENTION,
     ROW_KERNELS,
     ROW_VARIANTS,
     TARGETS,
     compile_attention,
     compile_for,
-    compile_fused_product,
     compile_row_kernel,
     disassembly,
     registers_and_spills,
 )
-from benchmarks.gpu_model.sass import Program
-from fastdpo.kernels import gather_keys, linear_exp, linear_logps
-from fastdpo.ops import head_table
+from tests.support.kernels.machine_code import Program
 
 ALIKE = {"sm86": "sm80", "sm89": "sm80", "gfx950": "gfx942"}  # architectures with the ceilings of another one
 # Maximum number of registers per thread; the comments list the numbers with Triton 3.9. Registers
@@ -201,33 +199,6 @@ def test_attention_with_other_head_sizes_and_options(name, d, features):
     compiled = compile_attention("sm90", name, d, features)
     assert registers_and_spills(compiled)[1] <= (208 if (name, d) == ("keys", 128) else 48)  # 160, with Triton 3.6 208
     assert PRODUCTS["sm90"] in compiled.asm["ptx"]
-
-
-CONFIG = linear_exp.FusedConfig()
-
-
-@pytest.mark.parametrize(("target", "tma"), [("sm80", False), ("sm90", True), ("sm90", False), ("sm100", True)])
-@pytest.mark.parametrize("requested", ["nothing", "tile", "tile and statistics"])
-def test_a_fused_head_spills_little(requested, target, tma):
-    given = {} if requested == "nothing" else dict(tile_ptr="*bf16", tile_stride="i32")
-    if "statistics" in requested:
-        given |= dict(weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
-    compiled = compile_fused_product(target, tma, given, CONFIG)
-    _, spills = registers_and_spills(compiled)
-    assert spills <= 64
-    assert PRODUCTS[target] in compiled.asm["ptx"]
-    assert not tma or "cp.async.bulk.tensor" in compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize(("target", "tma"), [("sm80", False), ("sm90", True), ("sm100", True), ("sm120", False)])
-@pytest.mark.parametrize("blocks", head_table.CANDIDATES, ids=str)
-def test_the_shared_memory_of_candidates_is_known(blocks, target, tma):
-    """Those that do not fit a device are never tried."""
-    config = linear_exp.FusedConfig(*blocks)
-    given = dict(tile_ptr="*bf16", tile_stride="i32", weighted_ptr="*fp32", sum_ptr="*fp32", above_ptr="*fp32")
-    compiled = compile_fused_product(target, tma, given, config)
-    barriers = 256  # bytes
-    assert 0 <= compiled.metadata.shared - head_table.shared_memory(config, target) <= barriers
 
 
 SMALL = {  # kernels that mainly move memory, and their arguments

@@ -1,22 +1,24 @@
-"""Runs kernel tests in Triton's interpreter instead of on a GPU. `conftest.py` starts them with the session."""
+"""Runs kernel tests in Triton's interpreter instead of on a GPU."""
 
 import re
 
 import pytest
-from interpreted_runs import RUNS
+
+from tests.support.kernels.interpreted.runs import RUNS, run
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_interpreted_kernels(name, interpreted_run, pytestconfig):
+def test_interpreted_kernels(name, pytestconfig):
     pytest.importorskip("triton")
-    done = interpreted_run(name)
+    quick = pytestconfig.getoption("quick")
+    done = run(name, quick)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = re.fullmatch(r"(\d+) passed(, \d+ deselected)?(, \d+ warnings?)? in .*", done.stdout.splitlines()[-1])
     assert summary, done.stdout  # no test was skipped
     passed = int(summary[1])
-    files, which, _ = RUNS[name]
+    files, which = RUNS[name]
     if which:
-        assert passed >= (10 if pytestconfig.getoption("quick") else 20), done.stdout
+        assert passed >= (10 if quick else 20), done.stdout
     else:  # every test function ran at least once
         sources = [path for folder in files for path in folder.glob("test_*.py")]
         assert passed >= sum(len(re.findall(r"^def test_", path.read_text(), re.M)) for path in sources) > 0, (

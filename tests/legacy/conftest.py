@@ -5,7 +5,8 @@ from importlib.metadata import version
 
 import pytest
 from packaging.version import Version
-from trl_runs import train_both
+
+from tests.support.trl.dpo import train_both
 
 collect_ignore_glob = [] if Version(version("trl")) < Version("0.29") else ["test_*.py"]
 

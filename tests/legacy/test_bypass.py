@@ -7,9 +7,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from trl import DPOTrainer
-from trl_runs import assert_fused, assert_same_bits, build, tiny_model, train, train_both
 
 import fastdpo
+from tests.support.trl.dpo import assert_fused, assert_same_bits, build, tiny_model, train, train_both
 
 
 class OwnInit(DPOTrainer):

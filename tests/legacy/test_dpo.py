@@ -8,14 +8,24 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from altered_heads import ALTERED
-from comparison import approximately, assert_far_from_same, assert_same_in_low_precision
-from families import HYBRID
 from trl import DPOTrainer
-from trl_runs import adapter, assert_fused, assert_same, build, long_pairs, pairs, run_two_ranks, tiny_model, train
-from verified_runs import assert_verified
 
 import fastdpo
+from tests.support.comparison import approximately, assert_far_from_same, assert_same_in_low_precision
+from tests.support.models.altered_heads import ALTERED
+from tests.support.models.families import HYBRID
+from tests.support.trl.dpo import (
+    adapter,
+    assert_fused,
+    assert_same,
+    build,
+    long_pairs,
+    pairs,
+    run_two_ranks,
+    tiny_model,
+    train,
+)
+from tests.support.trl.verified import assert_verified
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),

@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
-from comparison import SIZES, sharpen
 from transformers import AutoConfig, AutoModelForImageTextToText
-from trl_runs import WORDS, assert_same_error
 
 from fastdpo import attention
 from fastdpo.models import probe, support
+from tests.support.comparison import SIZES, sharpen
+from tests.support.trl.dpo import WORDS, assert_same_error
 
 TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 TOWER |= dict(patch_size=4, image_size=16)

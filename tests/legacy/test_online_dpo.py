@@ -2,8 +2,9 @@
 
 import pytest
 from peft import LoraConfig
-from trl_online_runs import assert_option_trains_alike, reward, reward_model, train_online, writer
-from verified_runs import assert_verified
+
+from tests.support.trl.online import assert_option_trains_alike, reward, reward_model, train_online, writer
+from tests.support.trl.verified import assert_verified
 
 LONG = [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(n))} for i, n in enumerate((3, 30, 8, 13, 20, 1))]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)

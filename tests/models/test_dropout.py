@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-from families import FUSED, kind
 from peft import LoraConfig, get_peft_model
-from trl_runs import LORA, recorded_layouts, tiny_model
 
 from benchmarks import dropout
 from benchmarks.dropout import (
@@ -20,6 +18,8 @@ from benchmarks.dropout import (
     stock_score,
 )
 from fastdpo.packing import IGNORE_INDEX
+from tests.support.models.families import FUSED, kind
+from tests.support.trl.dpo import LORA, recorded_layouts, tiny_model
 
 PROMPT = 14
 LEVEL = 1e-3

@@ -4,17 +4,17 @@ import functools
 
 import pytest
 import torch
-from comparison import double
-from families import FUSED, HYBRID, kind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
-from trl_runs import tiny_model
 
 from fastdpo.models import forward
 from fastdpo.models.forward import Request
 from fastdpo.models.router import router_loss
 from fastdpo.ops import packed_attention
 from fastdpo.packing import IGNORE_INDEX
+from tests.support.comparison import double
+from tests.support.models.families import FUSED, HYBRID, kind
+from tests.support.trl.dpo import tiny_model
 
 EXACT = 1e-12
 """Relative difference of sums in another order."""

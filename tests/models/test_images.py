@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from multimodal_errors import errors_of
-from multimodal_families import FUSED, IMAGE, tiny_multimodal
-from trl_runs import tiny_model
 
 from fastdpo import attention, packing
 from fastdpo.models import images
 from fastdpo.packing import NotPackable
 from fastdpo.testing import float64_throughout
+from tests.support.models.multimodal import FUSED, IMAGE, tiny_multimodal
+from tests.support.models.multimodal_errors import errors_of
+from tests.support.trl.dpo import tiny_model
 
 IDS = torch.tensor([[5, IMAGE, 6, 7, 8], [5, 9, 6, 7, 0], [5, IMAGE, 6, 9, 0], [5, 9, 6, 8, 0]])
 MASK = (IDS != 0).long()
@@ -23,11 +23,11 @@ def call(pixels: torch.Tensor, ids: torch.Tensor = IDS, **others) -> dict:
     return dict(input_ids=ids, attention_mask=MASK, labels=LABELS, pixel_values=pixels, **others)
 
 
-def pack(model, kwargs: dict) -> images._Packed:
+def pack(model, kwargs: dict) -> images.Packed:
     def make_layout(share: bool = True):
         return packing.pack_pairs(kwargs["input_ids"], MASK, LABELS, share=share)
 
-    return images._pack(model, images.images_of(kwargs), kwargs, make_layout)
+    return images.pack(model, images.images_of(kwargs), kwargs, make_layout)
 
 
 @pytest.fixture

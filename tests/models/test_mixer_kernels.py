@@ -5,9 +5,6 @@ import inspect
 
 import pytest
 import torch
-from families import HYBRID, WHOLE_ROWS, tiny_family
-from kernel_packages import KERNELS, install, signature_of
-from mixer_errors import largest_error, pairs, results
 from torch import nn
 
 from fastdpo import attention
@@ -15,6 +12,9 @@ from fastdpo.models import probe
 from fastdpo.models.mixers import finding, function_probe, known
 from fastdpo.models.mixers.segments import Bounds, Segments
 from fastdpo.testing import float64_throughout
+from tests.support.models.families import HYBRID, WHOLE_ROWS, tiny_family
+from tests.support.models.mixer_errors import largest_error, pairs, results
+from tests.support.stand_ins.mixer_kernels import KERNELS, install, signature_of
 
 CPU = torch.device("cpu")
 EXACT = 1e-11

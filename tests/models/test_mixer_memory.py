@@ -5,13 +5,13 @@ import weakref
 from dataclasses import dataclass, field
 
 import pytest
-from families import tiny_family
-from mixer_errors import pairs, results
 from torch import Tensor
 
 from fastdpo import attention
 from fastdpo.models.mixers import finding
 from fastdpo.models.mixers.scans import Scan
+from tests.support.models.families import tiny_family
+from tests.support.models.mixer_errors import pairs, results
 
 MIXERS = 3
 LAYERS = dict(num_hidden_layers=MIXERS + 1, layer_types=["linear_attention"] * MIXERS + ["full_attention"])

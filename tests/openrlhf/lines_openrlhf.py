@@ -1,6 +1,6 @@
 """OpenRLHF's DPOTrainer behind the interface that tests/properties uses.
 
-See `lines_trl.py` for a description of each name.
+See `tests.support.trl.line` for a description of each name.
 """
 
 from __future__ import annotations

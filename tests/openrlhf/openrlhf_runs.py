@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import SIZES, assert_same_training, sharpen
 from datasets import Dataset
 from openrlhf.datasets import RewardDataset
 from openrlhf.models import Actor
@@ -27,6 +26,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import fastdpo
+from tests.support import ROOT
+from tests.support.comparison import SIZES, assert_same_training, sharpen
 
 HERE = Path(__file__).parent
 VOCABULARY = 160
@@ -206,7 +207,7 @@ def run_two_ranks(directory: Path, stage: int, epochs: int = 1) -> list[dict]:
         checkpoint(directory, seed=seed)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = [
-        *map(str, (HERE, HERE / "stand_ins", HERE.parent / "support")),
+        *map(str, (HERE, HERE / "stand_ins", ROOT)),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     done = subprocess.run(

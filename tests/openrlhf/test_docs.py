@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from markdown_blocks import ROOT, blocks_of
+
+from tests.support.documents.markdown_blocks import ROOT, blocks_of
 
 
 def test_the_launcher_reaches_the_arguments_of_openrlhf(tmp_path, monkeypatch, capsys):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparison import assert_far_from_same, double
-from flash import stand_in
 from openrlhf.trainer import dpo_trainer
 from openrlhf_runs import HERE, Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
-from verified_runs import assert_verified
 
 import fastdpo
 from fastdpo.integrations.openrlhf import batches
+from tests.support.comparison import assert_far_from_same, double
+from tests.support.stand_ins.flash import stand_in
+from tests.support.trl.verified import assert_verified
 
 FUSED = {("policy", "fused"): 3, ("reference", "fused"): 3}
 MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)

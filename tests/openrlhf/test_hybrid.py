@@ -1,11 +1,11 @@
 """OpenRLHF's DPOTrainer on hybrid models, whose layers are recurrent or convolutional in part."""
 
 import pytest
-from comparison import double
 from openrlhf_runs import Strategy, assert_same, checkpoint, train
 
 import fastdpo
 from fastdpo.models.mixers.segments import Segments
+from tests.support.comparison import double
 
 KINDS = {
     "qwen3_5_text": dict(

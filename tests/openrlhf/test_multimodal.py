@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from comparison import double
-from multimodal_text import KINDS, multimodal_model
 from openrlhf_runs import VOCABULARY, Strategy, assert_same, train
 
 import fastdpo
+from tests.support.comparison import double
+from tests.support.models.multimodal_text import KINDS, multimodal_model
 
 
 def checkpoint(directory: Path, kind: str, seed: int) -> Path:

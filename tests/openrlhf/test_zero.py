@@ -5,8 +5,9 @@ Patched needs one collective per step.
 
 import pytest
 import torch
-from comparison import assert_same_gradients, assert_same_logs
 from openrlhf_runs import run_two_ranks
+
+from tests.support.comparison import assert_same_gradients, assert_same_logs
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from heads import head_inputs
 
 from fastdpo.ops import linear_logps, packed_attention, token_logps
 from fastdpo.ops.attention_layouts import CACHED_LAYOUTS
 from fastdpo.ops.head_tiles import TileFormat
 from fastdpo.testing import error
+from tests.support.ops.heads import head_inputs
 
 V, D = 5003, 64
 ROWS = torch.tensor([[0, 0, 0, 70], [0, 50, 70, 33], [103, 0, 103, 40]], dtype=torch.int32, device="cpu")

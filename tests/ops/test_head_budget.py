@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from heads import head_inputs
 
 from fastdpo.ops import MEMORY_BUDGET, head_budget, linear_logps
 from fastdpo.ops.head_budget import budget_for
 from fastdpo.ops.logit_rows import kernel_tile_rows
+from tests.support.ops.heads import head_inputs
 
 GIB = 1 << 30
 LLAMA, QWEN, GEMMA = 128_256, 151_936, 256_000  # vocabularies

@@ -5,12 +5,12 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import doubled
 
 from fastdpo import ops
 from fastdpo.ops import PreferenceObjective, linear_preference_loss, reference
 from fastdpo.ops.preference_loss import LOSSES, SORTED
 from fastdpo.testing import assert_as_accurate_as
+from tests.support.ops.heads import doubled
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LEAVES = ("hidden", "weight", "bias")

@@ -260,6 +260,36 @@ def test_extreme_margins_are_finite_and_equal_float64(name, extremes):
         torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-6)
 
 
+SATURATED = (-40.0, -17.0, -3.0, 4.0, 18.0, 33.0)
+"""Log-ratios. In float32, the logistic function of 17 and more rounds to 1."""
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, *CONSTANTS])
+def test_saturated_gradients_equal_float64(name):
+    """Gradients that are small because a sigmoid saturates have small relative errors, too."""
+    objective = dict(beta=1.0) | {**OBJECTIVES, **CONSTANTS}[name]
+    for logratios in product(SATURATED, repeat=2):
+        pair = torch.tensor(logratios)[:, None]
+        _, gradients = of_logratios(*pair, objective)
+        _, exact = of_logratios(*pair.double(), objective)
+        torch.testing.assert_close(torch.cat(gradients).double(), torch.cat(exact), rtol=1e-4, atol=1e-37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_saturated_gradients_of_apo_are_those_of_the_formulas(dtype):
+    small = math.exp(-60)  # sigma(-60) sigma(60), which rounds to 0 as y (1 - y) in float64, too
+    cases = {  # log-ratios: gradients
+        ("apo_zero", -60.0, 60.0): (-small, small),
+        ("apo_down", 60.0, 0.0): (small - small, small),
+        ("apo_down", -60.0, 0.0): (small - small, small),
+        ("apo_down", -4.0, 56.0): (1 / (2 + 2 * math.cosh(4)), small),
+    }
+    for (loss, *logratios), expected in cases.items():
+        pair = torch.tensor(logratios, dtype=dtype)[:, None]
+        _, gradients = of_logratios(*pair, dict(loss_type=loss, beta=1.0))
+        torch.testing.assert_close([x.item() for x in gradients], list(expected), rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_gradcheck(name):
     objective = PreferenceObjective(**ALL[name])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from rank_processes import run_ranks
-from split_sequences_worker import LENGTHS, bounds, inputs, loss_of, score_part
 
 from fastdpo import ops
+from tests.support.workers.processes import run_ranks
+from tests.support.workers.split_sequences import LENGTHS, bounds, inputs, loss_of, score_part
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import Dropped
-from special_rows import SPECIAL_ROWS, assert_special_row, special_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdpo.ops import reference, token_logps
+from fastdpo.ops.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error, floor
+from tests.support.ops.heads import Dropped
+from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 INF = float("inf")
 OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -484,3 +486,34 @@ def test_misuse_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
     with pytest.raises(kind, match=f"^token_logps: {message}"):
         token_logps(**{"logits": LOGITS, "targets": TARGETS, **arguments})
+
+
+def test_the_definition_computes_what_is_requested():
+    """A statistic that is not requested costs nothing: the definition is also run in training and in benchmarks."""
+    logits, targets = torch.randn(3, 7), torch.tensor([1, -100, 6])
+
+    def operators(outputs: tuple[str, ...]) -> set[str]:
+        with Recorder() as recorder:
+            reference.token_logps(logits, targets, outputs=outputs)
+        return recorder.names
+
+    bare = operators(("logps",))
+    assert bare.isdisjoint({"aten::exp", "aten::special_entr", "aten::mean", "aten::argmax", "aten::logsumexp"})
+    added = {name: operators(("logps", name)) - bare for name in STATISTICS}
+    assert added["entropy"] >= {"aten::exp", "aten::special_entr"}
+    assert "aten::mean" in added["mean_logits"]
+    assert "aten::argmax" in added["is_top1"]
+    assert "aten::logsumexp" in added["log_sum_sq_probs"]
+    assert all(added[name].isdisjoint({"aten::special_entr"}) for name in STATISTICS if name != "entropy")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-import vocabulary_worker as worker
-from heads import LEAVES, head_inputs
-from rank_processes import run_ranks
 
 from fastdpo.ops import VocabularyGroup, linear_logps, linear_sequence_logps
+from tests.support.ops.heads import LEAVES, head_inputs
+from tests.support.workers import vocabulary as worker
+from tests.support.workers.processes import run_ranks
 
 WORK = (
     worker.every_mode_equals_the_whole_head,

@@ -5,9 +5,10 @@ import json
 from importlib.metadata import distributions
 from pathlib import Path
 
-import harness
 import pytest
-from workload import MEASURED, TINY, Workload
+
+from tests.support.programs import harness
+from tests.support.programs.workload import MEASURED, TINY, Workload
 
 PROGRAMS = {"axolotl": "axolotl", "llamafactory": "llamafactory", "swift": "ms-swift"}
 """The distributions of the programs, by folder."""

@@ -19,11 +19,11 @@ if OPENRLHF:
 
 @pytest.fixture
 def line():
-    """The module of the installed trainer line: `lines_trl` or `lines_openrlhf`."""
+    """The module of the installed trainer line: `tests.support.trl.line` or `lines_openrlhf`."""
     if OPENRLHF:
         import lines_openrlhf as module
     else:
-        import lines_trl as module
+        from tests.support.trl import line as module
     return module
 
 

@@ -1,6 +1,6 @@
 """Two ranks log the same metrics as one process with the pairs of both ranks in one batch."""
 
-from comparison import approximately
+from tests.support.comparison import approximately
 
 
 def test_two_ranks_log_the_same_as_one_process(line, tmp_path):

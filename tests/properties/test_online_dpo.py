@@ -1,7 +1,7 @@
 """Online DPO with a reward model: the patched training equals stock."""
 
-from trl_online_runs import assert_all_same, reward_model, train_three
-from trl_runs import assert_fused
+from tests.support.trl.dpo import assert_fused
+from tests.support.trl.online import assert_all_same, reward_model, train_three
 
 
 def test_online_training_equals_stock(tmp_path):

@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from comparison import assert_same_gradients
 
 from fastdpo import packing
+from tests.support.comparison import assert_same_gradients
 
 
 def log_prob(model: torch.nn.Module, ids: torch.Tensor, start: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Known reference log-probabilities are used instead of running the reference."""
 
-from comparison import assert_same_gradients
+from tests.support.comparison import assert_same_gradients
 
 
 def test_known_reference_log_probs_are_used(line, tmp_path):

@@ -12,22 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import planted
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset, load_from_disk
-from families import HYBRID as FAMILIES
+from rank_reasons import AGREED, change_each_call, drop_attention
 from rank_trainers import (
     BecomesStrict,
+    ChangesModel,
     ChangesShard,
     Forgets,
     LastRaises,
     MainLogs,
     MainReads,
-    Rehearsed,
     Unpatches,
     with_callback,
 )
@@ -35,7 +34,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl_runs import dataset, pairs
+
+from tests.support import faults
+from tests.support.models.families import HYBRID as FAMILIES
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.trl.dpo import dataset, pairs, tiny_model
 
 PAIRS = 24
 
@@ -54,8 +57,9 @@ class Case:
     """A training that is run once for each kind, from the same initial weights.
 
     Attributes:
-        options: arguments of `trl_runs.train`.
-        model: arguments of `trl_runs.tiny_model`, for policy and reference.
+        options: arguments of `trl.dpo.train`.
+        model: arguments of `make_model`, for policy and reference.
+        make_model: makes a model of these and a seed.
         lora: whether to train an adapter; the reference is the model without it.
         tensor_parallel: whether the ranks shard each layer of both models and get equal batches.
         in_two_halves: whether each half of the ranks does so, and FSDP2 shards what they have.
@@ -73,6 +77,7 @@ class Case:
 
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    make_model: Callable[..., PreTrainedModel] = tiny_model
     lora: bool = False
     tensor_parallel: bool = False
     in_two_halves: bool = False
@@ -131,6 +136,10 @@ def on_last(rank: int, ranks: int) -> bool:
     return rank == ranks - 1
 
 
+def on_first(rank: int, ranks: int) -> bool:
+    return rank == 0
+
+
 def lose_a_label(batch: dict[str, Tensor]) -> None:
     row, column = batch["completion_mask"].nonzero()[0]
     batch["completion_mask"][row, column] = 0
@@ -163,7 +172,7 @@ def disqualify(model: PreTrainedModel) -> None:
 
 def scale_gradients(model: PreTrainedModel) -> None:
     """Plants wrong gradients for the rest of the process."""
-    planted.scaled_gradients(pytest.MonkeyPatch())
+    faults.scaled_gradients(pytest.MonkeyPatch())
 
 
 SABOTAGED = ("stock", "patched", "sabotaged")
@@ -171,6 +180,9 @@ SABOTAGED = ("stock", "patched", "sabotaged")
 
 HYBRID = dict(kind="falcon_h1", **FAMILIES["falcon_h1"][1])
 """A model of recurrences and attention, whose states are shared."""
+
+
+MULTIMODAL = dict(name="llava", tie_word_embeddings=False)
 
 
 def fsdp2(layer: str = "LlamaDecoderLayer", **config: Any) -> dict[str, Any]:
@@ -222,11 +234,11 @@ BUDGET = dict(max_tokens=45)
 
 VERIFIED = dict(verify=True)
 
-LONGEST_FIRST = dict(longest_first=True)
-
 REMEMBERED = dict(reference_memory=True)
 
 TWO_EPOCHS = dict(num_train_epochs=2, eval_strategy="epoch")
+
+FEW_STEPS = dict(gradient_accumulation_steps=1, max_steps=2)
 
 LOGGED = dict(gradient_accumulation_steps=1, logging_steps=2, num_train_epochs=2)
 
@@ -265,14 +277,6 @@ CASES = {
     "fsdp2 token budget": Case(dict(fsdp2(), **WHOLE_STEPS), patch=BUDGET),
     "zero2 token budget": Case(dict(zero(2), **WHOLE_STEPS), patch=BUDGET),
     "zero3 token budget": Case(dict(zero(3), **WHOLE_STEPS), patch=BUDGET),
-    "ddp longest first": Case(patch=LONGEST_FIRST, trainer_class=with_callback(Rehearsed)),
-    "ddp token budget longest first": Case(
-        WHOLE_STEPS, patch=BUDGET | LONGEST_FIRST, trainer_class=with_callback(Rehearsed)
-    ),
-    "fsdp2 longest first": Case(fsdp2(), patch=LONGEST_FIRST, trainer_class=with_callback(Rehearsed)),
-    "fsdp2 without accumulation longest first": Case(
-        dict(fsdp2(), **WHOLE_STEPS), patch=LONGEST_FIRST, trainer_class=with_callback(Rehearsed)
-    ),
     "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
     "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
     **{
@@ -315,6 +319,8 @@ CASES = {
     "fsdp2 fails the probe on the last rank": Case(fsdp2(), prepare=spoil_packed, changed_on=on_last),
     "fsdp2 not qualified on the last rank": Case(fsdp2(), prepare=disqualify, changed_on=on_last),
     "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
+    "ddp multimodal": Case(FEW_STEPS, MULTIMODAL, tiny_multimodal, kinds=("stock",)),
+    "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),
     "zero2": Case(zero(2), kinds=SABOTAGED),
     "zero3": Case(zero(3), kinds=SABOTAGED),
     "zero2 verified": Case(zero(2), patch=VERIFIED),
@@ -327,6 +333,21 @@ CASES = {
     "zero3 fails the probe on the last rank": Case(zero(3), prepare=spoil_packed, changed_on=on_last),
     "zero3 not qualified on the last rank": Case(zero(3), prepare=disqualify, changed_on=on_last),
     "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
+    **{
+        f"{engine} {reason} on the first rank": Case(dict(options, **FEW_STEPS), prepare=prepare, changed_on=on_first)
+        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
+        for reason, prepare in (AGREED | {"attention-dropout": drop_attention}).items()
+    },
+    **{
+        f"{engine} each call of the first rank": Case(options, prepare=change_each_call, changed_on=on_first)
+        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
+    },
+    **{
+        f"{engine} model changes on the first rank": Case(
+            dict(options, gradient_accumulation_steps=1), trainer_class=with_callback(ChangesModel)
+        )
+        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
+    },
     **{
         f"{engine} remembered{' lora' if lora else ''}": Case(dict(options, **TWO_EPOCHS), lora=lora, patch=REMEMBERED)
         for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
@@ -363,5 +384,8 @@ CASES = {
         }.items()
         for kind in ("stock", "patched")
     },
+    "tensor parallel head-hooks on the first rank": Case(
+        FEW_STEPS, SIX_HEADS, tensor_parallel=True, prepare=AGREED["head-hooks"], changed_on=on_first
+    ),
     "tensor parallel holes": Case(model=SIX_HEADS, tensor_parallel=True, change=make_a_hole),
 }

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from comparison import EPS, Difference, assert_same_gradients, assert_same_logs, differences_of_gradients, largest
+from tests.support.comparison import (
+    EPS,
+    Difference,
+    assert_same_gradients,
+    assert_same_logs,
+    differences_of_gradients,
+    largest,
+)
 
 
 def assert_same(stock: dict, patched: dict) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support import ROOT
+
 HERE = Path(__file__).parent
 
 SECONDS_TO_START = 120
@@ -83,7 +85,7 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, seconds: float, d
     initializes the process group.
     """
     directory.mkdir(parents=True)
-    paths = [str(HERE), str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

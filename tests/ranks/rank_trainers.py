@@ -6,14 +6,15 @@ import os
 from contextlib import ExitStack
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 from trl import DPOTrainer
-from trl_ranks_worker import COLLECTIVES
 
 import fastdpo
 from fastdpo.integrations.protocol import STATE
 from fastdpo.models.local_shards import local_shard
+from tests.support.workers.collectives import COLLECTIVES
 
 
 class BecomesStrict(TrainerCallback):
@@ -51,24 +52,6 @@ class MainReads(TrainerCallback):
                     raise AssertionError(f"{name} must be between -1e3 and 1e4; got {value}")
 
 
-class Rehearsed(TrainerCallback):
-    """Asserts that a patched training has rehearsed its largest batch."""
-
-    def __init__(self, trainer: DPOTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.largest = []
-        patched = vars(self.trainer).get(STATE)
-        if patched is not None:
-            run = patched.rehearsal._run
-            patched.rehearsal._run = lambda *args: (self.largest.append(args[-1]), run(*args))
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if STATE in vars(self.trainer) and (len(self.largest) != 1 or not self.largest[0].is_drawn):
-            raise AssertionError(f"one drawn batch must be rehearsed; got {self.largest}")
-
-
 class Forgets(TrainerCallback):
     """Empties the reference memory of the last rank after the first epoch."""
 
@@ -91,6 +74,32 @@ class ChangesShard(TrainerCallback):
             for name, x in self.trainer.ref_model.named_parameters():
                 if ".layers.0." in name:
                     local_shard(x).detach().mul_(1.5)
+
+
+class ChangesModel(TrainerCallback):
+    """Changes the first rank's policy after each of the first three steps: a hook on the head, then another
+    forward of the head instead, then a hook on a layer. TRL reads the weight of the head and calls neither of
+    the first two, which would double the logits. The third has no effect.
+    """
+
+    def __init__(self, trainer: DPOTrainer):
+        self.model = trainer.accelerator.unwrap_model(trainer.model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if dist.get_rank():
+            return
+        head = self.model.get_output_embeddings()
+        if state.global_step == 1:
+            self.hook = head.register_forward_hook(lambda module, args, output: 2 * output)
+        if state.global_step == 2:
+            self.hook.remove()
+            self.own = vars(head).get("forward")
+            head.forward = lambda hidden: 2 * torch.nn.functional.linear(hidden, head.weight)
+        if state.global_step == 3:
+            del head.forward
+            if self.own is not None:
+                head.forward = self.own
+            self.model.model.layers[0].register_forward_hook(lambda module, args, output: None)
 
 
 class Unpatches(TrainerCallback):

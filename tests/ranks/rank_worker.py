@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from trl_runs import adapter, tiny_model, train
 
 import fastdpo
+from tests.support.trl.dpo import adapter, train
 
 ENVIRONMENT = dict(os.environ)
 RANK = int(ENVIRONMENT["RANK"])
@@ -145,7 +145,7 @@ def recorded_messages() -> list[str]:
 
 
 def build(directory: Path, case: Case, seed: int) -> PreTrainedModel:
-    model = tiny_model(seed=seed, **case.model)
+    model = case.make_model(seed=seed, **case.model)
     if not case.tensor_parallel:
         return model
     if RANK == 0:

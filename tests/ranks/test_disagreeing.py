@@ -1,7 +1,10 @@
 """Batches and models that one rank can pack and another cannot, under sharded engines."""
 
+from collections.abc import Iterable
+
 import pytest
 from rank_comparison import assert_same
+from rank_reasons import AGREED, OF_CALLS
 
 
 @pytest.mark.parametrize("case", ["fsdp2 holes on the last rank", "zero3 holes on the last rank"])
@@ -21,3 +24,48 @@ def test_a_model_that_one_rank_cannot_pack(case, ranks):
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])
         assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
+
+
+ENGINES = ["fsdp2", "zero3"]
+
+
+OF_MODELS = [
+    *((f"{engine} {reason} on the first rank", reason) for engine in ENGINES for reason in AGREED),
+    ("tensor parallel head-hooks on the first rank", "head-hooks"),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), OF_MODELS)
+def test_a_reason_of_the_model_that_one_rank_has(case, reason, ranks):
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+        assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
+        assert any(f"[{reason}]" in message for message in rank["patched"]["messages"])
+
+
+@pytest.mark.parametrize("case", [f"{engine} each call of the first rank" for engine in ENGINES])
+def test_a_reason_of_the_call_that_one_rank_has(case, ranks):
+    assert_padded_on_the_first(ranks, OF_CALLS)
+    assert {path for _, path in ranks[0]["patched"]["calls"]} == {"padded"}
+
+
+@pytest.mark.parametrize("case", [f"{engine} attention-dropout on the first rank" for engine in ENGINES])
+def test_dropout_of_attention_that_one_rank_has(case, ranks):
+    assert_padded_on_the_first(ranks, ["attention-dropout"])
+    assert {path for kind, path in ranks[0]["patched"]["calls"] if kind == "policy"} == {"padded"}
+
+
+@pytest.mark.parametrize("case", [f"{engine} model changes on the first rank" for engine in ENGINES])
+def test_a_model_that_changes_on_one_rank(case, ranks):
+    assert_padded_on_the_first(ranks, ["head-hooks", "head-forward", "changed-model"])
+    assert ranks[0]["patched"]["calls"]["policy", "fused"] == 1
+
+
+def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str]) -> None:
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+    first, *others = (rank["patched"] for rank in ranks)
+    logged = "".join(first["messages"])
+    assert [reason for reason in reasons if f"[{reason}]" not in logged] == []
+    for other in others:
+        assert {path for _, path in other["calls"]} == {"fused"}

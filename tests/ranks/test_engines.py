@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from comparison import differences_of_gradients, differences_of_logs, largest
 from rank_comparison import assert_calls, assert_same, difference_of_weights
+
+from tests.support.comparison import assert_same_gradients, differences_of_gradients, differences_of_logs, largest
 
 ENGINES = ["ddp", "fsdp2", "zero2", "zero3"]
 SHARDED = ("fsdp2", "zero3")
@@ -83,3 +84,13 @@ def test_a_label_lost_on_one_rank_is_noticed(case, ranks):
         if not case.startswith("zero"):  # DeepSpeed does not expose gradients
             worst.append(largest(differences_of_gradients(stock["gradients"], sabotaged["gradients"])))
         assert all(each.size >= 10 for each in worst), worst
+
+
+@pytest.mark.parametrize("cases", [("ddp multimodal", "fsdp2 multimodal")])
+def test_the_gradient_of_a_head_that_is_an_fsdp2_unit(cases, ranks_of):
+    """TRL does not average it over ranks (docs/distributed.md). When it does, this test fails."""
+    ddp, fsdp2 = (ranks_of(case)[0] for case in cases)
+    expected = ddp["stock"]["gradients"][0]
+    assert_same_gradients([expected], [fsdp2["patched"]["gradients"][0]])
+    wrong = {name for name, x in fsdp2["stock"]["gradients"][0].items() if (x - expected[name]).norm() > 0.1 * x.norm()}
+    assert wrong == {"lm_head.weight"}

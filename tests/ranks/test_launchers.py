@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from trl_runs import pairs, tiny_model, tokenizer
+
+from tests.support.trl.dpo import pairs, tiny_model, tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path("examples/distributed")
@@ -69,7 +70,7 @@ def losses():
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_trains_fused_on_two_processes(launcher, arguments, environment, losses, tmp_path):
     command = [*LAUNCHERS[launcher], *arguments, "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     loss = re.search(rf"{RANKS} processes, loss ([\d.]+)", output)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from comparison import assert_same_gradients, assert_same_logs
 from rank_cases import WHOLE_STEPS
 from rank_comparison import assert_same, assert_same_weights
+
+from tests.support.comparison import assert_same_gradients, assert_same_logs
 
 CASES = ["ddp token budget", "ddp token budget grouped by length", "fsdp2 token budget"]
 DEEPSPEED = ["zero2 token budget", "zero3 token budget"]

@@ -4,9 +4,10 @@ At the end of such an epoch stock leaves out the values of some ranks. Patched i
 """
 
 import pytest
-from comparison import approximately, assert_same_gradients, assert_same_logs
 from rank_comparison import assert_same_weights
 from rank_launch import run_cases
+
+from tests.support.comparison import approximately, assert_same_gradients, assert_same_logs
 
 CUT = {"entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "num_tokens"}
 """Metrics with one value per rank.

@@ -1,8 +1,9 @@
 """A training on several ranks that is unpatched midway continues as stock."""
 
 import pytest
-from comparison import assert_same_gradients, assert_same_logs
 from rank_comparison import assert_same_weights
+
+from tests.support.comparison import assert_same_gradients, assert_same_logs
 
 
 @pytest.mark.parametrize("case", ["ddp unpatched"])

@@ -12,18 +12,18 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from ref_logps_runs import tokens
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 from trl import DPOTrainer
 from trl.trainer.utils import disable_dropout_in_model
-from trl_runs import config, dataset, tiny_model, tokenizer
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import digests, keys, scoring
 from fastdpo.ref_logps.pairs import Pairs
+from tests.support.ref_logps import tokens
+from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 

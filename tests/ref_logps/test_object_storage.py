@@ -10,8 +10,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from ref_logps_runs import assert_close, exact, rank_of, ranks, slowly, start, tokens
-from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import doctor, ref_logps
@@ -19,6 +17,8 @@ from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
 from fastdpo.storage import checked_directory, directory_at
 from fastdpo.storage.remote import ENTRY, RemoteDirectory
+from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
+from tests.support.trl.dpo import tiny_model
 
 ROWS = tokens(12)
 

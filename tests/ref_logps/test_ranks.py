@@ -6,17 +6,17 @@ import time
 
 import pytest
 import torch
-from ref_logps_runs import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import keys
 from fastdpo.ref_logps.shards import MISSING, Shards
 from fastdpo.storage import LocalDirectory
+from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
+from tests.support.trl.dpo import tiny_model
 
 
 def counted(*args, **options) -> tuple[ref_logps.RefLogps, int]:

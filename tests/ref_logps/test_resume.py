@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from ref_logps_runs import assert_close, exact, slowly, start, tokens
-from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
 from fastdpo.storage import LocalDirectory
+from tests.support.ref_logps import assert_close, exact, slowly, start, tokens
+from tests.support.trl.dpo import tiny_model
 
 
 def stored_rows(cache, n: int) -> int:

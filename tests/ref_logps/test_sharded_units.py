@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ref_logps_runs import assert_close, exact, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import ref_logps
+from tests.support.ref_logps import assert_close, exact, tokens
+from tests.support.trl.dpo import tiny_model
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from ref_logps_runs import assert_close, exact, slowly, start, tokens
 from safetensors.torch import load_file, save_file
-from trl_runs import tiny_model
 
 import fastdpo
 from fastdpo import atomic_files, ref_logps
 from fastdpo.ref_logps.shards import Shards, _digest
 from fastdpo.storage import LocalDirectory
+from tests.support.ref_logps import assert_close, exact, slowly, start, tokens
+from tests.support.trl.dpo import tiny_model
 
 ROWS = tokens(6)
 

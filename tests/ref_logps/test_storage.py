@@ -6,13 +6,14 @@ import os
 
 import pytest
 import torch
-from ref_logps_runs import assert_close, exact, ranks, tokens
-from trl_runs import tiny_model
+from filelock import FileLock
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import passes
-from fastdpo.storage import LocalDirectory, local
+from fastdpo.storage import LocalDirectory
+from tests.support.ref_logps import assert_close, exact, ranks, tokens
+from tests.support.trl.dpo import tiny_model
 
 ROWS = tokens(12)
 
@@ -101,7 +102,7 @@ def test_a_file_system_without_locks(tmp_path, caplog, monkeypatch):
     def acquire(self, **_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(local.FileLock, "acquire", acquire)
+    monkeypatch.setattr(FileLock, "acquire", acquire)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):
         logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
     assert_close(logps, exact(tiny_model(), ROWS))

@@ -6,16 +6,16 @@ from collections import Counter
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from families import tiny_family
 from peft import LoraConfig, get_peft_model
-from ref_logps_runs import assert_close, exact, tokens
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl_runs import config, dataset, tiny_model, tokenizer
 
 import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps.pairs import Pairs, batches
+from tests.support.models.families import tiny_family
+from tests.support.ref_logps import assert_close, exact, tokens
+from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
 
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 OPTIONS = {

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastdpo.testing import floor
 
 VARIABLE = "FASTDPO_FUZZ"
-CASES = int(os.environ.get(VARIABLE, "8000"))
+CASES = int(os.environ.get(VARIABLE, "4000"))
 SEEDED = VARIABLE not in os.environ
 
 cases: Counter[str] = Counter()

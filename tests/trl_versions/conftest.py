@@ -5,7 +5,8 @@ from importlib.metadata import version
 
 import pytest
 from packaging.specifiers import SpecifierSet
-from trl_runs import train_both
+
+from tests.support.trl.dpo import train_both
 
 collect_ignore_glob = [] if version("trl") in SpecifierSet(">=0.29,<1.15") else ["test_*.py"]
 

@@ -7,12 +7,12 @@ here, and all losses and options of tests/integrations, with three of them.
 from importlib.metadata import version
 
 import pytest
-from comparison import assert_far_from_same
 from packaging.version import Version
-from trl_runs import adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
-from verified_runs import assert_verified
 
 import fastdpo
+from tests.support.comparison import assert_far_from_same
+from tests.support.trl.dpo import adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
+from tests.support.trl.verified import assert_verified
 
 installed = Version(version("trl"))
 ROUTED = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)

@@ -7,10 +7,14 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from comparison import approximately
 from trl import DPOTrainer
 from trl.trainer import dpo_trainer
-from trl_runs import (
+
+import fastdpo
+from fastdpo.integrations.trl import dpo_logits
+from fastdpo.integrations.trl.fused_logits import FusedOutput
+from tests.support.comparison import approximately
+from tests.support.trl.dpo import (
     adapter,
     assert_fused,
     assert_same,
@@ -22,10 +26,6 @@ from trl_runs import (
     tiny_model,
     train,
 )
-
-import fastdpo
-from fastdpo.integrations.trl import dpo_logits
-from fastdpo.integrations.trl.fused_logits import FusedOutput
 
 
 def test_an_unsupported_model_falls_back_to_stock(both, caplog):

@@ -1,8 +1,9 @@
 """Hybrid models in the DPOTrainer of TRL 0.29 to 1.14."""
 
 import pytest
-from families import HYBRID, kind
-from trl_runs import adapter, assert_fused, assert_same
+
+from tests.support.models.families import HYBRID, kind
+from tests.support.trl.dpo import adapter, assert_fused, assert_same
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -1,8 +1,9 @@
 """Multimodal models in the DPOTrainer of TRL 0.29 to 1.14, on pairs of text."""
 
 import pytest
-from multimodal_families import tiny_multimodal
-from trl_runs import adapter, assert_fused, assert_same
+
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.trl.dpo import adapter, assert_fused, assert_same
 
 OF_TEXT = r".*language_model\..*\.(q_proj|v_proj)"
 

@@ -1,13 +1,14 @@
-"""The instructions of tests/support/ptx, each against a result that was worked out by hand."""
+"""The instructions of tests/support/kernels/ptx, each against a result that was worked out by hand."""
 
 import struct
 
 import numpy as np
 import pytest
 import torch
-from ptx.machine import Launch
-from ptx.memory import Fault, GlobalMemory
-from ptx.program import Program
+
+from tests.support.kernels.ptx.machine import Launch
+from tests.support.kernels.ptx.memory import Fault, GlobalMemory
+from tests.support.kernels.ptx.program import Program
 
 MODULE = """
 .version 8.7
@@ -39,7 +40,7 @@ def run(body, threads=32, shared=0):
     out = torch.zeros(threads, dtype=torch.int32)
     program = Program(MODULE.format(body=body, threads=threads))
     address = out.data_ptr().to_bytes(8, "little")
-    Launch(program, (1, 1, 1), {"out": address}, {}, GlobalMemory([out]), shared).run()
+    Launch(program, (1, 1, 1), {"out": address}, GlobalMemory([out]), shared).run()
     return out.numpy()
 
 
@@ -162,13 +163,6 @@ def test_matrices_move_between_registers_and_shared_memory():
         ("mul.lo.s32 %r2, %r0, 4; st.shared.b32 [%r2], %r0;", 128, "outside of 128 bytes shared memory"),
         ("mul.lo.s32 %r2, %r0, 2; st.shared.b32 [%r2], %r0;", 256, "misaligned"),
         ("st.global.b32 [%d0+4], %r0;", 0, "outside of all arguments"),
-        ("mbarrier.try_wait.parity.shared::cta.b64 %p1, [0], 0;", 16, "not initialized"),
-        (
-            "setp.eq.b32 %p1, %r0, 0; @%p1 mbarrier.init.shared::cta.b64 [0], 1;"
-            "mbarrier.try_wait.parity.shared::cta.b64 %p1, [0], 0;",
-            16,
-            "waits without end",
-        ),
     ],
 )
 def test_faults(body, shared, fault):

@@ -1,17 +1,16 @@
-"""The kernels, compiled for NVIDIA architectures and executed on the CPU (tests/support/ptx)."""
+"""The kernels, compiled for NVIDIA architectures and executed on the CPU (tests/support/kernels/ptx)."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from benchmarks.sides import attention as sides
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
-from fastdpo.kernels.linear_exp import FusedConfig, linear_exp_fwd, linear_exp_tile
 from fastdpo.kernels.linear_logps import target_logits
 from fastdpo.kernels.logit_math import tanh
 from fastdpo.kernels.token_logps import token_logps_fwd
 from fastdpo.ops import attention_layouts, packed_attention, reference, token_logps
+from fastdpo.ops.logit_rows import Transform
 from fastdpo.ops.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
 
@@ -113,42 +112,14 @@ def test_gather_keys(dtype, launches):
 
 @pytest.mark.parametrize("transform", [(None, 1.0, 1.0), (5.0, 1.7, 0.7)], ids=["plain", "capped"])
 @pytest.mark.parametrize("shape", [(150, 300, 72), (40, 131, 128)], ids=str)
-def test_fused_head(shape, transform, launches):
+def test_target_logits(shape, transform, launches):
     n, vocabulary, d = shape
     hidden, weight, bias = (
         x.bfloat16() for x in (torch.randn(n, d) / 2, torch.randn(vocabulary, d), torch.randn(vocabulary))
     )
     targets = torch.randint(vocabulary, (n,))
-    targets[0], targets[1] = vocabulary - 1, -100
-    tile = torch.full((n, vocabulary + 16 - vocabulary % 16), torch.nan, dtype=torch.bfloat16)[:, :vocabulary]
-    given = target_logits(hidden, weight, bias, targets, *transform)
-    values = linear_exp_fwd(hidden, weight, bias, targets, given, *transform, ",".join(STATISTICS), tile, FusedConfig())
-    results = dict(zip(("logps", "shift", "others", "total", *STATISTICS), values, strict=True))
-    logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()).requires_grad_()
-    options = dict(zip(("softcap", "logit_scale", "temperature"), transform, strict=True))
-    expected = reference.token_logps(logits, targets, outputs=("logps", *STATISTICS), **options)
-    expected.logps.sum().backward()
-    for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
-        assert error(results[name], getattr(expected, name)) < 4e-6
-    assert torch.equal(results["is_top1"], expected.is_top1)
-    gradient = tile.double() * (-transform[1] / transform[2] / results["total"].double())[:, None]
-    assert error(gradient, logits.grad) < torch.finfo(torch.bfloat16).eps
-    again = torch.full_like(tile, torch.nan)
-    linear_exp_tile(
-        hidden, weight, bias, targets, results["shift"], results["others"], *transform, again, FusedConfig()
-    )
-    assert error(again, tile) < 1e-3
-    assert launches == ["_target_logits_kernel", "_linear_exp_kernel", "_linear_exp_sums_kernel", "_linear_exp_kernel"]
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_attention_with_estimated_blocks(place, architecture, launches, monkeypatch):
-    """The sides that a benchmark adds on a GPU."""
-    monkeypatch.setattr(sides, "architecture", lambda device: architecture)
-    work = sides.AttentionWorkload(((70, 20, 9), (5, 3, 40)), heads=2, kv_heads=1, d=64)
-    exact = sides.ExactAttention(work).check()
-    found = sides.PackedAttention(work, shared=True, backend="triton", place=place).check()
-    assert len(launches) == 4
-    for name, x in found.items():
-        x, plain, truth = (torch.from_numpy(y) for y in (x, exact[f"plain/{name}"], exact[f"exact/{name}"]))
-        assert_as_accurate_as(x, plain, truth)
+    targets[0] = vocabulary - 1
+    logits = torch.linalg.vecdot(hidden.double(), weight[targets].double()) + bias[targets]
+    found = target_logits(hidden, weight, bias, targets, *transform)
+    assert error(found, Transform(*transform).apply_(logits)) < 4e-6
+    assert launches == ["_target_logits_kernel"]

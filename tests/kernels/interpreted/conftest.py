@@ -3,20 +3,20 @@
 Memory that no kernel writes holds NaN. Accesses are checked, and bfloat16 is as on a GPU.
 """
 
-import interpreted_accesses
-import interpreted_bfloat16
 import pytest
 import torch
 
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
+from tests.support.kernels.interpreted import accesses, bfloat16, calls
 
 
 @pytest.fixture(autouse=True)
 def kernels_for_the_cpu(monkeypatch):
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-    interpreted_bfloat16.install(monkeypatch)
-    interpreted_accesses.install(monkeypatch)
+    bfloat16.install(monkeypatch)
+    accesses.install(monkeypatch)
+    calls.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

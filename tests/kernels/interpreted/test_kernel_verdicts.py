@@ -7,19 +7,18 @@ import pytest
 import torch
 
 from fastdpo import NotFused, ops
-from fastdpo.kernels import linear_exp, packed_attention, token_logps
 from fastdpo.kernels import linear_logps as head_kernels
+from fastdpo.kernels import packed_attention, token_logps
 from fastdpo.ops import attention_backends, kernel_cache, kernel_trials, kernel_verdicts, reference
 from fastdpo.ops.attention_triton import TritonBackend
 from fastdpo.ops.kernel_verdicts import Kernel
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
-BLOCKS = linear_exp.FusedConfig(16, 32, 16, 4, 2)
 TRIALS = {
     "token_logps": kernel_trials.token_logps,
     "target_logits": kernel_trials.target_logits,
-    "linear_exp": partial(kernel_trials.linear_exp, width=24, config=BLOCKS, tile_dtype=torch.float32),
+    "token_logps, 32 warps": partial(kernel_trials.token_logps, warps=32),
     "attention": partial(kernel_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16),
     "attention, every option": partial(
         kernel_trials.packed_attention, TritonBackend().prepare, d=24, d_v=8, group=1, windowed=True, capped=True

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from heads import Dropped
-from special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 from fastdpo.kernels.token_logps import NORMALIZED_SUM
 from fastdpo.ops import reference, token_logps
 from fastdpo.ops.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.ops.heads import Dropped
+from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 INF, NAN = float("inf"), float("nan")
 OUTPUTS = ("logps", *STATISTICS)

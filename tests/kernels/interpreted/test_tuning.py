@@ -6,21 +6,20 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-import tuning_worker
-from rank_processes import run_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastdpo import ops, tune
-from fastdpo.kernels import linear_exp, token_logps
-from fastdpo.ops import attention_backends, head_table, head_tiles, kernel_cache, kernel_verdicts, reference, tuning
+from fastdpo.kernels import token_logps
+from fastdpo.ops import attention_backends, head_tiles, kernel_cache, kernel_verdicts, reference, tuning
 from fastdpo.ops.kernel_verdicts import Kernel
 from fastdpo.ops.tuning import Candidate
+from tests.support.stand_ins import flash_libraries
+from tests.support.workers import tuning as worker
+from tests.support.workers.processes import run_ranks
 
 CPU = torch.device("cpu")
 CALL = Kernel("op", CPU, torch.bfloat16, ("D 8",))
-BLOCKS = (16, 32, 16, 4, 2), (32, 16, 16, 4, 2)
-ROWS, HALVED, FUSED = "rows, tiles of 1024", "rows, tiles of 512", [f"fused {x}, tiles of 1024" for x in BLOCKS]
-WHOLE = "rows by 32 warps, tiles of 1024"
+FEW, WHOLE = "8 warps", "32 warps"
 
 
 VERDICTS = {}
@@ -41,9 +40,8 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setattr(kernel_verdicts, "_failures", VERDICTS)
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
-    for name in (tuning.VARIABLE, "FASTDPO_STRICT", head_table.VARIABLE, attention_backends.VARIABLE):
+    for name in (tuning.VARIABLE, "FASTDPO_STRICT", attention_backends.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(head_table, "CANDIDATES", BLOCKS)
     monkeypatch.setattr(head_tiles, "LEAST_TUNED", 0)
     monkeypatch.setattr(head_tiles, "kernel_tile_rows", lambda *arguments: 1024)
     monkeypatch.setattr(attention_backends, "LEAST_TUNED", 0)
@@ -131,9 +129,37 @@ def test_a_candidate_that_cannot_be_launched_is_not_chosen(runs, clock):
     assert tuning.made()[CALL].measured["b"] == "OutOfMemoryError: at the size of the call"
 
 
-def test_the_builtin_choice_stays_where_it_cannot_be_timed(clock):
-    clock({"b": 1.0})
-    assert choose(candidate("a", run=raising(RuntimeError("no memory"))), candidate("b")) == "a"
+def test_a_builtin_choice_that_cannot_be_run_is_not_chosen(clock):
+    clock({"b": 9.0, "c": 8.0})
+    broken = candidate("a", run=raising(AssertionError("no softcap")))
+    assert choose(broken, candidate("b"), candidate("c")) == "c"
+    assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "c"
+
+
+def test_what_none_can_run_keeps_the_builtin_choice_without_a_note(clock, tmp_path):
+    clock({})
+    broken = [candidate(name, run=raising(RuntimeError("no memory"))) for name in "ab"]
+    assert choose(*broken) == "a"
+    assert tuning.made()[CALL].timed == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_noted_choice_that_could_not_be_run_is_measured_again(clock):
+    clock({"a": 10.0, "b": 8.0})
+    kernel_cache.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": "AssertionError: ", "b": 1.0}}})
+    assert choose(candidate("a"), candidate("b")) == "b"
+
+
+@pytest.mark.parametrize(("withdrawn", "remaining"), [("b", "c"), ("c", "b")])
+def test_a_withdrawn_choice_is_replaced_by_the_next(withdrawn, remaining, clock, tmp_path):
+    clock({"a": 10.0, "b": 8.0, "c": 9.0})
+    assert choose(*map(candidate, "abc")) == "b"
+    tuning.withdraw(CALL, withdrawn, "RuntimeError: no kernel image")
+    assert choose() == remaining
+    assert tuning.timed(CALL) == [remaining, "a"]
+    new_process()
+    assert choose(*map(candidate, "abc")) == remaining
+    tuning.withdraw(Kernel("other", CPU, torch.bfloat16), "a", "unknown")  # not chosen here
 
 
 def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
@@ -151,7 +177,10 @@ def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
     assert {*ran} == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("choice", [None, {}, {"name": "b"}, {"name": "d", "measured": {"a": 1.0, "b": 2.0}}])
+@pytest.mark.parametrize(
+    "choice",
+    [None, {}, {"name": "b"}, {"name": "b", "measured": ["b"]}, {"name": "d", "measured": {"a": 1.0, "b": 2.0}}],
+)
 def test_an_invalid_note_is_measured_again(choice, clock):
     clock({"a": 10.0, "b": 8.0})
     kernel_cache.note(CPU, choices={CALL.noted: choice})
@@ -235,7 +264,7 @@ def test_ranks_do_not_wait_for_one_that_fails(clock, store):
 
 
 def test_processes_agree():
-    run_ranks(2, tuning_worker.choose, seconds=120)
+    run_ranks(2, worker.choose, seconds=120)
 
 
 def head(dtype=torch.float16):
@@ -257,8 +286,8 @@ def assert_head_is_right():
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
 
 
-def format_of_head():
-    return head_tiles.TileFormat.of(head()[1], torch.float16).name
+def warps_of_head():
+    return f"{head_tiles.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
 
 
 @pytest.fixture
@@ -266,7 +295,7 @@ def one_round(monkeypatch):
     monkeypatch.setattr(tuning, "ROUNDS", 1)
 
 
-TIMES = {ROWS: 10.0, HALVED: 11.0, WHOLE: 10.5, FUSED[0]: 8.0, FUSED[1]: 9.0}
+TIMES = {FEW: 10.0, WHOLE: 8.0}
 
 
 @pytest.mark.parametrize("fastest", TIMES)
@@ -274,26 +303,31 @@ def test_a_head_runs_its_fastest_kernels(fastest, clock, one_round):
     ran = clock(TIMES | {fastest: 5.0})
     assert_head_is_right()
     assert {*ran} == {*TIMES}
-    assert format_of_head() == fastest
+    assert warps_of_head() == fastest
 
 
-def of_first_blocks(launch, replace):
-    """A launcher that does something else with the first blocks."""
-    return lambda *arguments: (replace if arguments[-1] == BLOCKS[0] else launch)(*arguments)
+def of_many_warps(replace):
+    """A launcher that does something else with more warps than the default."""
+
+    def run(*arguments, **options):
+        many = 32 in [options.get("warps"), *(x for x in arguments if type(x) is int)]
+        return (replace if many else LAUNCH)(*arguments, **options)
+
+    return run
 
 
-def off_by_a_percent(*arguments):
-    logps, *others = LAUNCH(*arguments)
+def off_by_a_percent(*arguments, **options):
+    logps, *others = LAUNCH(*arguments, **options)
     return [logps * 1.01, *others]
 
 
-def fails_at_the_size_of_the_head(hidden, weight, *arguments):
-    if len(weight) == 67:
+def fails_at_the_size_of_the_head(logits, *arguments, **options):
+    if logits.shape[1] == 67:
         raise RuntimeError("invalid argument")
-    return LAUNCH(hidden, weight, *arguments)
+    return LAUNCH(logits, *arguments, **options)
 
 
-LAUNCH = linear_exp.linear_exp_fwd
+LAUNCH = token_logps.token_logps_fwd
 
 
 @pytest.mark.parametrize(
@@ -306,67 +340,41 @@ LAUNCH = linear_exp.linear_exp_fwd
     ids=["wrong values", "does not compile", "does not launch"],
 )
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_a_head_does_not_run_blocks_that_fail(untried, strict, fault, reason, clock, one_round, monkeypatch, caplog):
+def test_a_head_does_not_run_warps_that_fail(untried, strict, fault, reason, clock, one_round, monkeypatch, caplog):
     monkeypatch.setenv("FASTDPO_STRICT", strict)
-    monkeypatch.setattr(linear_exp, "linear_exp_fwd", of_first_blocks(LAUNCH, fault))
+    monkeypatch.setattr(token_logps, "token_logps_fwd", of_many_warps(fault))
     clock(TIMES)
     assert_head_is_right()
-    assert format_of_head() == FUSED[1]
+    assert warps_of_head() == FEW
     (choice,) = tuning.made().values()
-    assert choice.measured[FUSED[0]].startswith(reason)
+    assert choice.measured[WHOLE].startswith(reason)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def of_many_warps(launch, replace):
-    """A launcher that does something else with more warps than the default."""
-
-    def run(*arguments, **options):
-        many = 32 in [options.get("warps"), *(x for x in arguments if type(x) is int)]
-        return (replace if many else launch)(*arguments, **options)
-
-    return run
-
-
-@pytest.mark.parametrize("noted", [False, True])
-def test_a_head_does_not_run_rows_by_warps_that_fail(noted, untried, clock, one_round, monkeypatch, caplog):
-    clock(TIMES | {WHOLE: 5.0})
-    if noted:
-        kernel_cache.note(CPU, choices={"linear_logps torch.float16 V 67 D 24": tuning.Choice(WHOLE, TIMES)._asdict()})
-    launch = of_many_warps(token_logps.token_logps_fwd, raising(RuntimeError("too many resources")))
-    monkeypatch.setattr(token_logps, "token_logps_fwd", launch)
-    assert_head_is_right()
-    assert format_of_head() == (ROWS if noted else FUSED[0])
-    assert ("the kernel token_logps is disabled" in caplog.text) == noted
-
-
-def test_blocks_that_are_noted_are_checked_again(untried, clock, monkeypatch, caplog):
+def test_warps_that_are_noted_are_checked_again(untried, clock, monkeypatch, caplog):
     """The file of a choice may come from elsewhere."""
-    noted = {"linear_logps torch.float16 V 67 D 24": tuning.Choice(FUSED[0], TIMES)._asdict()}
-    kernel_cache.note(CPU, choices=noted)
-    monkeypatch.setattr(linear_exp, "linear_exp_fwd", of_first_blocks(LAUNCH, off_by_a_percent))
+    kernel_cache.note(CPU, choices={"linear_logps torch.float16 V 67 D 24": tuning.Choice(WHOLE, TIMES)._asdict()})
+    monkeypatch.setattr(token_logps, "token_logps_fwd", of_many_warps(off_by_a_percent))
     ran = clock({})
-    assert format_of_head() == ROWS
+    assert_head_is_right()
+    assert warps_of_head() == FEW
     assert not ran
-    assert "the kernel linear_exp is disabled" in caplog.text
+    assert "the kernel token_logps is disabled" in caplog.text
 
 
-@pytest.fixture(params=["FASTDPO_TUNE", "deterministic", "FASTDPO_HEAD_TABLE"])
-def pinned(request, monkeypatch, tmp_path):
+@pytest.fixture(params=["FASTDPO_TUNE", "deterministic"])
+def pinned(request, monkeypatch):
     if request.param == "deterministic":
         torch.use_deterministic_algorithms(True)
-    elif request.param == "FASTDPO_TUNE":
-        monkeypatch.setenv(request.param, "0")
     else:
-        table = tmp_path / "head.json"
-        table.write_text("[]")
-        monkeypatch.setenv(request.param, str(table))
+        monkeypatch.setenv(request.param, "0")
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def test_a_pinned_head_is_not_tuned(pinned, clock):
     ran = clock({})
-    assert format_of_head() == ROWS
+    assert warps_of_head() == FEW
     assert not ran
 
 
@@ -377,18 +385,18 @@ def test_modes_of_the_call_do_not_see_what_is_timed(clock, one_round):
     assert counted.get_total_flops() <= 2 * 2 * 5 * 67 * 24  # one product, and the targets' logits
 
 
-@pytest.mark.parametrize("noted", [None, FUSED[0], WHOLE])
+@pytest.mark.parametrize("noted", [None, FEW, WHOLE])
 def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round, caplog):
     ran = clock(TIMES | {noted: 5.0})
     if noted is not None:
-        format_of_head()
+        warps_of_head()
         ran.clear()
         new_process()
     torch.compiler.reset()
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
     found, exact = (op(*head()).logps for op in (compiled, reference.linear_logps))
     torch.testing.assert_close(found, exact.float(), rtol=2e-3, atol=2e-3)
-    assert format_of_head() == (noted or ROWS)
+    assert warps_of_head() == (noted or FEW)
     assert not ran
 
 
@@ -420,9 +428,9 @@ class Library:
 def library(monkeypatch):
     library = Library()
     monkeypatch.setattr(attention_backends, "BACKENDS", {"library": library, "triton": attention_backends.OWN})
-    attention_backends.passes_probe.cache_clear()
+    flash_libraries.forget()
     yield library
-    attention_backends.passes_probe.cache_clear()
+    flash_libraries.forget()
 
 
 def attend():
@@ -454,7 +462,7 @@ def test_the_command_measures_a_head_and_attention(library, clock, one_round):
     arguments = [attention], torch.float16, False, [40], CPU
     choices = {call.name: choice for call, choice in tune.measured(tune.HeadSize(24, 67), *arguments).items()}
     assert choices == {
-        "linear_logps": tuning.Choice(FUSED[0], TIMES),
+        "linear_logps": tuning.Choice(WHOLE, TIMES),
         "packed_attention": tuning.Choice("triton", {"library": 2.0, "triton": 1.0}),
     }
 
@@ -463,7 +471,7 @@ def test_a_wrong_library_is_not_timed(library, clock, caplog):
     library.error = 0.01
     ran = clock({})
     attend()  # there is one backend left, so that nothing is to be chosen
-    assert "library is disabled: wrong values" in caplog.text
+    assert "library is disabled for head sizes 16 and 16: wrong values" in caplog.text
     assert "library" not in ran
 
 

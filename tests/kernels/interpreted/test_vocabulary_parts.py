@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from heads import OUTPUTS, doubled, head_inputs, results_and_gradients
-from simulated_ranks import results_and_gradients_of_ranks
 
 from fastdpo.ops import reference
 from fastdpo.testing import assert_as_accurate_as
+from tests.support.ops.heads import OUTPUTS, doubled, head_inputs, results_and_gradients
+from tests.support.ops.simulated_ranks import results_and_gradients_of_ranks
 
 V = 4200  # more than a block of the kernels' columns
 SIZES = {"even": (1400, 1400, 1400), "uneven": (1, 4150, 49)}

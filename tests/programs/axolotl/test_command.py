@@ -5,8 +5,9 @@ import math
 import os
 
 import pytest
-from harness import BIN, assert_same, run
-from workload import TINY
+
+from tests.support.programs.harness import BIN, assert_same, run
+from tests.support.programs.workload import TINY
 
 LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_target_modules=["q_proj", "v_proj"], plugins=["seeded.Plugin"])
 SEEDED = """

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import SIZES, assert_same_training, sharpen
-from harness import numbers
 from llamafactory.train.tuner import run_exp  # first: without it, TRL 0.24 cannot be imported next to transformers 5
-from multimodal_text import KINDS as MULTIMODAL
-from multimodal_text import multimodal_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
-from workload import Workload
 
 import fastdpo
+from tests.support.comparison import SIZES, assert_same_training, sharpen
+from tests.support.models.multimodal_text import KINDS as MULTIMODAL
+from tests.support.models.multimodal_text import multimodal_model
+from tests.support.programs.harness import numbers
+from tests.support.programs.workload import Workload
 
 WORKLOAD = Workload(pairs=12, batch=4)
 OPTIONS = dict(

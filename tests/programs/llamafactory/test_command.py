@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from harness import BIN, Run, assert_same
 from llamafactory_runs import write_data
-from workload import TINY
+
+from tests.support.programs.harness import BIN, Run, assert_same
+from tests.support.programs.workload import TINY
 
 LORA = dict(finetuning_type="lora", lora_target="q_proj,v_proj", lora_rank=8)
 CALLS = {"dpo": {"policy": 1, "reference": 1}, "kto": {"policy": 2, "reference": 1}, "simpo": {"policy": 1}}

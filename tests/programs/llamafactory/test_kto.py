@@ -8,7 +8,7 @@ OPTIONS = {
     "as it is": {},
     "weights": dict(kto_chosen_weight=0.5, kto_rejected_weight=2.0),
     "ftx": dict(pref_ftx=0.5),
-    "beta": dict(pref_beta=0.5),
+    "beta": dict(pref_beta=0.05),  # the tolerance of rewards is proportional to beta
     "lora": LORA,
     "an odd batch": dict(per_device_train_batch_size=3),
     "one row": dict(per_device_train_batch_size=1),

@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from comparison import approximately
 from llamafactory.train.dpo import trainer as dpo_trainer
 from llamafactory.train.kto import trainer as kto_trainer
 from llamafactory_runs import FUSED, assert_same, checkpoint, train, train_both
 
 import fastdpo
 from fastdpo.packing import IGNORE_INDEX
+from tests.support import faults
+from tests.support.comparison import approximately
 
 
 def means(logits, labels):
@@ -67,16 +68,7 @@ def test_the_caller_of_evaluate_gets_the_logged_metrics(tmp_path, stage):
 def test_lost_labels_are_noticed(tmp_path, stage, monkeypatch):
     """The comparison of trainings fails when one token of each batch is not scored."""
     with monkeypatch.context() as patch:
-        forward = fastdpo.models.forward._score
-
-        def without_a_token(model, fused, batch, kwargs):
-            scored = forward(model, fused, batch, kwargs)
-            row, column = scored.label_mask.nonzero()[0]
-            logps = scored.logps.logps.clone()
-            logps[row, column] = 0
-            return scored._replace(logps=scored.logps._replace(logps=logps))
-
-        patch.setattr(fastdpo.models.forward, "_score", without_a_token)
+        faults.without_a_result(patch)
         stock, patched = train_both(tmp_path, stage)
     assert patched.calls == FUSED[stage]
     with pytest.raises(AssertionError, match="times the tolerance"):

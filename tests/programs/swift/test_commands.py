@@ -4,9 +4,10 @@ import math
 from importlib.metadata import version
 
 import pytest
-from harness import assert_same
-from swift_runs import LORA, arguments
-from workload import TINY
+
+from tests.support.programs.harness import assert_same
+from tests.support.programs.swift_runs import LORA, arguments
+from tests.support.programs.workload import TINY
 
 
 def command(output, workload, kind, **options):

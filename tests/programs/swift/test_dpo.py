@@ -6,9 +6,12 @@ import importlib.metadata
 
 import pytest
 import torch
-from comparison import assert_far_from_same
 from swift.rlhf_trainers.dpo_trainer import DPOTrainer
-from swift_runs import (
+
+import fastdpo
+from fastdpo.integrations.swift import dpo
+from tests.support.comparison import assert_far_from_same
+from tests.support.programs.swift_runs import (
     LORA,
     PACKING,
     VARIED,
@@ -20,11 +23,8 @@ from swift_runs import (
     train_both,
     use_trainer,
 )
-from trl_runs import assert_fused, assert_same, assert_same_bits
-from verified_runs import assert_verified
-
-import fastdpo
-from fastdpo.integrations.swift import dpo
+from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits
+from tests.support.trl.verified import assert_verified
 
 NAME = "swift.DPOTrainer"
 FULL = dict(policy=3, reference=3)

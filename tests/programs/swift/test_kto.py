@@ -1,9 +1,12 @@
 """ms-swift's KTOTrainer in this process, stock against patched."""
 
 import pytest
-from comparison import assert_far_from_same
 from swift.rlhf_trainers.kto_trainer import KTOTrainer
-from swift_runs import (
+from transformers import TrainerCallback
+
+from fastdpo.integrations.swift import batches
+from tests.support.comparison import assert_far_from_same
+from tests.support.programs.swift_runs import (
     LORA,
     PACKING,
     join_rows,
@@ -13,10 +16,7 @@ from swift_runs import (
     train_both,
     use_trainer,
 )
-from transformers import TrainerCallback
-from trl_runs import assert_fused, assert_same, assert_same_bits
-
-from fastdpo.integrations.swift import batches
+from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits
 
 FULL = dict(policy=6, reference=3)  # the completions and the KL term of 3 steps
 LAYOUTS = {"padded": {}, "padding_free": dict(prepare=join_rows)}

@@ -1,10 +1,11 @@
 """ms-swift's CPOTrainer and ORPOTrainer in this process, stock against patched."""
 
 import pytest
-from comparison import assert_far_from_same
 from swift.rlhf_trainers.cpo_trainer import CPOTrainer
-from swift_runs import LORA, forget_a_token, scale_logits, train_both, use_trainer
-from trl_runs import assert_fused, assert_same, assert_same_bits
+
+from tests.support.comparison import assert_far_from_same
+from tests.support.programs.swift_runs import LORA, forget_a_token, scale_logits, train_both, use_trainer
+from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits
 
 OPTIONS = {
     "cpo": ("cpo", {}),

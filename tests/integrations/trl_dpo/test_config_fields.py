@@ -1,0 +1,110 @@
+"""Every field of `DPOConfig` must be listed here, with the test that covers it.
+
+A field that a new TRL version adds therefore fails a test until somebody reviews it. Fields of
+transformers' `TrainingArguments` are listed if they change a model, its calls or the use of a loss.
+"""
+
+import ast
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+from trl import DPOConfig
+
+TESTS = Path(__file__).parents[1]
+
+
+def run_by(file: str, *tests: str) -> tuple[str, tuple[str, ...]]:
+    """Names the file and the tests that train with a field set."""
+    return f"trl_dpo/test_{file}.py", tests
+
+
+UNTOUCHED = "untouched"  # read before or after the model is called, by the same code with and without fastdpo
+LOSS_ONLY = run_by("losses", "test_loss", "test_modified_loss")
+NEEDS_A_GPU = "needs a GPU"
+NEEDS_A_CLUSTER = "needs an engine that is not installed"
+
+OF_DPO = {
+    "activation_offloading": run_by("models", "test_saved_activations_may_be_moved"),
+    "beta": LOSS_ONLY,
+    "dataset_num_proc": UNTOUCHED,
+    "disable_dropout": run_by("models", "test_dropout_is_packed"),
+    "discopop_tau": LOSS_ONLY,
+    "f_alpha_divergence_coef": LOSS_ONLY,
+    "f_divergence_type": LOSS_ONLY,
+    "label_smoothing": LOSS_ONLY,
+    "ld_alpha": LOSS_ONLY,
+    "loss_type": LOSS_ONLY,
+    "loss_weights": LOSS_ONLY,
+    "max_length": run_by("options", "test_option"),
+    "model_init_kwargs": run_by("models", "test_model_given_by_path"),
+    "pad_to_multiple_of": run_by("options", "test_option"),
+    "pad_token": run_by("options", "test_option"),
+    "padding_free": run_by("padding_free", "test_same_training"),
+    "precompute_ref_batch_size": run_by("options", "test_option"),
+    "precompute_ref_log_probs": run_by("options", "test_option"),
+    "ref_model_mixup_alpha": run_by("options", "test_reference_follows_the_policy"),
+    "ref_model_sync_steps": run_by("options", "test_reference_follows_the_policy"),
+    "router_aux_loss_coef": run_by("families", "test_router_loss"),
+    "sync_ref_model": run_by("options", "test_reference_follows_the_policy"),
+    "truncation_mode": run_by("options", "test_option"),
+    "trust_remote_code": UNTOUCHED,
+    "use_weighting": LOSS_ONLY,
+}
+
+OF_TRAINING = {
+    "average_tokens_across_devices": run_by("options", "test_option"),
+    "bf16": run_by("models", "test_autocast"),
+    "bf16_full_eval": run_by("models", "test_evaluation_in_bfloat16"),
+    "dataloader_num_workers": run_by("options", "test_option"),
+    "deepspeed": NEEDS_A_CLUSTER,
+    "eval_on_start": run_by("options", "test_option"),
+    "fp16": NEEDS_A_GPU,
+    "fp16_full_eval": NEEDS_A_GPU,
+    "fsdp": NEEDS_A_CLUSTER,
+    "gradient_accumulation_steps": run_by("options", "test_option"),
+    "gradient_checkpointing": run_by("options", "test_option"),
+    "gradient_checkpointing_kwargs": run_by("options", "test_option"),
+    "label_smoothing_factor": run_by("options", "test_option"),
+    "neftune_noise_alpha": run_by("models", "test_noise_on_embeddings_falls_back_to_stock"),
+    "parallelism_config": NEEDS_A_CLUSTER,
+    "per_device_train_batch_size": run_by("options", "test_option"),
+    "remove_unused_columns": run_by("options", "test_option"),
+    "tf32": NEEDS_A_GPU,
+    "torch_compile": run_by("models", "test_compiled_model"),
+    "torch_compile_backend": run_by("models", "test_compiled_model"),
+    "use_cache": run_by("options", "test_option"),
+    "use_liger_kernel": NEEDS_A_GPU,
+}
+
+
+def names(config: type) -> set[str]:
+    return {field.name for field in fields(config)}
+
+
+def test_every_field_is_listed():
+    assert names(DPOConfig) - names(TrainingArguments) == OF_DPO.keys()
+    assert names(TrainingArguments) >= OF_TRAINING.keys()
+
+
+@cache
+def read(file: str) -> tuple[set[str], set[str]]:
+    """The names of the tests in a file, and of all keyword arguments in its calls."""
+    nodes = list(ast.walk(ast.parse((TESTS / file).read_text())))
+    return (
+        {node.name for node in nodes if isinstance(node, ast.FunctionDef)},
+        {node.arg for node in nodes if isinstance(node, ast.keyword)},
+    )
+
+
+CLAIMS = {name: claim for name, claim in {**OF_DPO, **OF_TRAINING}.items() if isinstance(claim, tuple)}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_every_listed_test_exists_and_uses_the_field(name):
+    file, tests = CLAIMS[name]
+    defined, used = read(file)
+    assert defined >= set(tests)
+    assert name in used

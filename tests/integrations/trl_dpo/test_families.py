@@ -1,0 +1,246 @@
+"""Model families in TRL's DPOTrainer: fused with equal results, or falling back with a reason.
+
+Calls outside of the trainer must be unchanged.
+"""
+
+import functools
+import logging
+
+import pytest
+import torch
+from trl.trainer import dpo_trainer
+
+import fastdpo
+from fastdpo import attention
+from fastdpo.models import probe
+from tests.support.comparison import RELATIVE, assert_close
+from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, WINDOW, kind, tiny_family
+from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits, assert_same_error
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_same_training(both, name):
+    stock, patched = both(kind(name), FUSED[name][1], max_steps=2)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "coefficient"),
+    [
+        (dict(output_router_logits=True), None),  # set in the config: the reference model computes them too
+        ({}, 0.5),
+        ({}, 0.0),  # no loss depends on the router logits: they are not stored
+    ],
+    ids=["config", "heavy", "off"],
+)
+def test_router_loss(both, tiny, coefficient):
+    stock, patched = both("mixtral", FUSED["mixtral"][1] | tiny, max_steps=2, router_aux_loss_coef=coefficient)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    assert ("aux_loss" in patched.logs[0]) == (coefficient != 0)
+
+
+@pytest.mark.parametrize("name", [name for name in STOCK if name not in FAILS_IN_STOCK])
+def test_unsupported_families_fall_back_to_stock(both, caplog, name):
+    reason, tiny = STOCK[name]
+    with caplog.at_level(logging.WARNING, logger="fastdpo"):
+        stock, patched = both(kind(name), tiny, max_steps=2)
+    assert_same_bits(stock, patched)
+    assert patched.calls == {("policy", "stock"): 2, ("reference", "stock"): 2}
+    messages = [record.message for record in caplog.records if reason in record.message]
+    assert len(messages) == 2, "once for the policy, once for the reference"
+
+
+@pytest.mark.parametrize("name", FAILS_IN_STOCK)
+def test_families_that_fail_in_stock_raise_the_same_error(tmp_path, caplog, name):
+    assert_same_error(tmp_path, functools.partial(tiny_family, name), FAILS_IN_STOCK[name])
+    assert STOCK[name][0] in caplog.text
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FUSED)
+def test_other_calls_are_unchanged(name, implementation):
+    """Padded forward passes and `generate()` give the same bits with and after packed attention."""
+    if implementation == "sdpa" and name in ("gemma2", "gpt_oss", "mamba", "mamba2", "falcon_mamba"):
+        pytest.skip("transformers has no sdpa for it")
+    model = tiny_family(name, attn_implementation=implementation).eval()
+    ids = torch.randint(3, 90, (2, 2 * WINDOW), generator=torch.Generator().manual_seed(0))
+    right = (torch.arange(2 * WINDOW) < torch.tensor([[2 * WINDOW], [WINDOW + 1]])).long()
+
+    def outputs():
+        with torch.no_grad():
+            logits = [model(input_ids=ids, attention_mask=mask).logits for mask in (right, right.flip(1))]
+        generation = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return *logits, model.generate(input_ids=ids, attention_mask=right.flip(1), **generation)
+
+    before = outputs()
+    prior = attention.switch(model)
+    switched = outputs()
+    attention.restore(model, prior)
+    assert prior == implementation == model.config._attn_implementation
+    for a, b, c in zip(before, switched, outputs(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FUSED)
+def test_probe_accepts_half_precision(name, dtype):
+    model = tiny_family(name).to(dtype)
+    attention.switch(model)
+    assert probe.probe(model, CPU).unsupported_reason is None
+
+
+def _drop(name):
+    stock = attention.packed_attention
+
+    def dropped(*args, **options):
+        return stock(*args, **{**options, name: None})
+
+    return dropped
+
+
+@pytest.mark.parametrize(
+    ("name", "feature", "dtype"),
+    [
+        ("mistral", "window", torch.float32),
+        ("mistral", "window", torch.bfloat16),
+        ("qwen2-window", "window", torch.float32),
+        ("gemma2", "softcap", torch.float32),  # in half precision its effect is below rounding
+        ("gpt_oss", "sinks", torch.float32),
+        ("gpt_oss", "sinks", torch.bfloat16),
+        ("granite", "scale", torch.float32),
+        ("granite", "scale", torch.bfloat16),
+    ],
+)
+def test_probe_detects_an_attention_that_drops_a_feature(monkeypatch, name, feature, dtype):
+    model = tiny_family(name).to(dtype)
+    attention.switch(model)
+    monkeypatch.setattr(attention, "packed_attention", _drop(feature))
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
+    """Gemma 2's softcap, which sdpa omits in some versions, changes states by only 3.5e-4."""
+    model = tiny_family(name)
+    attention.switch(model)
+    stock = attention.packed_attention
+    monkeypatch.setattr(attention, "packed_attention", lambda *args, **options: stock(*args, **options) * 1.0003)
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("change", ["no prefix", "leak", "positions"])
+def test_probe_detects_a_wrong_layout(monkeypatch, change, dtype):
+    model = tiny_family("llama").to(dtype)
+    attention.switch(model)
+    stock = attention.packed_inputs
+
+    def wrong(model, layout, ids):
+        rows = layout.rows
+        second = rows[:, 1] > 0
+        if change == "no prefix":
+            rows[second, 1] = 0
+        elif change == "leak":
+            rows[second, 1] += 2
+        else:
+            layout.position_ids[layout.position_ids > 4] += 2
+        return stock(model, layout, ids)
+
+    monkeypatch.setattr(attention, "packed_inputs", wrong)
+    assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
+
+
+def test_a_window_too_long_for_the_probe_must_be_passed_to_attention():
+    window = probe.LONGEST_PROBE + 1
+    for name, reason in (("mistral", None), ("phimoe", f"the window of {window} tokens is not passed")):
+        model = tiny_family(name, sliding_window=window, max_position_embeddings=2 * window)
+        attention.switch(model)
+        unsupported_reason = probe.probe(model, CPU).unsupported_reason
+        assert unsupported_reason is None if reason is None else reason in unsupported_reason
+
+
+def test_probe_does_not_change_the_model():
+    model = tiny_family("gpt2").train()
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    attention.switch(model)
+    state = torch.get_rng_state()
+    result = probe.probe(model, CPU)
+    assert result == probe.ProbeResult(None, is_random=True, attention_dropout=0.1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("width", [6, 40])
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+def test_probe_does_not_change_rotary_embeddings(name, width):
+    """They hold what follows from the width of their last batch, and in dynamic NTK from earlier ones."""
+    model = tiny_family(name).eval()
+    rotary = model.model.rotary_emb
+
+    def run(width: int) -> torch.Tensor:
+        with torch.no_grad():
+            return model.model(input_ids=torch.arange(3, 3 + width)[None]).last_hidden_state
+
+    run(width)
+    before = rotary.inv_freq.clone(), rotary.max_seq_len_cached
+    attention.switch(model)
+    assert probe.probe(model, CPU).unsupported_reason is None
+    assert probe.head_difference(model, CPU) is None
+    assert torch.equal(rotary.inv_freq, before[0])
+    assert rotary.max_seq_len_cached == before[1]
+
+
+def test_attention_dropout_falls_back_to_stock(both, caplog):
+    _, patched = both("gpt2", FUSED["gpt2"][1], disable_dropout=False, max_steps=1)
+    # TRL keeps the reference in training mode.
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "attention dropout is active" in caplog.text
+
+
+def test_functional_dropout_is_detected():
+    model = tiny_family("opt", dropout=0.1)  # torch.nn.functional.dropout, without a module
+    attention.switch(model)
+    assert probe.probe(model, CPU) == probe.ProbeResult(None, is_random=True)
+
+
+@pytest.fixture
+def fused_and_stock():
+    """Adds TRL's patched fused head to a model, then runs it fused and stock on one batch."""
+
+    def call(model, batch):
+        outputs = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+        dpo_trainer.add_fused_lm_head(model, outputs=outputs)
+        before = fastdpo.calls.copy()
+        fused = model(**batch, fused_lm_head=True)
+        ran = {key[2] for key in fastdpo.calls - before}
+        return fused, vars(model)["_fastdpo_forward"].prior_forward(**batch, fused_lm_head=True), ran
+
+    with fastdpo.patched():
+        yield call
+
+
+@pytest.mark.parametrize("longest", [14, 16, 17, 22])
+@pytest.mark.parametrize("width", [16, 17, 24])
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+def test_rotary_embeddings_follow_the_padded_width(fused_and_stock, name, width, longest):
+    """Rotary frequencies change above 16 tokens; rows and batch widths lie below and above that."""
+    if longest > width:
+        pytest.skip("rows cannot be longer than the batch is wide")
+    generator = torch.Generator().manual_seed(longest)
+    ids = torch.randint(3, 90, (4, width), generator=generator)
+    ids[2:, :5] = ids[:2, :5]
+    lengths = torch.tensor([longest, 9, 11, 7])
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    labels = ids.masked_fill((mask == 0) | (torch.arange(width) < 4), -100)
+    model = tiny_family(name).eval()
+    fused, stock, ran = fused_and_stock(model, dict(input_ids=ids, attention_mask=mask, labels=labels))
+    assert ran == {"fused"}
+    assert_close(fused.log_probs, stock.log_probs, absolute=RELATIVE)
+    assert_close(fused.entropy, stock.entropy, absolute=RELATIVE)

@@ -1,0 +1,270 @@
+"""Multimodal models in TRL's DPOTrainer on pairs with images."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+from fastdpo.integrations.trl import memory as trl_memory
+from fastdpo.models import images, islands, probe, support
+from fastdpo.models.language_model import language_model
+from fastdpo.ops.attention_islands import is_island
+from tests.support.comparison import assert_far_from_same
+from tests.support.models.multimodal import tiny_multimodal
+from tests.support.trl.dpo import adapter, assert_fused, assert_same, assert_same_bits
+from tests.support.trl.vision import FAMILIES, train_vision_both
+
+STOCK = {("policy", "stock"): 2, ("reference", "stock"): 2}
+
+
+@pytest.fixture
+def both(tmp_path):
+    return functools.partial(train_vision_both, tmp_path)
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Whether the images of each packed batch were run once."""
+    stock, recorded = images.pack, []
+
+    def pack(*args):
+        packed = stock(*args)
+        recorded.append(packed.shared)
+        return packed
+
+    monkeypatch.setattr(images, "pack", pack)
+    return recorded
+
+
+@dataclass
+class Edited(DataCollatorForVisionPreference):
+    """TRL's collator, with `edit` applied to its batches."""
+
+    edit: Callable | None = None
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        self.edit(batch)
+        return batch
+
+
+def edited(name: str, edit: Callable) -> Edited:
+    return Edited(FAMILIES[name].processor(), edit=edit)
+
+
+def in_tower(name: str) -> bool:
+    return any(part in name for part in ("vision", "visual"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_training(both, shared, name):
+    stock, patched = both(name)
+    assert any(in_tower(parameter) for parameter in stock.gradients[0])
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    assert shared == [True] * 4
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["stored", "reentrant", "recomputed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+def test_same_training_with_gradient_checkpointing(both, name, lora, use_reentrant):
+    options = adapter() if lora else {}
+    if use_reentrant is not None:
+        options |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
+    stock, patched = both(name, evaluate=(1, 1, 2, 0), **options)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=3, eval=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_without_images(both, name):
+    stock, patched = both(name, images=(0, 0, 0, 0, 1, 0, 1, 2))
+    assert_fused(patched, policy=2, reference=2)
+    assert_same(stock, patched)
+
+
+ISLANDS = [name for name, family in FAMILIES.items() if family.islands]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ISLANDS)
+def test_images_that_attend_in_both_directions(both, monkeypatch, name, implementation):
+    """The masks of types of layers that have islands, and those that have none."""
+    stock_masks, found = islands.attention_masks, []
+
+    def attention_masks(*args):
+        masks = stock_masks(*args)
+        found.append({kind: bool(is_island(mask[0, 0]).any()) for kind, mask in masks.items()})
+        return masks
+
+    monkeypatch.setattr(islands, "attention_masks", attention_masks)
+    stock, patched = both(name, prepare=lambda model: with_attention(model, implementation))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    in_all = FAMILIES[name].islands == "all layers"
+    assert found == [{"full_attention": in_all, "sliding_attention": True}] * 4
+
+
+def with_attention(model, implementation):
+    language_model(model).set_attn_implementation(implementation)
+    return model
+
+
+def _seen_by_the_next_token(mask):
+    """Lets a token of text see the first token of the image after it."""
+    mask[:, :, 1, 2] = True
+    return mask
+
+
+def test_other_masks_fall_back_to_stock(both, monkeypatch, caplog):
+    kind = type(tiny_multimodal("gemma3"))
+    make = kind.create_masks_for_generate
+
+    def other_masks(*args, **options):
+        return {name: _seen_by_the_next_token(mask) for name, mask in make(*args, **options).items()}
+
+    monkeypatch.setattr(kind, "create_masks_for_generate", staticmethod(other_masks))
+    stock, patched = both("gemma3")
+    assert_same_bits(stock, patched)
+    assert patched.calls == STOCK
+    assert caplog.text.count("a part of an image sees tokens that are not stored") == 2
+
+
+def other_images(batch):
+    """Changes one patch of one image of a rejected row."""
+    pixels = batch["pixel_values"]
+    place = len(pixels) // 2
+    pixels[place] = pixels[place].flip(-1)
+
+
+def other_prompts(batch):
+    """Changes a token of all rejected rows that stands before their images."""
+    half = len(batch["input_ids"]) // 2
+    batch["input_ids"][half:, 0] = batch["input_ids"][half:, 0] % 50 + 7
+
+
+@pytest.mark.parametrize("edit", [other_images, other_prompts])
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "mistral3"])
+def test_rows_of_a_pair_that_differ(both, shared, name, edit):
+    stock, patched = both(name, data_collator=edited(name, edit))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    assert shared == [False] * 4
+
+
+def ignored_row(batch):
+    batch["completion_mask"][1] = 0
+
+
+def ignored_pair(batch):
+    batch["completion_mask"][[1, 5]] = 0
+
+
+@pytest.mark.parametrize(("edit", "path"), [(ignored_row, "fused"), (ignored_pair, "stock")])
+def test_rows_without_labels(both, caplog, edit, path):
+    """Tokens that no label depends on are not stored; the features of their images would be left over."""
+    stock, patched = both("qwen3_vl", data_collator=edited("qwen3_vl", edit))
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", path): 2, ("reference", path): 2}
+    assert ("a row with images has no labels" in caplog.text) == (path == "stock")
+
+
+def test_truncated_completions(both):
+    stock, patched = both("qwen3_vl", images=(1,) * 8, max_length=16)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize("sharing", [True, "deterministic"])
+def test_dropout(both, shared, sharing):
+    _, patched = both("smolvlm", disable_dropout=False, share_prompts=sharing, **adapter(lora_dropout=0.1))
+    assert_fused(patched, policy=2, reference=2)
+    assert shared == [sharing is True] * 4, "the reference is the policy without its adapter, in its mode"
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "mistral3", "llava", "gemma3", "gemma4"])
+def test_the_reference_is_remembered_by_tokens_and_images(both, name):
+    """Two epochs of 8 pairs. The last pairs have the tokens of others, and other images."""
+    stock, patched = both(name, reference_memory=True, max_steps=4, num_train_epochs=2, twins=True)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "fused"): 4, ("reference", "fused"): 2, ("reference", "remembered"): 2}
+
+
+def test_a_memory_by_tokens_alone_is_detected(both, monkeypatch):
+    monkeypatch.setattr(trl_memory, "digests_of_rows", lambda model, batch: [b""] * len(batch["input_ids"]))
+    stock, patched = both("qwen3_vl", reference_memory=True, max_steps=2, twins=True)
+    assert patched.calls == {("policy", "fused"): 2, ("reference", "fused"): 1, ("reference", "remembered"): 1}
+    assert_far_from_same(stock, patched, stock.in_float64)
+
+
+def test_the_memory_is_disabled_where_images_have_no_owner(both, caplog):
+    stock, patched = both("llava_next", reference_memory=True)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    assert "it cannot be told which images belong to which pair, from image_sizes, pixel_values" in caplog.text
+
+
+def test_ranks_that_run_a_model_together_run_images_padded(both, monkeypatch, caplog):
+    monkeypatch.setattr(support, "is_sharded", lambda model: True)
+    stock, patched = both("qwen3_vl")
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "padded"): 2, ("reference", "padded"): 2}
+    assert "ranks that run a model together run its images padded" in caplog.text
+
+
+def with_batch_norm(model):
+    model.model.vision_tower.add_module("norm", torch.nn.BatchNorm2d(3))
+    return model
+
+
+def test_a_tower_with_batch_norm_falls_back_to_stock(both, caplog):
+    stock, patched = both("llava", prepare=with_batch_norm)
+    assert_same_bits(stock, patched)
+    assert patched.calls == STOCK
+    assert caplog.text.count("images are normalised over the batch (BatchNorm)") == 2
+
+
+def _equal_images(monkeypatch):
+    monkeypatch.setattr(images.Images, "are_repeated", lambda self: True)
+
+
+def _one_dimension(monkeypatch):
+    monkeypatch.setattr(images, "positions_of", lambda model, layout, kwargs: layout.position_ids[None])
+
+
+def _no_islands(monkeypatch):
+    monkeypatch.setattr(islands, "attention_masks", lambda model, layout, *args: layout.mask)
+
+
+SABOTAGES = [
+    ("qwen3_vl", _equal_images, other_images),
+    ("smolvlm", _equal_images, other_images),
+    ("qwen3_vl", _one_dimension, None),
+    ("gemma3", _no_islands, None),
+    ("gemma4", _no_islands, None),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "sabotage", "edit"), SABOTAGES)
+def test_the_first_batch_shows_an_error(both, monkeypatch, caplog, name, sabotage, edit, dtype):
+    sabotage(monkeypatch)
+    collator = None if edit is None else edited(name, edit)
+    _, patched = both(name, data_collator=collator, prepare=lambda model: model.to(dtype))
+    assert patched.calls == STOCK
+    assert "differ from its padded ones" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "sabotage", "edit"), SABOTAGES)
+def test_the_comparison_detects_an_error(both, monkeypatch, name, sabotage, edit):
+    sabotage(monkeypatch)
+    monkeypatch.setattr(probe, "compare", lambda *args: probe.ProbeResult(None))
+    collator = None if edit is None else edited(name, edit)
+    stock, sabotaged = both(name, data_collator=collator, max_steps=1)
+    assert_fused(sabotaged, policy=1, reference=1)
+    assert_far_from_same(stock, sabotaged, stock.in_float64)

@@ -1,0 +1,339 @@
+"""Unusual batches, collators and subclasses give the same results as TRL, or an error."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+from trl import DPOTrainer
+from trl.trainer import dpo_trainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+import fastdpo
+from tests.support.trl.dpo import WORDS, assert_fused, assert_same, pairs, tiny_model, tokenizer, train
+
+FILL = {"input_ids": 0, "attention_mask": 0, "completion_mask": 0}
+POLICY_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
+
+
+@dataclass
+class Padded(DataCollatorForPreference):
+    """TRL's collator with more padding. Real tokens keep their positions within the row."""
+
+    left: int = 0
+    right: int = 0
+    each_row: bool = False  # all padding of a row on its left, as for generation
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        for name, fill in FILL.items():
+            wider = pad(batch[name], (self.left, self.right), value=fill)
+            if self.each_row:
+                shifts = wider.shape[1] - self.left - batch["attention_mask"].sum(1)
+                wider = torch.stack([row.roll(int(n)) for row, n in zip(wider, shifts, strict=True)])
+            batch[name] = wider
+        return batch
+
+
+@dataclass
+class Edited(DataCollatorForPreference):
+    """TRL's collator, with `edit` applied to its batches."""
+
+    edit: Any = None
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        self.edit(batch)
+        return batch
+
+
+@pytest.mark.parametrize(
+    "collator",
+    [
+        Padded(pad_token_id=0, left=5),  # even the longest row
+        Padded(pad_token_id=0, each_row=True),  # rows start at different columns and end at the same one
+        Padded(pad_token_id=0, right=7),  # wider than the longest row
+        Padded(pad_token_id=0, left=2, right=3),
+        Padded(pad_token_id=17, right=2),  # pads with an ordinary token: only the mask marks padding
+    ],
+    ids=["left", "flush_right", "right", "both_sides", "pads_with_a_word"],
+)
+def test_padding_of_a_custom_collator(tmp_path, collator):
+    """Stock runs with its own collator here: it counts left padding in the position ids."""
+    stock = train(tmp_path / "stock", tiny_model(seed=0), tiny_model(seed=1))
+    with fastdpo.patched():
+        run = train(tmp_path / "patched", tiny_model(seed=0), tiny_model(seed=1), data_collator=collator)
+    assert_same(stock, run)
+    assert_fused(run, policy=3, reference=3)
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
+    return dict(prompt=prompt, chosen=chosen, rejected=rejected)
+
+
+ROWS = {
+    "empty_answer": pair("w1 w2 ", "", "w5 w6"),  # only the end token
+    "empty_answers": pair("w1 w2 ", "", ""),
+    "one_token": pair("w1 w2 ", "w5", "w6"),
+    "equal_answers": pair("w1 w2 ", "w5 w6 w7", "w5 w6 w7"),  # a margin of 0; each row is contained in the other
+    "prefix": pair("w1 w2 ", "w5 w6 w7", "w5 w6"),
+    "end_token_inside": pair("w1 w2 ", "w5 <eos> w6", "w5 <eos> <eos>"),
+    "pad_token_inside": pair("w1 <pad> w2 ", "w5 <pad> w6", "<pad> w6"),  # real tokens, not padding
+    "prompt_of_one_token": pair("w1 ", "w5 w6", "w7"),
+    "no_prompt": pair("", "w5 w6 w7", "w6 w7"),  # no position predicts the first token of an answer
+    "no_prompt_and_empty_answer": pair("", "", "w6 w7"),  # no token of this row is scored
+    "nothing": pair("", "", ""),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_degenerate_pairs(both, name):
+    """Trains on a batch of only this pair, then on one with ordinary pairs."""
+    data = [*[ROWS[name]] * 5, *pairs(3)]
+    stock, patched = both(data=data, max_steps=2, train_sampling_strategy="sequential")
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+def ignored_row(batch):
+    batch["completion_mask"][1] = 0
+
+
+def ignored_pair(batch):
+    batch["completion_mask"][[0, 4]] = 0
+
+
+def gap_in_answer(batch):
+    """Tool output within an answer: in the context, but not scored."""
+    batch["completion_mask"][:, ::3] = 0
+
+
+def scored_prompt(batch):
+    batch["completion_mask"] = batch["attention_mask"].clone()
+
+
+def label_after_the_end(batch):
+    """One label on a padding token, predicted by the last real position."""
+    length = int(batch["attention_mask"][0].sum())
+    if length < batch["input_ids"].shape[1]:
+        batch["completion_mask"][0, length] = 1
+
+
+def mask_as_float(batch):
+    batch["attention_mask"] = batch["attention_mask"].float()
+
+
+def mask_as_bool(batch):
+    batch["attention_mask"] = batch["attention_mask"].bool()
+
+
+def int32_ids(batch):
+    for name in FILL:
+        batch[name] = batch[name].int()
+
+
+def row_of_padding(batch):
+    for name, fill in FILL.items():
+        batch[name][2] = fill
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ignored_row,
+        ignored_pair,
+        row_of_padding,
+        gap_in_answer,
+        scored_prompt,
+        label_after_the_end,
+        mask_as_bool,
+        mask_as_float,
+        int32_ids,
+    ],
+)
+def test_unusual_batches_are_fused(both, edit):
+    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit))
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def label_on_padding(batch):
+    batch["completion_mask"][:] = 1
+
+
+def hole(batch):
+    batch["attention_mask"][1, 1] = 0
+
+
+@pytest.mark.parametrize(("edit", "reason"), [(label_on_padding, "padding position"), (hole, "has holes")])
+def test_contradicting_masks_fall_back_to_stock(both, caplog, edit, reason):
+    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit), pad_to_multiple_of=32)
+    assert_same(stock, patched)
+    assert patched.calls == POLICY_STOCK
+    assert reason in caplog.text
+
+
+def causal_4d(batch):
+    mask = batch["attention_mask"].bool()
+    length = mask.shape[1]
+    batch["attention_mask"] = (mask[:, None, None] & torch.ones(length, length).tril().bool()).expand(-1, 1, -1, -1)
+
+
+def test_4d_masks_fall_back_to_stock(both, caplog):
+    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=causal_4d))
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert "not fused, attention_mask must have one entry per token; got torch.bool of shape [8, 1, " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("column", "error"),
+    [(0, IndexError), (-1, ValueError)],  # the embedding raises; as a label only, the head raises
+    ids=["prompt", "end"],
+)
+def test_ids_outside_the_vocabulary_raise(tmp_path, column, error):
+    def outside(batch):
+        row = batch["input_ids"][0, : int(batch["attention_mask"][0].sum())]
+        row[column] = len(WORDS)
+
+    options = dict(data_collator=Edited(pad_token_id=0, edit=outside))
+    with pytest.raises(IndexError):
+        train(tmp_path / "stock", tiny_model(), tiny_model(seed=1), **options)
+    with fastdpo.patched(), pytest.raises(error, match=r"out of range|ids below 97; got 97"):
+        train(tmp_path / "patched", tiny_model(), tiny_model(seed=1), **options)
+
+
+POISON = 90  # a token that only one pair contains
+POISONED = {
+    "answer": pair("w1 w2 w3 ", f"w4 w{POISON - 3} w6 w7", "w4 w8"),
+    "prompt": pair(f"w1 w{POISON - 3} w3 ", "w4 w5", "w4 w8 w9"),
+}
+
+
+def scored(model, rows: list[dict[str, str]]):
+    """The ids of the pairs, and their log-probs under a model with TRL's or fastdpo's head."""
+    tokenize = tokenizer()
+    examples = [{f"{name}_ids": tokenize(text)["input_ids"] for name, text in row.items()} for row in rows]
+    batch = DataCollatorForPreference(pad_token_id=0)(examples)
+    labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
+    with torch.no_grad():
+        return batch["input_ids"], model(**batch, labels=labels, fused_lm_head=True).log_probs
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", POISONED)
+def test_non_finite_values_stay_within_their_pair(where, value):
+    """Stock keeps them within a row; with a shared prompt, both rows of the pair may get them."""
+    rows = [pair("w1 w2 w3 ", "w4 w5", "w6"), POISONED[where], pair("w1 w2 ", "w3 w4 w5", "w3 w6")]
+    stock_model, model = tiny_model(), tiny_model()
+    dpo_trainer.add_fused_lm_head(stock_model)
+    with fastdpo.patched():
+        dpo_trainer.add_fused_lm_head(model)
+        scored(model, rows)
+        for m in (stock_model, model):
+            m.model.embed_tokens.weight.data[POISON] = value
+        before = fastdpo.calls["trl.DPOTrainer", "reference", "fused"]
+        ids, patched = scored(model, rows)
+        assert fastdpo.calls["trl.DPOTrainer", "reference", "fused"] == before + 1
+        _, stock = scored(stock_model, rows)
+    has_it = (ids == POISON).any(1)
+    others = torch.tensor([0, 2, 3, 5])
+    assert not has_it[others].any()
+    assert patched[others].isfinite().all()
+    torch.testing.assert_close(patched[others], stock[others])
+    assert stock[has_it].sum(1).isnan().all()
+    assert patched[has_it].sum(1).isnan().all()
+    finite = patched.isfinite() & stock.isfinite()
+    torch.testing.assert_close(patched[finite], stock[finite])
+
+
+def head_with_nan(model):
+    model.lm_head.weight.data[POISON] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        dict(prepare=head_with_nan),  # every log-probability is NaN
+        dict(learning_rate=1e30),  # only the first step is finite
+    ],
+    ids=["head", "diverged"],
+)
+def test_a_non_finite_loss_is_not_hidden(both, broken):
+    stock, patched = both(**broken, max_steps=2, logging_nan_inf_filter=False)
+    assert_fused(patched, policy=2, reference=2)
+    a, b = stock.logs[1], patched.logs[1]
+    assert math.isnan(a["loss"])
+    assert {name for name in a if math.isnan(a[name])} == {name for name in b if math.isnan(b[name])}
+    for name, gradient in stock.gradients[1].items():
+        assert torch.equal(gradient.isnan(), patched.gradients[1][name].isnan()), name
+
+
+class WithTerm(DPOTrainer):
+    """Adds a term to the loss that does not depend on the batch."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        return loss + 0.1 * self.model.get_output_embeddings().weight.square().mean()
+
+
+class WithLogits(DPOTrainer):
+    """Calls the model a second time, without the fused head."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return loss + 0.01 * logits.logsumexp(-1)[inputs["attention_mask"] > 0].square().mean()
+
+
+class OnlyLogits(DPOTrainer):
+    """Computes a custom loss from the logits."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        mask = inputs.pop("completion_mask")
+        outputs = model(**inputs, labels=inputs["input_ids"].masked_fill(mask == 0, -100))
+        assert outputs.logits.shape == (*mask.shape, len(WORDS))
+        return outputs.loss
+
+
+class InHalves(DPOTrainer):
+    """Calls the model separately for chosen and rejected rows: no rows of a call share a prompt."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        sums = []
+        for half in range(2):
+            batch = {name: tensor.chunk(2)[half] for name, tensor in inputs.items()}
+            labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
+            sums.append(model(**batch, labels=labels, fused_lm_head=True).log_probs.sum(1))
+        return -torch.nn.functional.logsigmoid(0.1 * (sums[0] - sums[1])).mean()
+
+
+class OwnCollator(DPOTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.data_collator = Padded(pad_token_id=0, right=5)
+
+
+SUBCLASSES = {
+    WithTerm: dict(policy=3, reference=3),
+    WithLogits: dict(policy=3, reference=3),  # the second call is an ordinary one and not counted
+    OnlyLogits: dict(),
+    InHalves: dict(policy=6),
+    OwnCollator: dict(policy=3, reference=3),
+}
+
+
+@pytest.mark.parametrize("subclass", SUBCLASSES)
+def test_subclass(both, subclass):
+    stock, patched = both(trainer_class=subclass)
+    assert_same(stock, patched)
+    assert_fused(patched, **SUBCLASSES[subclass])
+
+
+def test_halves_of_a_batch_with_an_odd_number_of_pairs(both):
+    stock, patched = both(trainer_class=InHalves, per_device_train_batch_size=3)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=6)

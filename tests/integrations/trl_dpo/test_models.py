@@ -1,0 +1,173 @@
+"""Models of TRL's DPOTrainer: precision, placement, and wrappers of PEFT or torch."""
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from torch.autograd.graph import saved_tensors_hooks
+from trl.trainer import dpo_trainer
+
+import fastdpo
+from tests.support.comparison import assert_same_in_low_precision
+from tests.support.trl.dpo import LORA, Run, assert_fused, assert_same, assert_same_bits, tiny_model, train
+
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def assert_same_but_for_rounding(stock: Run, patched: Run, dtype: torch.dtype) -> None:
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
+    assert {x.dtype for run in (stock, patched) for step in run.gradients for x in step.values()} == {torch.float32}
+    assert_same_in_low_precision(stock, patched, dtype, stock.in_float64)
+
+
+def test_autocast(both):
+    stock, patched = both(bf16=True)
+    assert_same_but_for_rounding(stock, patched, torch.bfloat16)
+    assert_fused(patched, policy=3, reference=3)
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_adapter_on_a_base_of_low_precision(both, dtype):
+    """A frozen base in low precision with float32 adapters, like QLoRA."""
+    lora = LoraConfig(**LORA)
+    stock, patched = both(prepare=lambda model: model.to(dtype), reference=False, peft_config=lora, max_steps=2)
+    assert_same_but_for_rounding(stock, patched, dtype)
+    assert_fused(patched, policy=2, reference=2)
+
+
+def test_evaluation_in_bfloat16(both):
+    """The trainer casts the policy, but not the reference."""
+    stock, patched = both(evaluate=6, only_evaluate=True, bf16_full_eval=True)
+    (a,), (b,) = stock.logs, patched.logs
+    assert a.keys() == b.keys()
+    assert abs(a["eval_loss"] - b["eval_loss"]) < 4 * EPS[torch.bfloat16]
+    assert_fused(patched, reference=2, eval=2)
+
+
+def test_dispatched_model(both):
+    """Like a model with `device_map`: accelerate wraps the forward of all modules and the head."""
+
+    def dispatched(model):
+        parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+        return dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
+
+    stock, patched = both(prepare=dispatched)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_model_given_by_path(tmp_path):
+    """TRL loads both models, the reference with the attention implementation of the policy."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    options = dict(model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"}, learning_rate=0.1)
+    stock = train(tmp_path / "stock", str(tmp_path / "model"), None, **options)
+    with fastdpo.patched():
+        patched = train(tmp_path / "patched", str(tmp_path / "model"), None, **options)
+    assert abs(stock.logs[2]["rewards/margins"]) > 1e-3
+    stock.logs[0].pop("rewards/accuracies"), patched.logs[0].pop("rewards/accuracies")  # equal weights: rounding noise
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_reference_loaded_for_a_model_patched_earlier(tmp_path):
+    """TRL reads the policy's attention implementation, here fastdpo's, to load the reference."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    model = tiny_model().from_pretrained(tmp_path / "model", dtype="float32")
+    with fastdpo.patched():
+        train(tmp_path / "first", model, None, max_steps=1)
+        run = train(tmp_path / "second", model, None, max_steps=1)
+    assert_fused(run, policy=1, reference=1)
+    run = train(tmp_path / "third", model, None, max_steps=1)
+    assert not run.calls
+
+
+def test_saved_activations_may_be_moved(both, monkeypatch):
+    """Offloading with hooks that return copies of all saved tensors.
+
+    `activation_offloading` itself needs an accelerator; its use of autograd hooks does not.
+    """
+    moved = []
+
+    def offload(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        moved.append(tensor.numel())
+        return tensor, tensor.detach().clone()
+
+    def load_back(saved: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return saved[1].clone()
+
+    monkeypatch.setattr(
+        dpo_trainer, "get_act_offloading_ctx_manager", lambda model: saved_tensors_hooks(offload, load_back)
+    )
+    stock, patched = both(activation_offloading=True)
+    assert moved
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_compiled_model(both):
+    stock, patched = both(torch_compile=True, torch_compile_backend="eager", max_steps=2)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "reason"),
+    [
+        (PromptTuningConfig, "without input_ids"),  # passes embeddings of its prompt
+        (PrefixTuningConfig, "past_key_values"),  # prepends keys and values to those of the batch
+    ],
+)
+def test_prompt_learning_falls_back_to_stock_and_its_reference_is_fused(both, caplog, tuning, reason):
+    stock, patched = both(reference=False, peft_config=tuning(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
+    assert reason in caplog.text
+
+
+def test_a_head_that_peft_trains_falls_back_to_stock(both, caplog):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    stock, patched = both(reference=False, peft_config=lora, max_steps=1)
+    assert_same(stock, patched)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "ModulesToSaveWrapper" in caplog.text
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_noise_on_embeddings_falls_back_to_stock(both, caplog, adapter):
+    """NEFTune draws noise for the padded batch and scales it by the batch's width.
+
+    A reference that is the policy without its adapter gets noise too.
+    """
+    peft_config = LoraConfig(**LORA) if adapter else None
+    stock, patched = both(neftune_noise_alpha=5.0, reference=not adapter, peft_config=peft_config, evaluate=4)
+    assert_same(stock, patched)
+    reference = {("reference", "stock"): 3, ("reference", "fused"): 1} if adapter else {("reference", "fused"): 4}
+    assert patched.calls == {("policy", "stock"): 3, ("eval", "fused"): 1, **reference}
+    assert "neftune" in caplog.text.lower()
+
+
+def test_attention_dropout_falls_back_to_stock(both, caplog):
+    stock, patched = both(tiny=dict(attention_dropout=0.1), max_steps=1)
+    assert_same_bits(stock, patched)
+    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert "attention dropout is active" in caplog.text
+
+
+def test_dropout_is_packed(tmp_path):
+    """Counts tokens: a new adapter's output is 0, so that dropout shows only from step 2 on."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.2)
+    tokens = {}
+    for sharing, disabled in ((True, True), (True, False), ("deterministic", False)):
+        model, widths = tiny_model(), []
+        model.model.register_forward_pre_hook(
+            lambda module, args, kwargs, widths=widths: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        with fastdpo.patched(share_prompts=sharing):
+            run = train(
+                tmp_path / f"{sharing}{disabled}", model, None, peft_config=lora, disable_dropout=disabled, max_steps=2
+            )
+        assert_fused(run, policy=2, reference=2)
+        tokens[sharing, disabled] = widths[-4:]  # policy and reference in each step
+    assert tokens[True, False] == tokens[True, True]
+    deterministic = tokens["deterministic", False]
+    assert all(alone > shared for alone, shared in zip(deterministic, tokens[True, False], strict=True))

@@ -1,0 +1,75 @@
+"""`DPOConfig(padding_free=True)`: stock TRL warns and pads; patched, no padding and no warning."""
+
+import logging
+
+import pytest
+from trl import DPOTrainer
+
+import fastdpo
+from tests.support.trl.dpo import assert_fused, assert_same, config, dataset, tiny_model, tokenizer
+
+
+def build(directory, model, trainer_class=DPOTrainer, **overrides):
+    return trainer_class(
+        model=model,
+        ref_model=tiny_model(seed=1),
+        args=config(directory, padding_free=True, **overrides),
+        train_dataset=dataset(8, directory / "data"),
+        processing_class=tokenizer(),
+    )
+
+
+@pytest.fixture
+def trl_log(caplog):
+    """Messages of TRL's logger, which does not propagate to the root."""
+    logger = logging.getLogger("trl")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_same_training(both):
+    stock, patched = both(padding_free=True)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+
+
+def test_flags_and_warnings(tmp_path, trl_log):
+    stock = build(tmp_path / "stock", tiny_model())
+    assert (stock.args.padding_free, stock.padding_free) == (True, False)
+    assert "temporarily unavailable" in trl_log.text
+    trl_log.clear()
+    with fastdpo.patched():
+        patched = build(tmp_path / "patched", tiny_model())
+    assert (patched.args.padding_free, patched.padding_free) == (True, True)
+    assert not [record for record in trl_log.records if record.name.startswith("trl")]
+
+
+def test_a_model_that_stays_padded_logs_a_warning(tmp_path, caplog):
+    with fastdpo.patched():
+        trainer = build(tmp_path, tiny_model("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128))
+    assert (trainer.args.padding_free, trainer.padding_free) == (True, False)
+    assert "padding_free=True, but batches are padded for the reason logged above" in caplog.text
+
+
+def test_a_subclass_with_additional_arguments(tmp_path):
+    class Trainer(DPOTrainer):
+        def __init__(self, *args, extra=1, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    with fastdpo.patched():
+        assert build(tmp_path, tiny_model(), Trainer).padding_free
+
+
+def test_the_flag_survives_an_error(tmp_path):
+    args = config(tmp_path, padding_free=True)
+    with fastdpo.patched(), pytest.raises(ValueError, match="train_dataset"):
+        DPOTrainer(model=tiny_model(), args=args)
+    assert args.padding_free
+
+
+def test_unpatch_restores_the_constructor():
+    stock = DPOTrainer.__init__
+    with fastdpo.patched():
+        assert DPOTrainer.__init__ is not stock
+    assert DPOTrainer.__init__ is stock

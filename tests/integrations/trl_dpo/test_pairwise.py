@@ -1,0 +1,114 @@
+"""Pairwise combinations of DPOTrainer options: each pair of values occurs in at least one run.
+
+Most interactions involve two options, such as truncation and precomputed values, weighting and
+several losses, or checkpointing and adapters. `RUNS` covers all pairs with a handful of trainings.
+A deterministic greedy search finds them.
+"""
+
+import random
+from itertools import combinations, product
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from tests.support.trl.dpo import LORA, assert_fused, assert_same
+
+AXES = {
+    "loss": {
+        "sigmoid": dict(loss_type=["sigmoid"]),
+        "ipo": dict(loss_type=["ipo"]),  # divides by lengths
+        "mixed": dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]),  # reads per-token values
+        "aot": dict(loss_type=["aot"]),  # mixes the pairs of a batch
+    },
+    "adapter": {
+        "none": {},
+        "new": dict(reference=False, peft_config=LoraConfig(**LORA)),  # the reference is the policy without adapters
+        "trained": dict(reference=False, prepare=lambda model: get_peft_model(model, LoraConfig(**LORA))),  # copied
+    },
+    "checkpointing": {
+        "off": {},
+        "on": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}),
+        "reentrant": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
+    },
+    "truncation": {
+        "off": dict(max_length=None),
+        "start": dict(max_length=16),  # cuts answers
+        "end": dict(max_length=9, truncation_mode="keep_end"),  # cuts prompts, some entirely
+    },
+    "padding": {"off": {}, "multiple": dict(pad_to_multiple_of=16)},
+    "accumulation": {"off": {}, "on": dict(gradient_accumulation_steps=2)},
+    "precompute": {"off": {}, "on": dict(precompute_ref_log_probs=True)},
+    "weighting": {"off": {}, "wpo": dict(use_weighting=True), "ld": dict(ld_alpha=0.5)},
+    "sync": {"off": {}, "on": dict(sync_ref_model=True, ref_model_sync_steps=1)},
+    "evaluation": {"off": {}, "on": dict(evaluate=6)},  # the last batch is partial
+}
+
+REJECTED_BY_TRL = {  # pairs of (option, value)
+    frozenset({("sync", "on"), ("adapter", "new")}),  # there is no reference model
+    frozenset({("sync", "on"), ("adapter", "trained")}),
+    frozenset({("sync", "on"), ("precompute", "on")}),  # precomputed values would be outdated
+    frozenset({("weighting", "wpo"), ("loss", "aot")}),  # weights belong to pairs, which aot separates by sorting
+    frozenset({("weighting", "wpo"), ("loss", "mixed")}),  # its sft term is a scalar, which is weighted in place
+}
+
+
+def required_pairs() -> set[frozenset]:
+    required = set()
+    for (a, values_a), (b, values_b) in combinations(AXES.items(), 2):
+        required |= {frozenset({(a, x), (b, y)}) for x, y in product(values_a, values_b)}
+    return required - REJECTED_BY_TRL
+
+
+def pairs_of(run: dict[str, str]) -> set[frozenset]:
+    return {frozenset(pair) for pair in combinations(run.items(), 2)}
+
+
+def completed(start: frozenset, axes: list[str], missing: set[frozenset]) -> dict[str, str]:
+    """Extends two values to a run, choosing per axis the value with the most missing pairs."""
+    run = dict(start)
+    for axis in axes:
+        if axis not in run:
+            fitting = [v for v in AXES[axis] if not pairs_of({**run, axis: v}) & REJECTED_BY_TRL]
+            run[axis] = max(fitting, key=lambda v: len(pairs_of({**run, axis: v}) & missing))
+    return {axis: run[axis] for axis in AXES}
+
+
+def covering_runs() -> list[dict[str, str]]:
+    """Adds the best of 50 random runs until no pair is missing. The result is deterministic."""
+    missing, runs, rng = required_pairs(), [], random.Random(28)  # the seed that gives the fewest runs
+    while missing:
+        starts = sorted(missing, key=sorted)
+        candidates = [completed(rng.choice(starts), rng.sample(list(AXES), len(AXES)), missing) for _ in range(50)]
+        runs.append(max(candidates, key=lambda run: len(pairs_of(run) & missing)))
+        missing -= pairs_of(runs[-1])
+    return runs
+
+
+RUNS = covering_runs()
+
+
+def test_few_runs_cover_every_pair():
+    covered = set().union(*map(pairs_of, RUNS))
+    assert covered == required_pairs()
+    assert all(run.keys() == AXES.keys() for run in RUNS)
+    assert len(RUNS) <= 16
+
+
+@pytest.mark.parametrize(
+    "refused", sorted(REJECTED_BY_TRL, key=sorted), ids=lambda pair: "-".join(f"{k}_{v}" for k, v in sorted(pair))
+)
+def test_trl_rejects_the_excluded_pairs(both, refused):
+    options = {name: x for axis, value in refused for name, x in AXES[axis][value].items()}
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError)):
+        both(**options, max_steps=1)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run.values()))
+def test_combination(both, run):
+    options = {name: x for axis, value in run.items() for name, x in AXES[axis][value].items()}
+    stock, patched = both(**options, max_steps=2)
+    assert_same(stock, patched)
+    policy = 4 if run["accumulation"] == "on" else 2
+    evaluated = 2 if run["evaluation"] == "on" else 0
+    reference = 1 + (evaluated > 0) if run["precompute"] == "on" else policy + evaluated  # one batch per pass
+    assert_fused(patched, policy=policy, reference=reference, eval=evaluated)

@@ -1,0 +1,340 @@
+"""Patched `precompute_ref_log_probs=True`: TRL's values, cached under a key of all their inputs.
+
+test_options.py and test_pairwise.py compare trainings with precomputed values.
+"""
+
+import logging
+from collections import Counter
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+import fastdpo
+from fastdpo import ref_logps
+from tests.support.comparison import RELATIVE, approximately, assert_close
+from tests.support.models.families import tiny_family
+from tests.support.trl.dpo import config, dataset, pairs, tiny_model, tokenizer
+from tests.support.workers import precompute
+from tests.support.workers.processes import run_ranks
+
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    """Redirects the cache of datasets in memory to a temporary directory and returns that."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path / "datasets"
+
+
+@pytest.fixture
+def data(tmp_path):
+    return dataset(16, tmp_path / "data")
+
+
+def trainer_on(data, directory, *, kind=DPOTrainer, model=None, reference=True, peft_config=None, **options):
+    """Returns a trainer and the number of reference calls during its creation."""
+    before = Counter(fastdpo.calls)
+    trainer = kind(
+        model=tiny_model(seed=0) if model is None else model,
+        ref_model=tiny_model(seed=1) if reference is True else reference,
+        args=config(directory, precompute_ref_log_probs=True, **options),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    return trainer, (fastdpo.calls - before).total()
+
+
+def values(trainer) -> torch.Tensor:
+    columns = trainer.train_dataset
+    return torch.tensor([columns["ref_chosen_logps"][:], columns["ref_rejected_logps"][:]])
+
+
+OPTIONS = {
+    "plain": {},
+    "ld": dict(ld_alpha=0.5),
+    "keep_start": dict(max_length=12),
+    "keep_end": dict(max_length=12, truncation_mode="keep_end"),
+    "bfloat16": dict(bf16=True),
+    "batches": dict(precompute_ref_batch_size=3),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_precomputed_values_equal_those_of_stock(option, data, tmp_path):
+    stock, _ = trainer_on(data, tmp_path / "stock", **OPTIONS[option])
+    with fastdpo.patched():
+        patched, calls = trainer_on(data, tmp_path / "patched", **OPTIONS[option])
+    half = option == "bfloat16"
+    assert_close(values(patched), values(stock), relative=5 * torch.finfo(torch.bfloat16).eps / 2 if half else RELATIVE)
+    assert patched.train_dataset.features == stock.train_dataset.features
+    assert patched.train_dataset["prompt_ids"][:] == stock.train_dataset["prompt_ids"][:]
+    assert calls == (6 if option == "batches" else 1)
+
+
+def test_a_second_trainer_and_training_do_not_run_the_reference(data, tmp_path):
+    with fastdpo.patched():
+        first, calls = trainer_on(data, tmp_path)
+        assert calls == 1
+        second, calls = trainer_on(data, tmp_path, eval_strategy="no")
+        assert calls == 0
+        before = Counter(fastdpo.calls)
+        second.train()
+    assert torch.equal(values(first), values(second))
+    assert fastdpo.calls - before == {("trl.DPOTrainer", "policy", "fused"): 3}
+    (stored,) = (tmp_path / "data" / "fastdpo-ref-logps").rglob("*.safetensors")
+    assert stored.is_file()
+
+
+def test_values_of_other_options_are_not_reused(data, tmp_path):
+    """TRL's own cache key ignores ld_alpha, and truncation with keep_end."""
+    previous = []
+    with fastdpo.patched():
+        for options in (
+            {},
+            dict(ld_alpha=0.5),
+            dict(ld_alpha=0.25),
+            dict(max_length=9, truncation_mode="keep_end"),
+            dict(max_length=7, truncation_mode="keep_end"),
+            dict(bf16=True),
+            dict(reference=tiny_model(seed=2)),
+            dict(reference=tiny_model(seed=1, rms_norm_eps=1e-2)),
+        ):
+            trainer, calls = trainer_on(data, tmp_path, **options)
+            assert calls == 1, f"{options}: must be computed"
+            assert not any(torch.equal(values(trainer), other) for other in previous)
+            previous.append(values(trainer))
+        assert trainer_on(data, tmp_path, ld_alpha=0.5)[1] == 0
+
+
+def with_frequencies(model):
+    """Changes values that are neither in the state_dict nor in the config."""
+    model.model.rotary_emb.inv_freq *= 2
+    return model
+
+
+def with_scaling(model):
+    model.model.layers[1].self_attn.scaling = 1.0
+    return model
+
+
+def with_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+@pytest.mark.parametrize("changed", [with_frequencies, with_scaling, with_hook])
+def test_values_of_a_different_model_with_equal_weights_are_not_reused(changed, data, tmp_path, caplog):
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=changed(tiny_model(seed=1)))
+    with fastdpo.patched():
+        plain, _ = trainer_on(data, tmp_path)
+        with caplog.at_level(logging.WARNING, logger="fastdpo"):
+            first, calls = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))
+        again = trainer_on(data, tmp_path, reference=changed(tiny_model(seed=1)))[1]
+    hooked = changed is with_hook
+    assert (calls, again) == (1, 1 if hooked else 0)
+    assert ("not cached" in caplog.text) == hooked
+    assert_close(values(first), values(stock))
+    assert not torch.allclose(values(first), values(plain))
+
+
+def test_an_unwritable_cache_does_not_stop_training(tmp_path, caplog, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    rows = Dataset.from_list(pairs(16))
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path)
+    with fastdpo.patched(), caplog.at_level(logging.WARNING, logger="fastdpo"):
+        patched, calls = trainer_on(rows, tmp_path)
+    assert calls == 1
+    (warning,) = (record.message for record in caplog.records if "not cached" in record.message)
+    assert str(tmp_path / "file" / "datasets") in warning
+    assert_close(values(patched), values(stock))
+
+
+def test_a_new_adapter_reuses_the_values_of_its_base(data, tmp_path):
+    results = []
+    with fastdpo.patched():
+        for seed, expected in ((0, 1), (1, 0)):
+            torch.manual_seed(seed)
+            lora = LoraConfig(**{**LORA, "r": 2 + seed})
+            trainer, calls = trainer_on(data, tmp_path, reference=None, peft_config=lora)
+            assert calls == expected
+            results.append(values(trainer))
+    assert torch.equal(*results)
+
+
+def test_values_computed_before_an_interruption_are_kept(data, tmp_path, monkeypatch):
+    compute, calls = DPOTrainer.compute_ref_log_probs, []
+
+    def interrupted(self, model, inputs):
+        calls.append(len(inputs["input_ids"]))
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return compute(self, model, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DPOTrainer, "compute_ref_log_probs", interrupted)
+        with fastdpo.patched(), pytest.raises(KeyboardInterrupt):
+            trainer_on(data, tmp_path, precompute_ref_batch_size=1)
+    with fastdpo.patched():
+        resumed, again = trainer_on(data, tmp_path, precompute_ref_batch_size=1)
+    assert again == 16 - 4
+    stock, _ = trainer_on(data, tmp_path)
+    assert_close(values(resumed), values(stock))
+
+
+def test_batches_are_ordered_longest_first(data, tmp_path, monkeypatch):
+    compute, widths = DPOTrainer.compute_ref_log_probs, []
+
+    def watched(self, model, inputs):
+        widths.append(inputs["input_ids"].shape[1])
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", watched)
+    with fastdpo.patched():
+        trainer_on(data, tmp_path, precompute_ref_batch_size=2)
+    assert len(widths) == 8
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_datasets_in_memory_are_cached(tmp_path, cache_of_datasets):
+    rows = Dataset.from_list(pairs(16))
+    stock, _ = trainer_on(rows, tmp_path)
+    with fastdpo.patched():
+        first, calls = trainer_on(rows, tmp_path)
+        assert calls == 1
+        assert len(list(cache_of_datasets.rglob("*.safetensors"))) == 1
+        assert trainer_on(Dataset.from_list(pairs(16)), tmp_path)[1] == 0, "the same tokens in another table"
+        datasets.disable_caching()
+        try:
+            assert trainer_on(rows, tmp_path)[1] == 1
+        finally:
+            datasets.enable_caching()
+    assert_close(values(first), values(stock))
+
+
+def test_existing_columns_are_used(data, tmp_path, caplog):
+    with fastdpo.patched():
+        first, _ = trainer_on(data, tmp_path)
+        columns = ref_logps.RefLogps(torch.arange(16.0), -torch.arange(16.0))
+        with caplog.at_level(logging.WARNING, logger="fastdpo"):
+            trainer, calls = trainer_on(ref_logps.with_ref_logps(data, columns), tmp_path)
+        assert calls == 0
+        assert "which are used as they are" in caplog.text
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.train()
+    assert values(trainer).tolist() == [columns.chosen.tolist(), columns.rejected.tolist()]
+    assert batch["ref_chosen_logps"].shape == (4,)
+    assert torch.equal(batch["ref_chosen_logps"], -batch["ref_rejected_logps"])
+    assert values(first).max() < 0
+
+
+def test_evaluation_on_other_data(data, tmp_path):
+    other = dataset(6, tmp_path / "other", seed=3)
+    stock, _ = trainer_on(data, tmp_path)
+    expected = stock.evaluate(other)
+    with fastdpo.patched():
+        patched, _ = trainer_on(data, tmp_path)
+        before = Counter(fastdpo.calls)
+        metrics = patched.evaluate({"a": other})
+    assert metrics["eval_a_loss"] == approximately(expected["eval_loss"])
+    assert fastdpo.calls - before == {
+        ("trl.DPOTrainer", "reference", "fused"): 1,
+        ("trl.DPOTrainer", "eval", "fused"): 2,
+    }
+
+
+class OwnCollator(DataCollatorForPreference):
+    pass
+
+
+class WithCollator(DPOTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, data_collator=OwnCollator(pad_token_id=0), **kwargs)
+
+
+class WithReference(DPOTrainer):
+    def compute_ref_log_probs(self, model, inputs):
+        chosen, rejected = super().compute_ref_log_probs(model, inputs)
+        return chosen + 1, rejected
+
+
+SUBCLASSES = {
+    WithCollator: "OwnCollator may return other tokens",
+    WithReference: "WithReference overrides compute_ref_log_probs",
+}
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_subclasses_that_may_change_values_fall_back_to_trl(kind, data, tmp_path, caplog, monkeypatch):
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, kind=kind)
+    with fastdpo.patched(), caplog.at_level(logging.WARNING, logger="fastdpo"):
+        patched, calls = trainer_on(data, tmp_path, kind=kind)
+        assert calls == 4, "TRL's batches, with fused forward passes"
+        assert SUBCLASSES[kind] in caplog.text
+        assert_close(values(patched), values(stock))
+        assert not (tmp_path / "data" / "fastdpo-ref-logps").exists()
+        monkeypatch.setenv("FASTDPO_STRICT", "1")
+        with pytest.raises(fastdpo.NotFused, match=SUBCLASSES[kind]):
+            trainer_on(data, tmp_path, kind=kind)
+
+
+def test_a_model_that_cannot_be_packed(data, tmp_path):
+    """Batches have the same number of pairs as in TRL."""
+    stock, _ = trainer_on(dataset(16, tmp_path / "other"), tmp_path, reference=tiny_family("falcon-alibi"))
+    with fastdpo.patched():
+        patched, calls = trainer_on(data, tmp_path, reference=tiny_family("falcon-alibi"))
+    assert calls == 4
+    assert_close(values(patched), values(stock))
+
+
+def test_streaming_raises_the_same_error_as_stock(tmp_path):
+    stream = Dataset.from_list(pairs(8)).to_iterable_dataset()
+    with pytest.raises(ValueError, match="IterableDataset") as stock:
+        trainer_on(stream, tmp_path)
+    with fastdpo.patched(), pytest.raises(ValueError, match="IterableDataset") as patched:
+        trainer_on(stream, tmp_path)
+    assert str(stock.value) == str(patched.value)
+
+
+def test_a_trainer_created_before_patching_keeps_trls_pass(data, tmp_path):
+    other = dataset(4, tmp_path / "other")
+    trainer, _ = trainer_on(data, tmp_path)
+    with fastdpo.patched():
+        trainer.evaluate(other)
+    assert not list(tmp_path.rglob("fastdpo-ref-logps"))
+
+
+def test_unpatching_restores_the_method():
+    stock = DPOTrainer._precompute_ref_logps
+    with fastdpo.patched():
+        assert DPOTrainer._precompute_ref_logps is not stock
+    assert DPOTrainer._precompute_ref_logps is stock
+
+
+def test_a_changed_signature_is_rejected(monkeypatch):
+    monkeypatch.setattr(DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name: dataset)
+    rule = r"must have the parameters \['self', 'dataset', 'name', 'batch_size'\]"
+    with pytest.raises(fastdpo.PatchError, match=rule):
+        fastdpo.patch("trl.DPOTrainer")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_ranks_with_data_in_memory(ranks, tmp_path):
+    run_ranks(ranks, precompute.train_rank, tmp_path)
+    alone, _ = trainer_on(dataset(10, tmp_path / "data"), tmp_path)
+    reference, policy = (("trl.DPOTrainer", kind, "fused") for kind in ("reference", "policy"))
+    for rank in range(ranks):
+        result = torch.load(tmp_path / f"rank{rank}.pt")
+        assert result["world"] == ranks
+        # 5, 2 and 1 batches of two pairs; every rank makes the same number of calls
+        assert result["precomputed"] == {reference: sum(-(-batches // ranks) for batches in (5, 2, 1))}
+        assert result["trained"][policy] == 2
+        assert reference not in result["trained"]
+        assert_close(torch.stack([result["chosen"], result["rejected"]]), values(alone))

@@ -1,0 +1,176 @@
+"""Models whose rotary embeddings depend on the width of a batch, in TRL's DPOTrainer: options that change
+widths are refused, or disabled with a reason, or leave the pass to TRL.
+
+test_families.py trains these models without options.
+"""
+
+import pytest
+import torch
+from trl import DPOTrainer
+
+import fastdpo
+from fastdpo import ref_logps
+from fastdpo.models import support
+from tests.support.models.families import tiny_family
+from tests.support.trl.dpo import assert_same, build, long_pairs, train
+
+LIMITS = {"phi3-longrope": 16, "llama-dynamic": 15}
+"""The largest width of a batch up to which the frequencies of each model are the same."""
+
+NARROW = ((1, 2, 3), (5, 3, 2), (8, 4, 3), (2, 7, 1), (9, 1, 1), (3, 6, 5), (4, 4, 8), (7, 2, 3))
+WIDE = ((1, 9, 20), (11, 1, 25), (5, 3, 12), (14, 13, 12), (12, 4, 3), (2, 40, 1), (10, 12, 11), (8, 9, 3))
+BOTH = long_pairs(NARROW + WIDE)
+"""Pairs of rows on both sides of the limits, next to an end token."""
+
+STEPS = dict(data=BOTH, max_steps=-1, num_train_epochs=3, per_device_train_batch_size=2)
+
+both_sides = pytest.mark.parametrize("name", LIMITS)
+
+
+def models(name: str, cast=lambda model: model) -> dict:
+    return dict(model=cast(tiny_family(name)), reference=cast(tiny_family(name, seed=1)))
+
+
+def patched(directory, name: str, patch: dict, **options):
+    with fastdpo.patched("trl.DPOTrainer", **patch):
+        return train(directory, **models(name), **STEPS | options)
+
+
+def against_stock(directory, name: str, patch: dict, **options):
+    """Trains stock and patched, asserts that both are the same training, and returns the patched one."""
+    stock = train(directory / "stock", **models(name), **STEPS | options)
+    stock.in_float64 = lambda: train(
+        directory / "float64", **models(name, lambda model: model.double()), **STEPS | options
+    )
+    found = patched(directory / "patched", name, patch, **options)
+    assert_same(stock, found)
+    return found
+
+
+@both_sides
+def test_limit(name):
+    """Up to this width a row has the same hidden states in each batch, and beyond it others."""
+    model, limit = tiny_family(name).eval(), LIMITS[name]
+    assert support.rope_limit(model) == limit
+    ids = torch.randint(3, 90, (1, 6))
+    states = {}
+    for width in (6, limit, limit + 1, limit + 2):
+        padded = torch.nn.functional.pad(ids, (0, width - 6))
+        mask = (torch.arange(width) < 6).long()[None]
+        with torch.no_grad():
+            states[width] = model.model(input_ids=padded, attention_mask=mask).last_hidden_state[:, :6]
+    assert torch.allclose(states[6], states[limit], atol=1e-5)
+    assert not torch.allclose(states[6], states[limit + 2], atol=1e-2)
+    assert support.rope_reason(model, limit) is None
+    assert str(limit) in str(support.rope_reason(model, limit + 1))
+
+
+@both_sides
+def test_max_tokens_is_refused(tmp_path, name):
+    message = rf"^patch: max_tokens does not support batches of up to 43 tokens.*more than {LIMITS[name]} tokens"
+    with pytest.raises(NotImplementedError, match=message):
+        patched(tmp_path, name, dict(max_tokens=60))
+
+
+@both_sides
+def test_max_tokens_with_the_width_of_a_collator(tmp_path, name):
+    """Rows of 12 tokens, in batches that are padded to 24."""
+    options = dict(max_length=12, pad_to_multiple_of=24)
+    with pytest.raises(NotImplementedError, match="batches of up to 24 tokens"):
+        patched(tmp_path, name, dict(max_tokens=60), **options)
+
+
+@both_sides
+def test_max_tokens_of_short_rows(tmp_path, name):
+    options = dict(max_length=12, max_steps=3, per_device_train_batch_size=8)
+    run = against_stock(tmp_path, name, dict(max_tokens=60), **options)
+    assert run.calls["policy", "fused"] > 3
+
+
+@both_sides
+def test_reference_memory_is_disabled_by_a_wide_batch(tmp_path, caplog, name):
+    run = against_stock(tmp_path, name, dict(reference_memory=True))
+    assert {path for kind_of_call, path in run.calls if kind_of_call == "policy"} == {"fused"}
+    reasons = [record.message for record in caplog.records if "reference_memory is disabled" in record.message]
+    assert len(reasons) == 1
+    assert f"width of batches of more than {LIMITS[name]} tokens [rope-width]" in reasons[0]
+    assert "the reference has changed" not in caplog.text
+
+
+@both_sides
+def test_reference_memory_in_a_directory(tmp_path, name):
+    """The second training has the pairs in other batches than the first."""
+    memory = dict(reference_memory=tmp_path / "memory")
+    patched(tmp_path / "first", name, memory, data_seed=1, train_sampling_strategy="sequential")
+    run = against_stock(tmp_path, name, memory)
+    assert ("reference", "fused") in run.calls
+
+
+@both_sides
+def test_reference_memory_of_narrow_batches(tmp_path, caplog, name):
+    run = against_stock(tmp_path, name, dict(reference_memory=True), data=long_pairs(NARROW))
+    assert run.calls["reference", "fused"] == 4
+    assert run.calls["reference", "remembered"] == 8
+    assert "disabled" not in caplog.text
+
+
+@both_sides
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_trls_own_pass_precomputes(tmp_path, caplog, name, batch_size):
+    options = dict(precompute_ref_log_probs=True, precompute_ref_batch_size=batch_size, max_steps=4)
+    run = against_stock(tmp_path, name, {}, **options)
+    assert run.calls == {("policy", "fused"): 4, ("reference", "fused"): -(-16 // batch_size)}
+    assert "TRL's own pass precomputes the reference log-probabilities, rotary embeddings depend" in caplog.text
+
+
+@both_sides
+def test_narrow_batches_are_precomputed(tmp_path, caplog, name):
+    options = dict(precompute_ref_log_probs=True, max_length=12, max_steps=4)
+    run = against_stock(tmp_path, name, {}, **options)
+    assert run.calls == {("policy", "fused"): 4, ("reference", "fused"): 1}
+    assert "own pass" not in caplog.text
+
+
+@both_sides
+def test_given_values_are_used(tmp_path, name):
+    given = [row | dict(ref_chosen_logps=-3.0, ref_rejected_logps=-4.0) for row in BOTH]
+    run = patched(tmp_path, name, {}, data=given, precompute_ref_log_probs=True, max_steps=2)
+    assert run.calls == {("policy", "fused"): 2}
+
+
+@both_sides
+def test_grouped_prompts_run_at_the_width_of_their_batch(tmp_path, name):
+    """The batches are others than without, but each has the results that TRL would get for it."""
+    data = [{**row, "prompt": BOTH[i % 4]["prompt"]} for i, row in enumerate(BOTH)]
+    batches, losses = [], []
+
+    class Recording(DPOTrainer):
+        def training_step(self, model, inputs, *args):
+            batches.append(inputs)
+            losses.append(super().training_step(model, inputs, *args))
+            return losses[-1]
+
+    options = dict(data=data, learning_rate=0.0, max_steps=6, trainer_class=Recording)
+    patched(tmp_path / "patched", name, dict(group_prompts=True), **options)
+    stock = build(tmp_path / "stock", *models(name).values(), 2)
+    expected = [stock.compute_loss(stock.model, batch) for batch in batches]
+    widths = [batch["input_ids"].shape[1] for batch in batches]
+    assert min(widths) <= LIMITS[name] < max(widths)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+def tokens(*lengths: int) -> dict[str, list[int]]:
+    ids = [torch.randint(3, 90, (n,)).tolist() for n in lengths]
+    return dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), ids, strict=True))
+
+
+@both_sides
+def test_precompute_refuses_long_rows(name):
+    rows, limit = [tokens(*lengths) for lengths in NARROW + WIDE], LIMITS[name]
+    message = rf"^precompute: dataset must have shorter rows, .* more than {limit} tokens; got 42 in row 13\."
+    with pytest.raises(NotImplementedError, match=message):
+        ref_logps.precompute(tiny_family(name), rows)
+    together = ref_logps.precompute(tiny_family(name), rows, max_length=limit)
+    for i, row in enumerate(rows):
+        alone = ref_logps.precompute(tiny_family(name), [row], max_length=limit)
+        torch.testing.assert_close(torch.cat(alone), torch.stack([x[i] for x in together]), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,101 @@
+"""Models changed between two steps: training equals stock, fused or with a logged reason."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import TrainerCallback
+from trl import DPOTrainer
+
+import fastdpo
+from fastdpo.models import probe
+from tests.support.models.surgeries import SURGERIES
+from tests.support.trl.dpo import LORA, assert_same, pairs, tiny_model, train
+
+STEPS = 4
+BEFORE = 2  # steps before the surgery
+
+
+class Operate(TrainerCallback):
+    def __init__(self, operate):
+        self.operate = operate
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == BEFORE:
+            self.operate(model)
+
+
+def operated(operate) -> type[DPOTrainer]:
+    class Operated(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Operate(operate))
+
+    return Operated
+
+
+@pytest.mark.parametrize("surgery", SURGERIES, ids=lambda surgery: surgery.operate.__name__)
+def test_surgery(tmp_path, caplog, surgery):
+    def options() -> dict:
+        torch.manual_seed(3)
+        arguments = (
+            dict(peft_config=LoraConfig(**LORA), reference=None)
+            if surgery.adapter
+            else dict(reference=tiny_model(seed=1))
+        )
+        return dict(model=tiny_model(), trainer_class=operated(surgery.operate), max_steps=STEPS, **arguments)
+
+    stock = train(tmp_path / "stock", **options())
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
+        patched = train(tmp_path / "patched", **options())
+    assert_same(stock, patched)
+    messages = [record.message for record in caplog.records if record.name == "fastdpo"]
+    if surgery.reason is None:
+        assert messages == []
+        assert patched.calls == Counter({("policy", "fused"): STEPS, ("reference", "fused"): STEPS})
+    else:
+        (line,) = messages[:1]
+        assert line.startswith(f"fastdpo: trl.DPOTrainer (policy): not fused, {surgery.reason}")
+        assert patched.calls["policy", "fused"] == BEFORE
+        assert patched.calls["policy", "stock"] == STEPS - BEFORE
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_whose_checkpointing_is_toggled_is_probed_once(tmp_path, monkeypatch, adapter):
+    """TRL disables and enables gradient checkpointing in each step, and adds a hook each time."""
+    probed, stock_probe = [], probe.probe
+    # With checkpointing, the calls of a model do not tell a probe from a batch: count probes.
+    monkeypatch.setattr(probe, "probe", lambda model, device: probed.append(model) or stock_probe(model, device))
+    arguments = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=tiny_model(seed=1))
+    with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
+        epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=4, eval_strategy="epoch")
+        run = train(tmp_path, tiny_model(), gradient_checkpointing=True, **epochs, **arguments)
+    assert len(probed) == (1 if adapter else 2)
+    assert run.calls["reference", "remembered"] == 2 * 2 + 3, "two batches per epoch, one per evaluation"
+
+
+class Observed(nn.Module):
+    """Divides by the largest activation of the training, as quantization-aware training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(1.0))
+
+    def forward(self, x):
+        if self.training:
+            self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        return x / self.largest
+
+
+def test_a_model_that_keeps_statistics_falls_back_to_stock(both, caplog):
+    def observing(model):
+        model.model.layers[0].mlp.act_fn = Observed()
+        return model
+
+    stock, patched = both(prepare=observing)
+    assert_same(stock, patched)
+    assert patched.calls["policy", "stock"] == 3
+    assert "running LlamaForCausalLM writes to its buffers: model.layers.0.mlp.act_fn.largest" in caplog.text

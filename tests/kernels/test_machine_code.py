@@ -1,0 +1,89 @@
+"""The machine code of the kernels reads, writes and multiplies as often as the tables of docs/gpu.md say."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fastdpo.kernels import token_logps
+from tests.support.kernels import compiled
+from tests.support.kernels.machine_code import Program, work
+
+PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   S2R R0, SR_CTAID.X ;
+.L_x_1:
+        /*0020*/                   LDG.E.128 R4, [R2.64] ;
+        /*0030*/              @!P1 BRA `(.L_x_2) ;
+        /*0040*/                   FADD R4, R4, R5 ;
+        /*0050*/                   FADD R4, R4, R6 ;
+.L_x_2:
+        /*0060*/                   MUFU.EX2 R4, R4 ;
+        /*0070*/                   STG.E.U16 [R2.64], R4 ;
+        /*0080*/               @P0 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+.L_x_3:
+        /*00a0*/                   BRA `(.L_x_3);
+"""
+
+
+def test_a_turn_takes_the_shortest_way_through_a_loop():
+    program = Program.parse(LISTING)
+    ((header, body),) = program.loops.items()
+    assert len(body) == 3  # with the additions, and without the trap at the end
+    turn = program.turn(header)
+    assert turn == Counter(issue=5, read=32 * 16, write=32 * 2, mufu=1)
+
+
+def test_products_of_a_warp_group_are_shared_by_its_warps():
+    (block,) = Program.parse("        /*0000*/  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;").blocks
+    assert work(block)["products"] * 4 == 2 * 64 * 128 * 16
+    (block,) = Program.parse("        /*0000*/  HMMA.16816.F32.BF16 R24, R4, R8, R24 ;").blocks
+    assert work(block)["products"] == 2 * 16 * 8 * 16
+
+
+def table(header: str) -> dict[str, list[int]]:
+    """The numbers of a table of the page, by the names of its rows."""
+    lines = PAGE[PAGE.index(header) :].splitlines()[2:]
+    cells = [re.split(r" *\| *", line.strip("| ")) for line in lines[: lines.index("")]]
+    return {name: [*map(int, numbers)] for name, *numbers in cells}
+
+
+def turns(kernel, unit):
+    """The innermost loops that use a unit, in the order of the code: what all warps do in a turn."""
+    code = Program.parse(compiled.disassembly(kernel))
+    loops = {header: body for header, body in code.loops.items() if code.turn(header)[unit]}
+    innermost = sorted(x for x, body in loops.items() if not any(other < body for other in loops.values()))
+    return [code.turn(header)[unit] * kernel.metadata.num_warps for header in innermost]
+
+
+LOGITS = table("| kernel over logits | reads | writes |")
+ATTENTION = table("| kernel of attention | products |")
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("case", LOGITS)
+def test_a_row_kernel_reads_and_writes_logits(case, target):
+    kernel = compiled.compile_row_kernel(target, case)
+    block = 2 * (token_logps.BLOCK_V if case == "backward" else token_logps.LANES * token_logps.NUM_WARPS * 8)
+    reads, writes = LOGITS[case]
+    assert turns(kernel, "read") == [block] * reads
+    assert turns(kernel, "write") == [block] * writes
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_multiplies_a_block_of_queries_and_keys(name, target):
+    config = compiled.attention_configs(target, 128)[name]
+    found = turns(compiled.compile_attention(target, name, 128), "products")
+    assert len(found) == (1 if name == "keys" else 2)  # blocks without and with a mask
+    assert {*found} == {ATTENTION[name][0] * 2 * config.block_q * config.block_k * 128}
+
+
+def test_the_tables_list_every_kernel():
+    assert LOGITS.keys() <= compiled.ROW_KERNELS.keys()
+    assert ATTENTION.keys() == compiled.ATTENTION.keys()

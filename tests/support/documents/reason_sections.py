@@ -1,0 +1,61 @@
+"""Generates docs/troubleshooting.md from fastdpo/reasons.toml.
+
+Usage: `python -m tests.support.documents.reason_sections`, or `make docs`.
+"""
+
+from __future__ import annotations
+
+import string
+import textwrap
+from itertools import groupby
+
+from fastdpo.reasons import Kind, Reason, kinds
+from tests.support import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+
+TEXT = """# Troubleshooting
+
+Generated from `fastdpo/reasons.toml` by `make docs`; a test fails when the page is stale.
+
+What fastdpo does not support runs as it would without fastdpo, and one line of the logger `fastdpo`
+says why. The line ends with the name of the reason in brackets. Names do not change between
+versions.
+
+```text
+{example}
+```
+
+- `fastdpo doctor --model PATH` prints the reasons for a model without any data ([doctor.md](doctor.md)).
+- `FASTDPO_STRICT=1` turns every fallback into an error.
+- `print(fastdpo.calls)` counts the calls of each model by the path that they took.
+
+{sections}
+"""
+
+
+def page() -> str:
+    sections = []
+    for title, entries in groupby(kinds().items(), lambda item: item[1].section):
+        sections += [f"## {title}", *(_entry(name, kind) for name, kind in entries)]
+    reason = Reason("attention-dropout")
+    example = f"fastdpo: trl.DPOTrainer (policy): not fused, {reason.named}"
+    return TEXT.format(example=example, sections="\n\n".join(sections))
+
+
+def _entry(name: str, kind: Kind) -> str:
+    return f"### {name}\n\n{_filled(f'*{_without_formats(kind.text)}*')}\n\n{_filled(kind.advice)}"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+def _without_formats(text: str) -> str:
+    """Text whose details are names in angle brackets."""
+    parts = string.Formatter().parse(text)
+    return "".join(literal + (f"`<{field}>`" if field else "") for literal, field, _, _ in parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

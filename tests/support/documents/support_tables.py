@@ -1,0 +1,137 @@
+"""Generates docs/support.md from the cases of the tests.
+
+Usage: `python -m tests.support.documents.support_tables`, or `make docs`.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import re
+import warnings
+from collections.abc import Iterable
+from types import ModuleType
+
+import torch
+from transformers import PreTrainedModel
+
+from fastdpo import attention
+from fastdpo.models import probe, support
+from tests.support import ROOT
+from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
+from tests.support.models.surgeries import SURGERIES
+
+PAGE = ROOT / "docs" / "support.md"
+
+PINS = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints" / "pins.txt").read_text(), re.M))
+
+TEXT = """# Supported models, changes and fields
+
+Generated from the tests by `make docs`; a test fails when the page is stale. The tests run with
+transformers {transformers} and TRL {trl}.
+
+## Model families
+
+fastdpo does not know a model family by its name. It checks a model's configuration and modules, and
+then probes the model: a few random rows, longer than its sliding window, must give the same hidden
+states packed and padded. A family that is not in this table is therefore packed as well if it
+passes. Otherwise it falls back to TRL, and the reason is logged.
+
+The tests train every family in this table as a tiny random model that uses its special features.
+Every logged number and every gradient must equal TRL's. Padded forward passes and `generate()` must
+give the same bits as before, with eager and with sdpa attention.
+
+- *packed*: padding is not computed
+- *shared*: a prefix that the completions of a prompt share is computed once
+- *fused*: logits are never stored whole
+
+{families}
+
+TRL's own fused head fails on {failing} with the same error, with or without fastdpo.
+
+## Changes to a model between two steps
+
+Training continues with TRL's results: on the fused path, or on TRL's path with a logged reason.
+
+{surgeries}
+
+With `reference_memory`, the reference is checked in every step. The stored log-probabilities are
+dropped when the reference is {changes}.
+
+## Fields of `DPOConfig`, and fields of `TrainingArguments` that change a model or its calls
+
+*untouched* means that TRL reads the field before or after the model is called, in code that is the
+same with fastdpo. Otherwise the table names the test that trains with the field set, with and
+without fastdpo.
+
+{options}
+"""
+
+
+def reason_of(model: PreTrainedModel) -> str | None:
+    """The reason why a model is not packed, or None if it is packed."""
+    reason = support.unsupported_reason(model)
+    if reason is None:
+        attention.switch(model)
+        reason = probe.probe(model, torch.device("cpu")).unsupported_reason
+    return reason
+
+
+def family_rows() -> list[list[str]]:
+    rows = []
+    for name in (*FUSED, *STOCK):
+        reason = reason_of(tiny_family(name))
+        special = FUSED[name][0] if name in FUSED else ""
+        # The measured difference depends on the machine.
+        reason = re.sub(r" by [\d.]+ of their norm .*", "", reason or "")
+        rows.append([name, special, *["no" if reason else "yes"] * 3, reason])
+    return rows
+
+
+def tests_of(name: str) -> ModuleType:
+    """The imported module tests/integrations/trl_dpo/test_NAME.py."""
+    return importlib.import_module(f"tests.integrations.trl_dpo.test_{name}")
+
+
+def option_rows() -> list[list[str]]:
+    fields, rows = tests_of("config_fields"), []
+    for name, claim in {**fields.OF_DPO, **fields.OF_TRAINING}.items():
+        text = claim if isinstance(claim, str) else f"`{claim[0]}`: {', '.join(f'`{test}`' for test in claim[1])}"
+        rows.append([f"`{name}`", text])
+    return rows
+
+
+def surgery_rows() -> list[list[str]]:
+    rows = []
+    for surgery in SURGERIES:
+        reason = html.escape(surgery.reason or "", quote=False)  # a name may contain <lambda>
+        rows.append([surgery.description, "no" if reason else "yes", reason])
+    return rows
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table. Columns are not aligned, so that changing a cell changes one line only."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headers, ["---"] * len(headers), *rows))
+
+
+def listed(items: Iterable[str], conjunction: str) -> str:
+    *most, last = items
+    return f"{', '.join(most)} {conjunction} {last}"
+
+
+def page() -> str:
+    family_headers = ["family", "special features", "packed", "shared", "fused", "reason"]
+    return TEXT.format(
+        transformers=PINS["transformers"],
+        trl=PINS["trl"],
+        families=table(family_headers, family_rows()),
+        failing=listed(FAILS_IN_STOCK, "and"),
+        surgeries=table(["change", "fused", "reason"], surgery_rows()),
+        changes=listed(tests_of("changing_reference").CASES, "or"),
+        options=table(["field", "tested by"], option_rows()),
+    )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    PAGE.write_text(page())

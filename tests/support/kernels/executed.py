@@ -1,0 +1,25 @@
+"""Runs the ops on CPU tensors with kernels compiled for an NVIDIA architecture, executed by `ptx`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fastdpo.ops import attention_triton, devices
+from tests.support.kernels.ptx.driver import PTXDriver
+from tests.support.kernels.ptx.driver import install as install_driver
+
+
+def install(monkeypatch, name: str, edit: Callable[[str], str] | None = None) -> PTXDriver:
+    """Kernels are chosen as on a device of that architecture. `edit` changes their PTX."""
+    capability = int(name.removeprefix("sm")) // 10
+    kernels_unsupported_reason = attention_triton.kernels_unsupported_reason
+
+    def unsupported_reason(query, value):
+        return "float32" if query.dtype == torch.float32 else kernels_unsupported_reason(query, value)
+
+    monkeypatch.setattr(attention_triton, "kernels_unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention_triton, "compute_capability", lambda device: capability)
+    return install_driver(monkeypatch, name, edit)

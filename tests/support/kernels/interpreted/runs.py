@@ -1,0 +1,30 @@
+"""Runs of pytest under Triton's interpreter, each in a separate process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.support import ROOT
+
+TESTS = ROOT / "tests"
+KERNELS = TESTS / "kernels"
+OPS = TESTS / "ops"
+IGNORED = "ignore::RuntimeWarning:triton"  # NumPy warns about infinities, GPUs do not
+RUNS = {  # files or folders, expression that selects tests
+    "kernels": ([KERNELS / "interpreted"], ""),
+    "heads": ([OPS / "test_linear_logps.py"], "each_option or each_mode or a_gap_of"),
+    "attention": ([OPS / "test_packed_attention.py"], "every_feature and pairs and not blocks and not products"),
+}
+
+
+def run(name: str, quick: bool) -> subprocess.CompletedProcess:
+    """Runs pytest on the tests of a name, and returns the completed process."""
+    files, expression = RUNS[name]
+    options = ["-q", "-p", "no:cacheprovider", "-W", IGNORED, "-k", expression]
+    options += [] if name == "kernels" else ["--device", "interpreter"]
+    options += ["--quick"] if quick else []
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)

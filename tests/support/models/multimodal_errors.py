@@ -1,0 +1,98 @@
+"""Multimodal models on packed tokens in float64, compared with padded rows.
+
+`python -m tests.support.models.multimodal_errors` prints the table of errors of docs/multimodal.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+from fastdpo import attention, packing
+from fastdpo.models import images
+from fastdpo.testing import float64_throughout
+from tests.support.models.mixer_errors import largest_error, pairs, results_of
+from tests.support.models.multimodal import FUSED, tiny_multimodal
+from tests.support.trl.vision import FAMILIES, PLAIN, vision_pairs
+
+IMAGES = (1, 2, 0, 1)
+"""Number of images of each pair."""
+
+
+def errors_on_text(model: PreTrainedModel) -> list[float]:
+    """The largest errors with shared prompts, and without."""
+    exact, errors = None, []
+    for share in (True, False):
+        ids, mask, layout = pairs(share)
+        ids = ids % (PLAIN - 5) + 5  # no placeholder of an image
+        if exact is None:
+            padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
+            exact = results_of(model, padded, layout, packed=False)
+        packed = attention.packed_inputs(model, layout, ids)
+        errors.append(largest_error(results_of(model, packed, layout, packed=True), exact))
+    return errors
+
+
+def errors_on_images(model: PreTrainedModel, name: str) -> list[float]:
+    """The largest errors with shared prompts and images, and without."""
+    batch = batch_with_images(name)
+    make_layout = functools.partial(
+        packing.pack_pairs, *(batch[name] for name in ("input_ids", "attention_mask", "labels"))
+    )
+    given, exact, errors = images.images_of(batch), None, []
+    for share in (True, False):
+        with patch.object(images.Images, "are_repeated", lambda self, share=share: share):
+            packed = images.pack(model, given, batch, make_layout)
+        assert packed.shared == share
+        if exact is None:
+            exact = results_of(model, images.padded_inputs(batch), packed.layout, packed=False)
+        errors.append(largest_error(results_of(model, packed.inputs, packed.layout, packed=True), exact))
+    return errors
+
+
+def batch_with_images(name: str) -> dict[str, Tensor]:
+    """Arguments of a model call, as TRL's collator makes them."""
+    batch = DataCollatorForVisionPreference(FAMILIES[name].processor())(vision_pairs(name, IMAGES))
+    labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, packing.IGNORE_INDEX)
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()} | dict(labels=labels)
+
+
+def switched(name: str) -> PreTrainedModel:
+    """A model in float64 that is switched to packed attention."""
+    model = tiny_multimodal(name)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped implementation has no float64
+    attention.switch(model.double())
+    return model
+
+
+def errors_of(name: str) -> list[float]:
+    """The errors on text, and those on images if the tests train the family on any."""
+    model = switched(name)
+    return errors_on_text(model) + (errors_on_images(model, name) if name in FAMILIES else [])
+
+
+def row(name: str) -> str:
+    errors = errors_of(name)
+    return " | ".join(["", name, *(f"{error:.0e}" for error in errors), *[""] * (4 - len(errors)), ""]).strip()
+
+
+def rows() -> list[str]:
+    """The rows of the table."""
+    with float64_throughout():
+        return [row(name) for name in FUSED]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print("| family | text, shared | text, not shared | images, shared | images, not shared |")
+    print("| --- | --- | --- | --- | --- |", *rows(), sep="\n")

@@ -1,0 +1,352 @@
+"""Tiny DPO trainings in TRL, recorded step by step, and assertions that two of them are equal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset, load_from_disk
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
+from trl import DPOConfig, DPOTrainer
+
+import fastdpo
+from fastdpo.models import forward
+from fastdpo.models.layouts import SharePrompts
+from fastdpo.packing import Layout
+from tests.support import ROOT
+from tests.support.comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
+from tests.support.documents import trained
+from tests.support.workers.processes import run_ranks
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
+NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos", "step_time")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per word. No special token is a prefix of a word."""
+    word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=word_level, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
+    """Ragged preference pairs. Some answers share a prefix, and some are one word long."""
+    rng = random.Random(seed)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(f"w{rng.randrange(94)}" for _ in range(rng.randint(low, high)))
+
+    rows = [{"prompt": text(1, 14) + " ", "chosen": text(1, 11), "rejected": text(1, 11)} for _ in range(n)]
+    rows[0]["rejected"] = rows[0]["chosen"] + " w1 w2"  # a prefix, except for the end token
+    rows[1]["chosen"], rows[1]["rejected"] = "w3 w4 w5", "w3 w4 w6 w7"  # a common prefix
+    return rows
+
+
+ACROSS_12 = ((1, 20, 30), (11, 1, 25), (5, 3, 2), (14, 13, 12), (30, 4, 40), (2, 40, 1), (10, 12, 11), (8, 4, 3))
+"""Lengths of prompt, chosen and rejected of pairs that are shorter and longer than 12 tokens."""
+
+
+def long_pairs(lengths: tuple[tuple[int, int, int], ...] = ACROSS_12) -> list[dict[str, str]]:
+    """Pairs of the given lengths, whose truncation cuts answers and (entire) prompts."""
+    rng = random.Random(3)
+
+    def words(n: int) -> str:
+        return " ".join(f"w{rng.randrange(94)}" for _ in range(n))
+
+    return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in lengths]
+
+
+def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
+    """Saves rows to a directory and loads them from there.
+
+    Precomputed values are cached next to a dataset on disk, so each run needs its own copy.
+    """
+    Dataset.from_list(rows).save_to_disk(directory)
+    return load_from_disk(directory)
+
+
+def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
+    return on_disk(pairs(n, seed), directory)
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
+    sizes = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8}
+    torch.manual_seed(seed)
+    sizes = {name: size for name, size in sizes.items() if name not in without}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
+    sharpen(model)
+    return model
+
+
+@dataclass
+class Run:
+    """The record of a training.
+
+    Attributes:
+        logs: the numbers logged in each step and in evaluations.
+        gradients: the gradient of every parameter before each optimizer step.
+        calls: fastdpo's counters: a map from (kind, path) to the number of calls.
+        steps: the number of optimizer steps.
+        in_float64: repeats the training in float64 with the same initial weights and data.
+    """
+
+    logs: list[dict[str, float]]
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    calls: Counter = field(default_factory=Counter)
+    steps: int = 0
+    in_float64: Callable[[], Run] | None = None
+
+
+class Gradients(TrainerCallback):
+    """Appends the gradients before each optimizer step to a list."""
+
+    def __init__(self, gradients: list[dict[str, torch.Tensor]]):
+        self.gradients = gradients
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        named = model.named_parameters()
+        self.gradients.append({n: p.grad.clone() for n, p in named if p.requires_grad and p.grad is not None})
+
+
+OPTIONS = dict(
+    bf16=False,
+    use_cpu=True,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    logging_steps=1,
+    optim="sgd",  # Adam's normalized steps would amplify rounding errors
+    learning_rate=0.01,
+    lr_scheduler_type="constant",
+    max_grad_norm=1e9,
+    per_device_train_batch_size=4,
+    max_steps=3,
+    gradient_checkpointing=False,
+)
+"""Training arguments for all of TRL's trainers."""
+
+
+LORA = dict(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+
+
+def adapter(**options) -> dict:
+    """Arguments of `train` for a LoRA training, with `options` of `LoraConfig`."""
+    return dict(reference=False, peft_config=LoraConfig(**{**LORA, **options}))
+
+
+def trained_adapter(model: PreTrainedModel) -> PeftModel:
+    """Adds an adapter whose weights are not zero."""
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+def config(directory: Path, **overrides) -> DPOConfig:
+    return DPOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides})
+
+
+def build(
+    directory: Path,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    n: int = 4,
+    trainer_class: type[DPOTrainer] = DPOTrainer,
+    **overrides,
+) -> DPOTrainer:
+    """Creates a trainer on n of `pairs`. `overrides` are fields of `DPOConfig`."""
+    return trainer_class(
+        model=model,
+        ref_model=reference,
+        args=config(directory, **overrides),
+        train_dataset=dataset(n, directory / "train"),
+        processing_class=tokenizer(),
+    )
+
+
+def train(
+    directory: Path,
+    model: PreTrainedModel | str,
+    reference: PreTrainedModel | None,
+    *,
+    peft_config=None,
+    data: list[dict[str, str]] | Dataset | IterableDataset | None = None,
+    evaluate: int = 0,
+    only_evaluate: bool = False,
+    trainer_class: type[DPOTrainer] = DPOTrainer,
+    data_collator: Callable | None = None,
+    compute_metrics: Callable | None = None,
+    **overrides,
+) -> Run:
+    """Runs a short DPO training on `data` (default: `pairs`) with the patches that are active.
+
+    `evaluate` is a number of pairs that are evaluated after the training, or instead of it if
+    `only_evaluate`. `overrides` are fields of `DPOConfig`.
+    """
+    if not isinstance(data, Dataset | IterableDataset):
+        data = on_disk(data or pairs(16), directory / "train")
+    make = functools.partial(
+        trainer_class,
+        model=model,
+        ref_model=reference,
+        args=config(directory, **overrides),
+        train_dataset=data,
+        eval_dataset=dataset(evaluate, directory / "eval", seed=1) if evaluate else None,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+        data_collator=data_collator,
+        compute_metrics=compute_metrics,
+    )
+    return record(make, evaluate=evaluate > 0, only_evaluate=only_evaluate)
+
+
+def record(make: Callable[..., Trainer], *, evaluate: bool = False, only_evaluate: bool = False) -> Run:
+    """Creates a trainer by `make(callbacks=...)`, trains or evaluates with it, and returns the record."""
+    run = Run([])
+    before = Counter(fastdpo.calls)
+    trainer = make(callbacks=[Gradients(run.gradients)])
+    if not only_evaluate:
+        trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    run.steps = trainer.state.global_step
+    run.logs = [numbers(log) for log in trainer.state.log_history]
+    run.calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
+    return run
+
+
+def train_both(
+    directory: Path,
+    kind: str = "llama",
+    tiny=None,
+    reference: bool = True,
+    prepare=lambda model: model,
+    trainer: str = "trl.DPOTrainer",
+    train: Callable[..., Run] = train,
+    reference_memory: bool = False,
+    share_prompts: SharePrompts = True,
+    build: Callable[..., PreTrainedModel] = tiny_model,
+    **options,
+) -> list[Run]:
+    """Trains stock, then patched, with two options of `patch`, from the same initial weights.
+
+    `build` makes each model of its kind, a seed and the entries of `tiny`. `prepare` is applied to
+    it before a trainer is created with it. `train` is called with a directory, policy, reference
+    and the options.
+    """
+
+    def once(name: str, cast: Callable = lambda model: model) -> Run:
+        models = [cast(prepare(build(kind, seed, **(tiny or {})))) for seed in range(1 + reference)]
+        return train(directory / name, models[0], models[1] if reference else None, **options)
+
+    stock = once("stock")
+    stock.in_float64 = functools.partial(once, "float64", double)
+    with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts):
+        return [stock, once("patched")]
+
+
+def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """A list to which the layout of each following call is appended."""
+    stock, recorded = forward.layout_of, []
+
+    def layout_of(*args, **options):
+        recorded.append(stock(*args, **options))
+        return recorded[-1]
+
+    monkeypatch.setattr(forward, "layout_of", layout_of)
+    return recorded
+
+
+def run_with_oldest(worker: ModuleType, directory: Path, *trainers: str) -> None:
+    """Runs a module on a directory and trainers, which it trains fused, in a process with the oldest supported TRL.
+
+    Skips the test if the environment variable OLDEST_TRL is not set.
+    """
+    oldest = os.environ.get("OLDEST_TRL")
+    if oldest is None:
+        pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
+    done = subprocess.run(
+        [sys.executable, "-m", worker.__name__, str(directory), *trainers],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([oldest, str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for trainer in trainers:
+        trained.add(trainer, Path(oldest).name.removeprefix("trl-"))
+
+
+def run_two_ranks(kind: str, directory: Path) -> list[dict]:
+    """Runs `collectives.train_rank` on two ranks and returns the result of each."""
+    from tests.support.workers import collectives  # not at the top: it imports this module
+
+    run_ranks(2, collectives.train_rank, directory / kind, kind)
+    return [torch.load(directory / kind / f"rank{rank}of2.pt") for rank in range(2)]
+
+
+def numbers(log: dict) -> dict[str, float]:
+    """The numbers of a log that depend on the training alone, such as losses; not run times."""
+    named = ((k, v) for k, v in log.items() if isinstance(v, float))
+    return {k: v for k, v in named if not any(word in k for word in NOT_NUMBERS_OF_TRAINING)}
+
+
+def assert_same(stock: Run, patched: Run) -> None:
+    """Asserts that all logged numbers and all gradients of all steps agree up to rounding."""
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
+    assert_same_training(stock, patched, stock.in_float64)
+
+
+def assert_same_bits(stock: Run, patched: Run) -> None:
+    """Asserts that losses and gradients are bitwise equal.
+
+    TRL's other metrics may differ by the rounding of their means.
+    """
+    assert largest(differences_of_logs(stock.logs, patched.logs, relative=8 * EPS, absolute=EPS)).size <= 1
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
+    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
+        for name in a.keys() & {"loss", "eval_loss", "train_loss", "grad_norm"}:
+            assert a[name] == b[name], f"step {step}: {name} {a[name]} {b[name]}"
+    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} has gradients of different parameters"
+        for name in a:
+            assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
+
+
+def assert_same_error(directory: Path, build: Callable[[int], PreTrainedModel], error: type[Exception]) -> None:
+    """Asserts that a training of a policy and a reference raises the same error, stock and patched.
+
+    `build` makes a model of a seed.
+    """
+    messages = []
+    for patch in (contextlib.nullcontext, fastdpo.patched):
+        with pytest.raises(error) as raised, patch():
+            train(directory / patch.__name__, build(0), build(1), max_steps=1)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+def assert_fused(run: Run, **expected: int) -> None:
+    """Asserts that exactly these calls ran, all of them fused.
+
+    It shows that the fused path was not silently disabled.
+    """
+    assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})

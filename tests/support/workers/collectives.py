@@ -1,0 +1,66 @@
+"""One rank of a training whose logs and collectives are compared."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import TrainerCallback
+from trl import DPOTrainer
+
+import fastdpo
+from tests.support.trl.dpo import config, dataset, numbers, tiny_model, tokenizer
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
+
+
+def train_rank(directory: Path, kind: str) -> None:
+    """Writes the logs, fastdpo's counters and the number of collectives in each step to a file.
+
+    `kind` is "stock", "patched", "memory" (patched with `reference_memory`) or "uncut": stock with
+    an accelerate that gathers the values of all ranks at the end of an epoch.
+    """
+    rank = int(os.environ["RANK"])
+    counts: list[int] = [0]
+    for name in COLLECTIVES:
+        stock = getattr(dist, name)
+
+        def counting(*args, stock=stock, **kwargs):
+            counts[-1] += 1
+            return stock(*args, **kwargs)
+
+        setattr(dist, name, counting)
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            # Collectives until the next call belong to logging and to the next step.
+            counts.append(0)
+
+    if kind == "uncut":
+        Accelerator.gather_for_metrics = Accelerator.gather
+    elif kind != "stock":
+        fastdpo.patch("trl.DPOTrainer", reference_memory=kind == "memory")
+    trainer = DPOTrainer(
+        model=tiny_model(seed=0),
+        ref_model=tiny_model(seed=1),
+        args=config(
+            directory / f"out{rank}",
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            max_steps=-1,
+            num_train_epochs=3,
+            logging_steps=2,
+        ),
+        train_dataset=dataset(8, directory / f"data{rank}"),
+        eval_dataset=dataset(5, directory / f"eval{rank}", seed=1),
+        processing_class=tokenizer(),
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    counts.append(0)
+    if kind != "memory":
+        trainer.evaluate()
+    world = dist.get_world_size()
+    logs = [numbers(log) for log in trainer.state.log_history]
+    torch.save({"logs": logs, "calls": dict(fastdpo.calls), "counts": counts}, directory / f"rank{rank}of{world}.pt")

@@ -1,0 +1,55 @@
+"""Patched trainings with the TRL that comes first on the path.
+
+Usage: `python -m tests.support.workers.trainings DIRECTORY TRAINER ...`. Saves a run
+of each trainer in the directory, and one of DPOTrainer on pairs with images.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+import trl
+
+import fastdpo
+from tests.support.trl.dpo import Run, tiny_model, train
+from tests.support.trl.groups import AGAIN, NAMES, train_group
+from tests.support.trl.kto import train_kto
+from tests.support.trl.reference_free import train_cpo, train_orpo
+from tests.support.trl.sft import train_sft
+from tests.support.workers import vision
+
+
+def train_on_groups(trainer_class: type, directory: Path, model, reference, evaluate: int) -> Run:
+    run = train_group(directory, model, trainer_class, evaluate, reference=reference, beta=0.1, **AGAIN)
+    return Run(run.logs, run.gradients, run.calls, run.steps)
+
+
+TRAIN = {
+    "trl.DPOTrainer": train,
+    "trl.KTOTrainer": train_kto,
+    "trl.SFTTrainer": train_sft,
+    "trl.CPOTrainer": train_cpo,
+    "trl.ORPOTrainer": train_orpo,
+    **{name: functools.partial(train_on_groups, trainer_class) for trainer_class, name in NAMES.items()},
+}
+"""Maps the name of a trainer to a function that trains with it, like `trl.dpo.train`."""
+
+
+def patched_run(directory: Path, trainer: str) -> Run:
+    with fastdpo.patched(trainer):
+        return TRAIN[trainer](directory, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
+
+
+def save(path: Path, run: Run) -> None:
+    torch.save({"version": trl.__version__, "run": vars(run)}, path)
+
+
+def main(directory: Path, *trainers: str) -> None:
+    for trainer in trainers:
+        save(directory / f"{trainer}.pt", patched_run(directory / trainer, trainer))
+    save(directory / "images.pt", vision.patched_run(directory / "images"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

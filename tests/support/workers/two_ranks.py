@@ -1,0 +1,21 @@
+"""One rank of a stock or patched training under DDP, for all trainers of `trainings`."""
+
+import os
+from pathlib import Path
+
+import torch
+
+import fastdpo
+from tests.support.trl.dpo import tiny_model
+from tests.support.workers.trainings import TRAIN
+
+
+def train_rank(directory: Path, kind: str, trainer: str) -> None:
+    """Trains "stock" or "patched", and writes the record to a file in the directory."""
+    rank = int(os.environ["RANK"])
+    if kind == "patched":
+        fastdpo.patch(trainer)
+    models = tiny_model(seed=0), tiny_model(seed=1)
+    options = dict(per_device_train_batch_size=2, per_device_eval_batch_size=2)
+    run = TRAIN[trainer](directory / f"of rank {rank}", *models, evaluate=4, **options)
+    torch.save(vars(run), directory / f"rank{rank}.pt")

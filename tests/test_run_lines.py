@@ -1,0 +1,68 @@
+"""`fastdpo run` patches every trainer that is installed, however a program imports it.
+
+Trainers of the programs that have environments of their own are trained in tests/programs.
+"""
+
+import importlib.metadata
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from fastdpo.integrations.lines import LINES
+from tests.support.programs.run_command import run
+
+INSTALLED = {
+    line.trainer: line.trainer_modules[0]
+    for line in LINES
+    if line.package == "trl" and SpecifierSet(line.versions).contains(importlib.metadata.version("trl"))
+}
+"""The trainers of TRL that the installed version has, and the modules that define them."""
+
+CLASSES = {trainer.partition(".")[2]: module for trainer, module in INSTALLED.items()}
+IMPORTS = {
+    "packages": [f"from {module.rpartition('.')[0]} import {name}" for name, module in CLASSES.items()],
+    "modules": [f"from {module} import {name}" for name, module in CLASSES.items()],
+}
+PATCH = """
+import fastdpo
+assert all(seam.on for seam in fastdpo.patch().seams)
+"""
+
+REPLACED = """
+for trainer in ({trainers}):
+    file = trainer.__init__.__code__.co_filename
+    assert "fastdpo" in file, f"{{trainer.__name__}} is stock: {{file}}"
+"""
+
+TRAIN_ONLINE = """
+import sys
+from pathlib import Path
+from tests.support.trl.online import build, writer
+
+build(Path(sys.argv[1]), writer(), writer(seed=1), max_steps=1).train()
+"""
+
+
+@pytest.mark.parametrize("source", IMPORTS)
+def test_every_trainer_is_patched(source, tmp_path):
+    """One program imports the trainers from their packages and calls `patch()`, which changes nothing.
+    The other does not know of fastdpo.
+    """
+    assert len(CLASSES) == 8
+    program = tmp_path / "train.py"
+    patch = PATCH if source == "packages" else ""
+    program.write_text("\n".join(IMPORTS[source]) + patch + REPLACED.format(trainers=", ".join(CLASSES)))
+    done = run(*(word for trainer in INSTALLED for word in ("--only", trainer)), program)
+    assert done.returncode == 0, done.stderr
+    version = importlib.metadata.version("trl")
+    for trainer in INSTALLED:
+        assert done.stderr.count(f"fastdpo: {trainer} ({version}): on\n") == 1, done.stderr
+
+
+def test_an_online_training_runs_fused(tmp_path):
+    """Its trainer is defined in a package that imports it while it is imported itself."""
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN_ONLINE)
+    done = run(program, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "fastdpo: trl.OnlineDPOTrainer calls: policy fused 1, reference fused 1; 100% of calls fused" in done.stderr
