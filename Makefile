@@ -7,9 +7,16 @@ READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 HUB_KERNELS := $(VENV)/kernels-0.17.2
+LIGER := $(VENV)/liger-kernel-0.8.5
+FLASH_SOURCES := $(VENV)/flash-attention
+TEST_FOLDERS := OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) \
+	FLASH_SOURCES=$(abspath $(FLASH_SOURCES))
 
 # Each minor version of TRL between its rewrite and its fused head.
 TRL_VERSIONS := 0.29.1 1.0.0 1.1.0 1.2.0 1.3.0 1.4.0 1.5.1 1.6.0 1.7.1 1.8.0 1.9.0 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2
+# Those that begin a series whose passes fastdpo replaces in one way: 0.29 truncates after collation, 1.0 before it; 1.6
+# moves what precomputes a reference; since 1.9 that function takes the model; 1.14 splits the loss.
+TRL_SEAMS := 0.29.1 1.0.0 1.6.0 1.9.0 1.14.2
 REQUESTS := $(VENV)/requests
 
 LEGACY := .venv-legacy
@@ -20,19 +27,44 @@ SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
 PACKAGING := .venv-packaging
 
-.PHONY: demo test test-all test-census test-ptx test-legacy test-trl-versions test-openrlhf test-ranks test-programs \
-	test-llamafactory test-swift test-axolotl measure-programs fuzz dist hub lint docs bench bench-llamafactory bench-ops bench-gpu clean
+# Environments are kept, also those that only a pattern names.
+.SECONDARY:
+
+.PHONY: demo test test-all test-once test-everything test-census test-ptx test-legacy test-legacy-newest \
+	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
+	test-swift test-swift-newest test-swift-oldest test-axolotl left-out measure-programs fuzz dist hub lint docs \
+	bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-# Every test, with each value of each of its parameters at least once.
-test: $(READY) $(OLDEST_TRL) $(HUB_KERNELS)
-	OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) $(BIN)/python -m pytest --quick $(ARGS)
+# One worker a core, up to 4, each with up to 2 GiB of memory. One that is done takes tests over from the others.
+WORKERS ?= 4
+IN_PARALLEL := -n logical --maxprocesses $(WORKERS) --dist worksteal
+TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
-# Every combination of parameters.
-test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS)
-	OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) $(BIN)/python -m pytest $(ARGS)
+# Each value of each parameter at least once, without what is slow and guards little.
+test: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
+	$(TESTS) --quick $(ARGS)
+
+# Every combination of parameters, and every test.
+test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
+	$(TESTS) $(ARGS)
+
+# What CI runs beside `make test`: each trainer line and each program once. The longest come first, for `make --jobs 2`.
+test-once: ONCE := --quick
+test-once: DETAILED := 1.14.2
+test-once: LEGACY_OLDEST_TESTS := tests/legacy/test_online_dpo.py tests/legacy/test_dpo.py \
+	-k "test_loss or test_option or test_verifying"
+test-once: test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams \
+	test-census
+
+# The same with every version and every combination, for hours.
+test-everything: test-all test-ranks test-programs test-legacy test-openrlhf test-trl-versions test-census test-ptx
+
+# The versions of trainers that `make test-once` leaves out.
+left-out:
+	@echo $(addprefix trl==,$(filter-out $(TRL_SEAMS),$(TRL_VERSIONS)))
 
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
 fuzz: $(READY)
@@ -42,38 +74,45 @@ fuzz: $(READY)
 PTX_TARGETS ?= sm80 sm90
 PTX_TESTS := tests/ops/test_token_logps.py tests/ops/test_linear_logps.py tests/ops/test_packed_attention.py \
 	-k "each_option or each_mode or a_gap_of or large_logits or special_rows or probability or (every_feature and pairs and not blocks)"
-HEAD_TABLE := tests/kernels/fused_heads.json
 test-ptx: $(READY)
 	$(BIN)/python -m pytest tests/kernels/executed $(ARGS)
-	status=0; for target in $(PTX_TARGETS); do for table in "" $(abspath $(HEAD_TABLE)); do \
-		FASTDPO_HEAD_TABLE=$$table $(BIN)/python -m pytest --device ptx --target $$target $(PTX_TESTS) $(ARGS) || status=1; \
-	done; done; exit $$status
+	status=0; for target in $(PTX_TARGETS); do \
+		$(BIN)/python -m pytest --device ptx --target $$target $(PTX_TESTS) $(ARGS) || status=1; \
+	done; exit $$status
 
 # The kernels compiled, and executed in NumPy, by the oldest Triton that is supported, that of CUDA builds of torch 2.11.
 test-census: $(READY) $(OLDEST_TRITON)
-	PYTHONPATH=$(abspath $(OLDEST_TRITON)) $(BIN)/python -m pytest tests/kernels/test_census.py tests/kernels/executed $(ARGS)
+	PYTHONPATH=$(abspath $(OLDEST_TRITON)) \
+		$(BIN)/python -m pytest tests/kernels/test_census.py tests/kernels/executed $(ONCE) $(ARGS)
 
 # TRL before its rewrite, the newest and the oldest that is supported.
-test-legacy: $(LEGACY)/.ready
-	$(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ARGS)
-	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ARGS)
+test-legacy: test-legacy-newest test-legacy-oldest
 
-# TRL from its rewrite to its fused head, each version in a process of its own, two at a time. Three versions run all
-# losses and options. TRL 0.29 has no pass that can be replaced by that of fastdpo.
-test-trl-versions: $(READY) $(addprefix $(VENV)/trl-,$(TRL_VERSIONS)) $(REQUESTS)
-	$(MAKE) --jobs 2 --output-sync --keep-going $(addprefix test-trl-,$(TRL_VERSIONS))
+test-legacy-newest: $(LEGACY)/.ready
+	$(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ONCE) $(ARGS)
 
-IN_DETAIL := tests/trl_versions tests/integrations/test_trl_dpo_losses.py tests/integrations/test_trl_dpo_options.py
-TRL_TESTS := tests/trl_versions/test_dpo.py tests/trl_versions/test_online_dpo.py
-test-trl-0.29.1 test-trl-1.9.0 test-trl-1.14.2: TRL_TESTS := $(IN_DETAIL)
-test-trl-0.29.1: TRL_TESTS := $(IN_DETAIL) -k "not precompute"
+LEGACY_OLDEST_TESTS := tests/legacy tests/properties
+test-legacy-oldest: $(LEGACY)/.ready
+	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest $(LEGACY_OLDEST_TESTS) $(ONCE) $(ARGS)
+
+# TRL from its rewrite to its fused head, each version in a process of its own; `make --jobs 2` runs two at a time.
+# `DETAILED` are the versions that run all losses and options.
+test-trl-versions: $(addprefix test-trl-,$(TRL_VERSIONS))
+test-trl-seams: $(addprefix test-trl-,$(TRL_SEAMS))
+
+DETAILED := 0.29.1 1.9.0 1.14.2
+IN_DETAIL := tests/trl_versions tests/integrations/trl_dpo/test_losses.py tests/integrations/trl_dpo/test_options.py
+IN_SHORT := tests/trl_versions/test_dpo.py tests/trl_versions/test_online_dpo.py
+TRL_TESTS = $(if $(filter $*,$(DETAILED)),$(IN_DETAIL),$(IN_SHORT))
+# TRL 0.29 has no pass that can be replaced by that of fastdpo.
+WITHOUT_A_PASS = $(if $(filter 0.29.1,$(filter $*,$(DETAILED))),-k "not precompute")
 
 test-trl-%: $(VENV)/trl-% $(REQUESTS)
 	PYTHONPATH=$(abspath $(VENV)/trl-$*):$(abspath $(REQUESTS)) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest --quick -p no:cacheprovider $(TRL_TESTS) $(ARGS)
+		$(BIN)/python -m pytest --quick -p no:cacheprovider $(TRL_TESTS) $(WITHOUT_A_PASS) $(ARGS)
 
 test-openrlhf: $(OPENRLHF)/.ready
-	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ARGS)
+	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ONCE) $(ARGS)
 
 # Real programs, each in an environment of its own, started by their own commands.
 test-programs: test-llamafactory test-swift test-axolotl
@@ -85,22 +124,26 @@ measure-programs: test-llamafactory test-axolotl $(SWIFT)/.ready $(READY)
 	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
 
 test-llamafactory: $(LLAMAFACTORY)/.ready
-	$(LLAMAFACTORY)/bin/python -m pytest tests/programs/llamafactory $(ARGS)
+	$(LLAMAFACTORY)/bin/python -m pytest tests/programs/llamafactory $(ONCE) $(ARGS)
 
 bench-llamafactory: $(LLAMAFACTORY)/.ready
 	$(LLAMAFACTORY)/bin/python -m benchmarks.run --suite llamafactory --json out/llamafactory.json $(ARGS)
 
 # TRL's DPOTrainer on RANKS processes (2 unless it is set), under DDP, FSDP2 and DeepSpeed.
 test-ranks: $(DEEPSPEED)/.ready
-	$(DEEPSPEED)/bin/python -m pytest tests/ranks $(ARGS)
+	$(DEEPSPEED)/bin/python -m pytest tests/ranks $(ONCE) $(ARGS)
 
 # ms-swift with the newest TRL that it takes, and with one before that TRL's rewrite of DPOTrainer.
-test-swift: $(SWIFT)/.ready
-	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
-	PYTHONPATH=$(abspath $(SWIFT)/trl-0.28.0) $(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
+test-swift: test-swift-newest test-swift-oldest
+
+test-swift-newest: $(SWIFT)/.ready
+	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ONCE) $(ARGS)
+
+test-swift-oldest: $(SWIFT)/.ready
+	PYTHONPATH=$(abspath $(SWIFT)/trl-0.28.0) $(SWIFT)/bin/python -m pytest tests/programs/swift $(ONCE) $(ARGS)
 
 test-axolotl: $(AXOLOTL)/.ready
-	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ARGS)
+	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ONCE) $(ARGS)
 
 # The sdist, and the wheel that is built from it.
 dist: $(PACKAGING)/.ready
@@ -119,14 +162,16 @@ lint: $(READY)
 	$(BIN)/basedpyright
 
 docs: $(READY)
-	$(BIN)/python tests/support/support_tables.py
-	$(BIN)/python tests/support/multimodal_tables.py
+	$(BIN)/python -m tests.support.documents.support_tables
+	$(BIN)/python -m tests.support.documents.multimodal_tables
 	$(BIN)/python docs/draw_layout.py
-	$(BIN)/python tests/support/reason_sections.py
+	$(BIN)/python -m tests.support.documents.reason_sections
 
-SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo vision head attention memory scaling
+SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo vision head loss attention memory scaling
 
-bench: $(READY)
+# With Liger, two of whose heads run on a CPU.
+bench: export PYTHONPATH := $(abspath $(LIGER)):$(PYTHONPATH)
+bench: $(READY) $(LIGER)
 	status=0; for suite in $(SUITES); do \
 		$(BIN)/python -m benchmarks.run --suite $$suite --json out/$$suite.json $(ARGS) || status=1; \
 	done; exit $$status
@@ -154,7 +199,8 @@ bench-gpu:
 	for suite in $$suites; do \
 		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume --json $(GPU_OUT)/$$suite.json $(ARGS) || status=1; \
 	done; \
-	$(GPU_PYTHON) -m benchmarks.accuracy --json $(GPU_OUT)/accuracy.json || status=1; exit $$status
+	$(GPU_PYTHON) -m benchmarks.accuracy --json $(GPU_OUT)/accuracy.json $(filter --quick,$(ARGS)) || status=1; \
+	exit $$status
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
 define torch_in
@@ -241,6 +287,12 @@ $(REQUESTS): $(READY)
 	$(BIN)/pip install --quiet --target $@ requests
 	touch $@
 
+# Without its dependencies, torch and Triton, which are there.
+$(LIGER): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ liger-kernel==0.8.5
+	touch $@
+
 $(OLDEST_TRITON): $(READY)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ triton==3.6.0
@@ -251,6 +303,17 @@ $(HUB_KERNELS): $(READY)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ kernels==0.17.2
 	touch $@
+
+# The packages of flash-attention whose functions are called. They are read, not installed. pip asks the setup.py of an
+# sdist for its metadata, which needs torch but builds nothing.
+$(FLASH_SOURCES): $(READY)
+	rm -rf $@ $@.part
+	for package in flash-attn==2.8.0.post2 flash-attn==2.8.3.post2; do \
+		FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/pip download --quiet --no-deps --no-build-isolation \
+			--no-binary flash-attn --dest $@.part $$package || exit 1; \
+	done
+	$(BIN)/pip download --quiet --no-deps --only-binary flash-attn-4 --dest $@.part flash-attn-4==4.0.0b36
+	mv $@.part $@
 
 clean:
 	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(PACKAGING) build dist out *.egg-info
