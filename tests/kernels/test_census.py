@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fastdpo.kernels import gather_keys, linear_logps
+import triton
+
+from fastdpo.kernels import gather_keys, linear_logps, token_logps
 from tests.support.kernels.compiled import (
     ATTENTION,
     ROW_KERNELS,
@@ -24,26 +26,27 @@ from tests.support.kernels.compiled import (
 )
 from tests.support.kernels.machine_code import Program
 
-ALIKE = {"sm86": "sm80", "sm89": "sm80", "gfx950": "gfx942"}  # architectures with the ceilings of another one
-# Maximum number of registers per thread; the comments list the numbers with Triton 3.9. Registers
-# determine occupancy: an NVIDIA multiprocessor runs 8 programs of 8 warps at 32 registers, 6 at 40,
-# 5 at 48 and 4 at 64. gfx942 reaches full occupancy at 64.
-CEILINGS = {
-    "forward": dict(sm80=48, sm90=40, sm100=40, sm120=40, gfx942=48),  # 47, 32, 38, 36, 36
-    "forward, statistics": dict(sm80=64, sm90=64, sm100=64, sm120=64, gfx942=48),  # 61, 56, 53, 54, 41
-    "forward of a head": dict(sm80=64, sm90=64, sm100=64, sm120=80, gfx942=64),  # sm120: 80 with Triton 3.6
-    "backward": dict(sm80=40, sm90=40, sm100=40, sm120=40, gfx942=48),  # 32, 30, 32, 40, 31
-    "backward, entropy": dict(sm80=48, sm90=40, sm100=48, sm120=48, gfx942=48),  # 40, 40, 42, 44, 38
-    "backward of a head": dict(sm80=40, sm90=40, sm100=40, sm120=40, gfx942=48),
-}
+PROGRAMS = dict.fromkeys(TARGETS, 4) | {"sm120": 3}
+"""Programs of a row kernel that a multiprocessor must be able to run at once.
+
+Each waits for 8 KiB of logits. A bandwidth is reached with bandwidth x latency bytes under way: on a
+B200 (8 TB/s, 148 multiprocessors) at 600 ns, 32 KiB for each multiprocessor. sm120 (1.8 TB/s, 188)
+needs less, and gets less.
+"""
+REGISTERS = {"sm": 65_536, "gf": 4 * 512 * 64}  # of a multiprocessor, of 32 bits, by the vendor's prefix
+
+
+def registers_for(programs: int, target: str, warps: int = token_logps.NUM_WARPS) -> int:
+    """The most registers of a thread with which a multiprocessor runs so many programs, in the allocator's eights."""
+    return REGISTERS[target[:2]] // (programs * warps * TARGETS[target].warp_size) // 8 * 8
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", ROW_KERNELS)
-def test_registers_allow_the_intended_occupancy(case: str, target: str):
+def test_row_kernels_leave_registers_for_enough_programs(case: str, target: str):
     registers, spills = registers_and_spills(compile_row_kernel(target, case))
     assert spills == 0
-    assert registers <= CEILINGS[case][ALIKE.get(target, target)]
+    assert registers <= registers_for(PROGRAMS[target], target)
 
 
 @pytest.mark.parametrize("target", ["sm80", "gfx942"])  # the targets with the most registers, one per vendor
@@ -55,10 +58,9 @@ def test_no_variant_spills(variant, case, target):
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target.startswith("sm")])
 def test_32_warps_fit_a_multiprocessor(target):
-    """65,536 registers are 64 for each of their threads."""
     registers, spills = registers_and_spills(compile_row_kernel(target, "forward of a head", warps=32))
     assert spills == 0
-    assert registers <= 64
+    assert registers <= registers_for(1, target, warps=32)
 
 
 @pytest.mark.parametrize("case", ROW_KERNELS)
@@ -105,42 +107,23 @@ PRODUCTS = {
     "gfx942": "v_mfma",
     "gfx950": "v_mfma",
 }
-SPILLS = {  # maximum bytes of stack by head size (comments: with Triton 3.9); 0 for kernels that are not listed
-    (64, "forward", "sm90"): 16,  # 0, with Triton 3.6 16
-    (64, "keys", "sm80"): 32,  # 0, with Triton 3.6 32
-    (64, "keys", "sm86"): 8,  # 0, with Triton 3.6 8
-    (64, "keys", "sm89"): 8,  # 0, with Triton 3.6 8
-    (64, "keys", "sm100"): 8,  # 8
-    (64, "keys", "sm120"): 8,  # 0, with Triton 3.6 8
-    (64, "queries", "sm100"): 24,  # 0, with Triton 3.6 24
-    (64, "queries", "sm120"): 8,  # 0, with Triton 3.6 8
-    (128, "forward", "sm80"): 56,  # 56
-    (128, "forward", "sm86"): 72,  # 72
-    (128, "forward", "sm89"): 72,  # 72
-    (128, "forward", "sm100"): 288,  # 280
-    (128, "keys", "sm80"): 32,  # 32
-    (128, "keys", "sm86"): 24,  # 16, with Triton 3.6 24
-    (128, "keys", "sm89"): 24,  # 16, with Triton 3.6 24
-    (128, "keys", "sm90"): 80,  # 24, with Triton 3.6 80
-    (128, "keys", "sm100"): 64,  # 56
-    (128, "keys", "gfx942"): 16,  # 16
-    (128, "keys", "gfx950"): 32,  # 32
-    (128, "queries", "sm80"): 16,  # 16
-    (128, "queries", "gfx950"): 4,  # 2
-    (256, "forward", "sm100"): 128,  # 120
-    (256, "queries", "sm100"): 224,  # 216
-    (256, "keys", "gfx942"): 16,  # 0, with Triton 3.6 10
-    (256, "forward", "gfx950"): 8,  # 0, with Triton 3.6 8
-    (256, "keys", "gfx950"): 1,  # 0, with Triton 3.6 1
-    (256, "keys", "sm86"): 8,  # 0, with Triton 3.6 8
-    (256, "keys", "sm89"): 8,  # 0, with Triton 3.6 8
-    (256, "keys", "sm90"): 208,  # 208
-    (256, "keys", "sm100"): 64,  # 56
-    (128, "forward", "sm120"): 48,  # 16, with Triton 3.6 48
-    (128, "keys", "sm120"): 48,  # 48
-    (256, "queries", "sm120"): 16,  # 16
-    (256, "keys", "sm120"): 32,  # 32
+STACK = 64  # bytes: a sixteenth of the 255 registers of a thread
+LARGER_STACKS = {  # bytes by version of Triton, of kernels that spill more; each entry says why it may
+    # Outside the loop of products: offsets of the first and the last tile.
+    "forward, 128, sm86": {"3.6": 72, "3.9": 72},
+    "forward, 128, sm89": {"3.6": 72, "3.9": 72},
+    "keys, 128, sm90": {"3.6": 80},
+    "keys, 256, sm90": {"3.9": 208},
+    # Both sums of 128 keys fill the registers, and a window, a softcap and sinks come to them: in 1 of 25 instructions.
+    "keys, 128, sm90, all": {"3.6": 208, "3.9": 160},
+    # Sums leave tensor memory through registers. Other blocks are candidates where these can be timed.
+    "forward, 128, sm100": {"3.6": 80, "3.9": 280},
+    "forward, 256, sm100": {"3.6": 88, "3.9": 120},
+    "queries, 256, sm100": {"3.6": 176, "3.9": 216},
+    # 256 registers of 64 lanes, of which 512 would allow one program only.
+    "keys, 128, gfx950": {"3.6": 76, "3.9": 128},
 }
+TRITON = ".".join(triton.__version__.split(".")[:2])
 SHARED_MEMORY = {  # maximum bytes per program
     "sm80": 163 << 10,
     "sm86": 99 << 10,
@@ -153,15 +136,39 @@ SHARED_MEMORY = {  # maximum bytes per program
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_attention_fits_spills_little_and_uses_tensor_cores(d, name, target):
-    compiled = compile_attention(target, name, d)
+CASES = [
+    *((name, d, target, "plain") for name in ATTENTION for d in (64, 128, 256) for target in TARGETS),
+    *((name, 128, "sm90", "all") for name in ATTENTION),
+]
+
+
+def stack_of(name: str, d: int, target: str, features: str) -> dict[str, int]:
+    """The entry of a case in `LARGER_STACKS`."""
+    return LARGER_STACKS.get(f"{name}, {d}, {target}" + (f", {features}" if features != "plain" else ""), {})
+
+
+@pytest.mark.parametrize(("name", "d", "target", "features"), CASES)
+def test_attention_fits_spills_little_and_uses_tensor_cores(name, d, target, features):
+    compiled = compile_attention(target, name, d, features)
     assert compiled.metadata.shared <= SHARED_MEMORY[target]
-    _, spills = registers_and_spills(compiled)
-    assert spills <= SPILLS.get((d, name, target), 0)
+    stack = registers_and_spills(compiled)[1]
+    listed = stack_of(name, d, target, features)
+    if TRITON in listed:  # equal: an entry that is no longer needed goes
+        assert stack == listed[TRITON] > STACK
+    else:
+        assert stack <= max(STACK, *listed.values(), 0)
     assert PRODUCTS[target] in (compiled.asm.get("ptx") or compiled.asm["amdgcn"])
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "target", "features"), [case for case in CASES if case[2] in ("sm80", "sm86", "sm89", "sm90")]
+)
+def test_loops_of_products_hardly_touch_the_stack(name, d, target, features):
+    program = Program.parse(disassembly(compile_attention(target, name, d, features)))
+    turns = [turn for turn in map(program.turn, program.loops) if turn["products"]]
+    assert turns
+    for turn in turns:
+        assert turn["stack"] <= (0.04 if features == "all" else 0.01) * turn["issue"]
 
 
 REPEATED = {  # products executed over those needed
@@ -191,14 +198,6 @@ def products_needed(compiled):
 def test_attention_computes_each_product_once(d, name, target):
     compiled = compile_attention(target, name, d)
     assert products_executed(compiled) == REPEATED.get((d, name, target), 1) * products_needed(compiled)
-
-
-@pytest.mark.parametrize(("d", "features"), [(64, "plain"), (128, "all")])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention_with_other_head_sizes_and_options(name, d, features):
-    compiled = compile_attention("sm90", name, d, features)
-    assert registers_and_spills(compiled)[1] <= (208 if (name, d) == ("keys", 128) else 48)  # 160, with Triton 3.6 208
-    assert PRODUCTS["sm90"] in compiled.asm["ptx"]
 
 
 SMALL = {  # kernels that mainly move memory, and their arguments
@@ -238,6 +237,6 @@ def test_kernels_that_move_bytes_load_vectors(name, target):
     compiled = compile_for(target, kernel, arguments, aligned | {"D", "V"}, num_warps=warps)
     registers, spills = registers_and_spills(compiled)
     assert spills == 0
-    assert registers <= 64
+    assert registers <= registers_for(2 * PROGRAMS[target], target, warps)  # of half as many warps
     code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     assert re.search(r"ld\.global(\.\S+)?\.v[24]\.b32|(global|buffer)_load_dwordx[24]", code)

@@ -128,10 +128,10 @@ def compile_attention(
 
 
 def registers_and_spills(compiled: Any) -> tuple[int, int]:
-    """Registers of each thread, and bytes of its stack, or spilled registers on AMD."""
+    """Registers of each thread, and bytes of its stack, 4 for each register that is spilled on AMD."""
     if "amdgcn" in compiled.asm:
         fields = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", compiled.asm["amdgcn"]))
-        return int(fields["vgpr_count"]), int(fields["vgpr_spill_count"])
+        return int(fields["vgpr_count"]), 4 * int(fields["vgpr_spill_count"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", _inspect(compiled, "cuobjdump", "--dump-resource-usage"))
     assert found is not None
     return int(found[1]), int(found[2])

@@ -107,8 +107,9 @@ def _dominators_of(block: int, dominators: dict[int, int]) -> Iterator[int]:
 def work(instructions: Iterable[Instruction]) -> Counter[str]:
     """What instructions of one warp do.
 
-    `issue` counts instructions, `mufu` exponentials and other special functions, `read` and `write`
-    bytes of global memory, `products` floating-point operations of matrix products.
+    `issue` counts instructions, `mufu` exponentials and other special functions, `stack` loads and
+    stores of spilled registers, `read` and `write` bytes of global memory, `products` floating-point
+    operations of matrix products.
     """
     found: Counter[str] = Counter()
     for name, modifiers, *_ in instructions:
@@ -120,6 +121,8 @@ def work(instructions: Iterable[Instruction]) -> Counter[str]:
             found["products"] += next(MMA[x] for x in modifiers if x in MMA)
         elif name == "MUFU":
             found["mufu"] += 1
+        elif name in ("LDL", "STL"):
+            found["stack"] += 1
         elif name in GLOBAL:
             found[GLOBAL[name]] += 32 * next((WIDTHS[x] for x in modifiers if x in WIDTHS), 4)
     return found
