@@ -147,7 +147,8 @@ def _devices() -> Iterator[Finding]:
 def _trainers(targets: Sequence[str]) -> Iterator[Finding]:
     for seam in patching.examine(*targets).seams:
         status = OK if seam.on else FAILED if targets else OFF
-        yield Finding(status, seam.name, ": ".join(filter(None, (seam.version, seam.reason and seam.reason.named))))
+        why = seam.reason.named if seam.reason else seam.provisional and f"provisionally, {seam.provisional}"
+        yield Finding(status, seam.name, ": ".join(filter(None, (seam.version, why))))
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:

@@ -63,15 +63,22 @@ class Seam:
     def on(self) -> bool:
         return self.reason is None
 
+    @property
+    def provisional(self) -> str | None:
+        """Why the trainer is patched provisionally; None if it is not."""
+        if not self.on or self.tested is None:
+            return None
+        change = (
+            f"where {', '.join(self.changed)} differs: its first calls are compared with stock ones"
+            if self.changed
+            else "whose code is the same"
+        )
+        return f"newer than the tested versions, {self.tested}, {change}"
+
     def __str__(self) -> str:
         state = "on" if self.reason is None else f"off, {self.reason.named}"
-        if self.on and self.tested is not None:
-            change = (
-                f"where {', '.join(self.changed)} differs: its first calls are compared with stock ones"
-                if self.changed
-                else "whose code is the same"
-            )
-            state += f", provisionally: newer than the tested versions, {self.tested}, {change}"
+        if self.provisional:
+            state += f", provisionally: {self.provisional}"
         text = f"{self.name}{f' ({self.version})' if self.version else ''}: {state}"
         if self.stock_trainers:
             text += f"; created before patch() and not patched: {', '.join(self.stock_trainers)}"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fastdpo
+from fastdpo import doctor
 from fastdpo.integrations import evidence
 from fastdpo.integrations.lines import LINES
 from fastdpo.integrations.patching import examine
@@ -162,6 +163,23 @@ def test_options_that_rely_on_a_changed_function_are_refused(changed, option):
     with pytest.raises(fastdpo.PatchError, match=rf"_compute_loss, on which {next(iter(option))} relies"):
         fastdpo.patch("trl.DPOTrainer", **option)
     assert fastdpo.patch("trl.DPOTrainer").seams[0].on
+
+
+def test_the_doctor_says_why_a_version_is_provisional(changed):
+    def trainers():
+        return {finding.name: finding for finding in doctor.examine(["trl.DPOTrainer", "trl.ORPOTrainer"])["trainers"]}
+
+    assert trainers()["trl.DPOTrainer"] == doctor.Finding(
+        doctor.OK,
+        "trl.DPOTrainer",
+        f"1.17.0: provisionally, {ON.rpartition('provisionally: ')[2]}whose code is the same",
+    )
+    changed("_compute_loss", "concatenated_forward")
+    found = trainers()
+    assert found["trl.DPOTrainer"].status == doctor.OK
+    assert "_compute_loss differs: its first calls are compared" in found["trl.DPOTrainer"].detail
+    assert found["trl.ORPOTrainer"].status == doctor.FAILED
+    assert "[changed-code]" in found["trl.ORPOTrainer"].detail
 
 
 @pytest.mark.parametrize("variable", ["0", "1"])
