@@ -24,7 +24,7 @@ from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD
 from fastdpo.batching import CostModel
-from fastdpo.check.meters import now
+from fastdpo.commands.check.meters import now
 from fastdpo.lengths import pair_lengths
 
 PAIRS, BATCHES_OF_DATASET = 3, 3

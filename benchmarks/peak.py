@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fastdpo.check.meters import PeakMemory
+from fastdpo.commands.check.meters import PeakMemory
 
 PROCESS = Path("/proc/self")
 RESET_PEAK = "5"

@@ -45,7 +45,7 @@ class Case:
     Attributes:
         family: one of `FAMILIES` or `HYBRID`.
         pairs: of each batch.
-        lora, checkpointing, bf16, precomputed, accumulates: as in `fastdpo.estimate.simulation.Setup`.
+        lora, checkpointing, bf16, precomputed, accumulates: as in `fastdpo.commands.estimate.simulation.Setup`.
         ragged: whether pairs have different lengths, so that batches are padded.
     """
 
@@ -124,8 +124,8 @@ def examples(case: Case, batches: int = 1) -> list[dict[str, Any]]:
 
 
 def predict(case: Case, patched: bool) -> int:
-    from fastdpo.estimate.simulation import Setup, simulate
-    from fastdpo.ref_logps.pairs import Pairs
+    from fastdpo.commands.estimate.simulation import Setup, simulate
+    from fastdpo.data.pairs import Pairs
 
     rows = examples(case)
     setup = Setup(

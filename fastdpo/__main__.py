@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, run, sizes
-from .estimate import command as estimate
+from . import __version__
+from .commands import run, sizes
+from .commands.estimate import command as estimate
+from .commands.model_names import require_model
 from .integrations import arguments
-from .model_names import require_model
 from .plain_checks import suggested
 
 
@@ -78,7 +79,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     if args.model is not None:
         _require_model(args)
-    from . import doctor
+    from .commands import doctor
 
     try:
         report = doctor.examine(args.trainers, args.model, args.cache)
@@ -129,7 +130,7 @@ def _tune(args: argparse.Namespace) -> None:
         sys.exit("fastdpo tune: pass --model, or --hidden and --vocabulary")
     if args.model is not None:
         _require_model(args)
-    from . import tune
+    from .commands import tune
 
     try:
         if args.model is None:
@@ -180,7 +181,7 @@ def _check(args: argparse.Namespace) -> None:
         sys.exit("fastdpo check: --plot requires matplotlib: pip install matplotlib")
     warnings.simplefilter("ignore")
     try:
-        from .check import command
+        from .commands.check import command
     except ImportError as error:
         sys.exit(f"fastdpo check: requires TRL and what it depends on: {error}")
 
@@ -190,7 +191,7 @@ def _check(args: argparse.Namespace) -> None:
     except command.CheckError as error:
         sys.exit(f"fastdpo check: {error}")
     if args.plot is not None:
-        from .check import plot
+        from .commands.check import plot
 
         plot.draw(report, Path(args.plot))
     print(command.as_json(report) if args.json else command.as_text(report))

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from . import checks
-from .ref_logps.pairs import TRUNCATIONS, read_columns, require_dataset
+from .data.pairs import TRUNCATIONS, read_columns, require_dataset
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .ops.preference_loss import PreferenceLoss
-from .ops.results import TokenLogps
+from .ops.head.results import TokenLogps
+from .ops.losses.preference_loss import PreferenceLoss
 
 
 class Means:

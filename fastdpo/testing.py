@@ -35,7 +35,7 @@ def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.
 
     Args:
         x: a result or gradient of an op.
-        eager: the same from plain PyTorch in the same dtype (`fastdpo.ops.reference`).
+        eager: the same from plain PyTorch in the same dtype (`fastdpo.ops.definitions`).
         exact: the same from plain PyTorch in float64, from the same inputs.
         dtype: the dtype to which x was rounded, or None for that of x.
 

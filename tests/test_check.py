@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fastdpo.__main__
-from fastdpo.check import command, plot, side
-from fastdpo.check.command import CheckError, as_json, check
-from fastdpo.check.data import load_preferences
-from fastdpo.check.verdicts import FAILED
+from fastdpo.commands.check import command, plot, side
+from fastdpo.commands.check.command import CheckError, as_json, check
+from fastdpo.commands.check.verdicts import FAILED
+from fastdpo.data.files import load_preferences
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
 from tests.support.programs.warm import run_program

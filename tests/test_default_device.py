@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastdpo import doctor, self_check
+from fastdpo.commands import doctor, self_check
 
 PACKAGE = Path(__file__).parents[1] / "fastdpo"
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"}
 ON_THE_CPU = {
-    "ops/attention_islands.py": "under `torch.device('cpu')`",
-    "ops/attention_layouts.py": "under `torch.device('cpu')`",
-    "ops/kernel_trials.py": "in a thread of its own, where no default device is set",
+    "ops/attention/islands.py": "under `torch.device('cpu')`",
+    "ops/attention/layouts.py": "under `torch.device('cpu')`",
+    "ops/choice/trials.py": "in a thread of its own, where no default device is set",
 }
 """Files whose functions are called where the default device is the CPU, and why."""
 

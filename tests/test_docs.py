@@ -10,7 +10,7 @@ import pytest
 
 import fastdpo
 from fastdpo.__main__ import parser
-from fastdpo.check.side import parse_fields
+from fastdpo.commands.check.side import parse_fields
 from tests.support.documents import multimodal_tables, support_tables, trained
 from tests.support.documents.markdown_blocks import PAGES, ROOT, blocks, blocks_of
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fastdpo import doctor, ops, self_check
-from fastdpo.doctor import FAILED, OFF, OK
-from fastdpo.integrations import reference_memory
-from fastdpo.ops import kernel_cache, tuning
-from fastdpo.ref_logps import shards
+from fastdpo import ops
+from fastdpo.commands import doctor, self_check
+from fastdpo.commands.doctor import FAILED, OFF, OK
+from fastdpo.ops.choice import notes, tuning
+from fastdpo.ref_logps import memory, shards
 from fastdpo.storage import LocalDirectory
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.warm import run_program
@@ -161,7 +161,7 @@ def test_caches(tmp_path):
     assert second.detail == "1 files, 0.0 MiB, 1 unfinished"
 
 
-@pytest.mark.parametrize("dtypes", [shards.DTYPES, reference_memory.DTYPES])
+@pytest.mark.parametrize("dtypes", [shards.DTYPES, memory.DTYPES])
 @pytest.mark.parametrize("damage", ["cut", "changed", "of another key"])
 def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
     of = {"I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
@@ -177,12 +177,12 @@ def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
 
 def test_choices_that_were_measured_are_listed(monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     assert [finding.name for finding in doctor._choices(CPU)] == ["built-in"]
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
     assert [finding.name for finding in doctor._choices(CPU)] == ["none"]
     choice = tuning.Choice("torch", {"torch": 1.5, "triton": "OutOfResources: shared memory"})
-    kernel_cache.note(CPU, choices={"packed_attention T 4096": choice._asdict(), "damaged": None})
+    notes.note(CPU, choices={"packed_attention T 4096": choice._asdict(), "damaged": None})
     (finding,) = doctor._choices(CPU)
     assert finding.name == "packed_attention T 4096"
     assert finding.detail == "torch (torch: 1.500 ms; triton: OutOfResources: shared memory)"
@@ -192,7 +192,7 @@ def test_a_kernel_that_does_not_work_is_a_failure(monkeypatch):
     def outcome(trial, device, dtype):
         return "OutOfResources: shared memory" if dtype == torch.bfloat16 else None
 
-    monkeypatch.setattr(doctor.kernel_verdicts, "outcome", outcome)
+    monkeypatch.setattr(doctor.verdicts, "outcome", outcome)
     found = statuses(doctor._kernels(CPU))
     kernels = ["token_logps", "target_logits"]
     assert {name for name, status in found.items() if status == OK} == {

@@ -6,9 +6,9 @@ from datasets import Dataset
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from fastdpo import packing
+from fastdpo.data import pairs
+from fastdpo.data.pairs import COLUMNS
 from fastdpo.lengths import pair_lengths
-from fastdpo.ref_logps import pairs
-from fastdpo.ref_logps.pairs import COLUMNS
 
 
 def random_rows(n: int = 60) -> list[dict[str, list[int]]]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastdpo import metrics, ops, ref_logps, run
+from fastdpo import metrics, ops, ref_logps
+from fastdpo.commands import run
 
 NAN, INF = math.nan, math.inf
 

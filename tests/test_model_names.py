@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 import fastdpo.__main__
-from fastdpo.model_names import require_model
+from fastdpo.commands.model_names import require_model
 
 RULE = "model must be a directory with a config.json, or the name of a model on the Hugging Face Hub; got"
 COMMANDS = {

@@ -39,7 +39,7 @@ def test_a_reason_in_the_source_has_a_kind_and_its_details(call):
 
 def test_every_kind_of_reason_is_used():
     assert {call.args[0].value for _, call in CALLS} | PRINTED == kinds().keys()
-    launcher = (ROOT / "fastdpo" / "startup" / "sitecustomize.py").read_text()
+    launcher = (ROOT / "fastdpo" / "commands" / "startup" / "sitecustomize.py").read_text()
     for name in PRINTED:
         text = kinds()[name].text.replace("{trainers}", "{supported}")
         assert f"{text} [{name}]" in launcher

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdpo.startup.sitecustomize import VARIABLE
+from fastdpo.commands.startup.sitecustomize import VARIABLE
 from tests.support.programs.run_command import run
 
 ON = "fastdpo: trl.DPOTrainer"

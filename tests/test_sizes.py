@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fastdpo.sizes import bytes_of
+from fastdpo.commands.sizes import bytes_of
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, Qwen2Config
 
-from fastdpo import tune
 from fastdpo.__main__ import main
-from fastdpo.ops import tuning
-from fastdpo.ops.kernel_verdicts import Kernel
-from fastdpo.ops.tuning import Choice
-from fastdpo.tune import AttentionSize, HeadSize
+from fastdpo.commands import tune
+from fastdpo.commands.tune import AttentionSize, HeadSize
+from fastdpo.ops.choice import tuning
+from fastdpo.ops.choice.tuning import Choice
+from fastdpo.ops.choice.verdicts import Kernel
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = dict(hidden_size=64, num_attention_heads=4, vocab_size=99)

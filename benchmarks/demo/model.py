@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from fastdpo.check.data import load_preferences
-from fastdpo.check.tiny import train_tokenizer
+from fastdpo.commands.check.tiny import train_tokenizer
+from fastdpo.data.files import load_preferences
 
 COLUMNS = ("prompt", "chosen", "rejected")
 VOCABULARY = 8192

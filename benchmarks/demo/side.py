@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import DPOConfig, DPOTrainer
 
 from benchmarks.machine import bfloat16, commit, machine, versions
-from fastdpo.check.data import load_preferences
-from fastdpo.check.meters import PeakMemory, Stopwatch, TokenCounter, now
+from fastdpo.commands.check.meters import PeakMemory, Stopwatch, TokenCounter, now
+from fastdpo.data.files import load_preferences
 
 EXIT_NOT_FUSED = 3
 LABELS = {"stock": "TRL as shipped", "fastdpo": "TRL with fastdpo"}

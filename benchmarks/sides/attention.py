@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.workload import Lengths
-from fastdpo.ops import attention_backends, packed_attention
-from fastdpo.ops.attention_calls import AttentionOptions
+from fastdpo.ops import packed_attention
+from fastdpo.ops.attention import backends
+from fastdpo.ops.attention.calls import AttentionOptions
 
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
 
@@ -131,7 +132,7 @@ class PackedAttention(AttentionStep):
     Args:
         workload: lengths and shape.
         shared: whether the rows of a pair share their prompt.
-        backend: name of a backend in `attention_backends`; by default the op chooses.
+        backend: name of a backend in `backends`; by default the op chooses.
     """
 
     def __init__(self, workload: AttentionWorkload, shared: bool, backend: str = "") -> None:
@@ -139,7 +140,7 @@ class PackedAttention(AttentionStep):
         if backend:
             query, _, value, _ = inputs.tensors
             options = AttentionOptions(workload.d**-0.5, None, None)
-            reason = attention_backends.BACKENDS[backend].unsupported_reason(query, value, options)
+            reason = backends.BACKENDS[backend].unsupported_reason(query, value, options)
             if reason is not None:
                 raise Unavailable(reason)
         self.backend = backend
@@ -163,11 +164,11 @@ class PackedAttention(AttentionStep):
 @contextmanager
 def _selected_backend(name: str) -> Iterator[None]:
     if name:
-        os.environ[attention_backends.VARIABLE] = name
+        os.environ[backends.VARIABLE] = name
     try:
         yield
     finally:
-        os.environ.pop(attention_backends.VARIABLE, None)
+        os.environ.pop(backends.VARIABLE, None)
 
 
 class ExactAttention:

@@ -25,7 +25,7 @@ import fastdpo
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
-from fastdpo.check.meters import TokenCounter
+from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
 from fastdpo.models import forward
 from fastdpo.models.layouts import Groups, SharePrompts

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import attention_backends
-from ..ops.attention_flash import use_build
-from ..ops.packed_attention import packed_attention
+from ..ops.attention import backends
+from ..ops.attention.flash import use_build
+from ..ops.attention.packed_attention import packed_attention
 from ..packing import Layout, is_layout
 from .language_model import language_model
 from .mixers import running
@@ -97,7 +97,7 @@ def witness() -> Iterator[Witness]:
     recorded = Witness()
     token = _witness.set(recorded)
     try:
-        with running.witness(recorded.mixers), attention_backends.trial():
+        with running.witness(recorded.mixers), backends.trial():
             yield recorded
     finally:
         _witness.reset(token)

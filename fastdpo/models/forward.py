@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import packing
 from ..logs import logger
-from ..ops import reference
-from ..ops.results import TokenLogps
+from ..ops import definitions
+from ..ops.head.results import TokenLogps
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, fallback, head, images, output_dtypes, probe, support, towers, verification
@@ -515,7 +515,7 @@ def _prior_logps(fused: _FusedForward, args: tuple, kwargs: dict) -> TokenLogps:
     logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
     targets = _shifted_labels(kwargs).to(logits.device)
     temperature = fused.request.temperature
-    return reference.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics))
+    return definitions.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics))
 
 
 def _prior_logits(fused: _FusedForward, args: tuple, kwargs: dict) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..ops.linear_logps import linear_logps
+from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
 from . import cut_heads
 from .functions import inner_function, module_of, name_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from ..logs import logger
-from ..ops.results import TokenLogps
+from ..ops.head.results import TokenLogps
 from ..testing import error
 from . import gradients, rounding
 

@@ -2,28 +2,29 @@
 
 Every op with kernels is a `torch.autograd.Function` over two custom ops (`torch.ops.fastdpo.*`),
 one for the forward and one for the backward. It is differentiable, compiles with `fullgraph=True`
-and controls its own memory. `fastdpo.ops.reference` defines each of these ops in plain PyTorch. The
+and controls its own memory. `fastdpo.ops.definitions` defines each of these ops in plain PyTorch. The
 losses are plain PyTorch over log-probabilities [P] and serve as their own definition.
 """
 
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
-from . import reference
-from .head_budget import MEMORY_BUDGET
-from .linear_logps import linear_logps
-from .linear_preference_loss import linear_preference_loss
-from .packed_attention import packed_attention
-from .preference_loss import (
+from . import definitions
+from .attention.packed_attention import packed_attention
+from .head.budget import MEMORY_BUDGET
+from .head.linear_logps import linear_logps
+from .head.results import SequenceLogps, TokenLogps
+from .head.token_logps import token_logps
+from .head.vocabulary_parallel import VocabularyGroup
+from .losses.linear_preference_loss import linear_preference_loss
+from .losses.preference_loss import (
     PreferenceLoss,
     PreferenceObjective,
     length_desensitized_logps,
     preference_loss,
     wpo_weights,
 )
-from .results import LinearPreferenceLoss, SequenceLogps, TokenLogps
-from .sequence_logps import linear_sequence_logps, sequence_logps
-from .split_sequences import merged_sequence_logps
-from .token_logps import token_logps
-from .vocabulary_parallel import VocabularyGroup
+from .losses.results import LinearPreferenceLoss
+from .losses.sequence_logps import linear_sequence_logps, sequence_logps
+from .losses.split_sequences import merged_sequence_logps
 
 __all__ = [
     "IGNORE_INDEX",
@@ -36,6 +37,7 @@ __all__ = [
     "SequenceLogps",
     "TokenLogps",
     "VocabularyGroup",
+    "definitions",
     "length_desensitized_logps",
     "linear_logps",
     "linear_preference_loss",
@@ -45,7 +47,6 @@ __all__ = [
     "pack_pairs",
     "packed_attention",
     "preference_loss",
-    "reference",
     "sequence_logps",
     "token_logps",
     "wpo_weights",

@@ -1,4 +1,4 @@
-"""Properties of devices that decide which kernels run."""
+"""Properties of devices and dtypes that decide which kernels run."""
 
 from __future__ import annotations
 
@@ -60,3 +60,16 @@ def memory_of(device: torch.device) -> int | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of the device captures a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over values of `dtype`: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

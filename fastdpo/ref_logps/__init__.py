@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from .. import checks, storage
+from ..data.pairs import Pairs, positive, require_dataset
 from ..models import forward
 from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
-from .pairs import Pairs, positive, require_dataset
 from .passes import TOKENS_PER_BATCH, RefLogps
 from .shards import Shards
 

@@ -23,7 +23,7 @@ from .module_state import ModuleStates, NotCacheable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .pairs import Pairs
+    from ..data.pairs import Pairs
 
 VERSION = "fastdpo.ref_logps/2"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..data.pairs import Pairs, batches
 from ..distributed import gather_objects, rank_and_world_size
 from ..logs import warn
 from ..models import fallback
 from ..reasons import Reason
-from .pairs import Pairs, batches
 from .ranks import cache_disabled, merge, read_on_all_ranks
 from .shards import MISSING, Shards, missing
 from .termination import ending_by_sigterm

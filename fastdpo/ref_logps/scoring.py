@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from ..data.pairs import Pairs
 from ..models import forward
 from ..ops import length_desensitized_logps, token_logps
 from ..packing import IGNORE_INDEX
-from .pairs import Pairs
 
 if TYPE_CHECKING:
     from peft import PeftModel

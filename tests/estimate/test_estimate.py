@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoTokenizer, BloomConfig
 from trl import DPOConfig, DPOTrainer
 
 from fastdpo.__main__ import parser
-from fastdpo.estimate import batches
-from fastdpo.estimate.fitting import largest_fitting
-from fastdpo.estimate.prediction import SIDES, estimate
-from fastdpo.estimate.simulation import Setup, simulate
+from fastdpo.commands.estimate import batches
+from fastdpo.commands.estimate.fitting import largest_fitting
+from fastdpo.commands.estimate.prediction import SIDES, estimate
+from fastdpo.commands.estimate.simulation import Setup, simulate
+from fastdpo.data.pairs import COLUMNS
 from fastdpo.lengths import pair_lengths
-from fastdpo.ref_logps.pairs import COLUMNS
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.workload import TINY
 

@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fastdpo.estimate.ledger import MemoryLedger
+from fastdpo.commands.estimate.ledger import MemoryLedger
 
 
 def test_views_of_tensors_that_exist_take_no_memory():

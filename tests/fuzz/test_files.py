@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fastdpo.integrations import reference_memory
+from fastdpo.ref_logps import memory
 from fastdpo.ref_logps.shards import DTYPES, Shards, read_file, write_file
 from fastdpo.storage import LocalDirectory
 from tests.support.fuzzing import SEEDS, Source, fuzzed
@@ -100,13 +100,13 @@ def check_memory(case: Files) -> None:
     values = {digest: tuple(source.normal(2, scale=50.0).tolist()) for digest in sorted(digests)}
     with tempfile.TemporaryDirectory() as name:
         directory = LocalDirectory(Path(name))
-        reference_memory.write_values(directory, "key", values)
-        assert reference_memory.read_values(directory, "key") == values
+        memory.write_values(directory, "key", values)
+        assert memory.read_values(directory, "key") == values
         (path,) = directory.path.iterdir()
         if case.damage == "none":
             return
         path.write_bytes(damaged(path.read_bytes(), case))
-        after = values_or_error(lambda: reference_memory.read_values(directory, "key"))
+        after = values_or_error(lambda: memory.read_values(directory, "key"))
         assert str(path) in str(after) if isinstance(after, ValueError) else after == values
 
 

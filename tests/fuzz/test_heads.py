@@ -14,8 +14,8 @@ from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
 from fastdpo import ops
-from fastdpo.ops import reference
-from fastdpo.ops.dtypes import accumulation_dtype
+from fastdpo.ops import definitions
+from fastdpo.ops.devices import accumulation_dtype
 from tests.support.fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 
 STATISTICS = ("entropy", "mean_logits", "log_sum_sq_probs")
@@ -143,7 +143,7 @@ def check_logits(case: Head, op: Callable = ops.token_logps) -> None:
 
     options = dict(case.transform, outputs=case.statistics)
     noise, linear = (noise_of(accumulation_dtype(case.dtype), scores) for scores in (6 * case.scale, 0))
-    definition = call(reference.token_logps)
+    definition = call(definitions.token_logps)
     assert_accurate(case, call(op), definition, leaves, ("logits",), weights, noise, linear, **options)
 
 
@@ -171,7 +171,7 @@ def check_head(case: Head, op: Callable = ops.linear_logps) -> None:
         return lambda hidden, **options: definition(strided(hidden, case.layout), targets=targets, **options)
 
     options = dict(case.transform, outputs=case.statistics, memory_budget=budget_of(case))
-    assert_accurate(case, call(op), call(reference.linear_logps), leaves, trained, weights, *case.noise, **options)
+    assert_accurate(case, call(op), call(definitions.linear_logps), leaves, trained, weights, *case.noise, **options)
 
 
 def bounds_of(case: Head, source: Source, sequences: int) -> Tensor:
@@ -192,7 +192,7 @@ def check_sequences(case: Head, op: Callable = ops.linear_sequence_logps) -> Non
 
     options = dict(case.transform, memory_budget=budget_of(case))
     assert_accurate(
-        case, call(op), call(reference.linear_sequence_logps), leaves, trained, weights, *case.noise, **options
+        case, call(op), call(definitions.linear_sequence_logps), leaves, trained, weights, *case.noise, **options
     )
 
 
@@ -212,7 +212,7 @@ def check_pairs(case: Head, op: Callable = ops.linear_preference_loss) -> None:
         return lambda **options: Loss(definition(**inputs, **options).loss)
 
     options = dict(case.transform, memory_budget=budget_of(case))
-    definition = call(reference.linear_preference_loss)
+    definition = call(definitions.linear_preference_loss)
     assert_accurate(case, call(op), definition, leaves, trained, {"loss": torch.ones(())}, *case.noise, **options)
 
 

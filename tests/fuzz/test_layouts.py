@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdpo import ops
-from fastdpo.ops import reference
+from fastdpo.ops import definitions
 from tests.support.fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
 
 PRIME = 2_147_483_629
@@ -184,8 +184,8 @@ def check_attention(case: Attention) -> None:
         (weights.to(out.dtype) * out).sum().backward()
         return [out, *(x.grad for x in inputs)]
 
-    actual, eager = results(ops.packed_attention, leaves), results(reference.packed_attention, leaves)
-    exact = results(reference.packed_attention, [x.double() for x in leaves])
+    actual, eager = results(ops.packed_attention, leaves), results(definitions.packed_attention, leaves)
+    exact = results(definitions.packed_attention, [x.double() for x in leaves])
     norms = [x.double().norm(dim=-1).max().item() for x in leaves[:2]]
     scores = (case.d**-0.5 if case.scale is None else abs(case.scale)) * norms[0] * norms[1]
     names = ("out", "gradient of query", "gradient of key", "gradient of value", "gradient of sinks")[: len(actual)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from fastdpo import metrics, ops
-from fastdpo.ops.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
+from fastdpo.ops.losses.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
 from fastdpo.testing import error
 from tests.support.fuzzing import SEEDS, Source, fuzzed
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo import doctor
+from fastdpo.commands import doctor
 from fastdpo.integrations import evidence
 from fastdpo.integrations.lines import LINES
 from fastdpo.integrations.patching import examine

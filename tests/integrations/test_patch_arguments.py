@@ -12,7 +12,7 @@ from trl import DPOTrainer, KTOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import fastdpo
-from fastdpo import run
+from fastdpo.commands import run
 from fastdpo.integrations import arguments
 from fastdpo.integrations.protocol import GivenOptions
 

@@ -18,7 +18,7 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import fastdpo
 from fastdpo.integrations.trl import online_dpo
-from fastdpo.ops import logit_rows
+from fastdpo.ops.head import logit_rows
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
 from tests.support.trl.dpo import LORA, assert_fused, assert_same_bits, run_with_oldest, trained_adapter

@@ -16,10 +16,12 @@ import torch
 
 from fastdpo import NotFused
 from fastdpo.kernels import gather_keys
-from fastdpo.ops import attention_backends, attention_flash, devices, kernel_cache, packed_attention, reference, tuning
-from fastdpo.ops.attention_backends import Kind
-from fastdpo.ops.attention_calls import AttentionOptions
-from fastdpo.ops.attention_flash import HeadSizes, equal_sizes, sizes_of_4
+from fastdpo.ops import definitions, devices, packed_attention
+from fastdpo.ops.attention import backends, flash
+from fastdpo.ops.attention.backends import Kind
+from fastdpo.ops.attention.calls import AttentionOptions
+from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_4
+from fastdpo.ops.choice import notes, tuning
 from tests.support.stand_ins import flash_libraries, flash_sources
 from tests.support.stand_ins.flash_sources import recorded
 
@@ -42,7 +44,7 @@ def cpu_as_a_gpu(monkeypatch):
     monkeypatch.setattr(gather_keys, "gather_keys_fwd", lambda key, value, index: (key[index], value[index]))
     monkeypatch.setattr(gather_keys, "gather_keys_bwd", gradients)
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-    monkeypatch.delenv(attention_backends.VARIABLE, raising=False)
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
 
 
@@ -64,14 +66,14 @@ def gradients(op, tensors, **options):
 
 
 def assert_right(tensors, **options):
-    exact = gradients(reference.packed_attention, [x.double() for x in tensors], **options)
+    exact = gradients(definitions.packed_attention, [x.double() for x in tensors], **options)
     for found, expected in zip(gradients(packed_attention, tensors, **options), exact, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-2)
 
 
 def chosen(query, _, value, __, **options):
     options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
-    return attention_backends.chosen(query, value, ROWS, options)
+    return backends.chosen(query, value, ROWS, options)
 
 
 def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
@@ -82,7 +84,7 @@ def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
 @pytest.mark.parametrize("version", recorded())
 def test_every_version_is_called_by_its_parameters(version, option, installed, monkeypatch):
     installed(versions=(version,))
-    monkeypatch.setenv(attention_backends.VARIABLE, recorded()[version].backend)
+    monkeypatch.setenv(backends.VARIABLE, recorded()[version].backend)
     assert_right(inputs(), **OPTIONS[option])
 
 
@@ -108,7 +110,7 @@ def test_flash_attention_4_takes_the_padded_head_sizes(sources):
         refusals = []
         for sizes in ((d, d_v) for d in SIZES for d_v in SIZES):
             try:
-                validate(*padded_by(*sizes, capability), capability, attention_flash.HEAD_SIZE_MULTIPLE)
+                validate(*padded_by(*sizes, capability), capability, flash.HEAD_SIZE_MULTIPLE)
             except AssertionError:
                 refusals.append(sizes)
         return refusals
@@ -136,9 +138,9 @@ def test_flash_attention_2_takes_multiples_of_8_up_to_256(sources):
 def test_blackwell_heads_are_padded_to_sizes_that_flash_attention_4_takes(sizes, padded, installed, monkeypatch):
     assert sizes_of_4(*sizes, 10) == padded
     installed()
-    monkeypatch.setattr(attention_flash, "compute_capability", lambda device: 10)
-    monkeypatch.setitem(attention_backends.BACKENDS, "flash-attn-4", attention_flash.LIBRARIES["flash-attn-4"])
-    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-4")
+    monkeypatch.setattr(flash, "compute_capability", lambda device: 10)
+    monkeypatch.setitem(backends.BACKENDS, "flash-attn-4", flash.LIBRARIES["flash-attn-4"])
+    monkeypatch.setenv(backends.VARIABLE, "flash-attn-4")
     assert_right(inputs(*sizes))
 
 
@@ -146,8 +148,8 @@ def test_libraries_that_pass_the_probe_are_chosen_in_order(installed, monkeypatc
     installed()
     for name in ALL:
         assert chosen(*inputs()) == name
-        assert attention_backends.passes_probe(name, kind())
-        monkeypatch.delitem(attention_backends.BACKENDS, name)
+        assert backends.passes_probe(name, kind())
+        monkeypatch.delitem(backends.BACKENDS, name)
     assert chosen(*inputs()) == "triton"
     assert not caplog.text
 
@@ -158,10 +160,10 @@ def test_a_library_that_multiplies_whole_tiles_spreads_nan_but_passes(installed,
     for x in tensors:
         x[13:] = torch.nan
     for name in ("flash-attn-3", "flash-attn-2"):
-        monkeypatch.setenv(attention_backends.VARIABLE, name)
+        monkeypatch.setenv(backends.VARIABLE, name)
         out = packed_attention(*tensors[:3], ROWS)
         assert out[:13].isnan().any() == (name == "flash-attn-3")
-        assert attention_backends.passes_probe(name, kind())
+        assert backends.passes_probe(name, kind())
 
 
 FAULTS = {  # the kind of call in which it shows
@@ -182,7 +184,7 @@ def test_the_probe_finds_faults_in_the_calls_that_have_them(name, fault, install
     features = FAULTS[fault]
     torch.use_deterministic_algorithms("deterministic" in features)
     try:
-        assert not attention_backends.passes_probe(name, kind(**features))
+        assert not backends.passes_probe(name, kind(**features))
     finally:
         torch.use_deterministic_algorithms(False)
     (message,) = (record.message for record in caplog.records)
@@ -190,7 +192,7 @@ def test_the_probe_finds_faults_in_the_calls_that_have_them(name, fault, install
     assert f"{name} is disabled for head sizes 16 and 16{described}: " in message
     assert ("AssertionError: " if "backward" in fault else "wrong values on a small case: ") in message
     if features:
-        assert attention_backends.passes_probe(name, kind())
+        assert backends.passes_probe(name, kind())
 
 
 def test_options_are_probed_separately(installed, caplog):
@@ -206,7 +208,7 @@ class Failing:
     def __init__(self, monkeypatch, names, method, error):
         self.calls = 0
         for name in names:
-            functions, _ = attention_flash.load(attention_backends.BACKENDS[name])
+            functions, _ = flash.load(backends.BACKENDS[name])
             monkeypatch.setattr(functions, method, partial(self._fail, error))
 
     def _fail(self, error, *arguments):
@@ -243,7 +245,7 @@ def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, 
 
 def test_a_named_library_is_not_replaced(installed, monkeypatch):
     installed()
-    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-3")
+    monkeypatch.setenv(backends.VARIABLE, "flash-attn-3")
     Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no kernel image"):
@@ -254,8 +256,8 @@ def test_a_named_library_is_not_replaced(installed, monkeypatch):
 def test_plain_products_take_the_place_of_the_last_backend(strict, installed, monkeypatch, caplog):
     installed()
     monkeypatch.setenv("FASTDPO_STRICT", strict)
-    for name in {*attention_backends.BACKENDS} - {"torch"}:
-        monkeypatch.delitem(attention_backends.BACKENDS, name)
+    for name in {*backends.BACKENDS} - {"torch"}:
+        monkeypatch.delitem(backends.BACKENDS, name)
     assert_right(inputs())
     Failing(monkeypatch, ["torch"], "forward", RuntimeError("no kernel image"))
     if strict == "1":
@@ -279,19 +281,19 @@ def test_a_measured_choice_that_fails_is_not_made_again(installed, monkeypatch, 
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
     monkeypatch.setattr(tuning, "_choices", {})
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
-    monkeypatch.setattr(attention_backends, "LEAST_TUNED", 0)
-    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(backends, "LEAST_TUNED", 0)
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     assert_right(inputs())
     assert chosen(*inputs()) == "flash-attn-2"
     Failing(monkeypatch, ["flash-attn-2"], "backward", RuntimeError("no kernel image"))
     assert_right(inputs())
     assert chosen(*inputs()) == "torch"
     assert "flash-attn-2 has failed and is replaced by torch: RuntimeError: no kernel image" in caplog.text
-    (noted,) = kernel_cache.read(CPU).choices.values()
+    (noted,) = notes.read(CPU).choices.values()
     assert noted["name"] == "torch"
     assert noted["measured"]["flash-attn-2"] == "RuntimeError: no kernel image"
     tuning._choices.clear()  # another process
-    attention_backends._replaced.clear()
+    backends._replaced.clear()
     assert chosen(*inputs()) == "torch"
 
 
@@ -306,20 +308,20 @@ def build(version):
 def test_a_build_from_the_hub_is_the_backend_of_its_library(version, installed, monkeypatch):
     installed()
     backend = recorded()[version].backend
-    monkeypatch.setitem(sys.modules, attention_flash.PACKAGES[backend].module_name, None)  # not installed
-    monkeypatch.setenv(attention_backends.VARIABLE, backend)
-    before = kernel_cache.environment(CPU)
+    monkeypatch.setitem(sys.modules, flash.PACKAGES[backend].module_name, None)  # not installed
+    monkeypatch.setenv(backends.VARIABLE, backend)
+    before = notes.environment(CPU)
     with pytest.raises(NotImplementedError, match=f"got {backend}: ModuleNotFoundError"):
         assert_right(inputs())
-    attention_flash.use_build(build(version))
+    flash.use_build(build(version))
     assert_right(inputs())
-    changed = {name for name, x in kernel_cache.environment(CPU).items() if before[name] != x}
+    changed = {name for name, x in notes.environment(CPU).items() if before[name] != x}
     assert changed == {"hub"}
-    assert kernel_cache.environment(CPU)["hub"] == f"{backend} as _build_1a2b3c.flash_attn_interface"
+    assert notes.environment(CPU)["hub"] == f"{backend} as _build_1a2b3c.flash_attn_interface"
 
 
 def test_a_build_without_a_backward_is_ignored(installed, monkeypatch):
     installed()
-    monkeypatch.setitem(sys.modules, attention_flash.PACKAGES["flash-attn-3"].module_name, None)
-    attention_flash.use_build(SimpleNamespace(_flash_attn_forward=lambda q, k, v, cu_seqlens_q: None))
+    monkeypatch.setitem(sys.modules, flash.PACKAGES["flash-attn-3"].module_name, None)
+    flash.use_build(SimpleNamespace(_flash_attn_forward=lambda q, k, v, cu_seqlens_q: None))
     assert chosen(*inputs()) == "flash-attn-4"

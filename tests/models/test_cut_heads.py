@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from fastdpo.models import cut_heads, head
-from fastdpo.ops import reference
+from fastdpo.ops import definitions
 
 SUPPORTED = ("colwise_gather_output", "colwise_rep")
 
@@ -43,7 +43,7 @@ def test_a_cut_head_scores_targets(style, bias, mesh):
     assert head.unsupported_reason(linear) is None
     hidden, targets = torch.randn(5, 8), torch.tensor([0, 3, 12, 7, -100])
     logps = linear(hidden, fastdpo_targets=targets).logps
-    expected = reference.linear_logps(hidden, whole.weight, targets, bias=whole.bias).logps
+    expected = definitions.linear_logps(hidden, whole.weight, targets, bias=whole.bias).logps
     torch.testing.assert_close(logps, expected)
     logps.sum().backward()
     expected.sum().backward()

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fastdpo.ops import logit_rows, targets
-from fastdpo.ops.dtypes import accumulation_dtype
-from fastdpo.ops.head_tiles import ALIGNMENT
+from fastdpo.ops.devices import accumulation_dtype
+from fastdpo.ops.head import logit_rows, targets
+from fastdpo.ops.head.tiles import ALIGNMENT
 
 
 class Trace(NamedTuple):

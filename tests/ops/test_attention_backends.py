@@ -7,9 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastdpo import attention
-from fastdpo.ops import attention_backends
-from fastdpo.ops.attention_calls import AttentionOptions
-from fastdpo.ops.attention_layouts import layout_blocks, varlen_layout
+from fastdpo.ops.attention import backends
+from fastdpo.ops.attention.calls import AttentionOptions
+from fastdpo.ops.attention.layouts import layout_blocks, varlen_layout
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -25,30 +25,30 @@ def gpu_inputs(dtype):
 
 def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplog):
     pytest.importorskip("triton")
-    attention_backends._log_unsupported.cache_clear()
-    monkeypatch.delenv(attention_backends.VARIABLE, raising=False)
+    backends._log_unsupported.cache_clear()
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
     query, value = gpu_inputs(torch.float32)
     for _ in range(2):
-        assert attention_backends.chosen(query, value, ROWS, OPTIONS) is None
+        assert backends.chosen(query, value, ROWS, OPTIONS) is None
     assert caplog.text.count("triton: it needs float16 or bfloat16; got torch.float32") == 1
 
 
 def test_the_float32_of_a_probed_model_is_not_logged(monkeypatch, caplog):
     """A model with float32 weights is trained under autocast, but probed without."""
     pytest.importorskip("triton")
-    attention_backends._log_unsupported.cache_clear()
-    monkeypatch.delenv(attention_backends.VARIABLE, raising=False)
+    backends._log_unsupported.cache_clear()
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
     arguments = *gpu_inputs(torch.float32), ROWS, OPTIONS
     with attention.witness():
-        assert attention_backends.chosen(*arguments) is None
+        assert backends.chosen(*arguments) is None
     assert not caplog.text
-    assert attention_backends.chosen(*arguments) is None
+    assert backends.chosen(*arguments) is None
     assert "it needs float16 or bfloat16" in caplog.text
 
 
 def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monkeypatch):
     pytest.importorskip("triton")
-    triton = attention_backends.BACKENDS["triton"]
+    triton = backends.BACKENDS["triton"]
     for dtype in (torch.float16, torch.bfloat16):
         assert triton.unsupported_reason(*gpu_inputs(dtype), OPTIONS) is None
     monkeypatch.setattr("fastdpo.ops.devices.TRITON_DEVICES", ("cpu",))
@@ -58,9 +58,9 @@ def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monke
 
 def test_a_selected_triton_refuses_float32(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setenv(attention_backends.VARIABLE, "triton")
+    monkeypatch.setenv(backends.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match=r"got triton: it needs float16 or bfloat16; got torch\.float32"):
-        attention_backends.chosen(*gpu_inputs(torch.float32), ROWS, OPTIONS)
+        backends.chosen(*gpu_inputs(torch.float32), ROWS, OPTIONS)
 
 
 def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastdpo.ops import linear_logps, packed_attention, token_logps
-from fastdpo.ops.attention_layouts import CACHED_LAYOUTS
-from fastdpo.ops.head_tiles import TileFormat
+from fastdpo.ops.attention.layouts import CACHED_LAYOUTS
+from fastdpo.ops.head.tiles import TileFormat
 from fastdpo.testing import error
 from tests.support.ops.heads import head_inputs
 
@@ -17,8 +17,8 @@ ROWS = torch.tensor([[0, 0, 0, 70], [0, 50, 70, 33], [103, 0, 103, 40]], dtype=t
 def gpu(device, monkeypatch):
     if device != "cuda":
         pytest.skip("needs a GPU")
-    monkeypatch.setattr("fastdpo.ops.logit_rows.KERNEL_TILE_BYTES", 256 * V * 2)
-    monkeypatch.setattr("fastdpo.ops.logit_rows.FULL_TILE_ROWS", 256)
+    monkeypatch.setattr("fastdpo.ops.head.logit_rows.KERNEL_TILE_BYTES", 256 * V * 2)
+    monkeypatch.setattr("fastdpo.ops.head.logit_rows.FULL_TILE_ROWS", 256)
     assert TileFormat.of(torch.empty(V, D), torch.bfloat16).rows == 256
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fastdpo.ops import MEMORY_BUDGET, head_budget, linear_logps
-from fastdpo.ops.head_budget import budget_for
-from fastdpo.ops.logit_rows import kernel_tile_rows
+from fastdpo.ops import MEMORY_BUDGET, linear_logps
+from fastdpo.ops.head import budget as head_budget
+from fastdpo.ops.head.budget import budget_for
+from fastdpo.ops.head.logit_rows import kernel_tile_rows
 from tests.support.ops.heads import head_inputs
 
 GIB = 1 << 30

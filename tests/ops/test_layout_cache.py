@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdpo.ops import attention_layouts, layout_cache
-from fastdpo.ops.attention_layouts import CACHED_LAYOUTS, layout_blocks, varlen_layout
-from fastdpo.ops.layout_cache import LayoutCache
+from fastdpo.ops.attention import layout_cache, layouts
+from fastdpo.ops.attention.layout_cache import LayoutCache
+from fastdpo.ops.attention.layouts import CACHED_LAYOUTS, layout_blocks, varlen_layout
 
 pytest.importorskip("triton")
 
@@ -46,7 +46,7 @@ def test_recently_used_layouts_are_kept(capturing):
     for first in range(101, 100 + 2 * CACHED_LAYOUTS):
         layouts_of(first)
         assert all(a is b for a, b in zip(layouts_of(100), kept, strict=True))
-    for cache in (attention_layouts._varlen_layouts, attention_layouts._blocks):
+    for cache in (layouts._varlen_layouts, layouts._blocks):
         assert sum(not entry.captured for entry in cache._entries.values()) == CACHED_LAYOUTS
 
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fastdpo.ops import linear_logps, reference
-from fastdpo.ops.head_tiles import TileFormat
+from fastdpo.ops import definitions, linear_logps
+from fastdpo.ops.head.tiles import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import LEAVES, OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
 from tests.support.ops.special_rows import special_row
@@ -88,8 +88,8 @@ def assert_accurate(*draws, memory_budget=1 << 20, **options):
 
     upstreams = [torch.randn(2, len(inputs["targets"])) for inputs in draws]
     mine, gradients = collected(linear_logps, draws, memory_budget=memory_budget)
-    eager, eager_gradients = collected(reference.linear_logps, draws)
-    exact, exact_gradients = collected(reference.linear_logps, [doubled(inputs) for inputs in draws], torch.float64)
+    eager, eager_gradients = collected(definitions.linear_logps, draws)
+    exact, exact_gradients = collected(definitions.linear_logps, [doubled(inputs) for inputs in draws], torch.float64)
     for name in set(OUTPUTS) - {"is_top1"}:
         assert_as_accurate_as(mine[name], eager[name], exact[name])
     transform = {name: value for name, value in options.items() if name in ("softcap", "logit_scale")}
@@ -152,7 +152,7 @@ def test_each_mode_propagates_overflows(special, name, mode):
     options = {**mode(name, torch.float32), "outputs": tuple(set(OUTPUTS) - {"is_top1"})}
     results, gradients = results_and_gradients(linear_logps, inputs, **options)
     options.pop("memory_budget")
-    expected, eager_gradients = results_and_gradients(reference.linear_logps, inputs, **options)
+    expected, eager_gradients = results_and_gradients(definitions.linear_logps, inputs, **options)
     for value, e in zip(results, expected, strict=True):
         assert value is e is None or torch.allclose(value, e, rtol=1e-5, atol=1e-4, equal_nan=True)
     scored = targets != -100
@@ -199,7 +199,7 @@ def test_deterministic(name, mode):
 
 def test_the_error_of_the_weights_gradient_does_not_grow_with_the_number_of_tiles(rows_of_a_tile):
     inputs, upstream = head_inputs(512, 67, 24, torch.bfloat16), torch.ones(2, 512)
-    _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), upstream.double())
+    _, exact = results_and_gradients(definitions.linear_logps, doubled(inputs), upstream.double())
     errors = []
     for rows in (512, 2):
         rows_of_a_tile(rows, 67, torch.bfloat16)
@@ -213,10 +213,10 @@ def test_the_targets_logit_is_not_rounded():
     weight, targets = 8 * F.normalize(torch.randn(131, 64)), torch.randint(131, (8, 256))
     hidden = 0.14 * weight[targets] + 0.02 * torch.randn(8, 256, 64)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    exact = reference.linear_logps(hidden.double(), weight.double(), targets).logps
+    exact = definitions.linear_logps(hidden.double(), weight.double(), targets).logps
     assert 0.9 < exact.exp().mean() < 0.99
     mine = torch.stack([linear_logps(h, weight, y).logps for h, y in zip(hidden, targets, strict=True)])
-    eager = reference.linear_logps(hidden, weight, targets).logps
+    eager = definitions.linear_logps(hidden, weight, targets).logps
     rms_mine, rms_eager = ((x.double().sum(1) - exact.sum(1)).square().mean().sqrt() for x in (mine, eager))
     assert rms_mine < rms_eager / 4
 
@@ -395,7 +395,7 @@ def test_a_bias_of_minus_infinity_masks_the_vocabulary(name, differentiate, mode
     shorter = {**doubled(inputs), "weight": inputs["weight"][:100].double(), "bias": inputs["bias"][:100].double()}
     results, gradients = results_and_gradients(linear_logps, inputs, upstream, differentiate=differentiate, **options)
     exact, exact_gradients = results_and_gradients(
-        reference.linear_logps, shorter, upstream.double(), options["needs"], differentiate
+        definitions.linear_logps, shorter, upstream.double(), options["needs"], differentiate
     )
     assert error(results.logps, exact.logps) < 1e-6
     assert error(results.entropy, exact.entropy) < 1e-6
@@ -441,8 +441,8 @@ def test_confident_predictions_keep_their_gradient(name, dtype, mode):
     )  # the target's logit is 16 nats above the mean of the others
     inputs = dict(hidden=hidden.to(dtype), weight=weight.to(dtype), bias=None, targets=targets)
     _, gradients = results_and_gradients(linear_logps, inputs, **mode(name, dtype))
-    _, eager = results_and_gradients(reference.linear_logps, inputs, needs=gradients.keys())
-    _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=gradients.keys())
+    _, eager = results_and_gradients(definitions.linear_logps, inputs, needs=gradients.keys())
+    _, exact = results_and_gradients(definitions.linear_logps, doubled(inputs), needs=gradients.keys())
 
     p = F.linear(inputs["hidden"].double(), inputs["weight"].double()).softmax(-1)
     assert p.gather(1, targets[:, None]).min() > 0.999
@@ -459,7 +459,7 @@ def test_float16_supports_a_vocabulary_larger_than_its_range(name, mode):
     weight = torch.ones(v, 1).index_fill(0, torch.tensor([0]), 3).half()
     inputs = dict(hidden=torch.zeros(2, 1).half(), weight=weight, bias=None, targets=torch.tensor([0, -100]))
     _, gradients = results_and_gradients(linear_logps, inputs, **mode(name, torch.float16))
-    _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=gradients.keys())
+    _, exact = results_and_gradients(definitions.linear_logps, doubled(inputs), needs=gradients.keys())
     assert error(gradients["hidden"], exact["hidden"]) < 1e-3
 
 
@@ -479,7 +479,7 @@ def test_a_head_with_a_low_rank_adapter(dtype):
         return linear_logps(torch.cat([h, scale * h @ a.T], 1), torch.cat([w, b], 1), targets).logps
 
     def merged(h, a, b, w):
-        return reference.linear_logps(h, w + scale * b @ a, targets).logps
+        return definitions.linear_logps(h, w + scale * b @ a, targets).logps
 
     for x, eager, exact in zip(run(dtype, augmented), run(dtype, merged), run(torch.float64, merged), strict=True):
         assert_as_accurate_as(x, eager, exact, dtype)
@@ -615,8 +615,8 @@ def test_autocast_multiplies_in_its_dtype_and_returns_input_dtypes(name, mode, t
 
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         mine, gradients = results_and_gradients(linear_logps, inputs, upstream, **options)
-        eager, eager_gradients = forward(reference.linear_logps)
-    exact, exact_gradients = forward(reference.linear_logps, doubled(inputs))
+        eager, eager_gradients = forward(definitions.linear_logps)
+    exact, exact_gradients = forward(definitions.linear_logps, doubled(inputs))
     assert mine.logps.dtype == torch.float32
     assert_as_accurate_as(mine.logps, eager.logps, exact.logps)
     assert gradients.keys() == exact_gradients.keys()

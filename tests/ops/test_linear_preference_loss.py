@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fastdpo import ops
-from fastdpo.ops import PreferenceObjective, linear_preference_loss, reference
-from fastdpo.ops.preference_loss import LOSSES, SORTED
+from fastdpo.ops import PreferenceObjective, definitions, linear_preference_loss
+from fastdpo.ops.losses.preference_loss import LOSSES, SORTED
 from fastdpo.testing import assert_as_accurate_as
 from tests.support.ops.heads import doubled
 
@@ -27,13 +27,13 @@ CHOSEN, REJECTED = [5, 1, 17, 3, 8], [4, 9, 0, 2, 8]
 
 
 def pair_inputs(dtype=torch.float32, chosen=CHOSEN, rejected=REJECTED):
-    """Hidden states, weight, bias and targets of pairs, some of them ignored, and a near reference."""
+    """Hidden states, weight, bias and targets of pairs, some of them ignored, and a near definitions."""
     n = sum(chosen + rejected)
     hidden, weight, bias, targets = torch.randn(n, D), torch.randn(V, D) / 4, torch.randn(V), torch.randint(V, (n,))
     targets[2::7] = -100
     floats = {"hidden": hidden.to(dtype), "weight": weight.to(dtype), "bias": bias.to(dtype)}
     cu_seqlens = F.pad(torch.tensor(chosen + rejected).cumsum(0), (1, 0))
-    logps = reference.linear_sequence_logps(hidden, weight, targets, cu_seqlens, bias=bias).logps
+    logps = definitions.linear_sequence_logps(hidden, weight, targets, cu_seqlens, bias=bias).logps
     chosen_logps, rejected_logps = (logps + torch.randn_like(logps)).chunk(2)
     refs = {"ref_chosen_logps": chosen_logps, "ref_rejected_logps": rejected_logps}
     return {**floats, "targets": targets, "cu_seqlens": cu_seqlens, **refs}
@@ -54,8 +54,8 @@ def flat(result):
 def assert_accurate(inputs, needs=LEAVES, objective=None, memory_budget=1 << 20, **options):
     options = {"objective": objective or PreferenceObjective(), **options}
     mine, gradients = loss_and_gradients(linear_preference_loss, inputs, needs, memory_budget=memory_budget, **options)
-    eager, eager_gradients = loss_and_gradients(reference.linear_preference_loss, inputs, needs, **options)
-    exact, exact_gradients = loss_and_gradients(reference.linear_preference_loss, doubled(inputs), needs, **options)
+    eager, eager_gradients = loss_and_gradients(definitions.linear_preference_loss, inputs, needs, **options)
+    exact, exact_gradients = loss_and_gradients(definitions.linear_preference_loss, doubled(inputs), needs, **options)
     for x, of_eager, of_exact in zip(*map(flat, (mine, eager, exact)), strict=True):
         assert_as_accurate_as(x, of_eager, of_exact)
     for x, of_eager, of_exact in zip(gradients, eager_gradients, exact_gradients, strict=True):
@@ -156,7 +156,7 @@ def test_only_pairs_beyond_the_budget_are_recomputed(mode, trace):
 
 
 def test_by_default_only_a_long_pair_has_chunks_of_more_than_a_tile(mode, trace, monkeypatch):
-    module = importlib.import_module("fastdpo.ops.linear_preference_loss")
+    module = importlib.import_module("fastdpo.ops.losses.linear_preference_loss")
     monkeypatch.setattr(module, "MEMORY_BUDGET", 0)
     monkeypatch.setattr(module, "default_budget", lambda weight: 20 * V * 4)
     arguments, inputs = mode("chunks") | {"memory_budget": None}, pair_inputs(chosen=[9, 8], rejected=[9, 1])
@@ -255,7 +255,7 @@ def test_fullgraph_compiles_for_any_number_of_tokens(name, backend, mode):
 @pytest.mark.parametrize("name", ["frozen", "chunks"])
 def test_opcheck(name, mode, monkeypatch):
     """Of the arguments that the public function calls the custom op with."""
-    module, calls = importlib.import_module("fastdpo.ops.linear_preference_loss"), []
+    module, calls = importlib.import_module("fastdpo.ops.losses.linear_preference_loss"), []
     op = module._fwd
     monkeypatch.setattr(module, "_fwd", lambda *arguments: calls.append(arguments) or op(*arguments))
     loss_and_gradients(linear_preference_loss, pair_inputs(), **mode(name), outputs=("entropy", "is_top1"))
@@ -274,7 +274,7 @@ def test_autocast_multiplies_in_its_dtype_and_returns_input_dtypes(mode, trace):
     assert "c10::BFloat16" in recorded.product_dtypes
     assert {x.dtype for x in gradients} == {torch.float32}
     exact, exact_gradients = loss_and_gradients(
-        reference.linear_preference_loss, doubled(inputs), LEAVES, objective=PreferenceObjective()
+        definitions.linear_preference_loss, doubled(inputs), LEAVES, objective=PreferenceObjective()
     )
     torch.testing.assert_close(mine.loss, exact.loss.float(), rtol=0.02, atol=0.02)
     for x, of_exact in zip(gradients, exact_gradients, strict=True):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastdpo.ops import attention_pieces, pack, packed_attention, reference
+from fastdpo.ops import definitions, pack, packed_attention
+from fastdpo.ops.attention import pieces
 from fastdpo.testing import assert_as_accurate_as, error, floor
 
 NAN = float("nan")
@@ -90,10 +91,10 @@ def output_and_gradients(op, query, key, value, upstream, rows, *, sinks=None, *
 
 def assert_accurate(rows, inputs, *, sinks=None, **options):
     mine = output_and_gradients(packed_attention, *inputs, rows, sinks=sinks, **options)
-    eager = output_and_gradients(reference.packed_attention, *inputs, rows, sinks=sinks, **options)
+    eager = output_and_gradients(definitions.packed_attention, *inputs, rows, sinks=sinks, **options)
     wide_sinks = None if sinks is None else sinks.double()
     wide = [x.double() for x in inputs]
-    exact = output_and_gradients(reference.packed_attention, *wide, rows, sinks=wide_sinks, **options)
+    exact = output_and_gradients(definitions.packed_attention, *wide, rows, sinks=wide_sinks, **options)
     dtypes = [inputs[0].dtype] * 4 + ([] if sinks is None else [sinks.dtype])
     for x, eager_x, exact_x, dtype in zip(mine, eager, exact, dtypes, strict=True):
         assert x.dtype == dtype
@@ -105,13 +106,13 @@ def path(request, monkeypatch):
     """The internal path: as chosen, with blocks of few queries, and with matrix products."""
 
     def products(query, value, window, scale):
-        return attention_pieces.MatmulPieces(query, window, scale, None)
+        return pieces.MatmulPieces(query, window, scale, None)
 
     if "products" in request.param:
         monkeypatch.setitem(packed_attention.__globals__, "CpuFlashPieces", products)
     if "blocks" in request.param:
-        monkeypatch.setattr(attention_pieces, "BLOCK", 3)
-        monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 1 << 10)  # 64 scores of each of 4 heads
+        monkeypatch.setattr(pieces, "BLOCK", 3)
+        monkeypatch.setattr(pieces, "CPU_SCORE_BYTES", 1 << 10)  # 64 scores of each of 4 heads
     return request.param
 
 
@@ -185,7 +186,7 @@ def test_windows_of_several_blocks(window):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_many_blocks_are_summed_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 1 << 12)  # one or two queries at a time
+    monkeypatch.setattr(pieces, "CPU_SCORE_BYTES", 1 << 12)  # one or two queries at a time
     rows = rows_of([(100, [90, 70])])
     assert_accurate(rows, attention_inputs(rows, dtype=dtype), softcap=2.0)
 
@@ -253,7 +254,7 @@ def test_every_feature_of_pairs_propagates_overflows(features, poison, path):
     inputs, options = attention_inputs(rows), options_of(features)
     inputs[0][[6, 20], 1, 3] = poison
     out, *gradients = output_and_gradients(packed_attention, *inputs, rows, **options)
-    expected = reference.packed_attention(*inputs[:3], rows, **options)
+    expected = definitions.packed_attention(*inputs[:3], rows, **options)
     assert torch.equal(out.isnan(), expected.isnan())
     if poison != poison or "softcap" not in options:  # a softcap bounds infinities
         assert out[[6, 20], 1].isnan().all()
@@ -265,7 +266,7 @@ def test_nan_if_all_scores_overflow(path):
     query, key, value, _ = attention_inputs(rows)
     query[9, 1], key[:, 0] = -1e30, 1e30
     out = packed_attention(query, key, value, rows)
-    expected = reference.packed_attention(query, key, value, rows)
+    expected = definitions.packed_attention(query, key, value, rows)
     assert torch.equal(out.isnan(), expected.isnan())
     assert out[9, 1].isnan().all()
 
@@ -462,10 +463,10 @@ def test_autocast_casts_like_torchs_attention(features, heads, value_dtype):
     inputs, options = [query, key, value.to(value_dtype), upstream], options_of(features, heads)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         mine = output_and_gradients(packed_attention, *inputs, rows, **options)
-        eager = output_and_gradients(reference.packed_attention, *inputs, rows, **options)
+        eager = output_and_gradients(definitions.packed_attention, *inputs, rows, **options)
         torchs = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in inputs[:3]), enable_gqa=True)
     options = {name: x.double() if name == "sinks" else x for name, x in options.items()}
-    exact = output_and_gradients(reference.packed_attention, *(x.double() for x in inputs), rows, **options)
+    exact = output_and_gradients(definitions.packed_attention, *(x.double() for x in inputs), rows, **options)
     assert [x.dtype for x in mine[:4]] == [torchs.dtype, torch.float32, torch.float32, value_dtype]
     for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
         assert_as_accurate_as(x, eager_x, exact_x, torch.bfloat16)
@@ -493,7 +494,7 @@ def test_memory_of_a_window_is_linear(trace):
 
 
 def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
-    monkeypatch.setattr(attention_pieces, "CPU_SCORE_BYTES", 256 << 10)
+    monkeypatch.setattr(pieces, "CPU_SCORE_BYTES", 256 << 10)
     rows = rows_of([(300, [300, 300])])
     *tensors, upstream = attention_inputs(rows)
     query, key, value = (x.requires_grad_() for x in tensors)
@@ -506,12 +507,12 @@ def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
 
 def test_work_of_a_window_is_linear():
     rows, window = rows_of([(1500, [1000, 1000])]), 64
-    blocks = list(attention_pieces.query_blocks("", rows, 3500, window, None))
+    blocks = list(pieces.query_blocks("", rows, 3500, window, None))
     assert all(a.stop == b.start for (a, _), (b, _) in pairwise(blocks))
     scores = sum(
         (block.stop - block.start) * (keys.stop - keys.start) for block, ranges in blocks for keys, _ in ranges
     )
-    assert scores < 3500 * (window + attention_pieces.BLOCK)
+    assert scores < 3500 * (window + pieces.BLOCK)
 
 
 T4 = torch.tensor([[0, 0, 0, 3], [0, 2, 3, 1]], dtype=torch.int32)

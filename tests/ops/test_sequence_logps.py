@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastdpo.ops import linear_logps, linear_sequence_logps, reference, sequence_logps, token_logps
+from fastdpo.ops import definitions, linear_logps, linear_sequence_logps, token_logps
+from fastdpo.ops.losses import sequence_logps
 from fastdpo.testing import assert_as_accurate_as, error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,10 +60,10 @@ def assert_accurate(op, eager_op, inputs, sequences, **options):
 def test_packed_sums_are_as_accurate_as_eager(lengths, dtype):
     lengths = LENGTHS[lengths]
     inputs = packed_inputs(lengths, dtype)
-    assert_accurate(linear_sequence_logps, reference.linear_sequence_logps, inputs, len(lengths), **TRANSFORM)
+    assert_accurate(linear_sequence_logps, definitions.linear_sequence_logps, inputs, len(lengths), **TRANSFORM)
     logits = dict(logits=inputs["hidden"] @ inputs["weight"].t())
     logits.update(targets=inputs["targets"], cu_seqlens=inputs["cu_seqlens"])
-    assert_accurate(sequence_logps, reference.sequence_logps, logits, len(lengths), **TRANSFORM)
+    assert_accurate(sequence_logps, definitions.sequence_logps, logits, len(lengths), **TRANSFORM)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,7 +72,7 @@ def test_padded_sums_are_as_accurate_as_eager(shape, dtype):
     targets = torch.randint(shape[-1], shape[:-1])
     targets[1:, 4:] = -100
     inputs = dict(logits=(3 * torch.randn(shape)).to(dtype), targets=targets)
-    assert_accurate(sequence_logps, reference.sequence_logps, inputs, shape[0], **TRANSFORM)
+    assert_accurate(sequence_logps, definitions.sequence_logps, inputs, shape[0], **TRANSFORM)
 
 
 def test_equals_sums_of_token_logps():
@@ -186,10 +187,10 @@ def test_fullgraph_compiles_for_any_number_of_tokens(form):
 def test_autocast_changes_only_the_matrix_product():
     inputs = packed_inputs([5, 1, 17, 3])
     rounded = {name: x.bfloat16().float() if x.is_floating_point() else x for name, x in inputs.items()}
-    exact = reference.linear_sequence_logps(**doubled(rounded)).logps
+    exact = definitions.linear_sequence_logps(**doubled(rounded)).logps
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         mine = linear_sequence_logps(**inputs).logps
-        eager = reference.linear_sequence_logps(**inputs).logps
+        eager = definitions.linear_sequence_logps(**inputs).logps
     assert mine.dtype == torch.float32
     assert_as_accurate_as(mine, eager, exact)
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastdpo.ops import reference, token_logps
-from fastdpo.ops.results import STATISTICS
+from fastdpo.ops import definitions, token_logps
+from fastdpo.ops.head.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error, floor
 from tests.support.ops.heads import Dropped
 from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row
@@ -62,8 +62,8 @@ def assert_accurate(*draws, **options):
         return {**results, "gradient": torch.cat([gradient for _, gradient in calls])}
 
     upstreams = [torch.randn(2, *targets.shape) for _, targets in draws]
-    mine, eager = collected(token_logps), collected(reference.token_logps)
-    exact = collected(reference.token_logps, torch.float64)
+    mine, eager = collected(token_logps), collected(definitions.token_logps)
+    exact = collected(definitions.token_logps, torch.float64)
     given = draws[0][0].dtype
     wide = torch.float64 if given == torch.float64 else torch.float32
     assert torch.equal(mine.pop("is_top1"), exact.pop("is_top1"))
@@ -303,9 +303,9 @@ def test_a_vocabulary_masked_with_minus_infinity(differentiate):
     upstream = torch.randn(2, 23)
     masked = F.pad(logits, (0, 13), value=-INF)
     results, gradient = results_and_gradient(token_logps, masked, targets, upstream, differentiate)
-    _, eager = results_and_gradient(reference.token_logps, logits, targets, upstream, differentiate)
+    _, eager = results_and_gradient(definitions.token_logps, logits, targets, upstream, differentiate)
     exact, exact_gradient = results_and_gradient(
-        reference.token_logps, logits.double(), targets, upstream.double(), differentiate
+        definitions.token_logps, logits.double(), targets, upstream.double(), differentiate
     )
     assert not gradient[:, 67:].any()
     assert_as_accurate_as(gradient[:, :67], eager, exact_gradient)
@@ -494,7 +494,7 @@ def test_the_definition_computes_what_is_requested():
 
     def operators(outputs: tuple[str, ...]) -> set[str]:
         with Recorder() as recorder:
-            reference.token_logps(logits, targets, outputs=outputs)
+            definitions.token_logps(logits, targets, outputs=outputs)
         return recorder.names
 
     bare = operators(("logps",))

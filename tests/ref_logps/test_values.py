@@ -12,7 +12,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.ref_logps.pairs import Pairs, batches
+from fastdpo.data.pairs import Pairs, batches
 from tests.support.models.families import tiny_family
 from tests.support.ref_logps import assert_close, exact, tokens
 from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer

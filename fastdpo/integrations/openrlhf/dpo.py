@@ -24,11 +24,11 @@ from ...models import forward
 from ...models.forward import Request
 from ...models.language_model import text_config
 from ...reasons import Reason
+from ...ref_logps.memory import Memory
 from ..bypass import left_unpatched, report_if_unused
 from ..concatenated import results_of
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
-from ..reference_memory import Memory
 from ..replacements import Replacements
 from ..signatures import first_difference
 from .batches import PairRows, base_of, rows_of, score

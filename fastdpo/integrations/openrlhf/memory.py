@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...models.support import is_sharded
 from ...packing import IGNORE_INDEX
-from ..reference_memory import Memory, digests_of_pairs, key_of
+from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from .batches import PairRows, Results, base_of
 
 if TYPE_CHECKING:

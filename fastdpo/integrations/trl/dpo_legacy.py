@@ -18,11 +18,11 @@ from ...logs import warn
 from ...models import forward
 from ...models.fallback import counting_calls_as
 from ...reasons import Reason
+from ...ref_logps.memory import Memory
 from ..bypass import leave_unpatched
 from ..concatenated import Inputs, install, liger_reason, score
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
-from ..reference_memory import Memory
 from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import dpo_legacy_metrics

@@ -21,7 +21,7 @@ from ...models.image_content import digests_of_rows
 from ...models.images import ARGUMENTS
 from ...models.local_shards import reshard
 from ...reasons import Reason
-from ..reference_memory import Memory, digests_of_pairs, key_of
+from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..replacements import temporarily
 from .names import DPO
 from .reference import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of

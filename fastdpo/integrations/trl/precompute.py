@@ -19,9 +19,9 @@ from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
 from ...storage import Directory, directory_at
 from .. import evidence
+from .batches.widths import widest_batch
 from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
-from .widths import widest_batch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -77,7 +77,8 @@ def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
     """Why values depend on the batches that they are computed in, which TRL forms in the order of the
     dataset, or None.
     """
-    from ...ref_logps import pairs, scoring
+    from ...data import pairs
+    from ...ref_logps import scoring
 
     base = scoring.base_of(reference_of(trainer))
     if rope_limit(base) is None or set(VALUES) <= set(dataset.column_names):
@@ -94,7 +95,8 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     from accelerate.utils import send_to_device
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    from ...ref_logps import keys, pairs, passes, ranks, scoring, shards, with_ref_logps
+    from ...data import pairs
+    from ...ref_logps import keys, passes, ranks, scoring, shards, with_ref_logps
 
     if set(VALUES) <= set(dataset.column_names):
         warn(f"{DPO}: the {name} dataset has {' and '.join(VALUES)}, which are used as they are")

@@ -26,12 +26,12 @@ from ..protocol import PatchOptions
 from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
 from . import precompute
+from .batches.prompt_groups import PromptGroups
+from .batches.token_budget import TokenBudget
 from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
-from .prompt_groups import PromptGroups
-from .token_budget import TokenBudget
 
 DPOTrainer = Any  # of one of several versions
 

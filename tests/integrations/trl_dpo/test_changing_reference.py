@@ -15,8 +15,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 
 import fastdpo
 from fastdpo import NotFused
-from fastdpo.models.fingerprint import fingerprint
 from fastdpo.models.structure import Structure
+from fastdpo.ref_logps.fingerprint import fingerprint
 from tests.support.comparison import approximately
 from tests.support.trl.dpo import LORA, assert_same, build, numbers, pairs, tiny_model, train
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import fastdpo
 from fastdpo.batching import group_prompts
-from fastdpo.integrations.trl.prompt_groups import GroupedSampler
+from fastdpo.integrations.trl.batches.prompt_groups import GroupedSampler
 from fastdpo.lengths import number_prompts
 from tests.support.trl.dpo import build, long_pairs, on_disk, recorded_layouts, tiny_model, train
 from tests.support.trl.resuming import assert_resumes

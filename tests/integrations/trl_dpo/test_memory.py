@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 import fastdpo
 from fastdpo import NotFused
-from fastdpo.integrations.reference_memory import digests_of_pairs
 from fastdpo.models import fallback
+from fastdpo.ref_logps.memory import digests_of_pairs
 from tests.support.comparison import assert_close
 from tests.support.trl.dpo import LORA, assert_same, assert_same_bits, build, pairs, run_two_ranks, tiny_model, train
 

@@ -14,8 +14,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from fastdpo.batching import StepPlanner
-from fastdpo.integrations import budgeted_loader
 from fastdpo.integrations.ledger import Ledger
+from fastdpo.integrations.trl.batches import budgeted_loader
 from fastdpo.lengths import PairLengths
 from fastdpo.models import fallback
 from tests.support.comparison import double

@@ -9,9 +9,10 @@ from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.kernels.linear_logps import target_logits
 from fastdpo.kernels.logit_math import tanh
 from fastdpo.kernels.token_logps import token_logps_fwd
-from fastdpo.ops import attention_layouts, packed_attention, reference, token_logps
-from fastdpo.ops.logit_rows import Transform
-from fastdpo.ops.results import STATISTICS
+from fastdpo.ops import definitions, packed_attention, token_logps
+from fastdpo.ops.attention import layouts
+from fastdpo.ops.head.logit_rows import Transform
+from fastdpo.ops.head.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
 
 CPU = torch.device("cpu")
@@ -37,9 +38,9 @@ def test_token_logps(vocabulary, dtype, launches):
     targets = torch.tensor([vocabulary - 1, -100, 5])
     options = dict(targets=targets, softcap=20.0, outputs=("logps", *STATISTICS))
     (mine, mine_grad), (eager, eager_grad) = (
-        gradients(op, [logits], grad, **options) for op in (token_logps, reference.token_logps)
+        gradients(op, [logits], grad, **options) for op in (token_logps, definitions.token_logps)
     )
-    exact, exact_grad = gradients(reference.token_logps, [logits.double()], grad, **options)
+    exact, exact_grad = gradients(definitions.token_logps, [logits.double()], grad, **options)
     assert launches == ["_token_logps_fwd_kernel", "_token_logps_bwd_kernel"]
     for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
         assert_as_accurate_as(*(getattr(x, name) for x in (mine, eager, exact)))
@@ -82,9 +83,9 @@ def test_packed_attention(d, options, launches):
     tensors = [torch.randn(TOKENS, h, d).bfloat16() for h in (4, 2, 2)]
     grad = torch.randn(TOKENS, 4, d)
     mine, eager = (
-        gradients(op, tensors, grad, rows=ROWS, **options) for op in (packed_attention, reference.packed_attention)
+        gradients(op, tensors, grad, rows=ROWS, **options) for op in (packed_attention, definitions.packed_attention)
     )
-    exact = gradients(reference.packed_attention, [x.double() for x in tensors], grad, rows=ROWS, **options)
+    exact = gradients(definitions.packed_attention, [x.double() for x in tensors], grad, rows=ROWS, **options)
     names = [
         "_packed_attention_fwd_kernel",
         "_delta_kernel",
@@ -98,7 +99,7 @@ def test_packed_attention(d, options, launches):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_keys(dtype, launches):
-    places = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU).places
+    places = layouts.varlen_layout("op", ROWS, TOKENS, CPU).places
     key, value = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype), torch.randn(TOKENS, 2, 64).to(dtype)
     placed = gather_keys_fwd(key, value, places.index)
     assert all(torch.equal(x, of[places.index]) for x, of in zip(placed, (key, value), strict=True))

@@ -9,9 +9,12 @@ import torch
 from fastdpo import NotFused, ops
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import packed_attention, token_logps
-from fastdpo.ops import attention_backends, kernel_cache, kernel_trials, kernel_verdicts, reference
-from fastdpo.ops.attention_triton import TritonBackend
-from fastdpo.ops.kernel_verdicts import Kernel
+from fastdpo.ops import definitions
+from fastdpo.ops.attention import backends
+from fastdpo.ops.attention.triton_backend import TritonBackend
+from fastdpo.ops.choice import notes, verdicts
+from fastdpo.ops.choice import trials as kernel_trials
+from fastdpo.ops.choice.verdicts import Kernel
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
@@ -76,12 +79,12 @@ FAULTS = {  # module, launcher, what happens instead, part of the reason
 @pytest.fixture(autouse=True)
 def tried(monkeypatch, tmp_path):
     """Tries kernels on the CPU, in a new process as far as they are concerned."""
-    monkeypatch.setattr(kernel_verdicts, "TRIED_DEVICES", ("cpu",))
-    monkeypatch.setattr(kernel_verdicts, "_failures", {})
-    monkeypatch.setattr(kernel_verdicts, "_reported", set())
-    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
+    monkeypatch.setattr(verdicts, "_failures", {})
+    monkeypatch.setattr(verdicts, "_reported", set())
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
-    kernel_cache._warn_unwritable.cache_clear()
+    notes._warn_unwritable.cache_clear()
 
 
 @pytest.fixture
@@ -103,14 +106,14 @@ def logps_and_gradient(op=ops.token_logps):
 
 
 def assert_right():
-    for found, exact in zip(logps_and_gradient(), logps_and_gradient(reference.token_logps), strict=True):
+    for found, exact in zip(logps_and_gradient(), logps_and_gradient(definitions.token_logps), strict=True):
         torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_kernel_that_works_passes(name, dtype):
-    assert kernel_verdicts.outcome(TRIALS[name], CPU, dtype) is None
+    assert verdicts.outcome(TRIALS[name], CPU, dtype) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -137,7 +140,7 @@ def test_in_strict_mode_every_call_raises(fault, plant, monkeypatch):
 def test_one_kernel_of_a_head_that_fails_disables_its_tiles_only(monkeypatch, caplog, launches):
     monkeypatch.setattr(head_kernels, "target_logits", changed(head_kernels.target_logits, off_by_a_percent))
     hidden, weight, targets = torch.randn(5, 8), torch.randn(67, 8), torch.tensor([1, 5, -100, 66, 0])
-    mine, exact = (op(hidden, weight, targets).logps for op in (ops.linear_logps, reference.linear_logps))
+    mine, exact = (op(hidden, weight, targets).logps for op in (ops.linear_logps, definitions.linear_logps))
     torch.testing.assert_close(mine, exact)
     assert "kernel target_logits is disabled" in caplog.text
     assert "kernel token_logps is disabled" not in caplog.text
@@ -151,21 +154,21 @@ def test_attention_that_fails_is_computed_in_pieces(monkeypatch, caplog):
     query, key = torch.randn(9, 4, 8, requires_grad=True), torch.randn(9, 2, 8)
     rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
     gradients = []
-    for op in (ops.packed_attention, ops.packed_attention, reference.packed_attention):
+    for op in (ops.packed_attention, ops.packed_attention, definitions.packed_attention):
         gradients += torch.autograd.grad(op(query, key, key, rows).square().sum(), query)
     torch.testing.assert_close(gradients[0], gradients[2])
     (message,) = (record.message for record in caplog.records)
     assert "kernel packed_attention is disabled" in message
     assert "d 8, d_v 8, group 2, windowed False, capped False" in message
-    monkeypatch.setenv(attention_backends.VARIABLE, "triton")
+    monkeypatch.setenv(backends.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match="got triton: it is disabled, as logged"):
         ops.packed_attention(query, key, key, rows)
 
 
 def counting(monkeypatch):
     """The number of trials so far, in a list."""
-    trials, outcome = [], kernel_verdicts.outcome
-    monkeypatch.setattr(kernel_verdicts, "outcome", lambda *arguments: trials.append(1) or outcome(*arguments))
+    trials, outcome = [], verdicts.outcome
+    monkeypatch.setattr(verdicts, "outcome", lambda *arguments: trials.append(1) or outcome(*arguments))
     return trials
 
 
@@ -174,7 +177,7 @@ def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, 
     for _ in range(2):
         logps_and_gradient()
     assert len(trials) == 1
-    kernel_verdicts._failures.clear()  # another process
+    verdicts._failures.clear()  # another process
     logps_and_gradient()
     assert len(trials) == 1
     (path,) = tmp_path.iterdir()
@@ -185,9 +188,9 @@ def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, 
 def test_a_change_of_the_environment_tries_again(name, monkeypatch):
     trials = counting(monkeypatch)
     logps_and_gradient()
-    changed_environment = kernel_cache.environment(CPU) | {name: "other"}
-    monkeypatch.setattr(kernel_cache, "environment", lambda device: changed_environment)
-    kernel_verdicts._failures.clear()
+    changed_environment = notes.environment(CPU) | {name: "other"}
+    monkeypatch.setattr(notes, "environment", lambda device: changed_environment)
+    verdicts._failures.clear()
     logps_and_gradient()
     assert len(trials) == 2
 
@@ -196,7 +199,7 @@ def test_a_failure_is_not_noted(plant, monkeypatch, tmp_path):
     trials = counting(monkeypatch)
     plant("does not fit")
     for _ in range(2):
-        kernel_verdicts._failures.clear()
+        verdicts._failures.clear()
         logps_and_gradient()
     assert len(trials) == 2
     assert not list(tmp_path.iterdir())
@@ -209,7 +212,7 @@ def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     noted = path.read_text()
     path.write_text(content)
-    kernel_verdicts._failures.clear()
+    verdicts._failures.clear()
     logps_and_gradient()
     assert len(trials) == 2
     assert path.read_text() == noted
@@ -217,17 +220,17 @@ def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
 
 def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
-    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "file" / "cache"))
     trials = counting(monkeypatch)
     for _ in range(2):
-        kernel_verdicts._failures.clear()
+        verdicts._failures.clear()
         logps_and_gradient()
     assert len(trials) == 2
     assert caplog.text.count("each process tries the kernels again") == 1
 
 
 def test_the_file_can_be_switched_off(monkeypatch, tmp_path):
-    monkeypatch.setenv(kernel_cache.VARIABLE, "0")
+    monkeypatch.setenv(notes.VARIABLE, "0")
     logps_and_gradient()
     assert not list(tmp_path.iterdir())
 
@@ -235,19 +238,19 @@ def test_the_file_can_be_switched_off(monkeypatch, tmp_path):
 def test_nothing_is_tried_on_a_cpu_or_while_a_graph_is_captured(plant, monkeypatch):
     trials = counting(monkeypatch)
     plant("wrong values")
-    monkeypatch.setattr(kernel_verdicts, "is_capturing", lambda device: True)
+    monkeypatch.setattr(verdicts, "is_capturing", lambda device: True)
     logps_and_gradient()
-    monkeypatch.setattr(kernel_verdicts, "is_capturing", lambda device: False)
-    monkeypatch.setattr(kernel_verdicts, "TRIED_DEVICES", ("cuda",))
+    monkeypatch.setattr(verdicts, "is_capturing", lambda device: False)
+    monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cuda",))
     logps_and_gradient()
     assert not trials
-    assert not kernel_verdicts._failures
+    assert not verdicts._failures
 
 
 def test_a_trial_is_independent_of_where_a_kernel_is_first_used():
     state = torch.random.get_rng_state()
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        assert kernel_verdicts.works(Kernel("token_logps", CPU, torch.float32), kernel_trials.token_logps)
+        assert verdicts.works(Kernel("token_logps", CPU, torch.float32), kernel_trials.token_logps)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -257,7 +260,7 @@ def test_a_compiled_head_tries_its_kernels_while_it_is_traced(trained, monkeypat
     torch.compiler.reset()
     hidden, weight, targets = torch.randn(5, 8), torch.randn(67, 8, requires_grad=trained), torch.randint(67, (5,))
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
-    found, exact = (op(hidden, weight, targets).logps for op in (compiled, reference.linear_logps))
+    found, exact = (op(hidden, weight, targets).logps for op in (compiled, definitions.linear_logps))
     torch.testing.assert_close(found, exact)
     assert len(trials) == 2
     assert "fastdpo:" not in caplog.text

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
-from fastdpo.ops import attention_backends, attention_flash, attention_layouts, packed_attention, reference
+from fastdpo.ops import definitions, packed_attention
+from fastdpo.ops.attention import backends, flash, layouts
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.stand_ins import flash_libraries
 
@@ -35,10 +36,10 @@ def installed(monkeypatch):
     flash_libraries.forget()
 
 
-@pytest.fixture(params=attention_backends.BACKENDS)
+@pytest.fixture(params=backends.BACKENDS)
 def backend(request, monkeypatch, installed):
     installed()
-    monkeypatch.setenv(attention_backends.VARIABLE, request.param)
+    monkeypatch.setenv(backends.VARIABLE, request.param)
     return request.param
 
 
@@ -71,9 +72,9 @@ def test_as_accurate_as_eager(heads, option, backend):
     tensors = inputs_of(heads, torch.float16)
     options = {name: x[: HEADS[heads][0]] if name == "sinks" else x for name, x in OPTIONS[option].items()}
     mine = results(packed_attention, tensors, **options)
-    eager = results(reference.packed_attention, tensors, **options)
+    eager = results(definitions.packed_attention, tensors, **options)
     wide = {name: x.double() if name == "sinks" else x for name, x in options.items()}
-    exact = results(reference.packed_attention, [x.double() for x in tensors], **wide)
+    exact = results(definitions.packed_attention, [x.double() for x in tensors], **wide)
     for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
         assert_as_accurate_as(x, eager_x, exact_x, torch.float16)
 
@@ -85,8 +86,8 @@ def test_any_scale(scale, backend):
         with pytest.raises(NotImplementedError, match=f"got {backend}: it needs a positive scale; got {scale}"):
             results(packed_attention, tensors, scale=scale)
         return
-    mine, eager = (results(op, tensors, scale=scale) for op in (packed_attention, reference.packed_attention))
-    exact = results(reference.packed_attention, [x.double() for x in tensors], scale=scale)
+    mine, eager = (results(op, tensors, scale=scale) for op in (packed_attention, definitions.packed_attention))
+    exact = results(definitions.packed_attention, [x.double() for x in tensors], scale=scale)
     for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
         assert_as_accurate_as(x, eager_x, exact_x, torch.float16)
 
@@ -112,14 +113,14 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
     monkeypatch.setattr(kernels, "kernel_configs", lambda d, d_v, capability: configs)
     tensors = inputs_of("grouped")
     mine = results(packed_attention, tensors, window=window, softcap=2.0)
-    exact = results(reference.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
+    exact = results(definitions.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
     assert all(error(x, expected) < 2e-6 for x, expected in zip(mine, exact, strict=True))
 
 
 @pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gather_keys_and_its_gradient(dtype, value_heads):
-    layout = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU)
+    layout = layouts.varlen_layout("op", ROWS, TOKENS, CPU)
     key = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype)
     value = torch.randn(TOKENS, value_heads, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
@@ -133,8 +134,8 @@ def test_gather_keys_and_its_gradient(dtype, value_heads):
 
 def test_layouts_do_not_depend_on_the_default_device():
     with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
-        varlen = attention_layouts.varlen_layout("op", ROWS, TOKENS, CPU)
-        blocks = attention_layouts.layout_blocks("op", ROWS, TOKENS, 16, 16, CPU)
+        varlen = layouts.varlen_layout("op", ROWS, TOKENS, CPU)
+        blocks = layouts.layout_blocks("op", ROWS, TOKENS, 16, 16, CPU)
     for layout in (varlen, blocks, varlen.places):
         assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
     assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47, 66, 73, 75, 79]
@@ -150,14 +151,14 @@ def test_layouts_do_not_depend_on_the_default_device():
 
 
 def test_an_unknown_backend_raises(monkeypatch):
-    monkeypatch.setenv(attention_backends.VARIABLE, "cudnn")
+    monkeypatch.setenv(backends.VARIABLE, "cudnn")
     with pytest.raises(ValueError, match=r"FASTDPO_ATTENTION must be one of flash-attn-3, .*, or unset; got cudnn"):
         packed_attention(*inputs_of("grouped")[:3], ROWS)
 
 
-@pytest.mark.parametrize("name", attention_flash.LIBRARIES)
+@pytest.mark.parametrize("name", flash.LIBRARIES)
 def test_an_unsupported_call_raises_with_the_reason(name, monkeypatch):
-    monkeypatch.setenv(attention_backends.VARIABLE, name)
+    monkeypatch.setenv(backends.VARIABLE, name)
     with pytest.raises(NotImplementedError, match=f"got {name}: it needs float16 or bfloat16; got torch.float32"):
         packed_attention(*inputs_of("grouped")[:3], ROWS)
     with pytest.raises(NotImplementedError, match=f"got {name}: it has no kernels for this device"):
@@ -167,7 +168,7 @@ def test_an_unsupported_call_raises_with_the_reason(name, monkeypatch):
 def test_a_library_that_is_not_installed_raises(installed, monkeypatch):
     installed()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-3")
+    monkeypatch.setenv(backends.VARIABLE, "flash-attn-3")
     with pytest.raises(NotImplementedError, match=r"got flash-attn-3: ModuleNotFoundError: .*flash_attn_interface"):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
 
@@ -176,6 +177,6 @@ def test_a_version_without_a_needed_parameter_raises(installed, monkeypatch):
     installed()
     module = sys.modules["flash_attn.flash_attn_interface"]
     monkeypatch.setattr(module, "_flash_attn_varlen_forward", lambda q, k, v, causal: None)
-    monkeypatch.setenv(attention_backends.VARIABLE, "flash-attn-2")
+    monkeypatch.setenv(backends.VARIABLE, "flash-attn-2")
     with pytest.raises(NotImplementedError, match=r"must accept alibi_slopes, cu_seqlens_k, .*; this version does not"):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastdpo.kernels.token_logps import NORMALIZED_SUM
-from fastdpo.ops import reference, token_logps
-from fastdpo.ops.results import STATISTICS
+from fastdpo.ops import definitions, token_logps
+from fastdpo.ops.head.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import Dropped
 from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row
@@ -58,8 +58,8 @@ def assert_accurate(logits, targets, differentiate=(True, True), **options):
     upstream = [torch.randn(len(targets)) if wanted else None for wanted in differentiate]
     wide = [None if g is None else g.double() for g in upstream]
     mine, my_gradient = results_and_gradient(token_logps, logits, targets, upstream, **options)
-    eager, eager_gradient = results_and_gradient(reference.token_logps, logits, targets, upstream, **options)
-    exact, gradient = results_and_gradient(reference.token_logps, logits.double(), targets, wide, **options)
+    eager, eager_gradient = results_and_gradient(definitions.token_logps, logits, targets, upstream, **options)
+    exact, gradient = results_and_gradient(definitions.token_logps, logits.double(), targets, wide, **options)
     assert my_gradient.dtype == logits.dtype
     assert torch.equal(mine.is_top1, exact.is_top1)
     assert_as_accurate_as(my_gradient, eager_gradient, gradient)
@@ -158,7 +158,7 @@ def test_vocabulary_columns_at_minus_infinity():
     upstream = torch.randn(2, 5)
     mine, my_gradient = results_and_gradient(token_logps, logits, targets, upstream)
     kept = logits[:, 9:4000]
-    exact, gradient = results_and_gradient(reference.token_logps, kept.double(), targets - 9, upstream.double())
+    exact, gradient = results_and_gradient(definitions.token_logps, kept.double(), targets - 9, upstream.double())
     for name in ("logps", "entropy", "log_sum_sq_probs"):
         scored = targets >= 0
         assert error(getattr(mine, name)[scored], getattr(exact, name)[scored]) < 1e-6
@@ -200,7 +200,7 @@ def test_a_gap_of_300_nats(gap, dtype):
     logits[torch.arange(3), targets] = gap
     upstream = torch.randn(2, 3)
     mine, my_gradient = results_and_gradient(token_logps, logits, targets, upstream)
-    exact, gradient = results_and_gradient(reference.token_logps, logits.double(), targets, upstream.double())
+    exact, gradient = results_and_gradient(definitions.token_logps, logits.double(), targets, upstream.double())
     if gap < 0:
         assert error(mine.logps, exact.logps) < 1e-6
         assert error(my_gradient, gradient) < 2e-6 + torch.finfo(dtype).eps
@@ -221,7 +221,7 @@ def test_confident_predictions_are_accurate():
     logits[torch.arange(8), targets] = torch.linspace(16, 24, 8)  # beyond that, the float64 reference loses digits
     upstream = torch.ones(2, 8)
     mine, my_gradient = results_and_gradient(token_logps, logits, targets, upstream)
-    exact, gradient = results_and_gradient(reference.token_logps, logits.double(), targets, upstream.double())
+    exact, gradient = results_and_gradient(definitions.token_logps, logits.double(), targets, upstream.double())
     assert (exact.logps > -1e-3).all()
     for row in range(8):  # a norm over rows would only reflect the least confident one
         assert error(mine.logps[row], exact.logps[row]) < 4e-6
@@ -303,7 +303,7 @@ def test_missing_upstream_gradients_give_no_gradient():
 
 def test_unsupported_inputs_use_torch(launches):
     logits, targets = logits_and_targets(4, 300)
-    exact = reference.token_logps(logits.double(), targets).logps
+    exact = definitions.token_logps(logits.double(), targets).logps
     for other in (logits.double(), logits.t().contiguous().t()):  # float64 sums; a last stride other than 1
         leaf = other.detach().requires_grad_()
         logps = token_logps(leaf, targets).logps

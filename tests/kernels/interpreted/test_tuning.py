@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastdpo import ops, tune
+from fastdpo import ops
+from fastdpo.commands import tune
 from fastdpo.kernels import token_logps
-from fastdpo.ops import attention_backends, head_tiles, kernel_cache, kernel_verdicts, reference, tuning
-from fastdpo.ops.kernel_verdicts import Kernel
-from fastdpo.ops.tuning import Candidate
+from fastdpo.ops import definitions
+from fastdpo.ops.attention import backends
+from fastdpo.ops.choice import notes, tuning, verdicts
+from fastdpo.ops.choice.tuning import Candidate
+from fastdpo.ops.choice.verdicts import Kernel
+from fastdpo.ops.head import tiles
 from tests.support.stand_ins import flash_libraries
 from tests.support.workers import tuning as worker
 from tests.support.workers.processes import run_ranks
@@ -28,8 +32,8 @@ VERDICTS = {}
 
 @pytest.fixture
 def untried(monkeypatch):
-    monkeypatch.setattr(kernel_verdicts, "_failures", {})
-    monkeypatch.setattr(kernel_verdicts, "_reported", set())
+    monkeypatch.setattr(verdicts, "_failures", {})
+    monkeypatch.setattr(verdicts, "_reported", set())
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +41,14 @@ def tuned(monkeypatch, tmp_path):
     """Tunes calls on the CPU, in a new process as far as they are concerned."""
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
     monkeypatch.setattr(tuning, "_choices", {})
-    monkeypatch.setattr(kernel_verdicts, "TRIED_DEVICES", ("cpu",))
-    monkeypatch.setattr(kernel_verdicts, "_failures", VERDICTS)
-    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
-    for name in (tuning.VARIABLE, "FASTDPO_STRICT", attention_backends.VARIABLE):
+    monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
+    monkeypatch.setattr(verdicts, "_failures", VERDICTS)
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
+    for name in (tuning.VARIABLE, "FASTDPO_STRICT", backends.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(head_tiles, "LEAST_TUNED", 0)
-    monkeypatch.setattr(head_tiles, "kernel_tile_rows", lambda *arguments: 1024)
-    monkeypatch.setattr(attention_backends, "LEAST_TUNED", 0)
+    monkeypatch.setattr(tiles, "LEAST_TUNED", 0)
+    monkeypatch.setattr(tiles, "kernel_tile_rows", lambda *arguments: 1024)
+    monkeypatch.setattr(backends, "LEAST_TUNED", 0)
 
 
 @pytest.fixture
@@ -133,7 +137,7 @@ def test_a_builtin_choice_that_cannot_be_run_is_not_chosen(clock):
     clock({"b": 9.0, "c": 8.0})
     broken = candidate("a", run=raising(AssertionError("no softcap")))
     assert choose(broken, candidate("b"), candidate("c")) == "c"
-    assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "c"
+    assert notes.read(CPU).choices[CALL.noted]["name"] == "c"
 
 
 def test_what_none_can_run_keeps_the_builtin_choice_without_a_note(clock, tmp_path):
@@ -146,7 +150,7 @@ def test_what_none_can_run_keeps_the_builtin_choice_without_a_note(clock, tmp_pa
 
 def test_a_noted_choice_that_could_not_be_run_is_measured_again(clock):
     clock({"a": 10.0, "b": 8.0})
-    kernel_cache.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": "AssertionError: ", "b": 1.0}}})
+    notes.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": "AssertionError: ", "b": 1.0}}})
     assert choose(candidate("a"), candidate("b")) == "b"
 
 
@@ -183,18 +187,18 @@ def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
 )
 def test_an_invalid_note_is_measured_again(choice, clock):
     clock({"a": 10.0, "b": 8.0})
-    kernel_cache.note(CPU, choices={CALL.noted: choice})
+    notes.note(CPU, choices={CALL.noted: choice})
     assert choose(candidate("a"), candidate("b")) == "b"
-    assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "b"
+    assert notes.read(CPU).choices[CALL.noted]["name"] == "b"
 
 
 def test_a_choice_and_a_verdict_share_a_file(clock):
     clock({"a": 10.0, "b": 8.0})
-    kernel_cache.note(CPU, passed="kernel")
+    notes.note(CPU, passed="kernel")
     choose(candidate("a"), candidate("b"))
-    kernel_cache.note(CPU, passed="another")
-    assert kernel_cache.read(CPU).passed == ["another", "kernel"]
-    assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "b"
+    notes.note(CPU, passed="another")
+    assert notes.read(CPU).passed == ["another", "kernel"]
+    assert notes.read(CPU).choices[CALL.noted]["name"] == "b"
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(clock, monkeypatch):
@@ -217,15 +221,15 @@ def store(monkeypatch):
 def test_all_ranks_make_the_choice_of_the_first(has_cache, clock, store, monkeypatch, tmp_path):
     clock({"a": 10.0, "b": 8.0})
     assert choose(candidate("a"), candidate("b")) == "b"
-    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "of another machine") if has_cache else "0")
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "of another machine") if has_cache else "0")
     if has_cache:  # one that differs
-        kernel_cache.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": 1.0, "b": 2.0}}})
+        notes.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": 1.0, "b": 2.0}}})
     new_process()
     ran = clock({})
     assert choose(candidate("a"), candidate("b")) == "b"
     assert not ran
     if has_cache:
-        assert kernel_cache.read(CPU).choices[CALL.noted]["name"] == "b"
+        assert notes.read(CPU).choices[CALL.noted]["name"] == "b"
 
 
 def test_a_rank_waits_for_the_one_that_measures(clock, store, monkeypatch):
@@ -281,13 +285,13 @@ def gradient_of_head(op, tensors):
 
 def assert_head_is_right():
     tensors = head()
-    exact = gradient_of_head(reference.linear_logps, [x.double() if x.is_floating_point() else x for x in tensors])
+    exact = gradient_of_head(definitions.linear_logps, [x.double() if x.is_floating_point() else x for x in tensors])
     for found, expected in zip(gradient_of_head(ops.linear_logps, tensors), exact, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
 
 
 def warps_of_head():
-    return f"{head_tiles.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
+    return f"{tiles.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
 
 
 @pytest.fixture
@@ -353,7 +357,7 @@ def test_a_head_does_not_run_warps_that_fail(untried, strict, fault, reason, clo
 
 def test_warps_that_are_noted_are_checked_again(untried, clock, monkeypatch, caplog):
     """The file of a choice may come from elsewhere."""
-    kernel_cache.note(CPU, choices={"linear_logps torch.float16 V 67 D 24": tuning.Choice(WHOLE, TIMES)._asdict()})
+    notes.note(CPU, choices={"linear_logps torch.float16 V 67 D 24": tuning.Choice(WHOLE, TIMES)._asdict()})
     monkeypatch.setattr(token_logps, "token_logps_fwd", of_many_warps(off_by_a_percent))
     ran = clock({})
     assert_head_is_right()
@@ -394,7 +398,7 @@ def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round
         new_process()
     torch.compiler.reset()
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
-    found, exact = (op(*head()).logps for op in (compiled, reference.linear_logps))
+    found, exact = (op(*head()).logps for op in (compiled, definitions.linear_logps))
     torch.testing.assert_close(found, exact.float(), rtol=2e-3, atol=2e-3)
     assert warps_of_head() == (noted or FEW)
     assert not ran
@@ -413,7 +417,7 @@ class Library:
 
     def prepare(self, *arguments):
         self.calls += 1
-        call = attention_backends.OWN.prepare(*arguments)
+        call = backends.OWN.prepare(*arguments)
         forward = call.forward
 
         def with_error(*tensors):
@@ -427,7 +431,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     library = Library()
-    monkeypatch.setattr(attention_backends, "BACKENDS", {"library": library, "triton": attention_backends.OWN})
+    monkeypatch.setattr(backends, "BACKENDS", {"library": library, "triton": backends.OWN})
     flash_libraries.forget()
     yield library
     flash_libraries.forget()
@@ -439,7 +443,7 @@ def attend():
     rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
     found, exact = (
         torch.autograd.grad(op(query, key, key, rows).square().sum(), query)[0]
-        for op in (ops.packed_attention, reference.packed_attention)
+        for op in (ops.packed_attention, definitions.packed_attention)
     )
     torch.testing.assert_close(found, exact)
 
@@ -476,7 +480,7 @@ def test_a_wrong_library_is_not_timed(library, clock, caplog):
 
 
 def test_a_selected_backend_is_not_tuned(library, clock, monkeypatch):
-    monkeypatch.setenv(attention_backends.VARIABLE, "library")
+    monkeypatch.setenv(backends.VARIABLE, "library")
     ran = clock({})
     attend()
     assert not ran

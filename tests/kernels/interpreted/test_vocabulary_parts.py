@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastdpo.ops import reference
+from fastdpo.ops import definitions
 from fastdpo.testing import assert_as_accurate_as
 from tests.support.ops.heads import OUTPUTS, doubled, head_inputs, results_and_gradients
 from tests.support.ops.simulated_ranks import results_and_gradients_of_ranks
@@ -17,9 +17,9 @@ MODES = {"frozen": (("hidden",), 0), "kept": (("hidden", "weight", "bias"), 1 <<
 def assert_accurate(inputs, sizes, upstream, **options):
     ranks, gradients = results_and_gradients_of_ranks(inputs, sizes, upstream, **options)
     options.pop("memory_budget")
-    eager, eager_gradients = results_and_gradients(reference.linear_logps, inputs, upstream, **options)
+    eager, eager_gradients = results_and_gradients(definitions.linear_logps, inputs, upstream, **options)
     exact, exact_gradients = results_and_gradients(
-        reference.linear_logps, doubled(inputs), upstream.double(), **options
+        definitions.linear_logps, doubled(inputs), upstream.double(), **options
     )
     for mine in ranks:
         assert torch.equal(mine.is_top1, exact.is_top1)
@@ -51,7 +51,7 @@ def test_a_part_without_a_possible_entry(differentiate):
     shorter = {**inputs, "weight": inputs["weight"][:200], "bias": inputs["bias"][:200]}
     (mine, *_), gradients = results_and_gradients_of_ranks(inputs, (200, 100), upstream, differentiate=differentiate)
     exact, expected = results_and_gradients(
-        reference.linear_logps, doubled(shorter), upstream.double(), differentiate=differentiate
+        definitions.linear_logps, doubled(shorter), upstream.double(), differentiate=differentiate
     )
     for name in ("logps", "entropy", "log_sum_sq_probs"):
         torch.testing.assert_close(getattr(mine, name).double(), getattr(exact, name).double(), rtol=1e-5, atol=1e-6)
@@ -74,7 +74,7 @@ def test_unknown_targets_make_their_rows_nan():
     inputs["targets"][2] = 300
     inputs["targets"][3] = 7
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastdpo.ops.targets.is_host", lambda device: False)
+        patch.setattr("fastdpo.ops.head.targets.is_host", lambda device: False)
         for differentiate in (("logps",), ("logps", "entropy")):
             ranks, gradients = results_and_gradients_of_ranks(inputs, (100, 200), differentiate=differentiate)
             assert all(mine.logps.isnan().tolist() == [False, False, True, False] for mine in ranks)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fastdpo.ops import attention_triton, devices
+from fastdpo.ops import devices
+from fastdpo.ops.attention import triton_backend
 from tests.support.kernels.ptx.driver import PTXDriver
 from tests.support.kernels.ptx.driver import install as install_driver
 
@@ -14,12 +15,12 @@ from tests.support.kernels.ptx.driver import install as install_driver
 def install(monkeypatch, name: str, edit: Callable[[str], str] | None = None) -> PTXDriver:
     """Kernels are chosen as on a device of that architecture. `edit` changes their PTX."""
     capability = int(name.removeprefix("sm")) // 10
-    kernels_unsupported_reason = attention_triton.kernels_unsupported_reason
+    kernels_unsupported_reason = triton_backend.kernels_unsupported_reason
 
     def unsupported_reason(query, value):
         return "float32" if query.dtype == torch.float32 else kernels_unsupported_reason(query, value)
 
-    monkeypatch.setattr(attention_triton, "kernels_unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(triton_backend, "kernels_unsupported_reason", unsupported_reason)
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-    monkeypatch.setattr(attention_triton, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(triton_backend, "compute_capability", lambda device: capability)
     return install_driver(monkeypatch, name, edit)

@@ -8,8 +8,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fastdpo.ops import VocabularyGroup, linear_logps, vocabulary_parallel
-from fastdpo.ops.results import TokenLogps
+from fastdpo.ops import VocabularyGroup, linear_logps
+from fastdpo.ops.head import vocabulary_parallel
+from fastdpo.ops.head.results import TokenLogps
 from tests.support.ops.heads import LEAVES, results_and_gradients
 
 

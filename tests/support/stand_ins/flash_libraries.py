@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastdpo.ops import attention_backends, attention_flash, hub_builds
+from fastdpo.ops.attention import backends, flash, hub_builds
 from tests.support.stand_ins import flash_sources
 
 NEWEST = ("flash-attn 2.8.3.post2", "flash-attn-3 of August 2026", "flash-attn-4 4.0.0b36")
@@ -179,20 +179,20 @@ def install(monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...] = (), versi
         library = flash_sources.recorded()[name]
         attention = VarlenAttention(TILES.get(library.backend, 1), faults)
         module = types.SimpleNamespace(**functions_of(library, attention))
-        monkeypatch.setitem(sys.modules, attention_flash.PACKAGES[library.backend].module_name, module)
-    of_torch = attention_flash.TorchFlash()
+        monkeypatch.setitem(sys.modules, flash.PACKAGES[library.backend].module_name, module)
+    of_torch = flash.TorchFlash()
     of_torch.forward_function, of_torch.backward_function = torch_functions(VarlenAttention(1, faults))
-    given = attention_flash.LIBRARIES.items()
+    given = flash.LIBRARIES.items()
     libraries = {name: dataclasses.replace(library, capabilities=(None,)) for name, library in given}
     libraries["torch"] = dataclasses.replace(libraries["torch"], load_functions=lambda: of_torch)
-    others = {name: x for name, x in attention_backends.BACKENDS.items() if name not in libraries}
-    monkeypatch.setattr(attention_backends, "BACKENDS", {**libraries, **others})
+    others = {name: x for name, x in backends.BACKENDS.items() if name not in libraries}
+    monkeypatch.setattr(backends, "BACKENDS", {**libraries, **others})
     monkeypatch.setattr(hub_builds, "_builds", {})
     forget()
 
 
 def forget() -> None:
     """What is known of the libraries, as in a new process."""
-    attention_flash.load.cache_clear()
-    attention_backends.passes_probe.cache_clear()
-    attention_backends._replaced.clear()
+    flash.load.cache_clear()
+    backends.passes_probe.cache_clear()
+    backends._replaced.clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import modeling_flash_attention_utils, modeling_utils
 from transformers.integrations import hub_kernels
 
-from fastdpo.ops import attention_flash, hub_builds
+from fastdpo.ops.attention import flash, hub_builds
 
 NAME = "_flash_attn2_1a2b3c.flash_attn_interface"
 LOADED = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn")
@@ -64,5 +64,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in LOADED:
         monkeypatch.setattr(modeling_flash_attention_utils, name, None)
     monkeypatch.setattr(hub_builds, "_builds", {})
-    attention_flash.load.cache_clear()
+    flash.load.cache_clear()
     return repositories

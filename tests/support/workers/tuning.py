@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from fastdpo.ops import tuning
-from fastdpo.ops.kernel_verdicts import Kernel
-from fastdpo.ops.tuning import Candidate
+from fastdpo.ops.choice import tuning
+from fastdpo.ops.choice.tuning import Candidate
+from fastdpo.ops.choice.verdicts import Kernel
 
 
 def choose() -> None:

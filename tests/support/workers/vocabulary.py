@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from fastdpo.ops import VocabularyGroup, linear_logps, linear_sequence_logps, logit_rows, reference, targets
+from fastdpo.ops import VocabularyGroup, definitions, linear_logps, linear_sequence_logps
+from fastdpo.ops.head import logit_rows, targets
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import LEAVES, OUTPUTS, doubled, head_inputs, results_and_gradients
 from tests.support.ops.special_rows import special_row
@@ -96,8 +97,8 @@ def every_mode_equals_the_whole_head() -> None:
         assert not any(x[[6, 7]].any() for x in mine)
         assert "hidden" not in gradients or not gradients["hidden"][[6, 7]].any()
         eps = torch.finfo(dtype).eps
-        _, eager = results_and_gradients(reference.linear_logps, inputs, upstream, **options)
-        _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), upstream.double(), **options)
+        _, eager = results_and_gradients(definitions.linear_logps, inputs, upstream, **options)
+        _, exact = results_and_gradients(definitions.linear_logps, doubled(inputs), upstream.double(), **options)
         for name, gradient in gradients.items():
             assert gradient.dtype == dtype
             assert_as_accurate_as(within(gradient, exact[name], group), eager[name], exact[name], dtype)
@@ -167,7 +168,7 @@ def confident_predictions_keep_their_gradient() -> None:
         hidden = weight[ids] / 4 + 0.02 * torch.randn(37, 64)  # the target's logit is 16 nats above the others' mean
         inputs = dict(hidden=hidden.to(dtype), weight=weight.to(dtype), bias=None, targets=ids)
         _, (_, gradients) = both(inputs, group, needs=needs, memory_budget=budget)
-        _, exact = results_and_gradients(reference.linear_logps, doubled(inputs), needs=needs)
+        _, exact = results_and_gradients(definitions.linear_logps, doubled(inputs), needs=needs)
         for name, x in gradients.items():
             assert error(within(x, exact[name], group), exact[name]) < 0.02
 

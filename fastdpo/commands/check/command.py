@@ -1,0 +1,199 @@
+"""Starts the runs of `fastdpo check` one after the other, and reports what they have computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from ...data.files import load_preferences
+from ...integrations import patching
+from ...integrations.lines import LINES
+from ..model_names import require_model
+from . import tiny
+from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINER, Settings, parse_fields
+from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
+
+LINE = "trl.dpo"
+"""The trainer line whose trainer returns log-probabilities of tokens."""
+
+FLOAT64_PARAMETERS = 50_000_000
+"""The largest float32 model that is also run in float64."""
+
+OWN_FIELDS = (
+    *("output_dir", "max_steps", "num_train_epochs", "learning_rate", "weight_decay", "optim", "lr_scheduler_type"),
+    *("max_grad_norm", "per_device_train_batch_size", "logging_steps", "save_strategy", "report_to", "disable_tqdm"),
+)
+"""Fields of DPOConfig that a check sets itself."""
+
+RunSide = Callable[[Settings, str], Run]
+
+
+class CheckError(Exception):
+    """The comparison could not be made. The message says why, in one line."""
+
+
+class Report(NamedTuple):
+    """The result of a check.
+
+    Attributes:
+        title: the model, the batches and the versions.
+        yardstick: how the rounding of the dtype was measured.
+        verdicts, costs: see `verdicts`.
+    """
+
+    title: str
+    yardstick: str
+    verdicts: list[Verdict]
+    costs: list[Cost]
+    ok: bool
+
+
+def check(
+    model: str | None,
+    dataset: str | None,
+    *,
+    batches: int = 2,
+    batch_size: int = 4,
+    lora: bool = False,
+    fields: Sequence[str] = (),
+    run: RunSide | None = None,
+) -> Report:
+    """Compares TRL's DPOTrainer, stock and patched, on a model and pairs.
+
+    No more than one run is in memory at a time: each has a process of its own.
+
+    Args:
+        model: directory or Hub name of a model with its tokenizer; None for one that is built.
+        dataset: path of preference pairs, as `load_preferences` takes; None only without a model.
+        batches: number of batches.
+        batch_size: pairs a batch.
+        lora: train an adapter.
+        fields: command-line options that are fields of `DPOConfig`.
+        run: runs a side; by default, in a process of its own.
+
+    Raises:
+        CheckError: an argument is malformed, or a run has failed.
+    """
+    for name, value in (("--batches", batches), ("--batch-size", batch_size)):
+        if value < 1:
+            raise CheckError(f"{name} must be 1 or more; got {value}")
+    _require_trainer()
+    _hide_progress_of_libraries()
+    with tempfile.TemporaryDirectory(prefix="fastdpo-check-") as temporary:
+        directory = Path(temporary)
+        if model is None or dataset is None:
+            paths = tiny.build(directory, pairs=batches * batch_size)
+        else:
+            paths = model, Path(dataset)
+        try:
+            require_model("check", str(paths[0]))
+            pairs = len(load_preferences(paths[1]))
+            parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)])
+        except ValueError as error:
+            raise CheckError(" ".join(str(error).removeprefix("check: ").split())) from error
+        batches = min(batches, -(-pairs // batch_size))
+        settings = Settings(str(paths[0]), str(paths[1]), batches, batch_size, lora, list(fields), str(directory))
+        run = run or run_in_process
+        stock, patched = run(settings, STOCK), run(settings, PATCHED)
+        in_float32 = stock["dtype"] == "float32" and stock["autocast"] == "no"
+        exact = in_float32 and stock["parameters"] <= FLOAT64_PARAMETERS
+        other = run(settings, FLOAT64 if exact else PERTURBED)
+    found = verdicts(stock, patched, other, exact)
+    return Report(
+        title=_title(settings, stock),
+        yardstick="stock in float64" if exact else "stock with its layers rounded otherwise",
+        verdicts=found,
+        costs=costs(stock, patched),
+        ok=all(x.status != FAILED for x in found),
+    )
+
+
+def run_in_process(settings: Settings, side: str) -> Run:
+    """One run, in a process of its own, with its log in a file that is printed nowhere."""
+    directory = Path(settings.directory)
+    out, log = directory / f"{side}.pt", directory / f"{side}.log"
+    arguments = directory / f"{side}.json"
+    arguments.write_text(
+        json.dumps({"settings": dataclasses.asdict(settings), "side": side, "out": str(out)}), encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "fastdpo.commands.check.side", str(arguments)]
+    with log.open("wb") as stderr:
+        code = subprocess.run(command, stdout=sys.stderr, stderr=stderr).returncode
+    result: Run = torch.load(out, weights_only=True) if out.exists() else {"error": _last_line(log, code)}
+    if "error" in result:
+        raise CheckError(f"the run of {LABELS[side]} failed: {result['error']}")
+    return result
+
+
+def _last_line(log: Path, code: int) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"exit status {code}{f', {lines[-1]}' if lines else ''}"
+
+
+def _require_trainer() -> None:
+    (seam,) = patching.examine(TRAINER).seams
+    if not seam.on:
+        raise CheckError(f"{TRAINER} is off: {seam.reason}")
+    supported = next(line.versions for line in LINES if line.module == LINE)
+    if seam.tested is None and (seam.version is None or seam.version not in SpecifierSet(supported)):
+        raise CheckError(f"TRL {supported} is required; got {seam.version}")
+
+
+def _hide_progress_of_libraries() -> None:
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+
+
+def _checked(fields: Sequence[str]) -> Sequence[str]:
+    for field in fields:
+        name = field.removeprefix("--").partition("=")[0].replace("-", "_")
+        if field.startswith("--") and name in OWN_FIELDS:
+            raise ValueError(f"{field.partition('=')[0]} is set by the check itself")
+    return fields
+
+
+def _title(settings: Settings, stock: Run) -> str:
+    precision = stock["dtype"] if stock["autocast"] == "no" else f"{stock['dtype']}, autocast to {stock['autocast']}"
+    adapter = " with a LoRA adapter" if settings.lora else ""
+    trl = importlib.metadata.version("trl")
+    size = f"{settings.batches} batches of {settings.batch_size} pairs"
+    return f"{stock['model']}{adapter} in {precision}, {size}, TRL {trl}, torch {torch.__version__}"
+
+
+def as_text(report: Report) -> str:
+    """The report for a terminal."""
+    names = [x.name for x in (*report.verdicts, *report.costs)]
+    width = max(map(len, names))
+    lines = [report.title, f"rounding is measured by {report.yardstick}", ""]
+    lines.append(f"{'':<7} {'relative difference':<{width}}  {'fastdpo':>8}  {'rounding':>8}  {'allowed':>8}")
+    for x in report.verdicts:
+        numbers = [f"{v:8.1e}" for v in (x.fastdpo, x.stock, x.allowed) if v is not None]
+        lines.append(
+            "  ".join([f"{x.status:<7} {x.name:<{width}}", *numbers, *([x.detail] if x.detail else [])]).rstrip()
+        )
+    lines += ["", f"{'':<7} {'cost':<{width}}  {'TRL':>12}  {'fastdpo':>12}  TRL / fastdpo"]
+    for cost in report.costs:
+        digits = 3 if cost.unit == "s" else 0
+        sides = [f"{value:,.{digits}f} {cost.unit}".strip() for value in (cost.stock, cost.fastdpo)]
+        lines.append(f"{'':<7} {cost.name:<{width}}  {sides[0]:>12}  {sides[1]:>12}  {cost.ratio:12.2f}x")
+    return "\n".join([*lines, "", "fastdpo agrees with TRL" if report.ok else "fastdpo does not agree with TRL"])
+
+
+def as_json(report: Report) -> str:
+    fields: dict[str, Any] = report._asdict()
+    fields["verdicts"] = [x._asdict() for x in report.verdicts]
+    fields["costs"] = [{**x._asdict(), "ratio": x.ratio} for x in report.costs]
+    return json.dumps(fields, indent=2)

@@ -1,0 +1,169 @@
+"""Compares the runs of `fastdpo check`: a verdict for each quantity that they have computed.
+
+With a run in float64, a difference is that from float64: fastdpo may be as far from it as stock,
+times `rounding.FACTOR`. Without one, it is that from stock: the other difference is that between two
+runs of stock that differ in their rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...models import gradients, rounding
+from ...testing import error
+
+Run = dict[str, Any]
+"""The result of `side.measure`."""
+
+OK, FAILED = "ok", "failed"
+COUNTS = ("rewards/accuracies", "mean_token_accuracy")
+"""Metrics that count comparisons, which rounding may flip."""
+
+
+class Verdict(NamedTuple):
+    """One row of the report. Differences are relative, `||x - y|| / ||y||` over all batches.
+
+    Attributes:
+        name: what was compared.
+        fastdpo: the difference that fastdpo makes; None if the row is no comparison of numbers.
+        stock: the difference that rounding alone makes.
+        allowed: the largest difference that passes.
+        status: "ok" or "failed".
+        detail: the reason of a failure, or "".
+    """
+
+    name: str
+    fastdpo: float | None
+    stock: float | None
+    allowed: float | None
+    status: str
+    detail: str = ""
+
+
+class Cost(NamedTuple):
+    """What a batch or a run costs on each side."""
+
+    name: str
+    unit: str
+    stock: float
+    fastdpo: float
+
+    @property
+    def ratio(self) -> float:
+        return self.stock / self.fastdpo if self.fastdpo else float("inf")
+
+
+def costs(stock: Run, fastdpo: Run) -> list[Cost]:
+    found = [
+        Cost("tokens a batch", "", stock["tokens"], fastdpo["tokens"]),
+        Cost("peak memory above the models", "MiB", stock["memory"] / 2**20, fastdpo["memory"] / 2**20),
+    ]
+    if stock["seconds"] is not None:  # else there are too few batches to tell
+        found.insert(1, Cost("time a batch", "s", stock["seconds"], fastdpo["seconds"]))
+    return found
+
+
+def verdicts(stock: Run, fastdpo: Run, other: Run, exact: bool) -> list[Verdict]:
+    """The verdict of each quantity.
+
+    Args:
+        stock, fastdpo: the two sides.
+        other: the yardstick: stock in float64, or rounded otherwise.
+        exact: whether it is the one in float64.
+    """
+    return [_fused(fastdpo), *_compared(stock, fastdpo, other, exact)]
+
+
+def _fused(fastdpo: Run) -> Verdict:
+    calls = fastdpo["calls"]
+    stock = {name: n for name, n in calls.items() if not name.endswith((" fused", " remembered"))}
+    if calls and not stock:
+        return Verdict("every call is fused", None, None, None, OK)
+    detail = "; ".join([", ".join(f"{name} {n}" for name, n in stock.items()) or "no calls", *fastdpo["reasons"]])
+    return Verdict("every call is fused", None, None, None, FAILED, detail)
+
+
+def _compared(stock: Run, fastdpo: Run, other: Run, exact: bool) -> Iterator[Verdict]:
+    unit = stock["unit"]
+    for role in ("policy", "reference"):
+        values = [run["logps"].get(role) for run in (stock, fastdpo, other)]
+        if any(x is not None for x in values):
+            yield _verdict(f"log-probabilities of the {role}", *values, exact=exact, unit=unit)
+    names = dict.fromkeys(name for log in stock["logs"] for name in log)
+    for name in sorted(names, key=lambda name: (name != "loss", name)):
+        values = [_column(run, name) for run in (stock, fastdpo, other)]
+        label = name if name == "loss" else f"metric {name}"
+        floor = _count(stock, name) if name in COUNTS else None
+        yield _verdict(label, *values, exact=exact, unit=unit, scale=_scale(stock, name), floor=floor)
+    for group in gradients.GROUPS:
+        if any(group in x for x in stock["gradients"]):
+            values = [_sketches(run, group) for run in (stock, fastdpo, other)]
+            yield _verdict(f"gradients: {group}", *values, exact=exact, unit=unit)
+
+
+def _verdict(
+    name: str,
+    stock: Tensor | None,
+    fastdpo: Tensor | None,
+    other: Tensor | None,
+    *,
+    exact: bool,
+    unit: float,
+    scale: Tensor | None = None,
+    floor: float | None = None,
+) -> Verdict:
+    """The verdict of values of any shape. With a floor, it is allowed next to the measured difference."""
+    if stock is None or fastdpo is None or other is None or not stock.shape == fastdpo.shape == other.shape:
+        shapes = [None if x is None else list(x.shape) for x in (stock, fastdpo)]
+        return Verdict(name, None, None, None, FAILED, f"fastdpo has computed {shapes[1]}, stock {shapes[0]}")
+    base = other if exact else stock
+    measured, found = (_difference(x, base, scale) for x in ((stock if exact else other), fastdpo))
+    factor, floor = (rounding.FACTOR, rounding.floor(unit)) if floor is None else (2, floor)
+    allowed = factor * measured + floor
+    return Verdict(name, found, measured, allowed, OK if found <= allowed else FAILED)
+
+
+def _difference(x: Tensor, base: Tensor, scale: Tensor | None) -> float:
+    if scale is None:
+        return error(x, base)
+    size = float(scale.norm())
+    difference = float((x - base).norm())
+    return difference / size if size else difference
+
+
+def _column(run: Run, name: str) -> Tensor | None:
+    values = [log[name] for log in run["logs"] if name in log]
+    return torch.tensor(values, dtype=torch.float64, device="cpu") if values else None
+
+
+def _scale(run: Run, name: str) -> Tensor | None:
+    """The size of the numbers that a metric is computed from, [batches]. Rewards and losses are differences of
+    log-probabilities of rows, and means of logits cancel.
+    """
+    value = _column(run, name)
+    if value is None:
+        return None
+    if name in COUNTS:
+        return torch.ones_like(value)
+    if name.startswith("logits/"):
+        return value.abs() + 1
+    if name == "loss" or name.startswith("rewards/"):
+        rows = [_column(run, f"logps/{side}") for side in ("chosen", "rejected")]
+        return value.abs() + run["beta"] * sum(x.abs() for x in rows if x is not None)
+    return value.abs()
+
+
+def _count(run: Run, name: str) -> float:
+    """The difference that one flipped comparison makes in one batch."""
+    batches = len(run["logs"])
+    compared = run["pairs"] if name == "rewards/accuracies" else len(run["logps"]["policy"]) / batches / 2
+    return 1 / compared / batches**0.5
+
+
+def _sketches(run: Run, group: str) -> Tensor:
+    empty = torch.zeros(gradients.SIZE, dtype=torch.float64, device="cpu")
+    return torch.cat([x.get(group, empty) for x in run["gradients"]])

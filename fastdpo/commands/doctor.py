@@ -1,0 +1,271 @@
+"""What this machine can do with fastdpo, and whether what was asked for is available.
+
+fastdpo doctor [--json] [--model PATH] [--cache DIRECTORY] [TRAINER ...]
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from packaging.requirements import Requirement
+
+from .. import __version__
+from ..integrations import patching
+from ..models import forward
+from ..models.forward import Request
+from ..ops.attention import backends
+from ..ops.attention.calls import AttentionOptions
+from ..ops.choice import trials, tuning, verdicts
+from ..ops.devices import architecture, suits_triton
+from ..packing import IGNORE_INDEX
+from ..storage import Directory, checked_directory
+from . import self_check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OK, OFF, FAILED = "ok", "off", "failed"
+NAME = "fastdpo.doctor"
+OPTIONAL = ("trl", "transformers", "accelerate", "peft", "datasets", "deepspeed", "openrlhf", "llamafactory")
+OPTIONAL += ("ms-swift", "axolotl", "flash-attn")
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        status: "ok", "off" (not available, and not asked for) or "failed".
+        name: what was looked at.
+        detail: what was found, or the reason.
+    """
+
+    status: str
+    name: str
+    detail: str = ""
+
+
+Report = dict[str, list[Finding]]
+"""The findings by section."""
+
+
+def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | None = None) -> Report:
+    """Examines this machine.
+
+    Args:
+        targets: trainers or packages that must be patchable, as for `patch`. Without any, those
+            that `patch()` patches are looked at, and none of them must be.
+        model: path or name of a model that must pack and fuse.
+        cache: path or URL of a directory of reference log-probabilities, of `ref_logps` or of `reference_memory`.
+
+    Raises:
+        ValueError: a target is unknown, or fsspec cannot reach the URL of the cache.
+    """
+    report = {"packages": list(_packages()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
+    for device in _torch_devices():
+        report[f"attention on {device}"] = list(_attention(device))
+        report[f"head on {device}"] = list(_head(device))
+        if suits_triton(device, torch.bfloat16):
+            report[f"kernels on {device}"] = list(_kernels(device))
+            report[f"choices on {device}"] = list(_choices(device))
+        report[f"ops on {device}"] = list(_ops(device))
+    if model is not None:
+        report[f"model {model}"] = list(_model(model))
+    if cache is not None:
+        directory = checked_directory("doctor", "cache", cache, "be the path or URL of a directory")
+        report[f"cache {cache}"] = list(_cache(directory))
+    return report
+
+
+def failed(report: Report) -> bool:
+    return any(finding.status == FAILED for findings in report.values() for finding in findings)
+
+
+def as_text(report: Report) -> str:
+    """The report for a terminal, a section at a time."""
+    lines = []
+    for section, findings in report.items():
+        width = max(len(finding.name) for finding in findings)
+        lines += ["", section]
+        lines += [f"  {x.status:<7} {x.name:<{width}}  {x.detail}".rstrip() for x in findings]
+    return "\n".join(lines[1:])
+
+
+def as_json(report: Report) -> str:
+    sections = {section: [x._asdict() for x in findings] for section, findings in report.items()}
+    return json.dumps({"ok": not failed(report), "sections": sections}, indent=2)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding(OK, "fastdpo", f"{__version__}, {Path(__file__).parents[1]}")
+    yield Finding(OK, "python", platform.python_version())
+    requirements = map(Requirement, importlib.metadata.requires("fastdpo") or ())
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(requirement.name)
+        if version is None:
+            yield Finding(FAILED, requirement.name, f"not installed; fastdpo requires {requirement.specifier}")
+        elif requirement.specifier.contains(version, prereleases=True):
+            yield Finding(OK, requirement.name, f"{version} ({requirement.specifier})")
+        else:
+            yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
+    for package in OPTIONAL:
+        version = _version(package)
+        yield Finding(OFF, package, "not installed") if version is None else Finding(OK, package, version)
+
+
+def _torch_devices() -> list[torch.device]:
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
+
+
+def _devices() -> Iterator[Finding]:
+    yield Finding(OK, "cpu", f"{torch.get_num_threads()} threads, {platform.machine()}")
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    if not (torch.version.cuda or torch.version.hip):
+        yield Finding(OFF, "cuda", "this build of torch is for CPUs")
+    elif not torch.cuda.is_available():
+        yield Finding(OFF, "cuda", f"torch is built for {built_for}, but finds no GPU")
+    for device in _torch_devices()[1:]:
+        properties = torch.cuda.get_device_properties(device)
+        memory = properties.total_memory / 2**30
+        yield Finding(OK, str(device), f"{properties.name}, {architecture(device)}, {memory:.0f} GiB, {built_for}")
+
+
+def _trainers(targets: Sequence[str]) -> Iterator[Finding]:
+    for seam in patching.examine(*targets).seams:
+        status = OK if seam.on else FAILED if targets else OFF
+        why = seam.reason.named if seam.reason else seam.provisional and f"provisionally, {seam.provisional}"
+        yield Finding(status, seam.name, ": ".join(filter(None, (seam.version, why))))
+
+
+def _attention(device: torch.device) -> Iterator[Finding]:
+    """The backends for a usual call, in the order of preference. The
+    first that is available is used.
+    """
+    if not suits_triton(device, torch.bfloat16):
+        yield Finding(OK, "torch", "in pieces, by torch's flash attention or by matrix products")
+        return
+    query = torch.empty(16, 8, 128, dtype=torch.bfloat16, device=device)
+    options = AttentionOptions(128**-0.5, None, None)
+    for name, backend in backends.BACKENDS.items():
+        reason = backend.unsupported_reason(query, query, options)
+        if reason is None and backend.needs_probe:
+            passes = backends.passes_probe(name, backends.Kind.of(query, query, options))
+            reason = None if passes else "it fails on a small case, as logged"
+        yield Finding(OK, name) if reason is None else Finding(OFF, name, reason)
+
+
+def _head(device: torch.device) -> Iterator[Finding]:
+    if suits_triton(device, torch.bfloat16):
+        yield Finding(OK, "tiles", "of logits, by matrix products of torch and a kernel for each row")
+    else:
+        yield Finding(OK, "tiles", "of logits, by matrix products of torch")
+
+
+def _kernels(device: torch.device) -> Iterator[Finding]:
+    """Whether fastdpo's own kernels work. Where one does not, its op computes with PyTorch."""
+    attention = partial(trials.packed_attention, backends.OWN.prepare, d=128, d_v=128)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        kernels: dict[str, verdicts.Trial] = {**trials.OF_LOGITS}
+        if dtype != torch.float32:
+            kernels["packed_attention"] = attention
+        for kernel, trial in kernels.items():
+            reason = verdicts.outcome(trial, device, dtype)
+            name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
+            yield Finding(OK, name) if reason is None else Finding(FAILED, name, reason)
+
+
+def _choices(device: torch.device) -> Iterator[Finding]:
+    """The measured choices between kernels that are noted for later processes."""
+    if not tuning.is_on(device):
+        yield Finding(OFF, "built-in", f"nothing is measured with {tuning.VARIABLE}=0 or deterministic algorithms")
+        return
+    choices = tuning.noted(device)
+    if not choices:
+        yield Finding(OK, "none", "a training makes them at its first batches, and `fastdpo tune` beforehand")
+    for call, choice in choices.items():
+        yield Finding(OK, call, str(choice))
+
+
+def _ops(device: torch.device) -> Iterator[Finding]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for op, failure in self_check.run(device, dtype):
+            name = f"{op}, {str(dtype).removeprefix('torch.')}"
+            yield Finding(OK, name) if failure is None else Finding(FAILED, name, failure)
+
+
+def _model(path: str) -> Iterator[Finding]:
+    """Whether a model packs, by one training call on a pair of random rows with a common prompt."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    device = _torch_devices()[-1]
+    yield from model_findings(kind.from_pretrained(path, dtype="auto").to(device))
+
+
+def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
+    """What `_model` finds of a loaded model."""
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(size, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu").to(model.device)
+    ids[1, :16] = ids[0, :16]
+    labels = ids.clone()
+    labels[:, :16] = IGNORE_INDEX
+    batches = []
+    forward.install(model, Request(NAME, "policy"), lambda batch, kwargs: batches.append(batch), prior_scores=False)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.train()
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+        reasons = forward.logged_reasons(model, NAME)
+        is_random = forward.is_random(model, NAME)
+    finally:
+        model.train(was_training)
+        forward.uninstall_all(NAME)
+    what = "packing and fused head"
+    if not batches:
+        yield Finding(FAILED, what, "; ".join(sorted(reason.named for reason in reasons)))
+        return
+    yield Finding(OK, what, type(model).__name__)
+    yield Finding(OK, "shared prompts", "one dropout mask for both rows" if is_random else "")
+
+
+def _cache(cache: Directory) -> Iterator[Finding]:
+    """The files with values in each directory that is named after a key."""
+    keys = cache.directories()
+    if not keys:
+        yield Finding(FAILED, str(cache), "holds no directory that is named after a key")
+    for directory in keys:
+        files, leftovers = directory.files(), len(directory.leftovers())
+        unreadable = [reason for file in files if (reason := _unreadable_reason(directory, file)) is not None]
+        size = sum(map(directory.size, files)) / 2**20
+        detail = f"{len(files)} files, {size:.1f} MiB" + (f", {leftovers} unfinished" if leftovers else "")
+        yield Finding(FAILED, directory.name, unreadable[0]) if unreadable else Finding(OK, directory.name, detail)
+
+
+def _unreadable_reason(directory: Directory, file: str) -> str | None:
+    from ..ref_logps import memory as reference_memory
+    from ..ref_logps import shards
+
+    try:
+        shards.read_file(directory, file, directory.name, shards.DTYPES, reference_memory.DTYPES)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,72 @@
+"""The batches of a preference dataset, and how many tokens they have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ...lengths import PairLengths
+from ...packing import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+    from trl.trainer.dpo_config import DPOConfig
+
+LAYOUTS = ("padded", "packed", "shared")
+SEED = 42
+
+
+def prepared(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> Dataset:
+    """The dataset as TRL's DPOTrainer tokenizes it, chat templates included."""
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)  # all that the function reads of it
+    return cast("Dataset", DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "train"))
+
+
+class Batches:
+    """Batches of a dataset by their sizes.
+
+    Args:
+        dataset: see `prepared`.
+        lengths: of its pairs.
+        config: how TRL truncates them.
+        store_all: see `PairLengths.packed`.
+    """
+
+    def __init__(self, dataset: Dataset, lengths: PairLengths, config: DPOConfig, store_all: bool) -> None:
+        self._dataset, self._lengths, self._config = dataset, lengths, config
+        packed = {share: lengths.packed(share=share, store_all=store_all) for share in (False, True)}
+        self._sizes = {"padded": lengths.longest, "packed": packed[False], "shared": packed[True]}
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self._lengths)
+
+    def tokens(self, layout: str, pairs: np.ndarray) -> np.ndarray:
+        """Tokens of batches in one of `LAYOUTS`, from the indices of their pairs [..., B]."""
+        sizes = self._sizes[layout][pairs]
+        return 2 * sizes.shape[-1] * sizes.max(-1) if layout == "padded" else sizes.sum(-1)
+
+    def largest(self, layout: str, n: int) -> np.ndarray:
+        """The n largest pairs. No batch of n pairs has more tokens."""
+        return np.argsort(-self._sizes[layout], kind="stable")[:n]
+
+    def median(self, layout: str, n: int) -> np.ndarray:
+        """The batch of a shuffled epoch that has the median number of tokens."""
+        order = np.random.default_rng(SEED).permutation(len(self))
+        epoch = order[: len(self) // n * n].reshape(-1, n)
+        return epoch[np.argsort(self.tokens(layout, epoch), kind="stable")[len(epoch) // 2]]
+
+    def collate(self, pairs: np.ndarray) -> dict[str, Tensor]:
+        """The arguments of a model call with a batch, by TRL's collator."""
+        from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+        truncation = {name: getattr(self._config, name) for name in ("max_length", "truncation_mode")}
+        batch = DataCollatorForPreference(pad_token_id=0, **truncation)([self._dataset[int(i)] for i in pairs])
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}

@@ -1,0 +1,118 @@
+"""Predicts tokens and memory of a training.
+
+The dataset is tokenized by TRL. No weights are loaded: the memory is that of a simulated step
+(`simulation`) on real batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
+
+from tqdm.auto import tqdm
+
+from ... import checks
+from ...data.files import load_preferences
+from ...lengths import pair_lengths
+from .batches import LAYOUTS, Batches, prepared
+from .fitting import largest_fitting
+from .simulation import Memory, Setup, returns_router_logits, simulate
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PretrainedConfig
+
+OP = "estimate"
+SIDES = {"stock": "padded", "patched": "shared"}
+"""TRL without and with fastdpo, and the layouts of their batches."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Result of `estimate`.
+
+    Attributes:
+        pairs: number of pairs of the dataset.
+        batch: number of pairs of a batch.
+        tokens: by "median" and "largest", the tokens of a batch by their layout: "padded" (TRL),
+            "packed" (`share_prompts=False`) and "shared". The median is that of the batches of a
+            shuffled epoch; the largest batch holds the largest pairs of the dataset, so that no
+            batch has more tokens.
+        memory: by "median" and "largest", the memory of a step by side: "stock" and "patched".
+        limit: bytes of the device, or None.
+        fits: by side, the largest number of pairs of which any fit into `limit` as a batch.
+    """
+
+    pairs: int
+    batch: int
+    tokens: dict[str, dict[str, int]]
+    memory: dict[str, dict[str, Memory]]
+    limit: int | None
+    fits: dict[str, int]
+
+
+def estimate(
+    model: str,
+    dataset: str,
+    batch: int,
+    *,
+    setup: Callable[[PretrainedConfig], Setup] = Setup,
+    limit: int | None = None,
+    max_length: int | None = None,
+    progress: bool = False,
+) -> Estimate:
+    """Estimates the tokens and the memory of a training's steps.
+
+    Args:
+        model: path of a model, of which only the configuration and the tokenizer are read.
+        dataset: path of preference pairs (see `check.data`).
+        batch: number of pairs of a batch on each device.
+        setup: returns the training's `Setup` for the model's configuration.
+        limit: bytes of a device, of which the largest batch that fits is looked for.
+        max_length: as in `DPOConfig`.
+        progress: show progress bars.
+
+    Raises:
+        OSError, ValueError: the model or the dataset cannot be read, an argument is malformed, or
+            fastdpo does not support the model.
+    """
+    from transformers import AutoConfig
+
+    checks.require_positive_integer(OP, "batch", batch)
+    config = AutoConfig.from_pretrained(model)
+    training = setup(config)
+    batches = _batches(model, load_preferences(Path(dataset)), max_length, returns_router_logits(config), progress)
+    checks.require(batch <= len(batches), OP, "batch", "be at most the {} pairs of the dataset", batch, len(batches))
+    of = {"median": batches.median, "largest": batches.largest}
+    tokens = {size: {x: int(batches.tokens(x, choose(x, batch))) for x in LAYOUTS} for size, choose in of.items()}
+    with tqdm(desc="Simulating steps", disable=not progress) as bar:
+
+        def memory(side: str, size: str, n: int) -> Memory:
+            step = simulate(training, batches.collate(of[size](SIDES[side], n)), patched=side == "patched")
+            bar.update()
+            return step
+
+        found = {size: {side: memory(side, size, batch) for side in SIDES} for size in of}
+        fits = {}
+        for side in SIDES if limit is not None else ():
+            known = {batch: found["largest"][side].total}
+
+            def total(n: int, side: str = side, known: dict[int, int] = known) -> int:
+                return known[n] if n in known else memory(side, "largest", n).total
+
+            fits[side] = largest_fitting(total, cast(int, limit), batch, len(batches))
+    return Estimate(len(batches), batch, tokens, found, limit, fits)
+
+
+def _batches(model: str, pairs: Dataset, max_length: int | None, store_all: bool, progress: bool) -> Batches:
+    from transformers import AutoTokenizer
+    from trl.trainer.dpo_config import DPOConfig
+
+    with TemporaryDirectory() as directory:
+        config = DPOConfig(output_dir=directory, max_length=max_length, use_cpu=True, report_to="none")
+    dataset = prepared(pairs, AutoTokenizer.from_pretrained(model), config)
+    lengths = pair_lengths(dataset, max_length, config.truncation_mode, op=OP, progress=progress)
+    return Batches(dataset, lengths, config, store_all)

@@ -1,0 +1,51 @@
+"""The models that commands take: directories, and names of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..plain_checks import shown
+
+CONFIG = "config.json"
+SECONDS = 10
+"""How long the Hub may take to answer. It is asked once, where transformers retries for 25 s."""
+
+
+def require_model(op: str, model: str) -> None:
+    """Requires a model whose configuration can be read.
+
+    Args:
+        op: the command, for its error message.
+        model: path of a directory with a config.json, or a name on the Hub. What is in its cache is not
+            asked for.
+
+    Raises:
+        ValueError: there is no such model, or the Hub cannot say.
+    """
+    path = Path(model)
+    if (path / CONFIG).is_file():
+        return
+    reason = "which has none" if path.exists() else _described_as_missing(model)
+    if reason is not None:
+        rule = f"be a directory with a {CONFIG}, or the name of a model on the Hugging Face Hub"
+        raise ValueError(f"{op}: model must {rule}; got {shown(model)}, {reason}")
+
+
+def _described_as_missing(name: str) -> str | None:
+    """Why the Hub and its cache do not have a model, or None if they do."""
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, build_hf_headers, get_session
+
+    try:
+        url = hf_hub_url(name, CONFIG)
+        if isinstance(try_to_load_from_cache(name, CONFIG), str):
+            return None
+    except HFValidationError:
+        return "which is neither"
+    if constants.HF_HUB_OFFLINE:
+        return "which is no directory and not in the cache of the Hub (HF_HUB_OFFLINE is set)"
+    try:
+        status = get_session().head(url, headers=build_hf_headers(), timeout=SECONDS).status_code
+    except Exception as error:  # of the HTTP client, which depends on the version of huggingface_hub
+        return f"which is no directory, and the Hub cannot be reached: {error}"
+    return None if status < 400 else f"which is no directory, and the Hub answers with the status {status}"

@@ -1,0 +1,98 @@
+"""`patch(group_prompts=True)` for TRL's DPOTrainer: the pairs of a prompt come into one batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Sampler
+
+from ...protocol import STATE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class PromptGroups:
+    """Reorders the epochs of one trainer.
+
+    Args:
+        whole_steps: whether a step of all ranks is one batch, which a budget of tokens cuts.
+    """
+
+    def __init__(self, whole_steps: bool):
+        self._whole_steps = whole_steps
+
+    def install(self, trainer: Any) -> None:
+        stock = trainer.get_train_dataloader
+        vars(trainer)["get_train_dataloader"] = functools.partial(self._get_train_dataloader, trainer, stock)
+
+    def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
+        from accelerate.data_loader import BatchSamplerShard
+
+        from ....lengths import number_prompts
+
+        loader = stock()
+        if vars(trainer).get(STATE) is None:  # unpatched since
+            return loader
+        require_supported("group_prompts", unsupported_loader_reason(trainer, loader))
+        ranks = trainer.accelerator.num_processes
+        batches = loader.batch_sampler
+        splits = False
+        if isinstance(batches, BatchSamplerShard):
+            splits, batches = batches.split_batches, batches.batch_sampler
+        size = batches.batch_size // ranks if splits else batches.batch_size
+        if self._whole_steps:
+            size *= ranks * trainer.args.gradient_accumulation_steps
+        batches.sampler = GroupedSampler(batches.sampler, number_prompts(loader.dataset, op="patch"), size)
+        return loader
+
+
+class GroupedSampler(Sampler[int]):
+    """The pairs that another sampler draws, in the order of `group_prompts`.
+
+    Attributes:
+        stock: the other sampler.
+    """
+
+    def __init__(self, stock: Any, prompts: np.ndarray, size: int):
+        self.stock, self._prompts, self._size = stock, prompts, size
+
+    def __len__(self) -> int:
+        return len(self.stock)
+
+    def __iter__(self) -> Iterator[int]:
+        from ....batching import group_prompts
+
+        return iter(group_prompts(list(self.stock), self._prompts, self._size).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.stock, "set_epoch"):
+            self.stock.set_epoch(epoch)
+
+
+def require_supported(option: str, reason: str | None) -> None:
+    """Raises NotImplementedError if there is a reason why an option of `patch` is not supported."""
+    if reason is not None:
+        raise NotImplementedError(f"patch: {option} does not support {reason}")
+
+
+def unsupported_loader_reason(trainer: Any, loader: Any) -> str | None:
+    """Why the pairs that a training data loader draws cannot be known or batched otherwise, or None."""
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from torch.utils.data import IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return "streaming datasets, whose lengths are not known before training"
+    if isinstance(loader, DataLoaderDispatcher):
+        return "dispatch_batches=True, which splits each batch into equal numbers of rows"
+    if not isinstance(loader, DataLoaderShard):
+        return f"the data loader of {type(trainer).__name__}.get_train_dataloader, which accelerate has not prepared"
+    if getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance":
+        return "train_sampling_strategy='batch_rebalance', which balances batches by itself"
+    if not hasattr(trainer, "aux_loss_enabled"):
+        return "TRL before 1.8"
+    if not {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(getattr(loader.dataset, "column_names", ())):
+        return "datasets without the columns prompt_ids, chosen_ids and rejected_ids, such as those with images"
+    return None

@@ -1,0 +1,217 @@
+"""`patch(max_tokens=...)` for TRL's DPOTrainer: optimizer steps are cut by a budget of tokens.
+
+The functions are set on the trainer itself, in front of those of its class. A subclass that
+overrides `training_step` therefore is called for one micro-batch at a time, as in TRL.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ....logs import logger
+from ....models import fallback
+from ....models.layouts import SharePrompts
+from ....models.support import rope_reason
+from ....ref_logps.scoring import base_of
+from ...ledger import Recording
+from ...protocol import STATE
+from ...replacements import temporarily
+from ..ledgers import ledger_of
+from ..names import DPO
+from .prompt_groups import require_supported, unsupported_loader_reason
+from .widths import widest_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ....batching import StepPlanner
+    from ....lengths import PairLengths
+
+REPORTED_STEPS = 1000
+NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
+
+
+class TokenBudget:
+    """Cuts the steps of one trainer.
+
+    Args:
+        max_tokens: of a micro-batch.
+        share_prompts, group_prompts: the options of `patch`.
+    """
+
+    def __init__(self, max_tokens: int, share_prompts: SharePrompts, group_prompts: bool):
+        self._max_tokens, self._group_prompts = max_tokens, group_prompts
+        self._share_prompts: SharePrompts = share_prompts
+        self._previous: Recording | None = None  # of the same optimizer step
+
+    def install(self, trainer: Any) -> None:
+        for name, function in {
+            "get_train_dataloader": self._get_train_dataloader,
+            "training_step": self._training_step,
+            "floating_point_ops": _floating_point_ops,
+            "_track_num_input_tokens": _track_num_input_tokens,
+        }.items():
+            vars(trainer)[name] = functools.partial(function, trainer, getattr(trainer, name))
+
+    def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
+        from ....batching import CostModel, StepPlanner
+        from ....lengths import number_prompts
+        from .budgeted_loader import Steps, with_token_budget
+
+        loader = stock()
+        if vars(trainer).get(STATE) is None:  # unpatched since
+            return loader
+        require_supported("max_tokens", unsupported_reason(trainer, loader))
+        self._previous = None
+        lengths, model = lengths_of(trainer), base_of(trainer.accelerator.unwrap_model(trainer.model))
+        require_supported("max_tokens", _width_reason(trainer, model, lengths))
+        planner = StepPlanner(
+            lengths,
+            self._max_tokens,
+            ranks=trainer.accelerator.num_processes,
+            cost=CostModel.of_model(model),
+            share_prompts=shares_prompts(self._share_prompts, trainer.model),
+            prompts=number_prompts(trainer.train_dataset, op="patch") if self._group_prompts else None,
+            op="patch",
+        )
+
+        def report(steps: Steps) -> None:
+            if trainer.accelerator.is_main_process:
+                _report(lengths, planner, steps, shows_progress(trainer))
+
+        accumulation = trainer.args.gradient_accumulation_steps
+        return with_token_budget(loader, planner, accumulation, trainer.accelerator.process_index, report)
+
+    def _training_step(
+        self, trainer: Any, stock: Callable[..., Tensor], model: nn.Module, inputs: Any, *args
+    ) -> Tensor:
+        from .budgeted_loader import MicroBatches
+
+        if not isinstance(inputs, MicroBatches):
+            return stock(model, inputs, *args)
+        loss = torch.zeros((), device=trainer.args.device)
+        ends_step = trainer.accelerator.sync_gradients
+        fallback.outcomes[DPO, "steps"] += ends_step
+        fallback.outcomes[DPO, "micro-batches"] += len(inputs)
+        for i, (batch, share) in enumerate(inputs):
+            is_last = i == len(inputs) - 1
+            with (
+                temporarily(trainer, current_gradient_accumulation_steps=1 / share),  # the loss is divided by it
+                _without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
+            ):
+                loss = loss + self._as_one_step(trainer, stock, model, batch, *args)
+        if ends_step:
+            self._previous = None
+        return loss
+
+    def _as_one_step(self, trainer: Any, stock: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Runs a micro-batch, and joins its metrics with those of the step before it."""
+        ledger = ledger_of(trainer)
+        if ledger is None:
+            return stock(*args)
+        with ledger.recording() as recording:
+            loss = stock(*args)
+        if self._previous is not None:
+            ledger.join(self._previous, recording)
+        self._previous = recording
+        return loss
+
+
+@contextmanager
+def _without_sync(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients without reducing them, as the Trainer does before the end of a step."""
+    accelerator = trainer.accelerator
+    accelerator.gradient_state._set_sync_gradients(False)  # read by accelerate's backward pass for DeepSpeed
+    try:
+        with nullcontext() if trainer.is_deepspeed_enabled else accelerator.no_sync(model):
+            yield
+    finally:
+        accelerator.gradient_state._set_sync_gradients(True)
+
+
+def _floating_point_ops(trainer: Any, stock: Callable[[Any], int], inputs: Any) -> int:
+    from .budgeted_loader import MicroBatches
+
+    return sum(stock(batch) for batch, _ in inputs) if isinstance(inputs, MicroBatches) else stock(inputs)
+
+
+def _track_num_input_tokens(trainer: Any, stock: Callable[[Any], None], inputs: Any) -> None:
+    from .budgeted_loader import MicroBatches
+
+    for batch in [batch for batch, _ in inputs] if isinstance(inputs, MicroBatches) else [inputs]:
+        stock(batch)
+
+
+def shows_progress(trainer: Any) -> bool:
+    return trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
+
+
+def lengths_of(trainer: Any) -> PairLengths:
+    """The lengths of the pairs of a trainer, as its collator truncates them."""
+    from ....lengths import pair_lengths
+
+    dataset, collator = trainer.train_dataset, trainer.data_collator
+    truncation = collator.max_length, collator.truncation_mode
+    return pair_lengths(dataset, *truncation, op="patch", progress=shows_progress(trainer))
+
+
+def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
+    """Whether an option of `patch` computes prompts once in every step. With "deterministic", prompts
+    may be computed twice in models with dropout.
+    """
+    modules = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    return option is True or bool(option and not any(module.p > 0 for module in modules))
+
+
+def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool) -> None:
+    """Shows what the budget saves, next to the progress bars or in the log."""
+    from ....batching import budget_report
+
+    if not steps:
+        return
+    report = budget_report(lengths, planner, steps[:REPORTED_STEPS], progress=show)
+    text = f"fastdpo: max_tokens={planner.max_tokens}\n{report}"
+    if show:
+        tqdm.write(text)
+    else:
+        logger.info("%s", text)
+
+
+def _width_reason(trainer: Any, model: PreTrainedModel, lengths: PairLengths) -> str | None:
+    """Why micro-batches, which may be narrower than the batches of the trainer, have other results, or None."""
+    width = widest_batch(trainer.data_collator, lengths.longest)
+    reason = rope_reason(model, width)
+    return None if reason is None else f"batches of up to {width} tokens, since {reason}; truncate by max_length"
+
+
+def unsupported_reason(trainer: Any, loader: Any) -> str | None:
+    """Why the steps of a trainer cannot be cut, or None."""
+    args, accelerator = trainer.args, trainer.accelerator
+    reason = unsupported_loader_reason(trainer, loader)
+    if reason is not None:
+        return reason
+    if args.n_gpu > 1:
+        return "torch.nn.DataParallel; start one process for each GPU"
+    if accelerator.parallelism_config is not None:
+        return "parallelism_config"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "models that transformers shards while it loads them"
+    if not hasattr(trainer.data_collator, "truncation_mode"):
+        return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
+    if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
+        return "even_batches=False on several ranks"
+    if args.auto_find_batch_size:
+        return "auto_find_batch_size=True; max_tokens bounds the memory of a batch by itself"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss of routers, which is not a mean over pairs"
+    losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
+    if losses:
+        return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs"
+    return None

@@ -1,0 +1,229 @@
+"""The choice of a backend for packed attention on a GPU. Elsewhere, `pieces` computes it.
+
+| backend | devices | dtypes | head size | window | softcap | sinks |
+|---|---|---|---|---|---|---|
+| `flash-attn-3` | Hopper | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `flash-attn-4` | Hopper, Blackwell | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `flash-attn-2` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | yes | yes |
+| `torch` | NVIDIA, Ampere or later | float16, bfloat16 | up to 256 | yes | no | yes |
+| `triton`, fastdpo's own | all that Triton supports | float16, bfloat16 | up to 256 | yes | yes | yes |
+
+The fastest backend that is installed and supports the call is used (`tuning`), and the first of them
+where nothing is measured. If there is none, as in float32, `pieces` computes the call on the
+GPU, and one log line per reason says why. Each of the four libraries must first pass a probe for each
+`Kind` of call: on a small case it must align queries with the end of their keys, and no sequence may
+read from another. A library that fails is disabled with one log line, and so are fastdpo's kernels
+(`verdicts`). A backend that passed but raises an error in a later call is replaced by the next
+one for the rest of the process, once for each kind of call. The environment variable
+FASTDPO_ATTENTION selects a backend by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...logs import report, warn
+from ..choice import trials, tuning
+from ..choice.tuning import Candidate
+from ..choice.verdicts import Kernel, failure_of_candidate, outcome
+from ..devices import is_capturing, suits_triton
+from .calls import OP, AttentionCall, AttentionOptions, Backend
+from .flash import LIBRARIES
+from .triton_backend import TritonBackend
+
+T = TypeVar("T")
+
+TRITON, OWN = "triton", TritonBackend()
+BACKENDS: dict[str, Backend] = {**LIBRARIES, TRITON: OWN}
+"""Every backend by name, in the order of preference."""
+
+VARIABLE = "FASTDPO_ATTENTION"
+LEAST_TUNED = 1024  # packed tokens
+
+
+_replaced: dict[Kind, str] = {}  # by kind of call, the backend that raised an error after it had been chosen
+_is_trial: ContextVar[bool] = ContextVar("fastdpo_attention_trial", default=False)
+
+
+class Kind(NamedTuple):
+    """Calls for which a library runs the same kernels, as far as is known."""
+
+    device: torch.device
+    dtype: torch.dtype
+    d: int
+    d_v: int
+    windowed: bool
+    capped: bool
+    deterministic: bool
+
+    @staticmethod
+    def of(query: Tensor, value: Tensor, options: AttentionOptions) -> Kind:
+        features = options.window is not None, options.softcap is not None
+        sizes = query.shape[2], value.shape[2]
+        return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
+
+
+def compute(
+    run: Callable[[AttentionCall], T], query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+) -> T | None:
+    """What `run` returns for the call of the chosen backend, or None if no backend supports it.
+
+    If the backend raises an error, the next one takes its place.
+
+    Raises:
+        ValueError, NotImplementedError: see `chosen`.
+        NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
+    """
+    name = chosen(query, value, rows, options)
+    if name is None:
+        return None
+    call = _prepare(name, query, value, rows, options)  # raises for malformed rows, which no backend takes
+    try:
+        return run(call)
+    except torch.OutOfMemoryError:  # no fault of the backend
+        raise
+    except Exception as error:  # a library may raise anything
+        kind = Kind.of(query, value, options)
+        if kind in _replaced or os.environ.get(VARIABLE) or is_capturing(query.device):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        _replaced[kind] = name
+        tuning.withdraw(_tuned(query, value, options), name, reason)
+        other = chosen(query, value, rows, options)
+        message = f"{OP}: {name} has failed and is replaced by {other or 'plain matrix products'}: {reason}"
+        (report if other is None else warn)(message)
+        return None if other is None else run(_prepare(other, query, value, rows, options))
+
+
+def chosen(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str | None:
+    """The name of the backend for a call, or None if no backend supports it.
+
+    Raises:
+        ValueError: FASTDPO_ATTENTION is not the name of a backend.
+        NotImplementedError: FASTDPO_ATTENTION names a backend that does not support this call; the
+            message says why.
+    """
+    if not len(query) or (query.device.type == "cpu" and not suits_triton(query.device, query.dtype)):
+        return None
+    selected = os.environ.get(VARIABLE, "")
+    if selected:
+        if selected not in BACKENDS:
+            raise ValueError(f"{OP}: {VARIABLE} must be one of {', '.join(BACKENDS)}, or unset; got {selected}")
+        reason = BACKENDS[selected].unsupported_reason(query, value, options)
+        if reason is None and selected == TRITON and not OWN.works(query, value, options):
+            reason = "it is disabled, as logged"
+        if reason is not None:
+            rule = f"{VARIABLE} must name a backend that supports this call, or be unset"
+            raise NotImplementedError(f"{OP}: {rule}; got {selected}: {reason}")
+        return selected
+    name = next((name for name in BACKENDS if _is_usable(name, query, value, options)), None)
+    if name is None:
+        reason = OWN.unsupported_reason(query, value, options)
+        if reason is not None and not _is_trial.get():
+            _log_unsupported(reason)
+        return None
+    if len(query) >= LEAST_TUNED and tuning.is_on(query.device):
+        return _fastest(name, query, value, rows, options)
+    return name
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Calls in the block are not those of a training, so that what they cannot use is not logged."""
+    token = _is_trial.set(True)
+    try:
+        yield
+    finally:
+        _is_trial.reset(token)
+
+
+def _prepare(name: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall:
+    if options.window is not None and options.window >= int((rows[:, 1] + rows[:, 3]).max()):
+        options = options._replace(window=None)  # as long as the longest row: it hides nothing
+    return BACKENDS[name].prepare(query, value, rows, options)
+
+
+def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str:
+    """The fastest usable backend for calls like this one."""
+
+    def candidates() -> list[Candidate]:
+        return [
+            Candidate(
+                name,
+                run=partial(_run, backend, query, value, rows, options),
+                failure=partial(_failure, name, query, value, options),
+            )
+            for name, backend in BACKENDS.items()
+            if backend.unsupported_reason(query, value, options) is None
+        ]
+
+    call = _tuned(query, value, options)
+    names = tuning.choose(call, builtin, candidates), *tuning.timed(call)
+    return next((name for name in names if _is_usable(name, query, value, options)), builtin)
+
+
+def _tuned(query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel:
+    """The kind of call for which backends are timed."""
+    (t, h, d), (_, h_kv, d_v) = query.shape, value.shape
+    sizes = dict(T=tuning.bucket(t), H=h, H_kv=h_kv, D=d, D_v=d_v)
+    features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
+    return Kernel(OP, query.device, query.dtype, tuple(f"{name} {x}" for name, x in features.items()))
+
+
+def _run(backend: Backend, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> None:
+    """Runs forward and backward. Queries stand in for keys."""
+    key = query[:, : value.shape[1]]
+    call = backend.prepare(query, value, rows, options)
+    out, lse = call.forward(query, key, value, None)
+    call.backward(out, query, key, value, out, lse)
+
+
+@lru_cache
+def _log_unsupported(reason: str) -> None:
+    """Logs, once per reason, why the backend that supports the most calls does not support one."""
+    warn(f"{OP}: plain matrix products are used instead of a backend: {TRITON}: {reason}")
+
+
+def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    backend = BACKENDS[name]
+    if backend.unsupported_reason(query, value, options) is not None:
+        return False
+    kind = Kind.of(query, value, options)
+    if _replaced.get(kind) == name:
+        return False
+    return passes_probe(name, kind) if backend.needs_probe else OWN.works(query, value, options)
+
+
+def _failure(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
+    """Why a backend that supports a call may not be used, or None."""
+    kind = Kind.of(query, value, options)
+    if _replaced.get(kind) == name:
+        return "it has failed before, as logged"
+    if not BACKENDS[name].needs_probe:
+        return failure_of_candidate(*OWN.kernel_and_trial(query, value, options))
+    return None if passes_probe(name, kind) else "it fails on a small case, as logged"
+
+
+@lru_cache
+def passes_probe(name: str, kind: Kind) -> bool:
+    """Whether a library computes packed attention on a small case next to a row of large numbers.
+
+    Runs once for each kind of call.
+    """
+    sizes = dict(d=kind.d, d_v=kind.d_v, windowed=kind.windowed, capped=kind.capped)
+    run = partial(trials.packed_attention, BACKENDS[name].prepare, with_sinks=False, whole_tiles=True, **sizes)
+    reason = outcome(run, kind.device, kind.dtype)
+    if reason is not None:
+        of = f"head sizes {kind.d} and {kind.d_v}"
+        features = "windowed", "capped", "deterministic"
+        of += "".join(f", {feature}" for feature in features if getattr(kind, feature))
+        warn(f"{OP}: {name} is disabled for {of}: {reason}")
+    return reason is None

@@ -1,0 +1,263 @@
+"""Attention over a packed buffer: a row sees its prefix and, causally, itself.
+
+Rows whose tokens also see each other ahead, such as images, are split off first (`islands`).
+
+On GPUs, a backend computes the whole layout at once (`backends`). Elsewhere it is
+computed in pieces without copies (`pieces`): each block of queries attends to its own row
+(causally) and to each contiguous piece of its prefix, and the results are merged by their
+log-sum-exps:
+
+    lse = log(exp(lse_own) + exp(lse_prefix))
+    out = out_own exp(lse_own - lse) + out_prefix exp(lse_prefix - lse)
+
+A sink s is a further piece with out 0 and lse s. In the backward, every piece receives the merged
+`out` and `lse`. The flash-attention backward (arXiv 2307.08691, algorithm 2) then returns the
+piece's contribution to the gradient of the whole softmax. The gradient of a sink is `-sum_t exp(s -
+lse_t) (grad_t . out_t)`.
+
+Dimensions: T packed tokens, H query heads, H_kv key heads, D head size of queries and keys, D_v head
+size of values, S rows of the layout.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ..devices import accumulation_dtype
+from . import backends, islands
+from .calls import OP, AttentionCall, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
+from .pieces import CpuFlashPieces, MatmulPieces, query_blocks
+
+
+@torch.library.custom_op("fastdpo::packed_attention_fwd", mutates_args=())
+def _fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included."""
+    options = AttentionOptions(scale, window, softcap)
+    rows, ahead = islands.split(OP, rows, query.device)
+    out, lse = _fwd_of_rows(query, key, value, rows, sinks, options)
+    if ahead is None:
+        return out, lse
+    q, k = ahead.queries, ahead.keys
+    seen, seen_lse = _fwd_of_rows(query[q], key[k], value[k], ahead.rows, None, options._replace(window=None))
+    merged, lse[:, q] = _merge((out[q].transpose(0, 1), lse[:, q]), (seen.transpose(0, 1), seen_lse))
+    out[q] = merged.transpose(0, 1).to(out.dtype)
+    return out, lse
+
+
+def _fwd_of_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """As `_fwd`, of rows without islands."""
+
+    def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+        return call.forward(query, key, value, sinks)
+
+    results = backends.compute(forward, query, value, rows, options)
+    if results is not None:
+        return results
+    out, lse = _empty_outputs(query, key, value, rows, sinks, *options)
+    inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
+    q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
+    pieces = _pieces(query, value, options)
+    with torch.autocast(query.device.type, enabled=False):
+        for block, ranges in query_blocks(OP, rows, len(query), pieces.window, pieces.max_scores):
+            queries = q[:, :, block]
+            results = [pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges]
+            o[:, :, block], lse[None, :, block] = reduce(_merge, results)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def _empty_outputs(query, key, value, rows, sinks, scale, window, softcap):
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    return out, query.new_empty(query.shape[1], query.shape[0], dtype=accumulation_dtype(query.dtype))
+
+
+_fwd.register_fake(_empty_outputs)
+
+
+def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys of both pieces."""
+    (out, lse), (other, other_lse) = a, b
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    return torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share), torch.logaddexp(lse, other_lse)
+
+
+@torch.library.custom_op("fastdpo::packed_attention_bwd", mutates_args=())
+def _bwd(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
+    options = AttentionOptions(scale, window, softcap)
+    rows, ahead = islands.split(OP, rows, query.device)
+    gradients = _bwd_of_rows(grad, query, key, value, out, lse, rows, options)
+    if ahead is not None:
+        q, k = ahead.queries, ahead.keys
+        inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
+        seen = _bwd_of_rows(*inputs, ahead.rows, options._replace(window=None))
+        for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
+            total[tokens] += gradient
+    dsinks = query.new_empty(0)
+    if sinks is not None:
+        wide = lse.dtype
+        p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
+        dsinks = -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
+    return *gradients, dsinks
+
+
+def _bwd_of_rows(grad, query, key, value, out, lse, rows, options) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value over rows without islands."""
+    inputs = grad, query, key, value, out, lse
+    gradients = backends.compute(lambda call: call.backward(*inputs), query, value, rows, options)
+    if gradients is not None:
+        return gradients
+    dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
+    inputs = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
+    g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
+    pieces = _pieces(query, value, options)
+    with torch.autocast(query.device.type, enabled=False):
+        for block, ranges in query_blocks(OP, rows, len(query), pieces.window, pieces.max_scores):
+            block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
+            for keys, offset in ranges:
+                grads = pieces.backward(block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset)
+                for total, tokens, gradient in zip((dq, dk, dv), (block, keys, keys), grads, strict=True):
+                    total[:, :, tokens].add_(gradient)
+    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+@_bwd.register_fake
+def _(grad, query, key, value, out, lse, rows, sinks, scale, window, softcap):
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return *grads, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, rows, sinks, scale, window, softcap):
+        out, lse = _fwd(query, key, value, rows, sinks, scale, window, softcap)
+        ctx.save_for_backward(query, key, value, out, lse, rows, sinks)
+        ctx.options = scale, window, softcap
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, lse, rows, sinks = ctx.saved_tensors
+        dquery, dkey, dvalue, dsinks = _bwd(grad, query, key, value, out, lse, rows, sinks, *ctx.options)
+        return dquery, dkey, dvalue, None, None if sinks is None else dsinks, None, None, None
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in which a row's own tokens see the row's prefix and, causally, themselves.
+
+    The tokens of a row whose prefix ends where the row itself ends see each other in both
+    directions, as those of an image do in some models.
+
+    Defined by `fastdpo.ops.definitions.packed_attention`.
+
+    On GPUs it runs a library of flash attention or fastdpo's kernels (see
+    `fastdpo.ops.attention.backends`). On a CPU it runs torch's flash attention, one piece of a row
+    at a time. On other devices, on GPUs in float32 and float64, and with a softcap on a CPU, it
+    runs plain matrix products in blocks of queries whose scores take at most 64 MiB (16 MiB on a
+    CPU) or belong to one query; a few such buffers exist at a time.
+
+    Memory in addition to the result: log-sum-exps `[H, T]`. With a window, time and memory are
+    linear in the length of a row.
+
+    Args:
+        query: [T, H, D] floating point. Under autocast, query, key and value are cast as in
+            `scaled_dot_product_attention`.
+        key: [T, H_kv, D], with H a multiple of H_kv (grouped queries).
+        value: [T, H_kv, D_v].
+        rows: int32 [S, 4], `Layout.rows`: (prefix start, prefix length, own start, own length). The
+            own tokens tile [0, T) in order. The prefix is the token `prefix start + prefix length -
+            1` and what that token sees, `prefix length` tokens in all. It ends before the own
+            tokens or with the last of them.
+            On the CPU or on the device of query. The host reads it, so the CPU is preferable.
+        scale: multiplies the scores; any finite number, or None for `D ** -0.5`.
+        window: number of positions that a query sees, including its own (arXiv 2310.06825) and
+            without those ahead; None for all.
+        softcap: bounds the scores to `softcap * tanh(score / softcap)` (arXiv 2408.00118).
+        sinks: [H] floating point, logits that take part in each head's softmax without a value
+            (arXiv 2309.17453). Differentiable; never cast to a dtype below float32.
+
+    Returns:
+        [T, H, D_v] in the dtype of query.
+
+    Raises:
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
+        NotImplementedError: FASTDPO_ATTENTION names a backend that does not support the call.
+    """
+    checks.require_tensors(OP, query=query, key=key, value=value, rows=rows)
+    checks.require_tensors_or_none(OP, sinks=sinks)
+    checks.require_values(OP, query=query)
+    checks.require_floating(OP, query=query, key=key, value=value, sinks=sinks)
+    has_heads = query.dim() == 3 and 0 not in query.shape[1:]
+    checks.require(has_heads, OP, "query", "be [T, H, D], H > 0, D > 0", list(query.shape))
+    t, h, d = query.shape
+    checks.require(key.dim() == 3 and key.shape[::2] == (t, d), OP, "key", "be [{}, H_kv, {}]", list(key.shape), t, d)
+    divides = key.shape[1] > 0 and h % key.shape[1] == 0
+    checks.require(divides, OP, "key", "have a number of heads that divides {}", key.shape[1], h)
+    fits = value.dim() == 3 and value.shape[:2] == key.shape[:2]
+    checks.require(fits, OP, "value", "be [{}, {}, D_v]", list(value.shape), t, key.shape[1])
+    checks.require(rows.dtype == torch.int32, OP, "rows", "be int32", rows.dtype, error=TypeError)
+    checks.require(rows.dim() == 2 and rows.shape[1] == 4, OP, "rows", "be [S, 4]", list(rows.shape))
+    readable = rows.device.type == "cpu" or rows.device == query.device
+    checks.require(readable, OP, "rows", "be on the CPU or the device of query ({})", rows.device, query.device)
+    checks.require_finite(OP, "scale", scale, optional=True)
+    if window is not None:
+        checks.require_integer(OP, "window", window, "be an int or None")
+        checks.require(window >= 1, OP, "window", "be at least 1 or None", window)
+    checks.require_positive(OP, "softcap", softcap, optional=True)
+    if sinks is not None:
+        checks.require(sinks.shape == (h,), OP, "sinks", "be [{}], one per head of query", list(sinks.shape), h)
+    checks.require_same_device(OP, query=query, key=key, value=value, sinks=sinks)
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    dtypes = {key.dtype, value.dtype}
+    checks.require(
+        dtypes == {query.dtype}, OP, "key and value", "be {}, the dtype of query", dtypes, query.dtype, error=TypeError
+    )
+    return _PackedAttention.apply(query, key, value, rows, sinks, d**-0.5 if scale is None else scale, window, softcap)
+
+
+def _pieces(query: Tensor, value: Tensor, options: AttentionOptions) -> CpuFlashPieces | MatmulPieces:
+    scale, window, softcap = options
+    window = len(query) if window is None else min(window, len(query))
+    if query.device.type == "cpu" and softcap is None and flash_supports_scale(scale):
+        return CpuFlashPieces(query, value, window, scale)
+    return MatmulPieces(query, window, scale, softcap)

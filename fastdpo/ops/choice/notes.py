@@ -1,0 +1,129 @@
+"""Notes on the kernels of a device, kept in a file for later processes.
+
+They hold for one device name and architecture, driver, torch, Triton, flash attention (packages and
+builds from the Kernels Hub), and source of kernels and ops. The environment variable
+FASTDPO_KERNEL_CACHE names the directory of the file (`~/.cache/fastdpo` by default); "0" disables it.
+
+Other processes may read and replace the file at any time. One that cannot be read, or is of another
+format, is replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import atomic_files
+from ...logs import warn
+from ..attention import hub_builds
+from ..devices import architecture
+
+VARIABLE = "FASTDPO_KERNEL_CACHE"
+FORMAT = 2
+LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+class Notes(NamedTuple):
+    """What is known of the kernels of a device.
+
+    Attributes:
+        passed: the kernels that passed their trial (`verdicts`).
+        choices: by call, the fastest way to compute it, and what was measured (`tuning`).
+    """
+
+    passed: list[str]
+    choices: dict[str, Any]
+
+
+def read(device: torch.device) -> Notes:
+    """The notes on a device. Empty if there is no file for it."""
+    path = _path(device)
+    if path is not None:
+        try:
+            content = json.loads(path.read_text())
+            if content["format"] == FORMAT and content["environment"] == environment(device):
+                return Notes([str(name) for name in content["passed"]], dict(content["choices"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+    return Notes([], {})
+
+
+def note(device: torch.device, *, passed: str | None = None, choices: dict[str, Any] | None = None) -> None:
+    """Adds a kernel that passed its trial, and choices, to the notes on a device."""
+    path = _path(device)
+    if path is None:
+        return
+    before = read(device)
+    content = {
+        "format": FORMAT,
+        "environment": environment(device),
+        "passed": sorted({*before.passed, *([] if passed is None else [passed])}),
+        "choices": before.choices | (choices or {}),
+    }
+    try:
+        atomic_files.write(path, json.dumps(content, indent=1).encode())
+    except OSError as error:
+        _warn_unwritable(f"{VARIABLE}: {path} cannot be written, so each process tries the kernels again: {error}")
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Everything that the notes depend on."""
+    return {**_of_process(device), "hub": ", ".join(hub_builds.described())}
+
+
+@lru_cache
+def _of_process(device: torch.device) -> dict[str, str]:
+    """What does not change as long as the process runs."""
+    import triton
+
+    driver_version = getattr(torch._C, "_cuda_getDriverVersion", None)  # builds for CPUs have none
+    package = Path(__file__).parents[2]
+    sources = [path for folder in ("kernels", "ops") for path in sorted((package / folder).rglob("*.py"))]
+    return {
+        "device": device_name(device),
+        "architecture": architecture(device),
+        "driver": str(driver_version()) if driver_version is not None else "",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "libraries": ", ".join(filter(None, map(_installed, LIBRARIES))),
+        "fastdpo": hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest(),
+    }
+
+
+def digest(device: torch.device) -> str:
+    """A short name for the environment of a device."""
+    content = json.dumps(environment(device), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _installed(package: str) -> str:
+    """The package and its version, or "" if it is not installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _path(device: torch.device) -> Path | None:
+    """The file of a device, or None if notes are disabled."""
+    given = os.environ.get(VARIABLE)
+    if given == "0":
+        return None
+    directory = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastdpo"
+    return directory / f"kernels-{digest(device)}.json"
+
+
+@lru_cache
+def _warn_unwritable(message: str) -> None:
+    warn(message)

@@ -1,0 +1,295 @@
+"""The choice between several ways to compute an op on a GPU, by timing them at its first call.
+
+At the first call of its kind in a process, each candidate must pass its check on a small case
+(`verdicts`), and those that do are timed on tensors of the sizes of that call. The fastest is
+used from then on, if it is faster than the built-in choice by more than the noise. It is noted for
+later processes (`notes`), and logged at level INFO.
+
+A candidate that cannot be run is never chosen, and one that raises an error after it was chosen can be
+withdrawn, once, in favour of the next one. Otherwise the choice of a process never changes, so forward
+and backward make the same one. What is first asked for while a compiler traces, or while a CUDA graph
+is captured, keeps its built-in choice, unless there is a note on it.
+
+**Several ranks** make the same choice, without a collective, which would hang where some ranks do not
+reach a call. The first rank that needs a choice claims it in the key-value store of the process group,
+measures, and publishes it there. The others wait for it, for at most `PATIENCE` seconds, and then
+keep the built-in choice. A rank that measures waits for nobody.
+
+The built-in choices are used on CPUs, with FASTDPO_TUNE=0, and where
+`torch.use_deterministic_algorithms` asks for reproducible results: other kernels round differently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from statistics import median
+from textwrap import shorten
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch._guards import detect_fake_mode
+
+from ...logs import logger
+from ..devices import constant_while_tracing, is_capturing
+from . import notes
+from .verdicts import Kernel
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+VARIABLE = "FASTDPO_TUNE"
+TUNED_DEVICES = ("cuda",)
+ROUNDS = 5
+HOPELESS = 3  # times as slow as the built-in choice: not run again
+MIN_SPEEDUP = 1.02  # over the built-in choice
+PATIENCE = 120.0
+POLL_SECONDS = 0.05
+
+
+class Candidate(NamedTuple):
+    """One way to compute a call.
+
+    Attributes:
+        name: under which it is noted and logged.
+        run: computes the call once. Raises an error if it cannot.
+        failure: why the candidate may not be used, or None.
+    """
+
+    name: str
+    run: Callable[[], object]
+    failure: Callable[[], str | None]
+
+
+class Choice(NamedTuple):
+    """The result of timing candidates.
+
+    Attributes:
+        name: of the chosen candidate.
+        measured: by candidate the milliseconds, or why it has none.
+    """
+
+    name: str
+    measured: dict[str, float | str]
+
+    @property
+    def timed(self) -> list[str]:
+        """The candidates that could be run, fastest first."""
+        times = {name: x for name, x in self.measured.items() if not isinstance(x, str)}
+        return sorted(times, key=times.__getitem__)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'; '.join(f'{name}: {_described(x)}' for name, x in self.measured.items())})"
+
+
+_choices: dict[Kernel, Choice] = {}
+_lock = RLock()
+
+
+@constant_while_tracing
+def is_on(device: torch.device) -> bool:
+    """Whether calls on a device are tuned."""
+    if device.type not in TUNED_DEVICES or (device.type == "cuda" and not torch.cuda.is_available()):
+        return False
+    return os.environ.get(VARIABLE) != "0" and not torch.are_deterministic_algorithms_enabled()
+
+
+def choose(call: Kernel, builtin: str, candidates: Callable[[], Sequence[Candidate]]) -> str:
+    """The name of the candidate to be used for a kind of call. Times the candidates if it is not known.
+
+    Args:
+        call: the kind of call: the op, the device, the dtype, and the sizes and options by which
+            choices differ.
+        builtin: the name of the candidate that is used without tuning.
+        candidates: makes the candidates. Those that do not fit the device are not among them.
+    """
+    choice = _choices.get(call)
+    if choice is None:
+        with _lock:
+            if call not in _choices:
+                _choices[call] = _chosen(call, builtin, candidates())
+            choice = _choices[call]
+    return choice.name
+
+
+def timed(call: Kernel) -> list[str]:
+    """The candidates for a kind of call that could be run in this process or an earlier one, fastest first."""
+    choice = _choices.get(call)
+    return [] if choice is None else choice.timed
+
+
+def withdraw(call: Kernel, name: str, reason: str) -> None:
+    """Replaces a choice, here and for later processes, by the fastest other candidate."""
+    with _lock:
+        choice = _choices.get(call)
+        if choice is None or not isinstance(choice.measured.get(name), float):
+            return
+        measured = choice.measured | {name: shorten(reason, 200)}
+        choice = Choice(choice.name, measured)
+        if name == choice.name and choice.timed:
+            choice = Choice(choice.timed[0], measured)
+        _choices[call] = choice
+        if choice.name != name:
+            notes.note(call.device, choices={call.noted: choice._asdict()})
+
+
+def made() -> dict[Kernel, Choice]:
+    """The choices of this process so far."""
+    with _lock:
+        return dict(_choices)
+
+
+def noted(device: torch.device) -> dict[str, Choice]:
+    """The choices that are noted for later processes."""
+    found = {call: _choice_of(note) for call, note in notes.read(device).choices.items()}
+    return {call: choice for call, choice in found.items() if choice is not None}
+
+
+def settled(call: Kernel, builtin: str, names: Sequence[str]) -> str:
+    """As `choose`, where nothing can be run: the choice that is known, and otherwise from now on the built-in one."""
+    with _lock:
+        if call not in _choices:
+            _choices[call] = _kept(call, names) or Choice(builtin, {})
+        return _choices[call].name
+
+
+def bucket(size: int) -> int:
+    """The least power of two that is not below a size."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _chosen(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choice:
+    names = [candidate.name for candidate in candidates]
+    if len(names) == 1:
+        return Choice(builtin, {})
+    if detect_fake_mode() is not None or is_capturing(call.device):
+        return _kept(call, names) or Choice(builtin, {})
+
+    def decide() -> Choice:
+        choice = _kept(call, names)
+        if choice is None:
+            choice = _in_thread(partial(_measured, builtin, candidates, call.device), call.device)
+            logger.info("fastdpo: %s: %s", call.noted, choice)
+        return choice
+
+    choice = _of_first_rank(call, decide)
+    if choice is None or choice.name not in names:
+        return Choice(builtin, {})
+    if choice.timed and choice != _kept(call, names):
+        notes.note(call.device, choices={call.noted: choice._asdict()})
+    return choice
+
+
+def _kept(call: Kernel, names: Sequence[str]) -> Choice | None:
+    """The noted choice, if it was made between the same candidates."""
+    choice = _choice_of(notes.read(call.device).choices.get(call.noted))
+    return choice if choice is not None and choice.measured.keys() == {*names} else None
+
+
+def _choice_of(note: Any) -> Choice | None:
+    """A choice that was noted. None if it is something else, or of a candidate that could not be run."""
+    try:
+        choice = Choice(**note)
+        return choice if choice.name in choice.timed else None
+    except (TypeError, AttributeError):
+        return None
+
+
+def _in_thread(run: Callable[[], T], device: torch.device) -> T:
+    """Runs a function in a thread of its own, on the current stream of a device.
+
+    Autograd, autocast, modes and the default device are there those of a new process. A mode of the
+    call, such as that of selective checkpointing, must not see what is run to be timed.
+    """
+    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+
+    def run_on_stream() -> T:
+        with stream:
+            return run()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run_on_stream).result()
+
+
+def _measured(builtin: str, candidates: Sequence[Candidate], device: torch.device) -> Choice:
+    """Checks the candidates, and times those that pass in turns.
+
+    Where none can be run, the built-in one remains: its error is then raised by the call itself.
+    """
+    reasons = {x.name: reason for x in candidates if (reason := x.failure()) is not None}
+    samples: dict[str, list[float]] = {x.name: [] for x in candidates}
+    for _ in range(1 + ROUNDS):  # the first one compiles
+        for candidate in candidates:
+            name = candidate.name
+            if name in reasons or _is_hopeless(samples[name], samples[builtin]):
+                continue
+            try:
+                samples[name].append(milliseconds(candidate, device))
+            except Exception as error:  # it may not compile, fit the device or its memory, or launch
+                reasons[name] = f"{type(error).__name__}: {error}"
+    times = {name: median(x[1:]) for name, x in samples.items() if name not in reasons}
+    best = min(times, key=times.__getitem__, default=builtin)
+    is_better = builtin not in times or times[best] * MIN_SPEEDUP < times[builtin]
+    measured = {name: shorten(reasons[name], 200) if name in reasons else times[name] for name in samples}
+    return Choice(best if is_better else builtin, measured)
+
+
+def _is_hopeless(samples: Sequence[float], of_builtin: Sequence[float]) -> bool:
+    return len(samples) > 1 and len(of_builtin) > 1 and samples[1] > HOPELESS * of_builtin[1]
+
+
+def milliseconds(candidate: Candidate, device: torch.device) -> float:
+    """The time that one run takes on a GPU. Waits for the GPU."""
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        candidate.run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+def _of_first_rank(call: Kernel, decide: Callable[[], Choice]) -> Choice | None:
+    """The choice of the first rank that needed it, or None if that rank did not make it in time."""
+    store = _store()
+    if store is None:
+        return decide()
+    identity = f"{notes.digest(call.device)} {call.noted}"
+    key = f"fastdpo/{hashlib.sha256(identity.encode()).hexdigest()}"
+    if store.add(f"{key}/claims", 1) == 1:
+        choice = None
+        try:
+            choice = decide()
+        finally:
+            store.set(key, json.dumps(choice))
+        return choice
+    waited_until = time.monotonic() + PATIENCE
+    while not store.check([key]):
+        if time.monotonic() > waited_until:
+            logger.info("fastdpo: %s: no rank has measured it within %g s: built-in", call.noted, PATIENCE)
+            return None
+        time.sleep(POLL_SECONDS)
+    published: Any = json.loads(store.get(key))
+    return None if published is None else Choice(*published)
+
+
+def _store() -> Store | None:
+    """The key-value store of the default process group. None if there is none, or one rank only."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _described(measured: float | str) -> str:
+    return measured if isinstance(measured, str) else f"{measured:.3f} ms"

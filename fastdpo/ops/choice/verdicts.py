@@ -1,0 +1,156 @@
+"""Whether fastdpo's kernels work on a GPU: each is tried on a small case before its first use there.
+
+A kernel that returns wrong numbers, writes outside of its results, does not compile, does not fit
+the device or cannot be launched is disabled for the process, with one warning, and PyTorch computes
+in its place. With `FASTDPO_STRICT=1`, it raises `NotFused` instead.
+
+Kernels that passed are noted in a file (`notes`), so that later processes do not try them
+again. Failures are not noted: their cause may be gone in the next process.
+
+Nothing is tried on a CPU, nor while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from threading import RLock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...logs import report, strict
+from ..devices import architecture, is_capturing
+from . import notes
+
+TRIED_DEVICES = ("cuda",)
+ROUNDINGS = 8  # of the result's dtype that a result may be off by, relative to its norm
+LEAST_ROUNDING = 2.0**-16  # float32 results are sums of many products, which devices add in different orders
+
+
+class Comparison(NamedTuple):
+    """A result of a kernel, and what it must be.
+
+    Attributes:
+        name: of the result.
+        found: on the device.
+        exact: on the CPU. Where it is NaN, the result must be NaN, too.
+    """
+
+    name: str
+    found: Tensor
+    exact: Tensor
+
+
+class Kernel(NamedTuple):
+    """A kernel as it is compiled for some inputs.
+
+    Attributes:
+        name: of the op that the kernel computes.
+        device: where it runs.
+        dtype: of its inputs.
+        features: what else it is compiled for, such as sizes.
+    """
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    features: tuple[Hashable, ...] = ()
+
+    @property
+    def noted(self) -> str:
+        """The kernel in the notes on its device."""
+        return " ".join(map(str, (self.name, self.dtype, *self.features)))
+
+
+Trial = Callable[[torch.device, torch.dtype], Iterable[Comparison]]
+"""Runs a kernel on a small case."""
+
+_failures: dict[Kernel, str | None] = {}
+_reported: set[Kernel] = set()
+_lock = RLock()
+
+
+def works(kernel: Kernel, trial: Trial) -> bool:
+    """Whether a kernel may be used. Tries it if that is not known yet.
+
+    Raises:
+        NotFused: it may not, and `FASTDPO_STRICT=1`.
+    """
+    return failure(kernel, trial) is None
+
+
+def failure(kernel: Kernel, trial: Trial) -> str | None:
+    """Why a kernel may not be used, or None. See `works`."""
+    if not is_tried(kernel.device):
+        return None
+    with _lock:
+        if kernel not in _failures and is_capturing(kernel.device):
+            return None
+        reason = failure_of_candidate(kernel, trial)
+        if reason is not None and (strict() or kernel not in _reported):
+            _reported.add(kernel)
+            report(_message(kernel, reason))
+        return reason
+
+
+def failure_of_candidate(kernel: Kernel, trial: Trial) -> str | None:
+    """Why a kernel may not be used, or None. Reports nothing: another kernel is used in its place."""
+    if not is_tried(kernel.device):
+        return None
+    with _lock:
+        if kernel not in _failures:
+            _failures[kernel] = _tried(kernel, trial)
+        return _failures[kernel]
+
+
+def is_tried(device: torch.device) -> bool:
+    """Whether kernels are tried on a device."""
+    return device.type in TRIED_DEVICES and (device.type != "cuda" or torch.cuda.is_available())
+
+
+def outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Runs a trial and says what is wrong with it, if anything.
+
+    It runs in a thread of its own, where autograd, autocast, modes and the default device are those
+    of a new process, wherever the kernel is first used.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_outcome, trial, device, dtype).result()
+
+
+def _outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | None:
+    try:
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            for name, found, exact in trial(device, dtype):
+                error, allowed = _error(found, exact), ROUNDINGS * max(torch.finfo(found.dtype).eps, LEAST_ROUNDING)
+                if not error <= allowed:
+                    return f"wrong values on a small case: {name} is off by {error:.3g}; at most {allowed:.3g} expected"
+    except Exception as reason:  # it may not compile, fit the device, or launch
+        return f"{type(reason).__name__}: {reason}"
+    return None
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """Relative error of the norm. Equal elements, NaN among them, have no error."""
+    found, exact = found.detach().cpu().double(), exact.detach().double()
+    equal = (found == exact) | (found.isnan() & exact.isnan())
+    scale = exact.nan_to_num(posinf=0, neginf=0).norm()
+    return float(torch.where(equal, 0.0, found - exact).norm() / (scale if scale > 0 else 1))
+
+
+def _message(kernel: Kernel, reason: str) -> str:
+    name, device, dtype, features = kernel
+    described = f"{notes.device_name(device)} ({architecture(device)}), {dtype}"
+    described += "".join(f", {x}" for x in features)
+    return f"the kernel {name} is disabled on {described}, and PyTorch computes in its place: {reason}"
+
+
+def _tried(kernel: Kernel, trial: Trial) -> str | None:
+    if kernel.noted in notes.read(kernel.device).passed:
+        return None
+    reason = outcome(trial, kernel.device, kernel.dtype)
+    if reason is None:
+        notes.note(kernel.device, passed=kernel.noted)
+    return reason

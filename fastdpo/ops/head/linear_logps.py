@@ -1,0 +1,289 @@
+"""Log-probabilities from hidden states and the head's weight, without `[N, V]` logits.
+
+Dimensions: N scored tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ..devices import accumulation_dtype
+from .budget import default_budget
+from .gradient_sums import empty_gradients
+from .passes import backward_pass, empty_outputs, forward_pass, take_kept
+from .results import TokenLogps, named_results, requested_statistics, statistic_names
+from .tiles import HeadCall, TileFormat
+from .vocabulary_parallel import (
+    VocabularyGroup,
+    number_of_factors,
+    require_group,
+    vocabulary_parallel_bwd,
+    vocabulary_parallel_fwd,
+)
+
+OP = "linear_logps"
+
+
+@torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
+def linear_logps_fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    statistics: str,
+    keep: int,
+    form_jacobian: bool,
+) -> list[Tensor]:
+    """The forward.
+
+    Returns:
+        Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
+        [N, D], or [0, D] if not `form_jacobian`; then logps, shift, others, total and the
+        statistics, [N] each.
+    """
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    return forward_pass(OP, call, statistics, keep, form_jacobian)
+
+
+@linear_logps_fwd.register_fake
+def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
+    return empty_outputs(hidden, weight, compute_dtype, *options)
+
+
+@torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=("main_grad",))
+def linear_logps_bwd(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    needs: Sequence[bool],
+    main_grad: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # compilers do not take a list from an op that mutates an argument
+    """Gradients of hidden, weight and bias, without elements where not needed.
+
+    The gradient of the weight is added to `main_grad` if it is given.
+    """
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    return backward_pass(OP, call, grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
+
+
+@linear_logps_bwd.register_fake
+def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
+    return empty_gradients(hidden, weight, bias, needs)
+
+
+class _LinearLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        softcap,
+        logit_scale,
+        temperature,
+        compute_dtype,
+        statistics,
+        keep,
+        form_jacobian,
+        main_grad,
+        *cut,  # name, sizes and rank of a vocabulary group
+    ):
+        ctx.set_materialize_grads(False)
+        call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+        forward_op = vocabulary_parallel_fwd if cut else linear_logps_fwd
+        kept, jacobian, logps, *results = forward_op(*call, statistics, keep, form_jacobian, *cut)
+        n_sums = 3 + (number_of_factors(statistics) if cut else 0)
+        sums, extra = results[:n_sums], results[n_sums:]
+        ctx.kept = kept
+        ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
+        ctx.scalars, ctx.cut, ctx.main_grad = call[4:], cut, main_grad
+        ctx.has_entropy = "entropy" in statistic_names(statistics)
+        ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
+        return (logps, *extra)
+
+    @staticmethod
+    def backward(ctx, grad_logps, *grad_extra):
+        hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
+        kept, options = take_kept(ctx), [None] * (9 + len(ctx.cut))
+        grad_entropy = grad_extra[0] if ctx.has_entropy else None
+        if grad_logps is None and grad_entropy is None:
+            return (None, None, None, *options)
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        main_grad = ctx.main_grad if needs_weight else None
+        needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
+        call = HeadCall(hidden, weight, bias, targets, *ctx.scalars)
+        backward_op = vocabulary_parallel_bwd if ctx.cut else linear_logps_bwd
+        grads = backward_op(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call, *ctx.cut)
+        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
+
+
+def linear_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+    memory_budget: int | None = None,
+    main_grad: Tensor | None = None,
+    group: VocabularyGroup | None = None,
+) -> TokenLogps:
+    """Log-probability of each target under the softmax of a head's transformed logits.
+
+    The distribution is `softmax(cap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
+
+    Defined by `fastdpo.ops.definitions.linear_logps`.
+
+    Logits exist for one tile of tokens at a time. The cost depends on what needs a gradient:
+
+    - nothing: the forward, one GEMM over `[N, D] x [D, V]`.
+    - only `hidden` (LoRA, a frozen head): the gradient is formed in the forward. Two GEMMs;
+      `[N, D]` in float32 is kept for the backward.
+    - the head: gradient tiles of up to `memory_budget` bytes are kept for the backward, at three
+      GEMMs in total. The remaining tiles are recomputed, at four.
+
+    A gradient that reaches `entropy` recomputes all tiles. Under `torch.compile`, detach an entropy
+    that leaves the graph only to be logged: a compiled graph cannot tell that no gradient will
+    arrive.
+
+    Logits are rounded to the compute dtype (that of `hidden`, or autocast's), as in plain PyTorch,
+    but the target's logit is computed in float32 and kept out of the sum over the other vocabulary
+    entries. Gradients of the weight are summed in float32.
+
+    A low-rank adapter of the head, `W + s B A`, needs no merged weight: extend the hidden states by
+    the rank of the adapter, `linear_logps(cat([h, s * h @ A.T], 1), cat([W, B], 1), targets)`. The
+    cost is that of a trainable head.
+
+    Memory in addition to results and gradients:
+
+    - up to `memory_budget` bytes, and `N * V * itemsize` at most, from forward to backward if the
+      head needs a gradient;
+    - while the op runs, one tile of logits. On CUDA, a tile has 4096 tokens if they fit in a 32nd
+      of the GPU's memory, otherwise those that fit there, but at least 256 MiB and 256 tokens.
+      Elsewhere, at most 64 MiB in float32 or 256 tokens, whichever is more, and a few blocks of 8
+      MiB on a CPU or further tiles in float32 on other devices. float16 on a CPU takes two tiles,
+      because gradient tiles are float32 there;
+    - a copy of the weight if its dtype is not the compute dtype, and one more in float32 for
+      float16 on a CPU;
+    - `[V, D]` in float32 for the sum of the weight's gradient.
+
+    With a `group`, the vocabulary is cut over ranks: `weight` and `bias` have this rank's rows,
+    `hidden` and `targets` are the same on all ranks, and so are the results. The forward gathers 5
+    numbers a token and one for each statistic from each rank. The backward makes one collective if
+    `hidden` needs a gradient, which sums [N, D] over ranks in float32. Gradients of weight and bias
+    are those of this rank's rows and need none. All ranks must make the same calls, with the same
+    arguments except for the weight, bias and budgets.
+
+    The kept tiles are not saved tensors of autograd: hooks on saved tensors, such as activation
+    offloading and checkpointing install, do not see them.
+
+    Args:
+        hidden: [N, D] float16, bfloat16, float32 or float64.
+        weight: [V, D], cast to the compute dtype. Neither sharded (DTensor) nor a ZeRO-3
+            placeholder.
+        targets: [N] int32 or int64 ids below V (that of all ranks with a `group`). Where the target
+            is -100, every result and every gradient is exactly zero. Other ids are handled as in `token_logps`.
+        bias: [V] or None.
+        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2),
+            or None.
+        logit_scale: multiplies the logits before the softcap.
+        temperature: divides the logits after the softcap.
+        outputs: names of the fields of `TokenLogps` to fill. `logps` is always filled.
+        memory_budget: maximum number of bytes of gradient tiles kept for the backward of a
+            trainable head. Default: 512 MiB; on a GPU, a 16th of its memory or twice the size of
+            the weight's gradient in float32, whichever is more, and at least 512 MiB.
+        main_grad: [V, D] float32 (float64 for float64 inputs), the buffer that Megatron-LM keeps
+            for each parameter. The weight's gradient is added to it without rounding. `weight.grad`
+            does not change, and hooks on the weight do not run.
+        group: the ranks that the vocabulary is cut over, or None. Of a DTensor that is cut by
+            `Shard(0)`, pass `to_local()` as the weight.
+
+    Returns:
+        `TokenLogps` with fields [N].
+
+    Raises:
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
+    """
+    check_head(OP, hidden, weight, targets, bias, softcap, logit_scale, temperature, memory_budget)
+    checks.require_tensors_or_none(OP, main_grad=main_grad)
+    if group is not None:
+        require_group(OP, group, weight)
+    statistics = requested_statistics(OP, outputs)
+    compute_dtype = compute_dtype_of(hidden)
+    checks.require_same_device(OP, weight=weight, main_grad=main_grad)
+    if main_grad is not None:
+        wide = accumulation_dtype(compute_dtype)
+        fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
+        checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
+
+    grad_enabled = torch.is_grad_enabled()
+    trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    form_jacobian = grad_enabled and hidden.requires_grad and not trains_head
+    budget = default_budget(weight) if memory_budget is None else memory_budget
+    tiles = TileFormat.of(weight, compute_dtype, is_part=group is not None)
+    keep = tiles.rows_within(len(hidden), budget) if trains_head else 0
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    cut = () if group is None else (group.name, list(group.sizes), group.rank)
+    logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad, *cut)
+    return named_results(logps, extra, statistics, targets.shape)
+
+
+def compute_dtype_of(hidden: Tensor) -> torch.dtype:
+    """The dtype in which a head multiplies: that of `hidden`, or autocast's."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else hidden.dtype
+
+
+def check_head(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    memory_budget: int | None,
+) -> None:
+    """The checks of a head's arguments, which `linear_logps` documents."""
+    checks.require_tensors(op, hidden=hidden, weight=weight, targets=targets)
+    checks.require_tensors_or_none(op, bias=bias)
+    checks.require_values(op, hidden=hidden)
+    checks.require_transform(op, softcap, logit_scale, temperature)
+    checks.require_floating(op, hidden=hidden, weight=weight, bias=bias)
+    is_matrix = hidden.dim() == 2 and hidden.shape[1] > 0
+    checks.require(is_matrix, op, "hidden", "be [N, D], D > 0", list(hidden.shape))
+    checks.require_no_dtensor(op, weight=weight, bias=bias)
+    d = hidden.shape[1]
+    matches = weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == d
+    expected = "be [V, {}], V > 0 (a shard of FSDP or ZeRO-3? call the op inside the head module's forward)"
+    checks.require(matches, op, "weight", expected, list(weight.shape), d)
+    if bias is not None:
+        checks.require(tuple(bias.shape) == (len(weight),), op, "bias", "be [{}]", list(bias.shape), len(weight))
+    checks.require_targets(op, targets, hidden.shape[:1])
+    checks.require_same_device(op, hidden=hidden, weight=weight, bias=bias, targets=targets)
+    checks.require_bytes(op, memory_budget=memory_budget)

@@ -1,0 +1,189 @@
+"""The passes of a head over all of its tiles: the forward, and the backward.
+
+Dimensions: N scored tokens, V vocabulary (of the weight that is given), D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_graph
+
+from ...packing import IGNORE_INDEX
+from ..devices import accumulation_dtype
+from .gradient_sums import GradientSum, empty_gradients, split_row_scale, wide_product
+from .logit_rows import RowSums, upstream_scale
+from .results import empty_results
+from .targets import VocabularyPart
+from .tiles import Head, HeadCall, TileFormat
+
+
+class PartGradients(NamedTuple):
+    """What the gradients of a part of the vocabulary need besides those of the part's distribution.
+
+    Attributes:
+        part: the entries that the weight has.
+        targets: [N] the gradients of the targets' raw logits that come from the other parts, 0 where
+            the target is in one of them.
+        mean_offset: [N] that of `logit_rows.logit_gradient`. None without a gradient of the entropy.
+    """
+
+    part: VocabularyPart
+    targets: Tensor
+    mean_offset: Tensor | None
+
+
+def empty_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    compute_dtype: torch.dtype,
+    statistics: str,
+    keep: int,
+    form_jacobian: bool,
+    *,
+    is_part: bool = False,
+) -> list[Tensor]:
+    """Uninitialized outputs of `forward_pass`, without the target logits of a part."""
+    kept = TileFormat.of(weight, compute_dtype, is_part=is_part).allocate(keep, weight)
+    n, d = hidden.shape
+    jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(compute_dtype))
+    return [kept, jacobian, *empty_results(hidden, statistics)]
+
+
+def forward_pass(
+    op: str, call: HeadCall, statistics: str, keep: int, form_jacobian: bool, part: VocabularyPart | None = None
+) -> list[Tensor]:
+    """Results of a head, and what its backward needs.
+
+    Returns:
+        Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
+        [N, D], or [0, D] if not `form_jacobian`; then the results of `Head.results`, [N] each.
+    """
+    options = (call.compute_dtype, statistics, keep, form_jacobian)
+    kept, jacobian, *empty = empty_outputs(call.hidden, call.weight, *options, is_part=part is not None)
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        head = Head(op, call, part)
+        tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # widened for float16 on a CPU
+        tiles: list[list[Tensor]] = []
+        for rows in head.tiles():
+            gradient = None
+            if rows.stop <= keep:
+                gradient = kept[rows]
+            elif form_jacobian:
+                gradient = head.scratch(rows, kept.dtype)
+            tiles.append(head.results(rows, statistics, gradient))
+            if form_jacobian and gradient is not None:
+                wide_product(gradient, tile_weight, jacobian[rows])
+        results = [torch.cat(x) for x in zip(*tiles, strict=True)] if tiles else empty
+        return [kept, jacobian, *results]
+
+
+def backward_pass(
+    op: str,
+    call: HeadCall,
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    needs: Sequence[bool],
+    main_grad: Tensor | None,
+    of_part: PartGradients | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias, without elements where not needed.
+
+    The gradient of the weight is added to `main_grad` if it is given. Of a part, upstream gradients
+    are those of the part's own results.
+    """
+    hidden, weight, bias, targets, *_ = call
+    grads = grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
+    needs_hidden, needs_weight, needs_bias = needs
+    wide, row_sums = accumulation_dtype(call.compute_dtype), RowSums(*sums)
+    with torch.autocast(hidden.device.type, enabled=False):
+        upstream_logps, upstream_entropy = (
+            torch.zeros_like(row_sums.total) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
+            for grad in (grad_logps, grad_entropy)
+        )
+        scale = upstream_scale(upstream_logps, row_sums.total, call.transform)  # [N]
+        if len(jacobian) and grad_entropy is None:
+            torch.mul(jacobian, scale[:, None], out=grad_hidden)
+            if of_part is not None:
+                head = Head(op, call, of_part.part)
+                _add_targets(head, of_part.targets, grad_hidden, None, None)
+            return grads
+        if not len(hidden):
+            for grad in grads:
+                grad.zero_()
+            return grads
+
+        head, dtype = Head(op, call, None if of_part is None else of_part.part), kept.dtype
+        if grad_entropy is None:
+            tiles = head.gradient_tiles(kept, row_sums)
+        else:  # these tiles are scaled already, by upstream gradients that may be too small for float16
+            dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
+            mean_offset = None if of_part is None else of_part.mean_offset
+            tiles = head.logit_gradients(row_sums, upstream_logps, upstream_entropy, dtype, mean_offset)
+        row_scale, common_scale = split_row_scale(scale, dtype)
+        tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
+        weight_sum = bias_sum = None
+        if main_grad is not None:
+            weight_sum = GradientSum(main_grad, wide, common_scale, accumulate=True)
+        elif needs_weight:
+            weight_sum = GradientSum(grad_weight, wide, common_scale)
+        if needs_bias:
+            bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
+        for rows, tile in tiles:
+            if needs_hidden:
+                place = grad_hidden[rows]
+                product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
+                torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
+            if weight_sum is not None:
+                scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
+                weight_sum.add(tile, scaled_rows.to(dtype))
+            if bias_sum is not None:
+                bias_sum.add(tile, row_scale[rows, None])
+        if of_part is not None:
+            _add_targets(head, of_part.targets, grad_hidden if needs_hidden else None, weight_sum, bias_sum)
+        for gradient_sum in (weight_sum, bias_sum):
+            if gradient_sum is not None:
+                gradient_sum.finish()
+        return grads
+
+
+def _add_targets(
+    head: Head,
+    gradients: Tensor,  # [N] of the targets' raw logits
+    grad_hidden: Tensor | None,
+    weight_sum: GradientSum | None,
+    bias_sum: GradientSum | None,
+) -> None:
+    """Adds the gradients that reach hidden, weight and bias through the targets' logits alone."""
+    for rows in head.tiles():
+        index, gradient = head.columns.index[rows], gradients[rows, None]
+        if grad_hidden is not None:
+            grad_hidden[rows] += scaled(head.weight[index], gradient)
+        if weight_sum is not None:
+            weight_sum.add_rows(index, scaled(head.hidden_rows(rows), gradient))
+        if bias_sum is not None:
+            bias_sum.add_rows(index, gradient)
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """`x * factor` in the dtype of the factor, 0 where the factor is 0, even if x is infinite there."""
+    return torch.where(factor == 0, 0.0, x.to(factor.dtype) * factor)
+
+
+def take_kept(ctx: Any) -> Any:
+    """Returns what the forward kept, such as gradient tiles, and frees it unless the graph is
+    retained.
+
+    Autograd does not save these tensors, so hooks on saved tensors do not move them to the host
+    with the activations.
+    """
+    kept = ctx.kept
+    if not (torch.compiler.is_compiling() or _retains_graph()):
+        ctx.kept = None
+    return kept

@@ -1,0 +1,210 @@
+"""Log-probabilities of given logits at their targets, without a log-softmax of shape `[N, V]`.
+
+Dimensions: N scored tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from ..choice import trials
+from ..choice.verdicts import Kernel, works
+from ..devices import accumulation_dtype, suits_triton
+from .logit_rows import RowSums, Transform, block_slices, join_results, logit_gradient, sum_block_
+from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
+from .targets import TileTargets, split_targets
+
+OP = "token_logps"
+
+
+@torch.library.custom_op("fastdpo::token_logps_fwd", mutates_args=())
+def _fwd(
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    statistics: str,
+) -> list[Tensor]:
+    """logps, shift, others, total and the statistics, [N] each."""
+    transform = Transform(softcap, logit_scale, temperature)
+    if _takes_kernels(logits):
+        from ...kernels.token_logps import token_logps_fwd
+
+        return token_logps_fwd(logits, targets, *transform, statistics)
+    dtype = accumulation_dtype(logits.dtype)
+    ignored, unknown, index = split_targets(OP, targets, logits.shape[1])
+    parts = []
+    for rows in block_slices(len(logits), logits.shape[1], dtype, logits.device):
+        z = transform.apply_(logits[rows].to(dtype, copy=True))
+        target_logits = z.gather(1, index[rows, None])[:, 0].masked_fill_(unknown[rows], torch.nan)
+        parts.append(sum_block_(z, TileTargets(index[rows]), target_logits, statistics)[0])
+        del z  # frees the block before the next one is allocated
+    return join_results(parts, logits, ignored, statistics)
+
+
+@_fwd.register_fake
+def _(logits, targets, softcap, logit_scale, temperature, statistics):
+    return empty_results(logits, statistics)
+
+
+def _write_gradient(
+    grad: Tensor,
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    transform: Transform,
+) -> None:
+    """Writes `d loss / d logits` to grad [N, V], which may be the logits themselves."""
+    if _takes_kernels(logits):
+        from ...kernels.token_logps import token_logps_bwd
+
+        token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
+        return
+    dtype = accumulation_dtype(logits.dtype)
+    ignored, _, index = split_targets(OP, targets, logits.shape[1])
+    for rows in block_slices(len(logits), logits.shape[1], dtype, logits.device):
+        z = transform.apply_(logits[rows].to(dtype, copy=True))
+        block_logps, block_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
+        block_sums = RowSums(*(x[rows] for x in sums))
+        block_targets = TileTargets(index[rows])
+        block = logit_gradient(z, block_targets, block_sums, block_logps, block_entropy, transform)
+        grad[rows] = block.masked_fill_(ignored[rows, None], 0)
+        del z, block  # frees the block before the next one is allocated
+
+
+@torch.library.custom_op("fastdpo::token_logps_bwd", mutates_args=())
+def _bwd(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> Tensor:
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    transform = Transform(softcap, logit_scale, temperature)
+    _write_gradient(grad, grad_logps, grad_entropy, logits, targets, sums, transform)
+    return grad
+
+
+@_bwd.register_fake
+def _(grad_logps, grad_entropy, logits, targets, sums, softcap, logit_scale, temperature):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fastdpo::token_logps_bwd_", mutates_args=("logits",))
+def _bwd_(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Sequence[Tensor],
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> None:
+    """Overwrites the logits with their gradient."""
+    transform = Transform(softcap, logit_scale, temperature)
+    _write_gradient(logits, grad_logps, grad_entropy, logits, targets, sums, transform)
+
+
+class _TokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics, inplace_backward):
+        ctx.set_materialize_grads(False)
+        logps, shift, others, total, *extra = _fwd(logits, targets, softcap, logit_scale, temperature, statistics)
+        ctx.save_for_backward(logits, targets, shift, others, total)
+        ctx.transform, ctx.inplace = (softcap, logit_scale, temperature), inplace_backward
+        ctx.has_entropy = "entropy" in statistic_names(statistics)
+        ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
+        return (logps, *extra)
+
+    @staticmethod
+    def backward(ctx, grad_logps, *grad_extra):
+        if grad_logps is None and (not ctx.has_entropy or grad_extra[0] is None):
+            return (None,) * 7
+        logits, targets, *sums = ctx.saved_tensors
+        arguments = (grad_logps, grad_extra[0] if ctx.has_entropy else None, logits, targets, sums, *ctx.transform)
+        if ctx.inplace:
+            _bwd_(*arguments)
+            return logits, *[None] * 6
+        return _bwd(*arguments), *[None] * 6
+
+
+def token_logps(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logps",),
+    inplace_backward: bool = False,
+) -> TokenLogps:
+    """Log-probability of each target under the softmax of transformed logits.
+
+    The distribution is `softmax(cap(logit_scale * logits) / temperature)`.
+
+    Defined by `fastdpo.ops.definitions.token_logps`.
+
+    Sums are float32 (float64 for float64 logits), whatever the dtype of the logits. They leave the
+    target out, so `1 - p` of a confident prediction keeps its digits.
+
+    Memory in addition to the results: none on CUDA. Elsewhere, two blocks of logits in float32
+    (three with `softcap`, and one more in the backward if a gradient reaches `entropy`), each of at
+    most 8 MiB on a CPU and of at most 64 MiB or 256 tokens on other devices. The backward also
+    allocates the gradient, as large as the logits, unless `inplace_backward` is set. Logits that
+    are not a view of `[N, V]` rows, such as `logits[:, :-1]` of a batch, are copied.
+
+    Args:
+        logits: [..., V] float16, bfloat16, float32 or float64.
+        targets: [...] int32 or int64 ids below V. Where the target is -100, every result and the
+            gradient are exactly zero. Any other id raises on a CPU. On other devices, where that
+            check would synchronize with the host, `logps` and `entropy` of the token become NaN,
+            and so does its gradient unless the upstream gradient is zero.
+        softcap: the bound of Gemma 2's `softcap * tanh(x / softcap)` (arXiv 2408.00118, section 2),
+            or None.
+        logit_scale: multiplies the logits before the softcap.
+        temperature: divides the logits after the softcap.
+        outputs: names of the fields of `TokenLogps` to fill. `logps` is always filled.
+        inplace_backward: overwrite the logits with their gradient in the backward. Nothing else may
+            need the logits by then. Autograd detects if the backward of another op does; it does
+            not detect other uses by the caller.
+
+    Returns:
+        `TokenLogps` with fields of the shape of targets.
+
+    Raises:
+        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        TypeError: a dtype breaks a rule above; the message names the argument.
+    """
+    checks.require_tensors(OP, logits=logits, targets=targets)
+    checks.require_flags(OP, inplace_backward=inplace_backward)
+    checks.require_floating(OP, logits=logits)
+    checks.require(logits.dim() > 0 and logits.shape[-1] > 0, OP, "logits", "be [..., V], V > 0", list(logits.shape))
+    checks.require_targets(OP, targets, logits.shape[:-1])
+    checks.require_same_device(OP, logits=logits, targets=targets)
+    checks.require_transform(OP, softcap, logit_scale, temperature)
+    statistics = requested_statistics(OP, outputs)
+    rows = logits.reshape(-1, logits.shape[-1])
+    if inplace_backward:
+        checks.require_distinct_memory(OP, "logits", rows, "inplace_backward")
+    options = (softcap, logit_scale, temperature, statistics, inplace_backward)
+    logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), *options)
+    return named_results(logps, extra, statistics, targets.shape)
+
+
+def _takes_kernels(logits: Tensor) -> bool:
+    device, dtype = logits.device, logits.dtype
+    if not suits_triton(device, dtype) or logits.stride(-1) != 1:
+        return False
+    return works(Kernel(OP, device, dtype), trials.token_logps)

@@ -1,0 +1,216 @@
+"""Log-probabilities from a head whose vocabulary is cut over ranks (tensor parallelism).
+
+Each rank has consecutive rows of the weight and of the bias, and the hidden states and targets of all
+N tokens. It computes the results of its part (see `merged_parts`). One collective gathers those of all
+ranks, 5 numbers a token and one for each statistic. The backward sums the gradients of the hidden
+states over ranks, [N, D] in the dtype of sums, if they need one; those of weight and bias are local.
+Both collectives are made once a call, whatever the sizes of the parts.
+
+Dimensions: N scored tokens, V vocabulary entries of this rank, D hidden size, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+from ... import checks
+from ...packing import IGNORE_INDEX
+from ..devices import accumulation_dtype
+from .gradient_sums import empty_gradients
+from .merged_parts import EXCHANGED, merge_parts
+from .passes import PartGradients, backward_pass, empty_outputs, forward_pass, scaled
+from .results import statistic_names
+from .targets import VocabularyPart
+from .tiles import HeadCall
+
+OP = "linear_logps"
+
+
+@dataclass(frozen=True)
+class VocabularyGroup:
+    """The ranks that a head's vocabulary is cut over.
+
+    Each rank has consecutive rows of the weight, in the order of the ranks of a process group. The
+    numbers of rows may differ.
+
+    Attributes:
+        name: of the process group.
+        sizes: the number of rows of each rank, at least 1.
+        rank: of this process in the group.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, rows: int, process_group: dist.ProcessGroup | None = None) -> VocabularyGroup:
+        """The group of a head of which this rank has `rows` rows.
+
+        Every rank of the process group (default: that of all ranks) must call this once, when the
+        model is made: the numbers of rows are gathered.
+        """
+        op = "VocabularyGroup.of"
+        checks.require_positive_integer(op, "rows", rows)
+        initialized = dist.is_available() and dist.is_initialized()
+        checks.require(initialized, op, "torch.distributed", "be initialized", "no process group")
+        group = process_group or dist.group.WORLD
+        sizes: list[int] = [0] * dist.get_world_size(group)
+        dist.all_gather_object(sizes, int(rows), group)
+        return cls(_name_of(group), tuple(sizes), dist.get_rank(group))
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], process_group: dist.ProcessGroup) -> VocabularyGroup:
+        """The group of a head whose numbers of rows are known. Makes no collective."""
+        return cls(_name_of(process_group), tuple(sizes), dist.get_rank(process_group))
+
+    @property
+    def part(self) -> VocabularyPart:
+        """The vocabulary entries of this rank."""
+        start = sum(self.sizes[: self.rank])
+        return VocabularyPart(start, start + self.sizes[self.rank], sum(self.sizes))
+
+
+def require_group(op: str, group: object, weight: Tensor) -> None:
+    if not isinstance(group, VocabularyGroup):
+        rule = "be a VocabularyGroup or None (VocabularyGroup.of(len(weight), process_group))"
+        raise TypeError(f"{op}: group must {rule}; got {checks.shown(group)}")
+    rule = "have the {} rows that group.sizes gives rank {}"
+    checks.require(
+        len(weight) == group.sizes[group.rank], op, "weight", rule, len(weight), group.sizes[group.rank], group.rank
+    )
+
+
+def _name_of(group: dist.ProcessGroup | None) -> str:
+    return group.group_name  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
+@torch.library.custom_op("fastdpo::vocabulary_parallel_fwd", mutates_args=())
+def vocabulary_parallel_fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    statistics: str,
+    keep: int,
+    form_jacobian: bool,
+    name: str,
+    sizes: Sequence[int],
+    rank: int,
+) -> list[Tensor]:
+    """The forward of one rank.
+
+    Returns:
+        Gradient tiles and jacobian as of `forward_pass`; logps over the whole vocabulary; shift,
+        others and total of the part; the vectors of `number_of_factors`; then the statistics over
+        the whole vocabulary. [N] each
+    """
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    if not len(hidden):
+        return _empty_outputs(call, statistics, keep, form_jacobian)
+    part = VocabularyGroup(name, tuple(sizes), rank).part
+    names = [*statistic_names(statistics), *EXCHANGED]
+    kept, jacobian, *results = forward_pass(OP, call, ",".join(names), keep, form_jacobian, part)
+    _, shift, others, total, *extra, target_logits = results
+    of_part = dict(zip(names, extra, strict=True)) | dict(target_logits=target_logits, shift=shift, others=others)
+    gathered = torch.stack([x.to(others.dtype) for x in of_part.values()])  # [F, N]
+    of_all = gathered.new_empty(len(sizes), *gathered.shape)  # [R, F, N]
+    dist.all_gather(list(of_all), gathered, process_group(name))
+    fields = dict(zip(of_part, of_all.unbind(1), strict=True))
+
+    merged = merge_parts(fields, targets, sizes, rank, statistics)
+    ignored = targets == IGNORE_INDEX
+    has_target = (targets >= part.start) & (targets < part.stop)
+    slope = call.transform.slope(merged.target_logits)
+    gain = call.transform.gain if slope is None else call.transform.gain * slope
+    of_targets = torch.where(has_target, merged.rest * gain, 0.0)
+    of_entropy = [x for x in (merged.entropy_share, merged.mean_offset) if x is not None]
+    logps, *whole = (x.masked_fill_(ignored, 0) for x in (merged.logps, *merged.statistics))
+    return [kept, jacobian, logps, shift, others, total, merged.share, of_targets, *of_entropy, *whole]
+
+
+def _empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
+    sizes = (call.compute_dtype, statistics, keep, form_jacobian)
+    kept, jacobian, logps, *sums = empty_outputs(call.hidden, call.weight, *sizes, is_part=True)
+    factors = [torch.empty_like(logps) for _ in range(number_of_factors(statistics))]
+    return [kept, jacobian, logps, *sums[:3], *factors, *sums[3:]]
+
+
+def number_of_factors(statistics: str) -> int:
+    """How many vectors the backward of a part needs besides shift, others and total.
+
+    The share of the part's probability and the gradients that reach the targets' logits by way of
+    the other parts; with the entropy, the share and the offset of its gradient.
+    """
+    return 4 if "entropy" in statistic_names(statistics) else 2
+
+
+@vocabulary_parallel_fwd.register_fake
+def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
+    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    return _empty_outputs(call, *options[:3])
+
+
+@torch.library.custom_op("fastdpo::vocabulary_parallel_bwd", mutates_args=("main_grad",))
+def vocabulary_parallel_bwd(
+    grad_logps: Tensor | None,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    jacobian: Tensor,
+    sums: Sequence[Tensor],
+    needs: Sequence[bool],
+    main_grad: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    name: str,
+    sizes: Sequence[int],
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as of `backward_pass`, that of hidden summed over ranks."""
+    *row_sums, share, of_targets = sums[:5]
+    part = VocabularyGroup(name, tuple(sizes), rank).part
+    ignored = targets == IGNORE_INDEX
+    upstream = torch.zeros_like(share) if grad_logps is None else grad_logps.masked_fill(ignored, 0)
+    entropy_of_part = mean_offset = None
+    if grad_entropy is not None:
+        entropy_share, mean_offset = sums[5:]
+        grad_entropy = grad_entropy.masked_fill(ignored, 0)
+        entropy_of_part = scaled(entropy_share, grad_entropy)
+        mean_offset = mean_offset.masked_fill(grad_entropy == 0, 0)  # NaN where the target is unknown
+    gradients = PartGradients(part, scaled(of_targets, upstream), mean_offset)
+    # Partial gradients of hidden are summed before they are rounded.
+    wide = hidden.to(accumulation_dtype(compute_dtype)) if needs[0] else hidden
+    call = HeadCall(wide, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    grad_hidden, grad_weight, grad_bias = backward_pass(
+        OP, call, scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad, gradients
+    )
+    if len(grad_hidden):
+        dist.all_reduce(grad_hidden, group=process_group(name))
+    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+
+
+@vocabulary_parallel_bwd.register_fake
+def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
+    wide = hidden.to(sums[0].dtype) if needs[0] else hidden
+    grad_hidden, *others = empty_gradients(wide, weight, bias, needs)
+    return grad_hidden.to(hidden.dtype), *others

@@ -1,0 +1,1 @@
+"""Losses and sums over sequences for custom training loops."""

@@ -1,0 +1,98 @@
+"""A fingerprint of a model that is cheap enough to compute in every step.
+
+Log-probabilities remembered from a reference model are valid as long as its fingerprint stays the
+same. Callbacks update a reference by writing to `.data`, which the version counters of tensors
+miss, so a checksum covers the bits of all tensors. Computing it reads the weights once, as the
+forward pass of a single token does, and takes one synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..models.adapters import active_parameters
+from ..models.local_shards import local_shard
+from ..models.structure import Structure, additions_to
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FACTOR = 6364136223846793005
+"""Multiplier of the 64-bit linear congruential generator in Knuth's MMIX."""
+
+CPU_WORDS, WORDS = 1 << 15, 1 << 24
+"""Number of 64-bit words processed at once. On a CPU they fit into its caches together with their
+weights; on other devices they are many, so that kernel launches are few."""
+
+
+class Fingerprint(NamedTuple):
+    """Everything that the outputs of a model depend on.
+
+    Attributes:
+        structure: hash of modules, their classes, hooks, replaced forwards and plain attributes.
+            Comparable within one process only.
+        tensors: dtype, shape and checksum of each parameter and buffer, without inactive adapters.
+    """
+
+    structure: int
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
+
+
+def fingerprint(model: PreTrainedModel, structure: Structure) -> Fingerprint:
+    """The fingerprint of a model as it would run now.
+
+    Args:
+        model: of which this process may hold shards (see `reshard`). Then the fingerprint is that
+            of the shards.
+        structure: caches what it has computed for the same model, so pass the same object again.
+
+    Raises:
+        RuntimeError, NotImplementedError: the memory of a tensor cannot be read.
+    """
+    tensors = [local_shard(x) for x in (*active_parameters(model), *model.buffers())]
+    checksums = _checksums(tensors)
+    described = tuple((x.dtype, tuple(x.shape), checksum) for x, checksum in zip(tensors, checksums, strict=True))
+    return Fingerprint(hash((structure.hash(model), *additions_to(model))), described)
+
+
+@torch.no_grad()
+def _checksums(tensors: list[Tensor]) -> list[int]:
+    """The checksum of each tensor. One copy to the host for each device."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        by_device[x.device].append(i)
+    checksums = [0] * len(tensors)
+    for indices in by_device.values():
+        on_host = torch.stack([_checksum(tensors[i]) for i in indices]).tolist()
+        for i, checksum in zip(indices, on_host, strict=True):
+            checksums[i] = checksum
+    return checksums
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """int64 []: the sum modulo 2^64 of the 64-bit words, each mixed and
+    multiplied by a weight of its position.
+    """
+    flat = x.detach().reshape(-1)
+    if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):  # a view into a larger buffer
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    bits = flat.view(torch.uint8)
+    whole = len(bits) - len(bits) % 8
+    size = CPU_WORDS if x.device.type == "cpu" else WORDS
+    total = (bits[whole:].long() * _weights(8, x.device)[: len(bits) - whole]).sum()
+    for words in bits[:whole].view(torch.int64).split(size):
+        mixed = (words >> 29).bitwise_xor_(words)  # without it, an even number of flipped signs would cancel out
+        total = total * FACTOR + mixed.mul_(_weights(size, x.device)[: len(words)]).sum()
+    return total
+
+
+@lru_cache
+def _weights(n: int, device: torch.device) -> Tensor:
+    """int64 [n], odd and random, the same in each process."""
+    drawn = torch.randint(-(2**62), 2**62, (n,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return (drawn * 2 + 1).to(device)
