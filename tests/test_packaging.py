@@ -4,6 +4,7 @@ The folder `kernels/` must not be importable as a top-level package.
 """
 
 import ast
+import importlib
 import importlib.metadata
 import os
 import re
@@ -49,7 +50,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "ops.attention": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.head", "packing"},
     "ops.losses": {"checks", "ops.devices", "ops.head", "packing"},
     "ops.definitions": {"ops.head", "ops.losses", "packing"},
-    "ops.reference": {"ops.definitions"},
+    "ops.reference": {"logs", "ops.definitions"},
     "metrics": {"checks", "ops"},
     "models": {"checks", "distributed", "logs", "ops", "packing", "reasons", "testing"},
     "ref_logps": {"checks", "data", "distributed", "logs", "models", "ops", "packing", "reasons", "storage"},
@@ -333,3 +334,10 @@ def test_moving_a_function_breaks_no_test_of_behaviour():
 )
 def test_a_private_name_is_found(line):
     assert private_names(line) == {"_score_once"}
+
+
+def test_the_former_name_of_the_definitions_works_and_warns(monkeypatch, caplog):
+    monkeypatch.delitem(sys.modules, "fastdpo.ops.reference", raising=False)
+    former = importlib.import_module("fastdpo.ops.reference")
+    assert former.linear_logps is importlib.import_module("fastdpo.ops.definitions").linear_logps
+    assert caplog.messages == ["fastdpo: ops.reference is now fastdpo.ops.definitions"]

@@ -9,7 +9,6 @@ from uuid import uuid4
 import fsspec
 import pytest
 import torch
-from fastdpo.storage.remote import ENTRY, RemoteDirectory
 from fsspec.implementations.memory import MemoryFileSystem
 
 import fastdpo
@@ -18,6 +17,7 @@ from fastdpo.commands import doctor
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
 from fastdpo.storage import checked_directory, directory_at
+from fastdpo.storage.remote import ENTRY, RemoteDirectory
 from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
