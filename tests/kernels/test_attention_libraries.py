@@ -202,6 +202,18 @@ def test_options_are_probed_separately(installed, caplog):
     assert "flash-attn-4 is disabled for head sizes 16 and 16, capped: AssertionError" in caplog.text
 
 
+@pytest.mark.parametrize("fault", ["top left without a window", "no backward without a window"])
+def test_a_window_that_hides_nothing_is_probed_as_none(fault, installed, monkeypatch, caplog):
+    """The library computes it without the window, so that is what must have passed."""
+    installed(faults=(fault,))
+    assert_right(inputs(), window=19)  # of 20 tokens of the longest row
+    assert not caplog.text
+    monkeypatch.delitem(backends.BACKENDS, "triton")
+    assert_right(inputs(), window=20)
+    messages = [record.message for record in caplog.records]
+    assert all(f"{name} is disabled for head sizes 16 and 16: " in x for name, x in zip(ALL, messages, strict=True))
+
+
 class Failing:
     """The forward or the backward of a library raises an error from some call on."""
 
@@ -231,6 +243,16 @@ def test_a_library_that_fails_in_a_step_is_replaced_once(method, installed, monk
     Failing(monkeypatch, ALL[1:2], method, RuntimeError("no kernel image either"))
     with pytest.raises(RuntimeError, match="no kernel image either"):
         assert_right(inputs())
+
+
+def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_without_one(installed, monkeypatch):
+    installed()
+    assert_right(inputs(), window=20)
+    failing = Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
+    assert_right(inputs(), window=20)
+    assert_right(inputs())
+    assert failing.calls == 1
+    assert backends._replaced == {kind(): "flash-attn-3"}
 
 
 def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, caplog):

@@ -82,10 +82,11 @@ def compute(
         ValueError, NotImplementedError: see `chosen`.
         NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
     """
+    options = without_an_idle_window(options, rows)
     name = chosen(query, value, rows, options)
     if name is None:
         return None
-    call = _prepare(name, query, value, rows, options)  # raises for malformed rows, which no backend takes
+    call = BACKENDS[name].prepare(query, value, rows, options)  # raises for malformed rows, which no backend takes
     try:
         return run(call)
     except torch.OutOfMemoryError:  # no fault of the backend
@@ -100,7 +101,17 @@ def compute(
         other = chosen(query, value, rows, options)
         message = f"{OP}: {name} has failed and is replaced by {other or 'plain matrix products'}: {reason}"
         (report if other is None else warn)(message)
-        return None if other is None else run(_prepare(other, query, value, rows, options))
+        return None if other is None else run(BACKENDS[other].prepare(query, value, rows, options))
+
+
+def without_an_idle_window(options: AttentionOptions, rows: Tensor) -> AttentionOptions:
+    """Options without a window that is as long as the longest row, since it hides nothing.
+
+    Libraries run other kernels with a window, so what is probed, timed and replaced is the call without it.
+    """
+    if options.window is None or not len(rows) or options.window < int((rows[:, 1] + rows[:, 3]).max()):
+        return options
+    return options._replace(window=None)
 
 
 def chosen(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str | None:
@@ -143,12 +154,6 @@ def trial() -> Iterator[None]:
         yield
     finally:
         _is_trial.reset(token)
-
-
-def _prepare(name: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall:
-    if options.window is not None and options.window >= int((rows[:, 1] + rows[:, 3]).max()):
-        options = options._replace(window=None)  # as long as the longest row: it hides nothing
-    return BACKENDS[name].prepare(query, value, rows, options)
 
 
 def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str:

@@ -58,12 +58,14 @@ class VarlenAttention:
         if softcap and "no softcap" not in self.faults:
             scores = softcap * torch.tanh(scores / softcap)
             slope = 1 - (scores / softcap) ** 2
-        offset = 0 if "top left" in self.faults else n_k - n_q
+        windowed = window_sizes[0] not in (None, -1)
+        is_top_left = "top left" in self.faults or (not windowed and "top left without a window" in self.faults)
+        offset = 0 if is_top_left else n_k - n_q
         queries, keys_seen = torch.arange(len(q))[:, None], torch.arange(len(k))
         distance = queries + offset - keys_seen
         behind = 1 if "one key too many" in self.faults else 0
         hidden = (distance < -behind) | (queries >= n_q) | (keys_seen >= n_k + behind)
-        if window_sizes[0] not in (None, -1) and "no window" not in self.faults:
+        if windowed and "no window" not in self.faults:
             hidden |= distance > window_sizes[0]
         return scores, hidden, slope
 
@@ -82,6 +84,8 @@ class VarlenAttention:
     def backward(self, grad, q, k, v, out, lse, lengths, scale, window_sizes, softcap, deterministic=False):
         if softcap and "no backward with a softcap" in self.faults:
             raise AssertionError("backward does not support softcap")
+        if window_sizes[0] in (None, -1) and "no backward without a window" in self.faults:
+            raise AssertionError("backward needs a window")
         if deterministic and "no deterministic backward" in self.faults:
             raise AssertionError("deterministic backward not supported")
         group = q.shape[1] // k.shape[1]
