@@ -179,6 +179,8 @@ def _check(args: argparse.Namespace) -> None:
         sys.exit("fastdpo check: pass --model and --dataset, or --tiny")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("fastdpo check: --plot requires matplotlib: pip install matplotlib")
+    if args.model is not None:
+        _require_model(args)
     warnings.simplefilter("ignore")
     try:
         from .commands.check import command

@@ -67,14 +67,23 @@ try:
 except SystemExit:
     modules()
 """
-RUN = ("run", "--verify", "--memory-budget", "1GiB", "--reference-memory", "cache", "--only", "trl", "train.py")
+RUN = ("run", "--verify", "--memory-budget", "1GiB", "--reference-memory", "cache", "--only", "trl", __file__)
+
+
+MODEL = ("--model", "path/to/no/model")
+REFUSED = [("check", *MODEL, "--dataset", "x"), ("doctor", *MODEL), ("tune", *MODEL)]
+REFUSED.append(("estimate", "path/to/no/model", "x", "--batch", "2"))
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("--version",), *((x, "--help") for x in COMMANDS), RUN], ids=" ".join
+    "arguments",
+    [("--help",), ("--version",), *((x, "--help") for x in COMMANDS), RUN, *REFUSED],
+    ids=lambda arguments: " ".join(arguments[:2]),
 )
 def test_a_command_starts_without_torch(arguments, tmp_path):
-    """Up to its help, or up to the program that `fastdpo run` executes. Importing torch takes seconds."""
+    """Up to its help, up to the program that `fastdpo run` executes, or up to the error for a model that does not
+    exist. Importing torch takes seconds.
+    """
     done = subprocess.run(
         [sys.executable, "-c", START, *arguments],
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -96,6 +96,32 @@ def test_a_program_that_crashes_prints_its_traceback_alone(tmp_path):
     assert "fastdpo: off" not in done.stderr
 
 
+def test_a_module_that_does_not_exist_prints_the_error_of_python_alone():
+    done = run("-m", "no.such.module")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "Error while finding module specification for 'no.such.module'" in done.stderr
+
+
+@pytest.mark.parametrize("options", [("--verify",), ()])
+def test_options_of_a_program_that_calls_no_model(options, tmp_path):
+    (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer, trl.trainer.kto_trainer")
+    done = run(*options, tmp_path / "import_trl.py")
+    assert done.returncode == 0
+    line = "fastdpo: trl.DPOTrainer, trl.KTOTrainer calls: none; verify=True (no call was compared)\n"
+    assert done.stderr.endswith(line) == bool(options), done.stderr
+    assert done.stderr.count("calls: ") == len(options)
+
+
+def test_options_of_a_program_whose_children_train(script, tmp_path):
+    """A parent that imports a trainer and calls no model says nothing."""
+    (tmp_path / "launch.py").write_text(
+        "import subprocess, sys\nimport trl.trainer.dpo_trainer\nsubprocess.run([sys.executable, *sys.argv[1:]])"
+    )
+    done = run("--verify", tmp_path / "launch.py", script, tmp_path / "out")
+    assert done.stderr.count("calls: ") == done.stderr.count(f"{CALLS}; ") == 1, done.stderr
+
+
 def test_only_named_targets_are_patched(tmp_path):
     (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer")
     done = run("--only", "openrlhf", tmp_path / "import_trl.py")
@@ -121,6 +147,11 @@ def test_another_sitecustomize_still_runs(tmp_path):
     [
         ((), "fastdpo run: command must not be empty"),
         (("no-such-command",), "fastdpo run: command must be a script, -m and a module, or a command on PATH; got"),
+        (
+            ("no/such.py",),
+            "fastdpo run: command must be a script, -m and a module, or a command on PATH; got 'no/such.py', which "
+            "does not exist\n",
+        ),
         (("--only", "trl.PPOTrainer", "x.py"), "fastdpo run: targets must be among trl.DPOTrainer"),
         (
             ("--memory-budget", "much", "x.py"),

@@ -42,15 +42,15 @@ def run(command: Sequence[str], targets: Sequence[str] = (), *, strict: bool = F
     is_sequence = isinstance(command, Sequence) and not isinstance(command, str)
     if not is_sequence or not all(isinstance(word, str) for word in command):
         raise TypeError(f"run: command must be a sequence of strings; got {shown(command)}")
-    program = _program(command)
     require_flags("run", strict=strict)
     given = checked_options("run", options)
     trainers = targeted_trainers("run", targets)
-    handle, imported = tempfile.mkstemp(prefix="fastdpo-run-")
+    program = _program(command)
+    handle, notes = tempfile.mkstemp(prefix="fastdpo-run-")
     os.close(handle)
     settings = {
         "pid": os.getpid(),
-        "imported": imported,
+        "notes": notes,
         "trainers": {m: line.trainer for line in LINES if line.trainer in trainers for m in line.trainer_modules},
         "options": given,
     }
@@ -70,10 +70,13 @@ def _program(command: Sequence[str]) -> list[str]:
     if not command:
         raise ValueError("run: command must not be empty")
     name, *arguments = command
-    if name == "-m" or name.endswith(".py") or (Path(name) / "__main__.py").is_file():
+    is_script = name.endswith(".py") and Path(name).exists()
+    if name == "-m" or is_script or (Path(name) / "__main__.py").is_file():
         return [sys.executable, name, *arguments]
     # Console commands of this environment win, whether or not it is activated.
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
-        raise ValueError(f"run: command must be a script, -m and a module, or a command on PATH; got {name!r}")
+        reason = ", which does not exist" if name.endswith(".py") else ""
+        rule = "be a script, -m and a module, or a command on PATH"
+        raise ValueError(f"run: command must {rule}; got {shown(name)}{reason}")
     return [found, *arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from ..models import fallback
@@ -17,8 +18,19 @@ def line(trainer: str) -> str | None:
         return calls
     given = {field.name: getattr(options, field.name) for field in fields(PatchOptions)}
     given = {name: value for name, value in given.items() if value != getattr(PatchOptions, name)}
+    return "; ".join([calls, *_outcomes(trainer, given)])
+
+
+def line_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> str:
+    """What to print of options that were given, if no model of any of these patched trainers was called."""
+    outcomes = dict.fromkeys(outcome for trainer in trainers for outcome in _outcomes(trainer, given))
+    return "; ".join([f"fastdpo: {', '.join(trainers)} calls: none", *outcomes])
+
+
+def _outcomes(trainer: str, given: Mapping[str, object]) -> list[str]:
+    """The options that apply to a trainer, with what came of them."""
     applying = [name for name in given if trainer in patching.APPLIES.get(name, (trainer,))]
-    return "; ".join([calls, *(f"{name}={given[name]}{_outcome(trainer, name)}" for name in applying)])
+    return [f"{name}={given[name]}{_outcome(trainer, name)}" for name in applying]
 
 
 def _outcome(trainer: str, option: str) -> str:

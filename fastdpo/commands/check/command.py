@@ -18,7 +18,6 @@ from packaging.specifiers import SpecifierSet
 from ...data.files import load_preferences
 from ...integrations import patching
 from ...integrations.lines import LINES
-from ..model_names import require_model
 from . import tiny
 from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINER, Settings, parse_fields
 from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
@@ -96,7 +95,6 @@ def check(
         else:
             paths = model, Path(dataset)
         try:
-            require_model("check", str(paths[0]))
             pairs = len(load_preferences(paths[1]))
             parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)])
         except ValueError as error:

@@ -19,6 +19,9 @@ from typing import Any
 
 VARIABLE = "FASTDPO_RUN"
 
+IMPORTED, PATCHED, CALLED = "imported", "patched", "called"
+"""What processes note of a trainer: of its module, its class and its models."""
+
 
 class _Loader(importlib.abc.Loader):
     """Loads a module as its own loader does, and then patches its trainer."""
@@ -61,8 +64,7 @@ def _patch(trainer: str) -> None:
     from fastdpo.logs import strict
 
     run = json.loads(os.environ[VARIABLE])
-    with Path(run["imported"]).open("a") as file:
-        file.write(f"{trainer}\n")
+    _note(IMPORTED, trainer)
     try:
         _print(patching.patch_for_run(trainer, run["options"]))
     except patching.PatchError as error:
@@ -70,6 +72,7 @@ def _patch(trainer: str) -> None:
             raise
         _print(str(error).removeprefix("patch: "))
     else:
+        _note(PATCHED, trainer)
         atexit.register(_report_calls, trainer)
 
 
@@ -78,14 +81,36 @@ def _report_calls(trainer: str) -> None:
 
     line = outcomes.line(trainer)
     if line is not None:
+        _note(CALLED, trainer)
         _print(line)
 
 
-def _report_nothing(imported: Path, supported: str) -> None:
+def _note(what: str, trainer: str) -> None:
+    """Notes something of a trainer for the first process of the program, which reports what none has noted."""
+    notes = Path(json.loads(os.environ[VARIABLE])["notes"])
+    if notes.exists():  # until that process ends
+        with notes.open("a") as file:
+            file.write(f"{what} {trainer}\n")
+
+
+def _report_nothing(run: dict[str, Any]) -> None:
+    """Says at the end of a program that it has imported no trainer, or has called no model although options were
+    given. Says nothing of a program that crashed, and of a module that was not found.
+    """
+    notes = Path(run["notes"])
+    noted = [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
+    notes.unlink(missing_ok=True)
     crashed = hasattr(sys, "last_value")  # set by an exception that nobody has caught
-    if not crashed and (not imported.exists() or not imported.read_text()):
+    if crashed or sys.argv[0] == "-m":  # Python replaces it when it has found the module
+        return
+    if not noted:
+        supported = ", ".join(sorted(set(run["trainers"].values())))
         _print(f"fastdpo: off, the program has imported none of {supported} [nothing-imported]")
-    imported.unlink(missing_ok=True)
+    patched = [*dict.fromkeys(trainer for what, trainer in noted if what == PATCHED)]
+    if patched and run["options"] and all(what != CALLED for what, _ in noted):
+        from fastdpo.integrations import outcomes
+
+        _print(outcomes.line_without_calls(patched, run["options"]))
 
 
 def _print(line: object) -> None:
@@ -106,7 +131,7 @@ def _start() -> None:
     if run is not None:
         sys.meta_path.insert(0, _Finder(run["trainers"]))
         if run["pid"] == os.getpid():
-            atexit.register(_report_nothing, Path(run["imported"]), ", ".join(sorted(set(run["trainers"].values()))))
+            atexit.register(_report_nothing, run)
 
 
 if __name__ == "sitecustomize":
