@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models import forward, support
+from ..models.wrapped import base_of
 from ..packing import IGNORE_INDEX
-from ..ref_logps.scoring import base_of
 
 
 def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
@@ -21,7 +21,7 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
         a: tokens [R, L] of one batch.
         b: those of the other, [R2, L2].
     """
-    base = base_of(model)
+    base = base_of(model, "equal_when_merged")
     if not forward.is_fused(base) or (base.training and support.has_dropout(base)):
         return False
     if support.rope_limit(base) is None:

@@ -19,6 +19,7 @@ from . import attention
 from .language_model import backbone, text_config
 from .mixers import finding, function_probe
 from .support import attention_window, logit_transform, rope_reason, shared_reason
+from .wrapped import in_mode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -115,7 +116,7 @@ def _compare(
         return backbone(model)(**inputs).last_hidden_state.flatten(0, 1)
 
     with torch.autocast(device.type, enabled=False):
-        with _mode(model, training=False):
+        with in_mode(model, training=False):
             with _running(model, "padded rows"):
                 expected = run(padded)
                 with _perturbed_embeddings(model, rounding_error):
@@ -133,7 +134,7 @@ def _compare(
         devices = [] if device.type == "cpu" else [device]
         with (
             _running(model, "packed tokens in training mode"),
-            _mode(model, training=True),
+            in_mode(model, training=True),
             torch.random.fork_rng(devices),
             attention.witness() as recorded,
         ):
@@ -202,7 +203,7 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=generator, device="cpu").to(device)
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     plainly = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), preserved_buffers(model), plainly, _mode(model, training=False):
+    with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
         expected = type(model).forward(model, **batch).logits
         rounding_error = max(_rounding_error(model, device), torch.finfo(expected.dtype).eps)
         expected = expected.float()
@@ -329,14 +330,3 @@ def _perturbed_embeddings(model: PreTrainedModel, epsilon: float) -> Iterator[No
         yield
     finally:
         hook.remove()
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -21,7 +21,7 @@ from torch import nn
 
 from .. import checks, storage
 from ..data.pairs import Pairs, positive, require_dataset
-from ..models import forward
+from ..models import forward, wrapped
 from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
 from .passes import TOKENS_PER_BATCH, RefLogps
@@ -110,13 +110,13 @@ def precompute(
         rule = "be the path or URL of a directory, or None"
         directory = storage.checked_directory("precompute", "cache_dir", cache_dir, rule)
     tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
-    base = scoring.base_of(model)
-    pairs = Pairs(dataset, max_length, truncation_mode, scoring.vocabulary_of(base))
+    base = wrapped.base_of(model, "precompute")
+    pairs = Pairs(dataset, max_length, truncation_mode, wrapped.vocabulary_of(base))
     _require_any_batch(base, pairs)
-    device = scoring.input_device_of(base)
+    device = wrapped.input_device_of(base)
     with (
-        scoring.evaluating(model),
-        scoring.with_adapter(model, adapter),
+        wrapped.evaluating(model),
+        wrapped.with_adapter(model, adapter, "precompute"),
         scoring.scoring(model, pairs, ld_alpha) as score,
     ):
         bounds = passes.Bounds(tokens_per_batch, None if forward.is_fused(base) else 1)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..distributed import gather_objects
 from ..models.adapters import active_adapters
 from ..models.support import is_sharded
+from ..models.wrapped import base_of
 from ..reasons import Reason
 from .digests import canonical_json, config_digest, tensor_digest
 from .module_state import ModuleStates, NotCacheable
@@ -90,11 +91,9 @@ def uncacheable_reason(model: nn.Module) -> Reason | None:
         model: a transformers model, which PEFT, DDP or FSDP2 may have wrapped. Hooks of the
             wrappers count, too.
     """
-    from .scoring import base_of
-
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return Reason("fsdp1")
-    base = base_of(model)
+    base = base_of(model, "precompute")
     inside = set(base.modules())
     try:
         states = ModuleStates(base)

@@ -26,8 +26,8 @@ from ...data.files import load_preferences
 from ...integrations.patching import patched
 from ...models import fallback, forward, gradients, rounding
 from ...models.language_model import backbone
+from ...models.wrapped import base_of
 from ...plain_checks import suggested
-from ...ref_logps.scoring import base_of
 from ...testing import float64_throughout
 from .meters import PeakMemory, Stopwatch, TokenCounter
 
@@ -118,8 +118,9 @@ class _Recorder:
     def __init__(self, trainer: DPOTrainer, bar: tqdm):
         from transformers import TrainerCallback
 
-        policy = base_of(trainer.model)
-        models = {id(x): x for x in (policy, *([base_of(trainer.ref_model)] if trainer.ref_model is not None else []))}
+        policy = base_of(trainer.model, "check")
+        given = (trainer.model,) if trainer.ref_model is None else (trainer.model, trainer.ref_model)
+        models = {id(x): x for x in (base_of(model, "check") for model in given)}
         self.logps: dict[str, list[Tensor]] = {"policy": [], "reference": []}
         self.gradients: list[dict[str, Tensor]] = []
         self.logs: list[dict[str, float]] = []
@@ -185,7 +186,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             return result
 
         trainer.training_step = training_step
-        policy = base_of(trainer.model)
+        policy = base_of(trainer.model, "check")
         dtype = policy.dtype
         peak = PeakMemory()
         with peak.watched(), _perturbed(trainer) if side == PERTURBED else nullcontext():
@@ -226,7 +227,8 @@ def _perturbed(trainer: DPOTrainer) -> Iterator[None]:
     with ExitStack() as stack:
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
-                stack.enter_context(rounding.perturbed(base_of(model), _unit(trainer, base_of(model))))
+                base = base_of(model, "check")
+                stack.enter_context(rounding.perturbed(base, _unit(trainer, base)))
         yield
 
 

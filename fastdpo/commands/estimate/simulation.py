@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...integrations import patching
 from ...models import forward
 from ...models.mixers import segments
+from ...models.wrapped import base_of
 from ...ops.head.budget import budget_for
 from ...packing import IGNORE_INDEX
 from .ledger import MemoryLedger
@@ -138,7 +139,7 @@ class _Step:
 
         self.setup, self.fake = setup, FakeTensorMode(allow_non_fake_inputs=True)
         self.policy, self.reference = _build(setup)
-        self.base: Any = self.policy if setup.lora is None else self.policy.get_base_model()
+        self.base: Any = base_of(self.policy, "estimate")
         self.weights = _materialize(self.policy, self.fake)
         self.reference_weights = 0 if self.reference is None else _materialize(self.reference, self.fake)
         statistics = ("log_probs", "entropy", "mean_logits", "is_top1")  # those of TRL's metrics

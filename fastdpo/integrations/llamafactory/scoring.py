@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.functions import module_of
 from ...models.layouts import Groups
+from ...models.wrapped import base_of
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ...ref_logps.scoring import base_of
 from .. import concatenated
 from ..bypass import leave_unpatched, left_unpatched, report_if_unused
 from ..last_result import LastResult
@@ -161,7 +161,7 @@ class ScoringLine:
             leave_unpatched(trainer, self.integration, reason)
             return
         vars(trainer)[_OWN_STATE] = ScoringState()
-        bases = ((role, base_of(model)) for role, model in models.items())
+        bases = ((role, base_of(model, self.integration)) for role, model in models.items())
         concatenated.install(bases, self.integration, options, statistics=("mean_logits",), groups=self._groups)
 
 
@@ -191,5 +191,5 @@ def _replaced_kernels(args: Any, *models: nn.Module) -> Reason | None:
         owners = {owner for kind in kinds for owner in (kind.__module__, module_of(kind.forward))}
         names = sorted({_KERNELS[owner] for owner in (x.partition(".")[0] for x in owners) if owner in _KERNELS})
         if names:
-            return Reason("replaced-kernels", package=names[0], model=type(base_of(model)).__name__)
+            return Reason("replaced-kernels", package=names[0], model=type(base_of(model, "llamafactory")).__name__)
     return None

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...models.wrapped import base_of
 from ...packing import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
     from openrlhf.trainer.dpo_trainer import DPOTrainer
-    from transformers import PreTrainedModel
 
 
 Results = tuple[Tensor, Tensor, Any, Tensor]
@@ -42,7 +42,8 @@ def score(trainer: DPOTrainer, actor: Actor, rows: PairRows, prompt_lengths: lis
     """What `concatenated_forward` returns for these rows, from one call of the actor's model."""
     ids, mask, labels = rows
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
-    if hasattr(base_of(actor).config, "output_router_logits"):  # the actor sets it, whether it is needed or not
+    config = base_of(actor, "openrlhf").config
+    if hasattr(config, "output_router_logits"):  # the actor sets it, whether it is needed or not
         inputs["output_router_logits"] = trainer.aux_loss
     output = actor.model(**inputs, fused_lm_head=True)
     n = len(ids) // 2
@@ -82,10 +83,3 @@ def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor)
         )
     in_prompt = torch.arange(ids.shape[1], device=ids.device) < lengths.repeat(2)[:, None]
     return ids.masked_fill(in_prompt | (mask == 0), IGNORE_INDEX)
-
-
-def base_of(actor: Actor) -> PreTrainedModel:
-    """The causal LM in an actor, inside of DeepSpeed's engine and PEFT."""
-    model = cast(Any, actor.model)
-    model = getattr(model, "module", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

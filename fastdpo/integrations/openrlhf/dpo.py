@@ -23,6 +23,7 @@ from torch import Tensor
 from ...models import forward
 from ...models.forward import Request
 from ...models.language_model import text_config
+from ...models.wrapped import base_of
 from ...reasons import Reason
 from ...ref_logps.memory import Memory
 from ..bypass import left_unpatched, report_if_unused
@@ -31,7 +32,7 @@ from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
 from ..signatures import first_difference
-from .batches import PairRows, base_of, rows_of, score
+from .batches import PairRows, rows_of, score
 from .memory import LoaderWithCallback, memory_enabled, remembered
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def enable(options: PatchOptions) -> None:
         state: _OpenRLHFState | None = vars(self).get(STATE)
         if state is not None and not state.has_logged:
             state.has_logged = True
-            report_if_unused(self, NAME, base_of(self.model))
+            report_if_unused(self, NAME, base_of(self.model, NAME))
         return stock_log(self, *args, **kwargs)
 
     @functools.wraps(stock_evaluate)
@@ -170,7 +171,7 @@ def disable() -> None:
 
 
 def _install(actor: Actor, role: str, options: PatchOptions) -> None:
-    base = base_of(actor)
+    base = base_of(actor, NAME)
     request = Request(
         NAME,
         role,

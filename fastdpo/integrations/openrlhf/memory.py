@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ...models.support import is_sharded
+from ...models.wrapped import base_of
 from ...packing import IGNORE_INDEX
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
-from .batches import PairRows, Results, base_of
+from .batches import PairRows, Results
 
 if TYPE_CHECKING:
     from openrlhf.trainer.dpo_trainer import DPOTrainer
@@ -48,7 +49,7 @@ def memory_enabled(trainer: DPOTrainer, memory: Memory, device: torch.device) ->
     if memory.enabled and not memory.started:
         from ...ref_logps import keys
 
-        base, temperature = base_of(trainer.ref_model), trainer.ref_model.temperature
+        base, temperature = base_of(trainer.ref_model, "reference_memory"), trainer.ref_model.temperature
         vote_on = device if is_sharded(base) else None
         memory.start(None, lambda: key_of("openrlhf", keys.model_digest(base), temperature), vote_on)
     return memory.enabled
@@ -75,7 +76,7 @@ def remembered(
         chosen, rejected, *_ = score(*(batch if len(missing) == len(digests) else part))
         return torch.stack([chosen, rejected], 1)
 
-    base = base_of(trainer.ref_model)
+    base = base_of(trainer.ref_model, "reference_memory")
     memory.check(base, rows.ids.shape[1])
     logps = memory.log_probs(base, digests, compute, rows.ids.numel())
     if logps is None:

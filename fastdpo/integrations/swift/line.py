@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...models import forward
+from ...models.wrapped import without_adapters
 from ...reasons import Reason
 from ..bypass import leave_unpatched
 from ..concatenated import Inputs, liger_reason
@@ -111,11 +112,9 @@ class SwiftLine:
 
 def _disabled_reason(trainer: Any) -> Reason | None:
     """Why a trainer that has its accelerator cannot be fused."""
-    from accelerate.utils import is_peft_model
     from transformers import PreTrainedModel
 
-    model = trainer.model
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = without_adapters(trainer.model)
     if not isinstance(base, PreTrainedModel):
         return Reason("model-type", kind=type(base).__name__)
     if trainer.model_meta.is_multimodal:

@@ -20,6 +20,7 @@ from ...models.adapters import active_parameters
 from ...models.image_content import digests_of_rows
 from ...models.images import ARGUMENTS
 from ...models.local_shards import reshard
+from ...models.wrapped import base_of
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..replacements import temporarily
@@ -75,8 +76,6 @@ class ReferenceMemory(Memory):
         """The digests of the pairs of a batch, or why they have none."""
         from trl.trainer import dpo_trainer
 
-        from ...ref_logps import scoring
-
         given = {name for name, x in inputs.items() if x is not None}
         takes_images = hasattr(dpo_trainer, "add_fused_lm_head")  # earlier versions of TRL are not tested with them
         others = given - SUPPORTED_INPUTS - {*(ARGUMENTS if takes_images else ())}
@@ -84,7 +83,7 @@ class ReferenceMemory(Memory):
             return Reason("batch-entries", names=", ".join(sorted(others)))
         contents = None
         if given - SUPPORTED_INPUTS:
-            contents = digests_of_rows(scoring.base_of(reference_of(trainer)), inputs)
+            contents = digests_of_rows(base_of(reference_of(trainer), "reference_memory"), inputs)
             if isinstance(contents, Reason):
                 return contents
         return digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"], contents)
@@ -124,8 +123,6 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
     """Returns why a trainer's reference log-probabilities cannot be
     remembered, or None if they can.
     """
-    from ...ref_logps import scoring
-
     args = trainer.args
     if args.sync_ref_model:
         return Reason("synced-reference")
@@ -136,7 +133,7 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
         return Reason("reference-on-ranks")
     if any(isinstance(module, FullyShardedDataParallel) for module in reference_of(trainer).modules()):
         return Reason("fsdp1")
-    base = scoring.base_of(reference_of(trainer))
+    base = base_of(reference_of(trainer), "reference_memory")
     if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
             return Reason("reference-neftune")
@@ -163,9 +160,7 @@ def remembered_logps(
     padded_shape: torch.Size,
 ) -> Tensor | None:
     """`Memory.log_probs` for a trainer's reference as it is now, and a batch of this padded shape."""
-    from ...ref_logps import scoring
-
-    base = scoring.base_of(reference_of(trainer))
+    base = base_of(reference_of(trainer), "reference_memory")
     reshard(reference_of(trainer))
     with as_reference(trainer):
         memory.check(base, padded_shape[1])

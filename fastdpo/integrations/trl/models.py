@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from ...models.wrapped import without_adapters, without_engines
+
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel, Trainer
 
 
 def models_of(trainer: Trainer) -> dict[str, nn.Module]:
     """The models that a trainer has now by role, without the wrappers of engines."""
-    from accelerate.utils import extract_model_from_parallel
-
     wrapped = {role: vars(trainer).get(name) for role, name in (("policy", "model"), ("reference", "ref_model"))}
-    return {
-        role: extract_model_from_parallel(model, keep_torch_compile=False)
-        for role, model in wrapped.items()
-        if model is not None
-    }
+    return {role: without_engines(model) for role, model in wrapped.items() if model is not None}
 
 
 def new_models(trainer: Trainer, known: weakref.WeakSet) -> list[tuple[str, PreTrainedModel]]:
@@ -32,11 +27,9 @@ def new_models(trainer: Trainer, known: weakref.WeakSet) -> list[tuple[str, PreT
     between, transformers 4 sets the policy. A trainer without a reference model uses its policy
     without adapters.
     """
-    from accelerate.utils import is_peft_model
-
     models = []
     for role, model in models_of(trainer).items():
         if model not in known:
             known.add(model)
-            models.append((role, cast("PeftModel", model).get_base_model() if is_peft_model(model) else model))
+            models.append((role, cast("PreTrainedModel", without_adapters(model))))
     return models

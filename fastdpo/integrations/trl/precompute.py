@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ...logs import warn
-from ...models import fallback, forward
+from ...models import fallback, forward, wrapped
 from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
 from ...storage import Directory, directory_at
@@ -78,9 +78,8 @@ def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
     dataset, or None.
     """
     from ...data import pairs
-    from ...ref_logps import scoring
 
-    base = scoring.base_of(reference_of(trainer))
+    base = wrapped.base_of(reference_of(trainer), "precompute_ref_log_probs")
     if rope_limit(base) is None or set(VALUES) <= set(dataset.column_names):
         return None
     collator = cast("DataCollatorForPreference", trainer.data_collator)
@@ -96,7 +95,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
     from ...data import pairs
-    from ...ref_logps import keys, passes, ranks, scoring, shards, with_ref_logps
+    from ...ref_logps import keys, passes, ranks, shards, with_ref_logps
 
     if set(VALUES) <= set(dataset.column_names):
         warn(f"{DPO}: the {name} dataset has {' and '.join(VALUES)}, which are used as they are")
@@ -105,7 +104,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     model = reference_of(trainer)
     accelerator = trainer.accelerator
     collator = cast(DataCollatorForPreference, trainer.data_collator)
-    vocabulary = scoring.vocabulary_of(scoring.base_of(model))
+    vocabulary = wrapped.vocabulary_of(wrapped.base_of(model, "precompute_ref_log_probs"))
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
     # A model that runs padded is given as many pairs as TRL would give it.
     fused = forward.is_fused(model)
@@ -126,7 +125,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
         batch = send_to_device(collator(examples), accelerator.device)
         return reference_logps(trainer, batch, _engine(trainer))
 
-    with scoring.evaluating(model):
+    with wrapped.evaluating(model):
         logps = passes.run(
             score,
             rows,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from ...models.local_shards import reshard
+from ...models.wrapped import base_of, with_adapter, without_engines
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
@@ -42,21 +43,19 @@ def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
     """Disables the adapters of a policy that is its own reference, or
     activates the copy named "ref".
     """
-    from ...ref_logps import scoring
-
     adapters = _adapters(trainer)
     if adapters is None:
         return nullcontext()
-    return scoring.with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None)
+    return with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None, "as_reference")
 
 
 def reference_digest(trainer: Any, as_reference: AsReference) -> str:
     """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
-    from ...ref_logps import keys, scoring
+    from ...ref_logps import keys
 
     reshard(reference_of(trainer))
     with as_reference(trainer):
-        return keys.model_digest(scoring.base_of(reference_of(trainer)))
+        return keys.model_digest(base_of(reference_of(trainer), "reference_digest"))
 
 
 def precision_of(trainer: Any) -> str:
@@ -66,5 +65,5 @@ def precision_of(trainer: Any) -> str:
 
 def _adapters(trainer: DPOTrainer) -> dict | None:
     """The adapters of a policy that is its own reference."""
-    unwrapped = trainer.accelerator.unwrap_model(reference_of(trainer))
+    unwrapped = without_engines(reference_of(trainer))
     return getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None

@@ -19,7 +19,7 @@ from ....logs import logger
 from ....models import fallback
 from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
-from ....ref_logps.scoring import base_of
+from ....models.wrapped import base_of
 from ...ledger import Recording
 from ...protocol import STATE
 from ...replacements import temporarily
@@ -70,7 +70,7 @@ class TokenBudget:
             return loader
         require_supported("max_tokens", unsupported_reason(trainer, loader))
         self._previous = None
-        lengths, model = lengths_of(trainer), base_of(trainer.accelerator.unwrap_model(trainer.model))
+        lengths, model = lengths_of(trainer), base_of(trainer.model, "max_tokens")
         require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
             lengths,
