@@ -394,6 +394,7 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     if package in CHANGING_OTHERS and not is_targeted and not imported:
         return off(version, Reason("not-imported", package=package))
     module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
+    evidence.set_newer(package, not is_tested)
     earlier, functions = set(sys.modules), {}
     try:
         with evidence.noting() as functions:
@@ -405,17 +406,21 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
             del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
     if name in _patched:
         return _patched[name].examined
-    changed: list[str] = []
+    changed: dict[str, list[str]] = {}
     if not is_tested and reason is None:
         changed = evidence.changed(functions, package)
-        replaced = [name for name in changed if name.rpartition(".")[2] not in line.compared]
+        replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
         if replaced:
-            reason = Reason("changed-code", functions=", ".join(replaced))
+            reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
     if reason is not None:
         return off(version, reason)
     tested = None if is_tested else f"{distribution}{line.versions}"
-    seam = Seam(name, version, None, tested=tested, changed=tuple(changed))
+    seam = Seam(name, version, None, tested=tested, changed=tuple(_each_once(changed)))
     return _Examined(seam, module, _stock_trainers(module.trainer_class()))
+
+
+def _each_once(names: Mapping[str, list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for found in names.values() for name in found))
 
 
 def _stock_trainers(kind: type) -> weakref.WeakValueDictionary[int, Any]:

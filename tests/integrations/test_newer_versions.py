@@ -17,7 +17,7 @@ import torch
 
 import fastdpo
 from fastdpo.commands import doctor
-from fastdpo.integrations import evidence
+from fastdpo.integrations import evidence, fingerprints
 from fastdpo.integrations.lines import LINES
 from fastdpo.integrations.patching import examine
 from fastdpo.models import fallback
@@ -27,7 +27,7 @@ from tests.support.documents import tested_code
 from tests.support.trl.dpo import Run, assert_same, assert_same_bits, tiny_model
 from tests.support.workers.trainings import TRAIN
 
-DPO, UTILS = "trainer/dpo_trainer.py", "trainer/utils.py"
+DPO, UTILS, KERNEL = "trainer/dpo_trainer.py", "trainer/utils.py", "kernels/chunked_logprob.py"
 TOKENS = '        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]\n'
 METRIC = '        self._metrics[mode]["one"].append(self.accelerator.gather(0 * loss).max().item() + 1)\n'
 ARGUMENT = '        peft_config: "PeftConfig | None" = None,\n'
@@ -38,6 +38,7 @@ COPIES = {  # by the name of a copy: file, text, replacement
     "another loss": [(DPO, AUXILIARY, f"        loss = 1.5 * loss\n{AUXILIARY}")],
     "another name": [(file, "add_fused_lm_head", "attach_lm_head") for file in (DPO, UTILS)],
     "other positions": [(UTILS, "labels = labels[:, 1:]", "labels = labels[:, :-1]")],
+    "another kernel": [(KERNEL, "logprobs = target_logit - log_z\n", "logprobs = 1.25 * (target_logit - log_z)\n")],
 }
 METADATA = "Metadata-Version: 2.1\nName: trl\nVersion: 1.17.0\n"
 
@@ -66,14 +67,18 @@ def results(tmp_path_factory):
 
 ON = "trl.DPOTrainer (1.17.0): on, provisionally: newer than the tested versions, trl>=1.15,<1.17, "
 COMPARED = f"{ON}where {{}} differs: its first calls are compared with stock ones"
+CHANGED = {
+    "grown": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss"],
+    "another loss": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss"],
+    "other positions": ["trl.trainer.utils.add_fused_lm_head"],
+    "another kernel": ["trl.kernels.chunked_logprob.ChunkedLogProbFunction.forward"],
+}
 REPORTS = {
     "unchanged": f"{ON}whose code is the same",
-    "grown": COMPARED.format("trl.trainer.dpo_trainer.DPOTrainer._compute_loss"),
-    "another loss": COMPARED.format("trl.trainer.dpo_trainer.DPOTrainer._compute_loss"),
+    **{name: COMPARED.format(", ".join(functions)) for name, functions in CHANGED.items()},
     "another name": "trl.DPOTrainer (1.17.0): off, its code differs from the tested versions: "
     "trl.trainer.dpo_trainer.add_fused_lm_head must have the parameters ['model', 'temperature', "
     "'cast_lm_head_to_fp32', 'outputs']; got None [different-code]",
-    "other positions": COMPARED.format("trl.trainer.utils.add_fused_lm_head"),
 }
 
 
@@ -93,15 +98,27 @@ def test_a_copy_trains_what_its_stock_trains(results, name):
         assert all(log["one"] == 1.0 for log in patched.logs if "loss" in log)
 
 
+@pytest.mark.parametrize("name", COPIES)
+def test_the_report_of_each_copy_is_documented(name):
+    assert f"\nfastdpo: {REPORTS[name]}\n" in (ROOT / "docs" / "trl.md").read_text()
+
+
 def test_a_difference_is_logged_with_its_size(results):
     reason = r"\(policy\): not fused, the package is newer .* its first call differs from stock in log-prob.* by"
-    assert any(re.search(reason, message) for message in results["other positions"]["messages"])
+    for name in ("other positions", "another kernel"):
+        assert any(re.search(reason, message) for message in results[name]["messages"])
     assert not any("not fused" in message for name in ("unchanged", "grown") for message in results[name]["messages"])
 
 
 def test_looking_at_the_code_takes_little_time(results):
-    """About 0.04 s. A busy machine takes longer, and parsing all of TRL takes seconds."""
-    assert results["unchanged"]["seconds"] < 0.5
+    """About 0.02 s, and as much again for the first look, which reads the files."""
+    assert results["unchanged"]["seconds"] < 0.05
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_only_functions_whose_texts_differ_are_parsed(results, name):
+    changed = [] if name == "another name" else [x.rpartition(".")[2] for x in CHANGED.get(name, [])]
+    assert sorted(results[name]["parsed"]) == sorted(changed)
 
 
 def test_the_fingerprints_are_those_of_the_installed_versions():
@@ -122,7 +139,7 @@ def changed(newer, monkeypatch):
     """A function that makes functions of a name differ from the tested ones."""
 
     def change(*names):
-        tested = {name: "" if name.rpartition(".")[2] in names else x for name, x in evidence.tested().items()}
+        tested = {name: [] if name.rpartition(".")[2] in names else x for name, x in evidence.tested().items()}
         monkeypatch.setattr(evidence, "tested", lambda: tested)
 
     return change
@@ -190,6 +207,19 @@ def test_newer_versions_can_be_refused(newer, monkeypatch, variable):
     assert seam.on or seam.reason.name == "unsupported-version"
 
 
+def test_a_function_without_source_or_record_has_changed(newer):
+    namespace = {"__name__": "trl.made"}
+    exec("def f(x):\n    return x", namespace)
+    evidence.set_newer("trl", True)
+    try:
+        for function in (namespace["f"], torch.nn.functional.linear):
+            name = fingerprints.name_of(function)
+            assert evidence.changed({name: function}, fingerprints.package_of(name)) == {name: [name]}
+        assert not evidence.is_tested(namespace["f"])
+    finally:
+        evidence.set_newer("trl", False)
+
+
 FUNCTION = '''
 def mean(rows, width=None):
     """A docstring."""
@@ -223,4 +253,4 @@ def mean(rows, width=None):
 )
 def test_a_fingerprint_is_that_of_what_a_function_does(text, replacement, same):
     assert text in FUNCTION
-    assert (evidence.hash_of(FUNCTION.replace(text, replacement)) == evidence.hash_of(FUNCTION)) is same
+    assert (fingerprints.hash_of(FUNCTION.replace(text, replacement)) == fingerprints.hash_of(FUNCTION)) is same

@@ -19,6 +19,7 @@ from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
 from ...storage import Directory, directory_at
 from .. import evidence
+from ..fingerprints import name_of
 from .batches.widths import widest_batch
 from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
@@ -56,7 +57,7 @@ def _unsupported_reason(trainer: DPOTrainer) -> Reason | None:
     from trl.trainer import dpo_trainer
 
     relied_on = (dpo_trainer.DPOTrainer._precompute_ref_logps, dpo_trainer.DataCollatorForPreference.torch_call)
-    changed = [evidence.name_of(function) for function in relied_on if not evidence.is_tested(function)]
+    changed = [name_of(function) for function in relied_on if not evidence.is_tested(function)]
     if changed:
         return Reason("changed-code", functions=", ".join(changed))
     collator = type(trainer.data_collator)

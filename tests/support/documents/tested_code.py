@@ -9,24 +9,39 @@ from __future__ import annotations
 
 import importlib
 import json
+from types import FunctionType
 
-from fastdpo.integrations import evidence
+from fastdpo.integrations import evidence, fingerprints
 from fastdpo.integrations.lines import LINES, installed_version
 
 
-def found() -> dict[str, str | None]:
-    """The fingerprints of the functions of installed packages, by their names."""
-    fingerprints = {}
+def found() -> dict[str, list[str]]:
+    """The hashes of what lines rely on in installed packages, by the names of functions and constants."""
+    hashes = {}
     for line in LINES:
         newest = next(x for x in LINES if x.trainer == line.trainer)
         version = installed_version(line.package)
         if line is newest and version is not None and line.supports(version):
             with evidence.noting() as functions:
                 assert importlib.import_module(f"fastdpo.integrations.{line.module}").unsupported_reason() is None
-            own = {name: x for name, x in functions.items() if name.partition(".")[0] == line.package}
-            fingerprints |= {name: evidence.fingerprint(function) for name, function in own.items()}
-    return fingerprints
+            for name, function in functions.items():
+                if fingerprints.package_of(name) == line.package:
+                    reach = fingerprints.reached(fingerprints.inner(function))
+                    hashes |= {each: hashes_of(each, value) for each, value in reach.items()}
+    return hashes
+
+
+def hashes_of(name: str, value: object) -> list[str]:
+    """What is recorded of a function or a constant: the hash of what it does, and that of its text."""
+    if not isinstance(value, FunctionType):
+        return [fingerprints.text_hash(value)]
+    code = fingerprints.code_hash(value)
+    assert code is not None, name
+    return [code, fingerprints.text_hash(value)]
 
 
 if __name__ == "__main__":
-    evidence.TESTED.write_text(json.dumps(dict(sorted({**evidence.tested(), **found()}.items())), indent=2) + "\n")
+    package = {fingerprints.package_of(name) for name in found()}
+    kept = {name: x for name, x in evidence.tested().items() if fingerprints.package_of(name) not in package}
+    lines = [f"  {json.dumps(name)}: {json.dumps(hashes)}" for name, hashes in sorted({**kept, **found()}.items())]
+    evidence.TESTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -4,11 +4,15 @@ Usage: `python -m tests.support.workers.newer_trl COPY ...`. Each copy is a dire
 metadata. The result is saved in it.
 """
 
+import contextlib
+import importlib
 import logging
 import os
+import re
 import sys
-import time
+import timeit
 from pathlib import Path
+from unittest import mock
 
 import accelerate  # noqa: F401
 import datasets  # noqa: F401
@@ -20,14 +24,14 @@ import transformers.trainer  # noqa: F401
 def train_copy(copy: Path) -> None:
     """Trains DPO with a copy of TRL, as it is and patched, and saves both runs, the report and what was logged.
 
-    The seconds are those of a second look at the trainers' code.
+    Also saved are the names of the functions that were parsed, and the seconds that a look at the code of the
+    preference trainers takes, the best of five.
     """
     sys.path.insert(0, str(copy))
     import trl
 
     import fastdpo
-    from fastdpo.integrations import evidence
-    from fastdpo.integrations.patching import examine
+    from fastdpo.integrations import evidence, fingerprints
     from tests.support.trl.dpo import tiny_model, train
 
     assert Path(trl.__file__).is_relative_to(copy)
@@ -39,16 +43,30 @@ def train_copy(copy: Path) -> None:
     def run(name: str) -> dict:
         return vars(train(copy / name, tiny_model(seed=0), tiny_model(seed=1), evaluate=6))
 
-    stock = run("stock")
-    report = fastdpo.patch()
+    stock, parsed = run("stock"), []
+    normalized = fingerprints.normalized
+    with mock.patch.object(fingerprints, "normalized", lambda source: parsed.append(source) or normalized(source)):
+        report = fastdpo.patch()
     patched = run("patched")
     fastdpo.unpatch()
-    evidence.fingerprint.cache_clear()
-    begin = time.process_time()
-    examine()
-    seconds = time.process_time() - begin
+    functions = noted()
+    seconds = min(timeit.repeat(lambda: evidence.changed(functions, "trl"), fingerprints.forget, number=1, repeat=5))
     result = {"stock": stock, "patched": patched, "report": str(report.seams[0]), "seconds": seconds}
+    result["parsed"] = [re.search(r"def (\w+)", source)[1] for source in parsed]
     torch.save({**result, "messages": messages, "version": trl.__version__}, copy / "result.pt")
+
+
+def noted() -> dict:
+    """The functions that the lines of TRL's preference trainers rely on, if they can be imported."""
+    from fastdpo.integrations import evidence
+    from fastdpo.integrations.lines import LINES
+
+    with evidence.noting() as functions:
+        for line in LINES:
+            if line.by_default and line.compared:
+                with contextlib.suppress(ImportError, RuntimeError):
+                    importlib.import_module(f"fastdpo.integrations.{line.module}").unsupported_reason()
+    return functions
 
 
 def main(*copies: Path) -> None:
