@@ -21,9 +21,11 @@ from ..integrations import patching
 from ..models import forward
 from ..models.forward import Request
 from ..ops.attention import backends
+from ..ops.attention import trials as attention_trials
 from ..ops.attention.calls import AttentionOptions
-from ..ops.choice import trials, tuning, verdicts
+from ..ops.choice import tuning, verdicts
 from ..ops.devices import architecture, suits_triton
+from ..ops.head import trials as head_trials
 from ..packing import IGNORE_INDEX
 from ..storage import Directory, checked_directory
 from . import self_check
@@ -179,9 +181,9 @@ def _head(device: torch.device) -> Iterator[Finding]:
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
     """Whether fastdpo's own kernels work. Where one does not, its op computes with PyTorch."""
-    attention = partial(trials.packed_attention, backends.OWN.prepare, d=128, d_v=128)
+    attention = partial(attention_trials.packed_attention, backends.OWN.prepare, d=128, d_v=128)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        kernels: dict[str, verdicts.Trial] = {**trials.OF_LOGITS}
+        kernels: dict[str, verdicts.Trial] = {**head_trials.OF_LOGITS}
         if dtype != torch.float32:
             kernels["packed_attention"] = attention
         for kernel, trial in kernels.items():

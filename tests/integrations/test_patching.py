@@ -22,7 +22,7 @@ from trl.trainer import dpo_trainer
 import fastdpo
 from fastdpo import attention
 from fastdpo.integrations.lines import DISTRIBUTIONS
-from fastdpo.ops.attention import hub_builds
+from fastdpo.ops.choice import hub_builds
 from tests.support.stand_ins import hub_attention
 from tests.support.stand_ins.flash import stand_in
 from tests.support.trl.dpo import assert_fused, assert_same, build, tiny_model, train

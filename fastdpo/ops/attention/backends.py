@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from ...logs import report, warn
-from ..choice import trials, tuning
+from ..choice import tuning
 from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, failure_of_candidate, outcome
 from ..devices import is_capturing, suits_triton
+from . import trials
 from .calls import OP, AttentionCall, AttentionOptions, Backend
 from .flash import LIBRARIES
 from .triton_backend import TritonBackend

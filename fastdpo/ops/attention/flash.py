@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..choice import hub_builds
 from ..devices import compute_capability
-from . import hub_builds
 from .calls import (
     OP,
     AttentionOptions,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..devices import accumulation_dtype
-from ..head.logit_rows import Transform
+from ..transform import Transform
 from .layouts import Row, checked_rows
 
 BLOCK = 128  # queries of a windowed block, which computes window + BLOCK scores per query and needs window of them

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..choice import trials
 from ..choice.verdicts import Kernel, Trial, works
 from ..devices import compute_capability
+from . import trials
 from .calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
 from .layouts import layout_blocks
 

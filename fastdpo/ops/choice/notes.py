@@ -22,8 +22,8 @@ import torch
 
 from ... import atomic_files
 from ...logs import warn
-from ..attention import hub_builds
 from ..devices import architecture
+from . import hub_builds
 
 VARIABLE = "FASTDPO_KERNEL_CACHE"
 FORMAT = 2

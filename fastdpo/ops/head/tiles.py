@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..choice import trials, tuning
+from ..choice import tuning
 from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, Trial, failure_of_candidate, works
 from ..devices import accumulation_dtype, constant_while_tracing, memory_of, suits_triton
+from ..transform import Transform
+from . import trials
 from .gradient_sums import GradientSum, wide_product
 from .logit_rows import (
     RowSums,
-    Transform,
     block_slices,
     gradient_tile_,
     gradient_tile_from_logits_,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..choice import trials
 from ..choice.verdicts import Kernel, works
 from ..devices import accumulation_dtype, suits_triton
-from .logit_rows import RowSums, Transform, block_slices, join_results, logit_gradient, sum_block_
+from ..transform import Transform
+from . import trials
+from .logit_rows import RowSums, block_slices, join_results, logit_gradient, sum_block_
 from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
 from .targets import TileTargets, split_targets
 

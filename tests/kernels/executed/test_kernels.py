@@ -11,8 +11,8 @@ from fastdpo.kernels.logit_math import tanh
 from fastdpo.kernels.token_logps import token_logps_fwd
 from fastdpo.ops import definitions, packed_attention, token_logps
 from fastdpo.ops.attention import layouts
-from fastdpo.ops.head.logit_rows import Transform
 from fastdpo.ops.head.results import STATISTICS
+from fastdpo.ops.transform import Transform
 from fastdpo.testing import assert_as_accurate_as, error
 
 CPU = torch.device("cpu")

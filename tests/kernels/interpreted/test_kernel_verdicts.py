@@ -11,20 +11,21 @@ from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import packed_attention, token_logps
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import backends
+from fastdpo.ops.attention import trials as attention_trials
 from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import notes, verdicts
-from fastdpo.ops.choice import trials as kernel_trials
 from fastdpo.ops.choice.verdicts import Kernel
+from fastdpo.ops.head import trials as head_trials
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
 TRIALS = {
-    "token_logps": kernel_trials.token_logps,
-    "target_logits": kernel_trials.target_logits,
-    "token_logps, 32 warps": partial(kernel_trials.token_logps, warps=32),
-    "attention": partial(kernel_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16),
+    "token_logps": head_trials.token_logps,
+    "target_logits": head_trials.target_logits,
+    "token_logps, 32 warps": partial(head_trials.token_logps, warps=32),
+    "attention": partial(attention_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16),
     "attention, every option": partial(
-        kernel_trials.packed_attention, TritonBackend().prepare, d=24, d_v=8, group=1, windowed=True, capped=True
+        attention_trials.packed_attention, TritonBackend().prepare, d=24, d_v=8, group=1, windowed=True, capped=True
     ),
 }
 
@@ -250,7 +251,7 @@ def test_nothing_is_tried_on_a_cpu_or_while_a_graph_is_captured(plant, monkeypat
 def test_a_trial_is_independent_of_where_a_kernel_is_first_used():
     state = torch.random.get_rng_state()
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        assert verdicts.works(Kernel("token_logps", CPU, torch.float32), kernel_trials.token_logps)
+        assert verdicts.works(Kernel("token_logps", CPU, torch.float32), head_trials.token_logps)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastdpo.ops.attention import backends, flash, hub_builds
+from fastdpo.ops.attention import backends, flash
+from fastdpo.ops.choice import hub_builds
 from tests.support.stand_ins import flash_sources
 
 NEWEST = ("flash-attn 2.8.3.post2", "flash-attn-3 of August 2026", "flash-attn-4 4.0.0b36")

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import modeling_flash_attention_utils, modeling_utils
 from transformers.integrations import hub_kernels
 
-from fastdpo.ops.attention import flash, hub_builds
+from fastdpo.ops.attention import flash
+from fastdpo.ops.choice import hub_builds
 
 NAME = "_flash_attn2_1a2b3c.flash_attn_interface"
 LOADED = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn")

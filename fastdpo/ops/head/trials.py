@@ -1,0 +1,99 @@
+"""Small cases on which `verdicts` compares the kernels of logits with their definitions.
+
+Dimensions: N scored tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...packing import IGNORE_INDEX
+from ..choice.poisoned_memory import Result, placed, random_values
+from ..choice.verdicts import Comparison
+from ..transform import Transform
+from . import definitions
+from .logit_rows import upstream_scale
+from .results import STATISTICS, TokenLogps
+
+TRANSFORMS = Transform(None, 1.0, 1.0), Transform(5.0, 1.7, 0.7)
+TOKENS = 6
+VOCABULARY = 8229  # two blocks of columns and a part of a third
+
+
+def _targets(vocabulary: int, tokens: int = TOKENS) -> Tensor:
+    targets = torch.arange(tokens) * 1579 % vocabulary
+    targets[1], targets[2] = IGNORE_INDEX, vocabulary - 1
+    return targets
+
+
+def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = None) -> Iterator[Comparison]:
+    """Forward, gradient tile and backward of `kernels/token_logps.py`."""
+    from ...kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd, token_logps_tile
+
+    warps = warps or NUM_WARPS
+    vocabulary = VOCABULARY * warps // NUM_WARPS
+    x = (3 * random_values(TOKENS, vocabulary)).to(dtype).double().requires_grad_()
+    targets, upstream = _targets(vocabulary), random_values(2, TOKENS, seed=1)
+    logits, on_device = placed(x.detach(), device, dtype), targets.to(device)
+    plain, capped = TRANSFORMS
+
+    exact: Any = definitions.token_logps(x, targets)
+    (slope,) = torch.autograd.grad(exact.logps.sum(), x)
+    tile = Result.like(x, device, dtype)
+    logps, *sums = token_logps_fwd(logits, on_device, *plain, "", tile=tile.inside, warps=warps)
+    yield Comparison("logps", logps, exact.logps)
+    yield from _tile("the tile of the forward", tile, sums[2], plain, slope)
+    tile = Result.like(x, device, dtype)
+    token_logps_tile(tile.inside, logits, on_device, sums, *plain)
+    yield from _tile("the tile of the backward", tile, sums[2], plain, slope)
+
+    softcap, logit_scale, temperature = capped
+    options: dict[str, Any] = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    exact = definitions.token_logps(x, targets, **options, outputs=STATISTICS)
+    logits = placed(x.detach(), device, dtype, aligned=False)
+    logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS), warps=warps)
+    yield Comparison("logps", logps, exact.logps)
+    yield from _statistics(found[3:], exact, STATISTICS)
+    of_logps, of_entropy = (g.to(device, torch.float32) for g in upstream)
+    alone, both = (upstream[0] * exact.logps).sum(), (upstream * torch.stack([exact.logps, exact.entropy])).sum()
+    for name, loss, given in (("logps", alone, None), ("logps and entropy", both, of_entropy)):
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        grad = Result.like(x, device, dtype)
+        token_logps_bwd(grad.inside, of_logps, given, logits, on_device, found[:3], *capped)
+        yield Comparison(f"gradient of {name}", grad.inside, slope)
+        yield grad.margin("the gradient")
+
+
+def _tile(name: str, tile: Result, total: Tensor, transform: Transform, slope: Tensor) -> Iterator[Comparison]:
+    scale = upstream_scale(torch.ones_like(total), total, transform)
+    yield Comparison(name, (tile.inside * scale[:, None]).to(tile.inside.dtype), slope)
+    yield tile.margin(name)
+
+
+def _statistics(found: Sequence[Tensor], exact: TokenLogps, names: Sequence[str]) -> Iterator[Comparison]:
+    for name, values in zip(names, found, strict=True):
+        yield Comparison(name, values.float(), getattr(exact, name))
+
+
+def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """The kernel of `kernels/linear_logps.py`."""
+    from ...kernels.linear_logps import target_logits as launch
+
+    width, vocabulary = 1100, 50
+    shapes = (TOKENS, width), (vocabulary, width), (1, vocabulary)
+    h, w, b = (random_values(*shape, seed=i) for i, shape in enumerate(shapes))
+    h, w, b = (x.to(dtype).double() for x in (h, w / width**0.5, b))
+    targets = torch.arange(TOKENS) * 9 % vocabulary
+    hidden, weight, biases = (placed(x, device, dtype) for x in (h, w, b))
+    for bias, transform in zip((None, biases[0]), TRANSFORMS, strict=True):
+        z = torch.linalg.vecdot(h, w[targets]) + (0 if bias is None else b[0, targets])
+        found = launch(hidden, weight, bias, targets.to(device), *transform)
+        yield Comparison("target logits", found, transform.apply_(z))
+
+
+OF_LOGITS = {"token_logps": token_logps, "target_logits": target_logits}
+"""The kernels that every head runs."""
