@@ -11,23 +11,9 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-
-def error(x: Tensor, exact: Tensor) -> float:
-    """Relative error `||x - exact|| / ||exact||` in float64.
-
-    Equal elements, including infinities, have no error.
-    """
-    x, exact = x.detach().double(), exact.detach().double()
-    difference = torch.where(x == exact, 0.0, x - exact).norm()
-    scale = torch.where(exact.isfinite(), exact, 0.0).norm()
-    return float(difference / scale if scale > 0 else difference)
-
-
-def floor(dtype: torch.dtype) -> float:
-    """The error allowed for any op of this dtype: one rounding, or a few of its float32 sums."""
-    if dtype == torch.float64:
-        return 1e-12
-    return max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
+from .accuracy import error as error
+from .accuracy import floor as floor
+from .accuracy import op_bound
 
 
 def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -44,10 +30,11 @@ def assert_as_accurate_as(x: Tensor, eager: Tensor, exact: Tensor, dtype: torch.
     """
     if x.shape != exact.shape:
         raise AssertionError(f"shape {list(x.shape)}; expected {list(exact.shape)}")
-    x_error, eager_error, allowed = error(x, exact), error(eager, exact), floor(x.dtype if dtype is None else dtype)
-    if not x_error <= 2 * eager_error + allowed:
+    dtype = x.dtype if dtype is None else dtype
+    x_error, eager_error = error(x, exact), error(eager, exact)
+    if not x_error <= op_bound(eager_error, dtype):
         raise AssertionError(
-            f"error {x_error:.3g}; expected at most 2 * {eager_error:.3g} (eager) + {allowed:.3g} (floor)"
+            f"error {x_error:.3g}; expected at most 2 * {eager_error:.3g} (eager) + {floor(dtype):.3g} (floor)"
         )
 
 

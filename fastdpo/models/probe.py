@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import packing
+from ..accuracy import PROBE_FACTOR, fixed_rounding, model_unit, perturbed, probe_bound, row_errors
 from ..reasons import Reason
 from . import attention
 from .language_model import backbone, text_config
@@ -27,17 +28,6 @@ if TYPE_CHECKING:
 LONGEST_PROBE = 8192
 """Up to this window in tokens, the probe's rows are longer than the window. A longer window is
 trusted once it has been passed to the attention.
-"""
-
-ROUNDING_FACTOR = 8
-"""Allowed difference of hidden states, in units of how far they move when the input embeddings
-change by one rounding error. Over 32 families and depths of 2 to 32 layers, in float32, bfloat16
-and float16, packing alone moved them by 0.2 to 1.0 such units (torch 2.13 on a CPU).
-"""
-
-LARGEST_TOLERANCE = 0.1
-"""A wrong mask, window or position changes hidden states by tenths of their norm. No model is
-allowed as much, however strongly it amplifies rounding.
 """
 
 SHORTEST_BRANCH = 7
@@ -107,7 +97,7 @@ def _compare(
     model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any]
 ) -> ProbeResult:
     device = padded["input_ids"].device
-    rounding_error = _rounding_error(model, device)
+    unit = model_unit(model, device)
 
     if function_probe.refuse_wrong_kernels(model, device):
         attention.switch(model)
@@ -119,14 +109,14 @@ def _compare(
         with in_mode(model, training=False):
             with _running(model, "padded rows"):
                 expected = run(padded)
-                with _perturbed_embeddings(model, rounding_error):
-                    perturbed = run({name: _perturbed(x, rounding_error) for name, x in padded.items()})
+                with perturbed([model.get_input_embeddings()], fixed_rounding, unit):
+                    rounded = run({name: _rounded(x, unit) for name, x in padded.items()})
             with _running(model, "packed tokens"), attention.witness() as recorded:
                 states = run(packed)
         (_, length), width = layout.padded_shape, layout.output_shape[1]
         scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
         states = states[layout.score_index][layout.output_source]
-        difference = _difference(model, layout, states, expected[scored], perturbed[scored])
+        difference = _difference(model, layout, states, expected[scored], rounded[scored])
         functions = function_probe.unsupported_reason(model, device)
         reason = shared_reason(model, _missed_layout(model, recorded) or functions or difference)
         if reason is not None:
@@ -205,16 +195,20 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     plainly = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
         expected = type(model).forward(model, **batch).logits
-        rounding_error = max(_rounding_error(model, device), torch.finfo(expected.dtype).eps)
+        unit = max(model_unit(model, device), torch.finfo(expected.dtype).eps)
         expected = expected.float()
         hidden = backbone(model)(**batch).last_hidden_state
         head = cast(nn.Linear, model.get_output_embeddings())
         logits = head(hidden.to(head.weight.device)).float().to(expected.device) * logit_scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    error = ((logits - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-    if error <= ROUNDING_FACTOR * rounding_error:
+    error = row_errors(logits.flatten(), expected.flatten()).item()
+    if error <= PROBE_FACTOR * unit:
         return None
     return Reason("different-logits", model=type(model).__name__, error=error)
+
+
+def _rounded(x: Any, unit: float) -> Any:
+    return fixed_rounding(x, unit) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -261,14 +255,14 @@ def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> Reaso
 
 
 def _difference(
-    model: PreTrainedModel, layout: packing.Layout, packed: Tensor, padded: Tensor, perturbed: Tensor
+    model: PreTrainedModel, layout: packing.Layout, packed: Tensor, padded: Tensor, rounded: Tensor
 ) -> Reason | None:
     """Returns how packed hidden states [M, D] differ from padded ones
     by more than rounding, or None.
     """
     starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch
     error = _worst_error(layout, packed, padded, starts)
-    tolerance = min(ROUNDING_FACTOR * _worst_error(layout, perturbed, padded, starts), LARGEST_TOLERANCE)
+    tolerance = probe_bound(_worst_error(layout, rounded, padded, starts))
     if error <= tolerance:
         return None
     return Reason("different-states", model=type(model).__name__, error=error, allowed=tolerance)
@@ -280,53 +274,10 @@ def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor, start
 
     Rounding may route single tokens to other experts, which the median ignores.
     """
-    expected = expected.float()
-    errors = (states.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    errors = row_errors(states, expected)
     row = layout.output_index // layout.output_shape[1]
     own = layout.multiplicity[layout.score_index][layout.output_source] == 1
     judged = []
     for r in row.unique():
         judged += [errors[row == r][-SHORTEST_BRANCH:], *([errors[(row == r) & own][:START]] if starts else [])]
     return torch.stack([each.median() for each in judged if len(each)]).max().item()
-
-
-def _rounding_error(model: PreTrainedModel, device: torch.device) -> float:
-    """The relative error of one operation of a model: of its least
-    precise dtype, or of TF32 products.
-    """
-    dtypes = {p.dtype for p in model.parameters()}
-    dtypes.add(torch.float32)  # models in float64 compute their softmax and norms in float32, too
-    if not all(dtype.is_floating_point for dtype in dtypes):  # quantized models compute in half precision
-        dtypes.add(torch.bfloat16)
-    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-    if epsilon != torch.finfo(torch.float32).eps:
-        return epsilon
-    x = torch.randn(64, 64, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    exact = x.double() @ x.double()
-    product = (x.to(device) @ x.to(device)).cpu()
-    return max(epsilon, ((product - exact).norm() / exact.norm()).item())
-
-
-def _perturbed(x: Any, epsilon: float) -> Any:
-    """Multiplies entries by 1 + epsilon or 1 - epsilon, without drawing random numbers, with at least
-    the epsilon of their dtype: FSDP computes in another one than that of the parameters. Leaves
-    other things than floating-point tensors as they are.
-    """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return x
-    epsilon = max(epsilon, torch.finfo(x.dtype).eps)
-    return (x * (1 + epsilon * torch.sin(1e4 * x.float()).sign())).to(x.dtype)
-
-
-@contextmanager
-def _perturbed_embeddings(model: PreTrainedModel, epsilon: float) -> Iterator[None]:
-    """Changes the input embeddings during the block (see `_perturbed`)."""
-
-    def perturb(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return _perturbed(output, epsilon)
-
-    hook = model.get_input_embeddings().register_forward_hook(perturb)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -3,7 +3,7 @@
 Log-probabilities, the statistics that come with them, and the gradient of a random weighted sum of
 log-probabilities must agree up to rounding. Every loss of a trainer is a function of these
 log-probabilities, and its gradient is linear in theirs. The bound comes from a second run of the
-earlier forward that differs from the first in its rounding only (see `rounding`).
+earlier forward that differs from the first in its rounding only (see `accuracy.run_bound`).
 
 Neither random states nor gradients nor counters are changed. Up to one gradient is held at a time,
 as in a step.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from ..accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
 from ..logs import logger
 from ..ops.head.results import TokenLogps
-from ..testing import error
-from . import gradients, rounding
+from . import gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,7 +106,7 @@ def verify(
         VerificationError: a difference is beyond rounding.
         NotComparable: the model's gradients cannot be taken.
     """
-    unit = rounding.unit_of(model)
+    unit = training_unit(model)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=list(cuda)))
@@ -115,7 +115,7 @@ def verify(
         stack.enter_context(_without_reentrant_checkpoints())
         with as_before():
             expected = _outcome(model, label_mask, stock)
-            with rounding.perturbed(model, unit):
+            with perturbed(layers_of(model), random_rounding, unit):
                 rounded = _outcome(model, label_mask, stock)
         found = _outcome(model, label_mask, fused)
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
@@ -208,13 +208,13 @@ def _differences(
 ) -> Iterator[Difference]:
     for name, x in expected.values.items():
         size = error(found.values[name], x)
-        bound = rounding.allowed(error(rounded.values[name], x), unit)
+        bound = run_bound(error(rounded.values[name], x), unit)
         yield Difference(name, size, bound, "" if size <= bound else _place(label_mask, found.values[name], x))
     for group in (x for x in gradients.GROUPS if x in expected.gradients or x in found.gradients):
         zeros = torch.zeros(gradients.SIZE, device="cpu")
         sides = (side.gradients.get(group, zeros) for side in (found, expected, rounded))
         fused, stock, other = sides
-        yield Difference(f"gradient of {group}", error(fused, stock), rounding.allowed(error(other, stock), unit))
+        yield Difference(f"gradient of {group}", error(fused, stock), run_bound(error(other, stock), unit))
 
 
 def _place(label_mask: Tensor, found: Tensor, expected: Tensor) -> str:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ...accuracy import layers_of, perturbed, random_rounding, training_unit
 from ...data.files import load_preferences
 from ...integrations.patching import patched
-from ...models import fallback, forward, gradients, rounding
+from ...models import fallback, forward, gradients
 from ...models.language_model import backbone
 from ...models.wrapped import base_of
 from ...plain_checks import suggested
@@ -214,7 +215,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
 
 def _unit(trainer: DPOTrainer, policy: PreTrainedModel) -> float:
     with trainer.accelerator.autocast():
-        return rounding.unit_of(policy)
+        return training_unit(policy)
 
 
 def _reasons(trainer: DPOTrainer) -> set[str]:
@@ -228,7 +229,7 @@ def _perturbed(trainer: DPOTrainer) -> Iterator[None]:
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
                 base = base_of(model, "check")
-                stack.enter_context(rounding.perturbed(base, _unit(trainer, base)))
+                stack.enter_context(perturbed(layers_of(base), random_rounding, _unit(trainer, base)))
         yield
 
 

@@ -1,7 +1,7 @@
 """Compares the runs of `fastdpo check`: a verdict for each quantity that they have computed.
 
 With a run in float64, a difference is that from float64: fastdpo may be as far from it as stock,
-times `rounding.FACTOR`. Without one, it is that from stock: the other difference is that between two
+times the factor of `accuracy.run_bound`. Without one, it is that from stock: the other difference is that between two
 runs of stock that differ in their rounding only.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models import gradients, rounding
-from ...testing import error
+from ...accuracy import error, run_bound
+from ...models import gradients
 
 Run = dict[str, Any]
 """The result of `side.measure`."""
@@ -122,8 +122,7 @@ def _verdict(
         return Verdict(name, None, None, None, FAILED, f"fastdpo has computed {shapes[1]}, stock {shapes[0]}")
     base = other if exact else stock
     measured, found = (_difference(x, base, scale) for x in ((stock if exact else other), fastdpo))
-    factor, floor = (rounding.FACTOR, rounding.floor(unit)) if floor is None else (2, floor)
-    allowed = factor * measured + floor
+    allowed = run_bound(measured, unit) if floor is None else 2 * measured + floor
     return Verdict(name, found, measured, allowed, OK if found <= allowed else FAILED)
 
 

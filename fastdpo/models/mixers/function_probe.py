@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...accuracy import MIXER_BOUND, MIXER_KERNEL_BOUND, row_errors
 from ...logs import warn
 from ...reasons import Reason
 from . import running
@@ -31,14 +32,6 @@ GROUPS = ((150, (20, 33, 2)), (2, (5, 64)))
 Sharing takes 11 chunks of 64 tokens, and whole rows take 15, so that states are shared. One prefix
 is shorter than the reach of a convolution.
 """
-
-LARGEST_ERROR = 1e-3
-"""Correct results and gradients differed by up to 5e-7 of their norm (float32 on a CPU), and a lost
-state or halo changes them by 0.1 or more. Products in TF32 differ by less than this.
-"""
-
-LARGEST_ERROR_OF_KERNELS = 2e-2
-"""Kernels multiply in TF32 or bfloat16, in several steps one after the other."""
 
 
 def unsupported_reason(model: PreTrainedModel, device: torch.device) -> Reason | None:
@@ -76,8 +69,9 @@ def difference(name: str, original: Callable, device: torch.device) -> Reason | 
         raise
     except Exception as error:  # kernels raise anything for arguments that they do not expect
         return Reason("mixer-cannot-run", function=name, error=f"{type(error).__name__}: {error}")
-    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(packed, whole, strict=True))
-    if error <= (LARGEST_ERROR_OF_KERNELS if calls_kernel(original) else LARGEST_ERROR):
+    errors = [row_errors(x.flatten(), y.flatten()) for x, y in zip(packed, whole, strict=True)]
+    error = torch.stack(errors).max().item()
+    if error <= (MIXER_KERNEL_BOUND if calls_kernel(original) else MIXER_BOUND):
         return None
     return Reason("different-mixer", function=name, error=error)
 

@@ -20,13 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...accuracy import error, kernel_bound
 from ...logs import report, strict
 from ..devices import architecture, is_capturing
 from . import notes
 
 TRIED_DEVICES = ("cuda",)
-ROUNDINGS = 8  # of the result's dtype that a result may be off by, relative to its norm
-LEAST_ROUNDING = 2.0**-16  # float32 results are sums of many products, which devices add in different orders
 
 
 class Comparison(NamedTuple):
@@ -124,20 +123,12 @@ def _outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | No
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):
             for name, found, exact in trial(device, dtype):
-                error, allowed = _error(found, exact), ROUNDINGS * max(torch.finfo(found.dtype).eps, LEAST_ROUNDING)
-                if not error <= allowed:
-                    return f"wrong values on a small case: {name} is off by {error:.3g}; at most {allowed:.3g} expected"
+                off, allowed = error(found, exact, equal_nan=True), kernel_bound(found.dtype)
+                if not off <= allowed:
+                    return f"wrong values on a small case: {name} is off by {off:.3g}; at most {allowed:.3g} expected"
     except Exception as reason:  # it may not compile, fit the device, or launch
         return f"{type(reason).__name__}: {reason}"
     return None
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    """Relative error of the norm. Equal elements, NaN among them, have no error."""
-    found, exact = found.detach().cpu().double(), exact.detach().double()
-    equal = (found == exact) | (found.isnan() & exact.isnan())
-    scale = exact.nan_to_num(posinf=0, neginf=0).norm()
-    return float(torch.where(equal, 0.0, found - exact).norm() / (scale if scale > 0 else 1))
 
 
 def _message(kernel: Kernel, reason: str) -> str:
