@@ -8,15 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from .harmless import ADAPTER_ENTRIES
+
 WRAPPED = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Names under which PEFT, `torch.compile` and checkpoint wrappers hold the module that they wrap.
 """
-
-IRRELEVANT_ENTRIES = {
-    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
-    *("init_lora_weights", "lora_dropout"),
-}
-"""Entries of an adapter's configuration that outputs in evaluation mode do not depend on."""
 
 
 def unwrapped(name: str) -> str:
@@ -47,7 +43,7 @@ def active_adapters(model: nn.Module) -> dict[str, object]:
     active: set[str] = set().union(*(_active(module) for _, module in adapter_modules(model)))
     configs = [vars(module).get("peft_config") or {} for module in model.modules()]
     return {
-        name: {entry: x for entry, x in config.to_dict().items() if entry not in IRRELEVANT_ENTRIES}
+        name: {entry: x for entry, x in config.to_dict().items() if entry not in ADAPTER_ENTRIES}
         for each in configs
         for name, config in each.items()
         if name in active

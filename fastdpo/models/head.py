@@ -21,12 +21,10 @@ from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
 from . import cut_heads
 from .functions import inner_function, module_of, name_of
+from .harmless import ENGINES, is_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ENGINES = ("torch.distributed.", "deepspeed.", "accelerate.")
-"""Packages whose hooks on a head only gather and release its weight."""
 
 CAST = "._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32"
 """The forward that TRL's `cast_lm_head_to_fp32` gives a head. It computes logits for generation; log-probabilities are
@@ -129,7 +127,7 @@ def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = No
 
 
 def _is_hook_of_engine(hook: Callable) -> bool:
-    return module_of(inspect.unwrap(inner_function(hook))).startswith(ENGINES)
+    return is_of(module_of(inspect.unwrap(inner_function(hook))), ENGINES)
 
 
 def _is_linear(kind: type) -> bool:

@@ -16,32 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from . import attention, head
+from . import attention, harmless, head
 from .functions import closure_contents, inner_function, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN = (bool, int, float, str, type(None))
-IGNORED_ATTRIBUTES = {
-    *("training", "gradient_checkpointing", "max_seq_len_cached"),
-    *("_disable_adapters", "_active_adapter", "_output_capturing_hooks_installed", "rope_deltas"),
-}
-"""Plain attributes that change during training and that the results do not depend on."""
-
-COUNTERS = ("ds_", "_ds", "applied_pre_backward")
-"""Prefixes of the counters that DeepSpeed keeps on modules."""
-
-NEUTRAL_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
-"""Hooks of transformers and PEFT, which add another one each time
-gradient checkpointing is enabled.
-"""
-
-NEUTRAL_MODULES = {"fastdpo.models.mixers.hooks", "transformers.utils.output_capturing"}
-"""Modules of the hooks by which mixers take layouts, and of those that record hidden states, which
-transformers adds when a model is first asked for them.
-"""
-
 
 MAX_SNAPSHOTS = 4
 """Number of snapshots of a model that are kept: in training and in evaluation, with adapters and without."""
@@ -151,7 +132,7 @@ def additions_to(module: nn.Module) -> Iterator[object]:
     those that fastdpo sets.
     """
     for hook in head.hooks_of(module):
-        if name_of(hook).split(".")[-1] not in NEUTRAL_HOOKS and module_of(hook) not in NEUTRAL_MODULES:
+        if name_of(hook).split(".")[-1] not in harmless.HOOKS and module_of(hook) not in harmless.HOOK_MODULES:
             yield _identity(hook)
     forward = vars(module).get("forward")
     if head.is_installed(forward):
@@ -165,7 +146,7 @@ def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ..
     kept = (
         (name, x)
         for name, x in vars(module).items()
-        if type(x) in PLAIN and name not in IGNORED_ATTRIBUTES and not name.startswith(COUNTERS)
+        if type(x) in PLAIN and name not in harmless.ATTRIBUTES and not name.startswith(harmless.COUNTERS)
     )
     return type(module), tuple(kept)
 

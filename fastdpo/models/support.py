@@ -17,6 +17,7 @@ from ..distributed import gather_objects
 from ..reasons import Reason
 from . import attention, head
 from .functions import inner_function, module_of, name_of
+from .harmless import FORWARD_WRAPPERS, is_of
 from .language_model import language_model, text_config
 from .mixers import finding
 
@@ -32,9 +33,6 @@ CALL_ARGUMENTS = {
     *("output_router_logits", "use_cache", "return_dict"),
 }
 """Arguments of a model call that the fused forward takes or can ignore."""
-
-NEUTRAL_WRAPPERS = ("accelerate.", "torch.", "deepspeed.", "fastdpo.")
-"""Packages that wrap a forward for precision, device placement or counting, and keep its logits."""
 
 
 def unsupported_reason(model: PreTrainedModel) -> Reason | None:
@@ -107,7 +105,7 @@ def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
     """Returns why a model's logits are not those of its class's forward, or None if they are."""
     forward = vars(model).get("forward")
     while forward is not None and inner_function(forward) is not type(model).forward:
-        if not module_of(forward).startswith(NEUTRAL_WRAPPERS):
+        if not is_of(module_of(forward), FORWARD_WRAPPERS):
             return Reason("replaced-forward", function=name_of(forward))
         forward = getattr(forward, "__wrapped__", None)
     return None

@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..models.harmless import CONFIG_ENTRIES
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-IRRELEVANT_ENTRIES = {
-    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "id2label", "label2id", "problem_type"),
-    *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "router_aux_loss_coef"),
-}
-"""Entries of a model's configuration that its hidden states and logits do not depend on."""
 
 
 def config_digest(config: PretrainedConfig) -> str:
     """Hash of the entries of a configuration that outputs depend on."""
-    entries = {name: x for name, x in config.to_dict().items() if name not in IRRELEVANT_ENTRIES}
+    entries = {name: x for name, x in config.to_dict().items() if name not in CONFIG_ENTRIES}
     return hashlib.sha256(canonical_json(entries).encode()).hexdigest()
 
 

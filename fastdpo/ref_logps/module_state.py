@@ -31,38 +31,13 @@ from torch.nn.modules import module as hooks_of_all_modules
 from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
 from ..models.forward import ATTRIBUTE as FUSED_FORWARD
 from ..models.functions import closure_contents
-from ..models.structure import COUNTERS
+from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from .digests import config_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl", "deepspeed", "openrlhf", "fastdpo")
-"""Packages that count as installed wherever they are imported from."""
-
-NEUTRAL = (
-    *("fastdpo", "accelerate", "peft", "trl", "deepspeed", "openrlhf"),
-    *("torch.distributed", "torch.nn.parallel", "torch.utils", "torch.amp", "torch._dynamo", "torch._inductor"),
-    *("torch.nn.modules.module", "torch.fx"),
-    *("transformers.modeling_utils", "transformers.modeling_layers", "transformers.integrations"),
-    *("transformers.utils", "transformers.generation"),
-    *("transformers.trainer", "transformers.quantizers", "transformers.configuration_utils"),
-)
-"""Modules whose hooks, wrappers and objects do not change a model's outputs."""
-
-IRRELEVANT_ATTRIBUTES = {
-    *("_is_hf_initialized", "_attn_implementation", "gradient_checkpointing", "_gradient_checkpointing_func"),
-    *("name_or_path", "loss_type", "router_aux_loss_coef", "tie_word_embeddings", "all_tied_weights_keys"),
-    *("kernel_config", "model_tags", "hf_device_map", "warnings_issued", "is_parallelizable", "model_parallel"),
-    *("neftune_noise_alpha", "_hf_peft_config_loaded", "peft_config", "_ep_plan", "_fsdp_plan"),
-    *("_pp_plan", "_use_kernels", "_weight_conversions", "_compiled_call_impl", "_is_accelerate_prepared"),
-    *("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_torch_compile"),
-    *("_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn"),  # set by DeepSpeed
-    *("device", "config", "forward", "_old_forward", "_original_forward", FUSED_FORWARD),
-}
-"""Attributes that outputs in evaluation mode do not depend on, and
-those that are handled separately.
-"""
+IRRELEVANT = ATTRIBUTES | OTHER_ATTRIBUTES | {FUSED_FORWARD}
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
@@ -155,7 +130,7 @@ class ModuleStates:
         attributes = vars(module)
         dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
         declared = set().union(*(names for kind, names in self._declared.items() if isinstance(module, kind)))
-        for attribute in sorted(attributes.keys() - declared - IRRELEVANT_ATTRIBUTES - dropout):
+        for attribute in sorted(attributes.keys() - declared - IRRELEVANT - dropout):
             if attribute.startswith(COUNTERS):
                 continue
             self._add(name, attribute, self._value(f"{name}.{attribute}", attributes[attribute]))
@@ -305,7 +280,7 @@ def _installed_module_of(kind: type) -> str | None:
 
 
 def _is_neutral(module: str | None) -> bool:
-    return module is not None and any(module == name or module.startswith(f"{name}.") for name in NEUTRAL)
+    return is_of(module, MODULES)
 
 
 @functools.cache
