@@ -14,7 +14,7 @@ from . import __version__
 from .commands import run, sizes
 from .commands.estimate import command as estimate
 from .commands.model_names import require_model
-from .integrations import arguments
+from .integrations import options
 from .plain_checks import suggested
 
 
@@ -209,34 +209,14 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         argument_default=argparse.SUPPRESS,  # which options were given matters: the program may give others
     )
     runner.add_argument("--only", action="append", default=[], metavar="TRAINER", help="patch only this trainer")
-    sharing = runner.add_mutually_exclusive_group()
-    sharing.add_argument(
-        "--no-share-prompts",
-        dest="share_prompts",
-        action="store_const",
-        const=False,
-        help="compute a prompt for each of its answers",
-    )
-    sharing.add_argument(
-        "--no-share-random-prompts",
-        dest="share_prompts",
-        action="store_const",
-        const="deterministic",
-        help="do so while dropout is active",
-    )
-    runner.add_argument("--memory-budget", metavar="SIZE", help="gradient tiles of the head to keep, such as 2GiB")
-    runner.add_argument(
-        "--reference-memory",
-        metavar="DIRECTORY",
-        help="remember reference log-probabilities in this directory, or in this process: yes",
-    )
-    runner.add_argument("--verify", action="store_true", help="compare the first fused calls with stock ones")
+    for name, option in options.OPTIONS.items():
+        group = runner.add_mutually_exclusive_group()
+        for flag, declared in option.flags.items():
+            group.add_argument(flag, dest=name, **declared)
     runner.add_argument(
         "--strict", action="store_true", default=False, help="raise an error where something is not fused"
     )
-    runner.add_argument("--max-tokens", type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")
-    runner.add_argument("--group-prompts", action="store_true", help="put pairs of one prompt into one batch")
-    for name in arguments.REMOVED:
+    for name in options.REMOVED:
         runner.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=argparse.SUPPRESS)
     runner.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, default=None, help="run a module, with its arguments"
@@ -246,15 +226,14 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    names = (*arguments.NAMES, *arguments.REMOVED)
-    options = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: x for name, x in vars(args).items() if name in options.OPTIONS or name in options.REMOVED}
     try:
-        if "memory_budget" in options:
-            options["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
-        if options.get("reference_memory") == "yes":
-            options["reference_memory"] = True
+        if "memory_budget" in given:
+            given["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
+        if given.get("reference_memory") == "yes":
+            given["reference_memory"] = True
         command = args.program if args.module is None else ["-m", *args.module]
-        run.run(command, args.only, strict=args.strict, **options)
+        run.run(command, args.only, strict=args.strict, **given)
     except ValueError as error:
         sys.exit(f"fastdpo {error}")
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..integrations.arguments import checked_options
 from ..integrations.lines import LINES, targeted_trainers
+from ..integrations.options import checked_options
 from ..logs import STRICT
 from ..plain_checks import require_flags, shown
 from .startup.sitecustomize import VARIABLE

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from ..models import fallback
 from . import patching
-from .protocol import PatchOptions
+from .options import OPTIONS, PatchOptions, applies
 
 
 def line(trainer: str) -> str | None:
@@ -16,7 +15,7 @@ def line(trainer: str) -> str | None:
     options = patching.options_of(trainer)
     if calls is None or options is None:
         return calls
-    given = {field.name: getattr(options, field.name) for field in fields(PatchOptions)}
+    given = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in given.items() if value != getattr(PatchOptions, name)}
     return "; ".join([calls, *_outcomes(trainer, given)])
 
@@ -29,7 +28,7 @@ def line_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> 
 
 def _outcomes(trainer: str, given: Mapping[str, object]) -> list[str]:
     """The options that apply to a trainer, with what came of them."""
-    applying = [name for name in given if trainer in patching.APPLIES.get(name, (trainer,))]
+    applying = [name for name in given if applies(name, trainer)]
     return [f"{name}={given[name]}{_outcome(trainer, name)}" for name in applying]
 
 

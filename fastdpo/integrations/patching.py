@@ -16,20 +16,13 @@ from ..logs import logger, warn
 from ..models import fallback, forward
 from ..reasons import Reason
 from . import evidence
-from .arguments import checked_options
 from .lines import CHANGING_OTHERS, DISTRIBUTIONS, LINES, Target, installed_version, targeted_trainers
-from .protocol import STATE, GivenOptions, PatchOptions, TrainerLine
+from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
+from .protocol import STATE, TrainerLine
 from .replacements import existing_instances
 from .versions import unsupported_version_reason
 
 _P = ParamSpec("_P")
-
-APPLIES = {
-    "reference_memory": ("trl.DPOTrainer", "openrlhf.DPOTrainer"),
-    "max_tokens": ("trl.DPOTrainer",),
-    "group_prompts": ("trl.DPOTrainer",),
-}
-"""The trainers to which options apply that only some trainers have."""
 
 
 class PatchError(RuntimeError):
@@ -187,6 +180,9 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
         group_prompts: put the pairs of one prompt into one batch, whose rows then share it. Each epoch
             has the pairs that it has without, in another order, so its steps are not those of the
             unpatched trainer. Applies to TRL's DPOTrainer; a warning says so if it is not patched.
+        provisional: patch trainers of versions that are newer than the tested ones, if their code is the
+            same, or if the first fused calls of each model agree with stock ones. Disabled for all calls
+            by `FASTDPO_PROVISIONAL=0`.
 
     Returns:
         The report.
@@ -225,9 +221,9 @@ def _patch(
             _enable(_Patched(found, found.line, options[name], source == RUN, sources))
     _log(report, examined.values())
     on = [seam.name for seam in report.seams if seam.on]
-    for option, trainers in APPLIES.items():
+    for option in OPTIONS:
         if given.get(option):
-            _log_unaffected(option, on, [name for name in on if name not in trainers])
+            _log_unaffected(option, on, [name for name in on if not applies(option, name)])
     return report
 
 
@@ -257,12 +253,20 @@ def _options_of(name: str, given: dict[str, Any]) -> PatchOptions:
 
 
 def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
-    """What was examined, or that it is off if an option relies on functions that have changed."""
-    relying = [name for name in APPLIES if getattr(options, name)]
-    if not examined.seam.changed or not relying:
-        return examined
-    functions = f"{', '.join(examined.seam.changed)}, on which {' and '.join(relying)} relies"
-    return examined._replace(seam=replace(examined.seam, reason=Reason("changed-code", functions=functions)), line=None)
+    """What was examined, or that it is off if it is provisional and is not to be, or if an option relies on
+    functions that have changed.
+    """
+    seam, reason = examined.seam, None
+    relying = [name for name, option in OPTIONS.items() if option.trainers is not None and getattr(options, name)]
+    if seam.tested is not None and not options.provisional:
+        lines = [line for line in LINES if line.trainer == seam.name]
+        package = lines[0].package
+        supported = [line.versions for line in lines]
+        reason = unsupported_version_reason(DISTRIBUTIONS.get(package, package), seam.version or "", supported)
+    elif seam.changed and relying:
+        functions = f"{', '.join(seam.changed)}, on which {' and '.join(relying)} relies"
+        reason = Reason("changed-code", functions=functions)
+    return examined if reason is None else examined._replace(seam=replace(seam, reason=reason), line=None)
 
 
 def _difference(before: _Patched, option: str, value: object) -> tuple[str, str]:
@@ -273,7 +277,7 @@ def _difference(before: _Patched, option: str, value: object) -> tuple[str, str]
 
 def _enable(patched: _Patched) -> None:
     seam, options = patched.examined.seam, patched.options
-    patched.line.enable(replace(options, verify=options.verify or "trial") if seam.changed else options)
+    patched.line.enable(replace(options, changed=seam.changed))
     _patched[seam.name] = patched
 
 
@@ -343,6 +347,7 @@ def _name_options(function: Any) -> None:
     named = [
         inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=x.type)
         for x in fields(PatchOptions)
+        if x.name in OPTIONS
     ]
     function.__signature__ = signature.replace(parameters=[*others, *named])
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,9 @@ class Request(NamedTuple):
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
             for the default of `ops.linear_logps`.
         verify: whether the first fused call with gradients and the first one without are compared
-            with the prior forward. "trial": calls go there from then on if they differ.
+            with the prior forward.
+        changed: functions of the prior forward's package that have changed since it was tested. Calls are
+            then compared, too, and go there from then on if they differ.
     """
 
     integration: str
@@ -85,7 +87,12 @@ class Request(NamedTuple):
     groups: Groups = "content"
     images: bool = False
     memory_budget: int | None = None
-    verify: bool | Literal["trial"] = False
+    verify: bool = False
+    changed: tuple[str, ...] = ()
+
+    @property
+    def is_compared(self) -> bool:
+        return self.verify or bool(self.changed)
 
 
 class ScoredBatch(NamedTuple):
@@ -385,7 +392,7 @@ def _choose(model: PreTrainedModel, fused: _FusedForward, args: tuple, kwargs: d
         # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
         batch = _padded(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
         path = "stock" if batch is None else "padded"
-    if batch is not None and fused.request.verify and torch.is_grad_enabled() not in fused.verified:
+    if batch is not None and fused.request.is_compared and torch.is_grad_enabled() not in fused.verified:
         reason = fused.disabled_reason = _verify(model, fused, batch, args, kwargs)
         if reason is not None:
             _restore(model, fused)
@@ -464,7 +471,9 @@ def _verify(
     Raises:
         VerificationError: they differ, and this is no trial.
     """
-    name, is_trial = f"{fused.request.integration} ({fused.request.role})", fused.request.verify == "trial"
+    request = fused.request
+    name, is_trial = f"{request.integration} ({request.role})", not request.verify
+    functions = ", ".join(request.changed)
     fused.verified.add(torch.is_grad_enabled())
 
     @contextmanager
@@ -497,9 +506,11 @@ def _verify(
         except verification.VerificationError as error:
             if not is_trial:
                 raise
-            return Reason("changed-calls", finding=f"its first call differs from stock in {error.differences}")
+            finding = f"its first call differs from stock in {error.differences}"
+            return Reason("changed-calls", functions=functions, finding=finding)
     if obstacle is not None and is_trial:
-        return Reason("changed-calls", finding=f"its calls cannot be compared with stock ones: {obstacle}")
+        finding = f"its calls cannot be compared with stock ones: {obstacle}"
+        return Reason("changed-calls", functions=functions, finding=finding)
     if obstacle is not None:
         fallback.report(f"{name}: not verified, {obstacle.named}")
     return None

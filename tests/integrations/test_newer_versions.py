@@ -104,9 +104,9 @@ def test_the_report_of_each_copy_is_documented(name):
 
 
 def test_a_difference_is_logged_with_its_size(results):
-    reason = r"\(policy\): not fused, the package is newer .* its first call differs from stock in log-prob.* by"
+    reason = r"\(policy\): not fused, code has changed since .*, in {}, and its first call differs .* in log-prob.* by"
     for name in ("other positions", "another kernel"):
-        assert any(re.search(reason, message) for message in results[name]["messages"])
+        assert any(re.search(reason.format(*CHANGED[name]), message) for message in results[name]["messages"])
     assert not any("not fused" in message for name in ("unchanged", "grown") for message in results[name]["messages"])
 
 
@@ -197,6 +197,22 @@ def test_the_doctor_says_why_a_version_is_provisional(changed):
     assert "_compute_loss differs: its first calls are compared" in found["trl.DPOTrainer"].detail
     assert found["trl.ORPOTrainer"].status == doctor.FAILED
     assert "[changed-code]" in found["trl.ORPOTrainer"].detail
+
+
+@pytest.mark.parametrize("provisional", [False, True])
+def test_an_option_refuses_newer_versions(newer, provisional):
+    seam = fastdpo.patch(provisional=provisional).seams[0]
+    assert seam.on == provisional
+    assert seam.on or seam.reason.name == "unsupported-version"
+    assert fastdpo.patch(provisional=provisional).seams[0] == seam
+    fastdpo.unpatch()
+    if not provisional:
+        with pytest.raises(fastdpo.PatchError, match=r"trl>=0.24,<1.17' \[unsupported-version\]"):
+            fastdpo.patch("trl.DPOTrainer", provisional=False)
+
+
+def test_an_option_does_not_change_tested_versions():
+    assert fastdpo.patch("trl.DPOTrainer", provisional=False).seams[0].on
 
 
 @pytest.mark.parametrize("variable", ["0", "1"])

@@ -12,9 +12,11 @@ from trl import DPOTrainer, KTOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import fastdpo
+from fastdpo.__main__ import parser, subparsers
 from fastdpo.commands import run
-from fastdpo.integrations import arguments
-from fastdpo.integrations.protocol import GivenOptions
+from fastdpo.integrations import options
+from fastdpo.integrations.options import OPTIONS, GivenOptions, PatchOptions
+from tests.support import ROOT
 
 ALL = ["trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer"]
 
@@ -96,9 +98,28 @@ def test_an_unknown_option_names_the_one_that_was_meant(option, advice):
 def test_the_signature_names_every_option():
     for function in (fastdpo.patch, fastdpo.patched):
         parameters = inspect.signature(function).parameters
-        assert list(parameters) == ["targets", *arguments.NAMES]
-        assert list(GivenOptions.__annotations__) == [*arguments.NAMES]
+        assert list(parameters) == ["targets", *OPTIONS]
+        assert list(GivenOptions.__annotations__) == [*OPTIONS]
         assert parameters["max_tokens"].default is None
+        assert parameters["verify"].annotation == "bool"
+        for name, type_ in GivenOptions.__annotations__.items():
+            assert parameters[name].default == getattr(PatchOptions(), name)
+            assert parameters[name].annotation in (type_.__forward_arg__, "bool | str")
+        assert "changed" not in parameters
+
+
+def test_every_option_is_explained_and_has_a_flag():
+    """Where an option is declared, the command line reads its flags. `patch()` and two pages explain it."""
+    run, patching = subparsers(parser())["run"], (ROOT / "docs" / "run.md").read_text()
+    table = (ROOT / "docs" / "trl.md").read_text()
+    for name, option in OPTIONS.items():
+        assert f"\n        {name}: " in fastdpo.patch.__doc__
+        assert f"\n| `{name}` | `{getattr(PatchOptions(), name)}` |" in table or name == "memory_budget"
+        assert option.flags
+        for flag in option.flags:
+            assert run._option_string_actions[flag].dest == name
+            assert run._option_string_actions[flag].help
+            assert f"\n| `{flag}" in patching
 
 
 @pytest.mark.parametrize("empty", [[], ()])
@@ -116,7 +137,10 @@ MALFORMED = [
     ("share_prompts", None, TypeError, SHARING + "None"),
     ("share_prompts", 1, TypeError, SHARING + "1"),
     ("verify", "first", TypeError, "verify must be True or False; got 'first'"),
+    ("verify", "trial", TypeError, "verify must be True or False; got 'trial'"),
     ("group_prompts", "yes", TypeError, "group_prompts must be True or False; got 'yes'"),
+    ("provisional", 0, TypeError, "provisional must be True or False; got 0"),
+    ("provisional", None, TypeError, "provisional must be True or False; got None"),
     ("memory_budget", "1GiB", TypeError, BYTES + "'1GiB'"),
     ("memory_budget", -1, ValueError, BYTES + "-1"),
     ("memory_budget", math.nan, TypeError, BYTES + "nan"),
@@ -173,13 +197,13 @@ def test_the_command_line_checks_options_before_the_program_starts(arguments):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", arguments.REMOVED)
+@pytest.mark.parametrize("option", options.REMOVED)
 def test_a_removed_option_is_ignored_with_a_warning(option, caplog):
     assert option not in inspect.signature(fastdpo.patch).parameters
     report = fastdpo.patch("trl.DPOTrainer", **{option: True})
     assert report == fastdpo.patch("trl.DPOTrainer")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == [f"fastdpo: patch: {option} was removed and is ignored: {arguments.REMOVED[option]}"]
+    assert warnings == [f"fastdpo: patch: {option} was removed and is ignored: {options.REMOVED[option]}"]
     flag = f"--{option.replace('_', '-')}"
     command = [sys.executable, "-m", "fastdpo", "run", flag, sys.executable, "-c", "print('ran')"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,0 +1,174 @@
+"""The options of `patch()`: each is declared once, with its check, its flags and the trainers that it applies to.
+
+Trainers and processes that are created later use them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from .. import plain_checks as checks
+from .. import storage
+from ..logs import warn
+
+if TYPE_CHECKING:
+    from ..models.layouts import SharePrompts
+
+_DPO = "trl.DPOTrainer"
+
+
+class Option(NamedTuple):
+    """How an option is given.
+
+    Attributes:
+        check: given the public function, the option's name and a value, returns the value that `PatchOptions`
+            holds, or raises an error.
+        flags: those of `fastdpo run`, which exclude each other, with the arguments of `add_argument`.
+        trainers: the only ones that it applies to, or None for all.
+    """
+
+    check: Callable[[str, str, Any], Any]
+    flags: Mapping[str, Mapping[str, Any]]
+    trainers: tuple[str, ...] | None = None
+
+
+def _flag(op: str, name: str, value: Any) -> bool:
+    checks.require_flags(op, **{name: value})
+    return value
+
+
+def _sharing(op: str, name: str, value: Any) -> SharePrompts:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "deterministic"):
+        return value  # pyright: ignore[reportReturnType]
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f'{op}: {name} must be True, False or "deterministic"; got {checks.shown(value)}')
+
+
+def _bytes(op: str, name: str, value: Any) -> int | None:
+    checks.require_bytes(op, **{name: value})
+    return None if value is None else int(value)
+
+
+def _count(op: str, name: str, value: Any) -> int | None:
+    checks.require_positive_integer(op, name, value, optional=True)
+    return None if value is None else int(value)
+
+
+def _directory(op: str, name: str, value: Any) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    directory = str(storage.checked_directory(op, name, value, "be True, False or the path or URL of a directory"))
+    return directory if storage.is_url(directory) else str(Path(directory).resolve())
+
+
+def _option(default: object, *declared: Any) -> Any:
+    return field(default=default, metadata={"option": Option(*declared)})
+
+
+def _constant(value: object, help: str) -> dict[str, object]:
+    return dict(action="store_const", const=value, help=help)
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """The options of `patch()`, which explains them, and what it finds.
+
+    Attributes:
+        changed: the functions that differ from those of the tested versions. The first fused calls of each
+            model are then compared with stock ones, and leave a model to stock if they differ.
+    """
+
+    share_prompts: SharePrompts = _option(  # noqa: RUF009
+        True,
+        _sharing,
+        {
+            "--no-share-prompts": _constant(False, "compute a prompt for each of its answers"),
+            "--no-share-random-prompts": _constant("deterministic", "do so while dropout is active"),
+        },
+    )
+    memory_budget: int | None = _option(
+        None, _bytes, {"--memory-budget": dict(metavar="SIZE", help="gradient tiles of the head to keep, such as 2GiB")}
+    )
+    reference_memory: bool | str = _option(
+        False,
+        _directory,
+        {
+            "--reference-memory": dict(
+                metavar="DIRECTORY",
+                help="remember reference log-probabilities in this directory, or in this process: yes",
+            )
+        },
+        (_DPO, "openrlhf.DPOTrainer"),
+    )
+    verify: bool = _option(False, _flag, {"--verify": _constant(True, "compare the first fused calls with stock ones")})
+    max_tokens: int | None = _option(
+        None,
+        _count,
+        {"--max-tokens": dict(type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")},
+        (_DPO,),
+    )
+    group_prompts: bool = _option(
+        False, _flag, {"--group-prompts": _constant(True, "put pairs of one prompt into one batch")}, (_DPO,)
+    )
+    provisional: bool = _option(
+        True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}
+    )
+    changed: tuple[str, ...] = ()
+
+    def of_forward(self) -> dict[str, Any]:
+        """Those that are options of a fused forward (`models.forward.Request`)."""
+        names = ("share_prompts", "memory_budget", "verify", "changed")
+        return {name: getattr(self, name) for name in names}
+
+
+class GivenOptions(TypedDict, total=False):
+    """The arguments of `patch()` that are options, of which any may be given, for type checkers."""
+
+    share_prompts: SharePrompts
+    memory_budget: int | None
+    reference_memory: bool | str | os.PathLike[str]
+    verify: bool
+    max_tokens: int | None
+    group_prompts: bool
+    provisional: bool
+
+
+OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(PatchOptions) if x.metadata}
+"""The options by their names."""
+
+REMOVED = {
+    "log_savings": "the line of calls, logged at the first log and at the end, has its numbers",
+    "longest_first": "`fastdpo estimate` predicts the memory of the largest batch, and max_tokens bounds it",
+}
+"""Options that were removed, and what replaces them. They are ignored with a warning for one version."""
+
+
+def applies(name: str, trainer: str) -> bool:
+    """Whether an option applies to a trainer."""
+    trainers = OPTIONS[name].trainers
+    return trainers is None or trainer in trainers
+
+
+def checked_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `patch()` as `PatchOptions` holds them. Logs a warning for each that was removed.
+
+    Args:
+        op: the public function, for its error messages.
+        given: by name, those that were given. An integer may be one of NumPy, and the directory of
+            `reference_memory` need not exist.
+
+    Raises:
+        TypeError, ValueError: an option is unknown, or has the wrong type or value.
+    """
+    for name in given.keys() & REMOVED.keys():
+        warn(f"{op}: {name} was removed and is ignored: {REMOVED[name]}")
+    remaining = {name: value for name, value in given.items() if name not in REMOVED}
+    for name in remaining:
+        if name not in OPTIONS:
+            known = f"{', '.join(OPTIONS)}; got {name}{checks.suggested(name, OPTIONS)}"
+            raise TypeError(f"{op}: options must be among {known}")
+    return {name: OPTIONS[name].check(op, name, value) for name, value in remaining.items()}
