@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks import machine
-from benchmarks.run import PACKAGES, commit
+from benchmarks import tables as tables_of_suites
+from benchmarks.run import PACKAGES
 from benchmarks.tables import wrap
 from fastdpo.models import forward
 from fastdpo.models.forward import Request
@@ -275,7 +276,10 @@ def tables(result: dict[str, Any]) -> str:
     ]
     ratios = ["variance, shared by padded", "margins", "gradient of DPO's loss"]
     where = f"{next(iter(models.values()))['draws']:,} draws of log-probs a side, half of them for each gradient; "
-    where += f"torch {result['versions']['torch']}; {result['date'][:10]}."
+    host = tables_of_suites.machine_of(result) if "machine" in result else "machine not recorded"
+    commit = tables_of_suites.short_commit(result["commit"])
+    where += f"{host}, torch {result['versions']['torch']}; {result['date'][:10]}, commit {commit}. "
+    where = f"{where}{tables_of_suites.lost_note(commit)}".strip()
     return "\n\n".join([tabulate(means, headers, **options), tabulate(spreads, ratios, **options), wrap(where)])
 
 
@@ -291,7 +295,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": machine.commit(),
+        "machine": machine.machine() | {"bfloat16": machine.bfloat16()},
         "versions": machine.versions(*PACKAGES),
         "models": measure(),
     }

@@ -1,6 +1,6 @@
 """Predicted and measured peak memory of DPO steps in TRL, for docs/memory.md.
 
-Usage: python -m benchmarks.predicted_memory [--json FILE] [--markdown]
+Usage: python -m benchmarks.predicted_memory [--json FILE] [--page]
 
 Each case trains in a process of its own, stock and patched, for a few steps. The peak is that of the
 process's resident set during forward and backward, above what it held when the trainer had been
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-RESULTS = Path(__file__).parent / "results" / "predicted_memory.json"
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "predicted_memory.json", ROOT / "docs" / "memory.md"
+BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 STEPS = 2
 SEED = 0
 PAIR = (96, 48, 48)
@@ -216,21 +219,46 @@ def compare_in_new_process(*sides: tuple[Case, bool]) -> list[Comparison]:
 def main() -> None:
     from tqdm import tqdm
 
+    from benchmarks import machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file of results, which is continued")
-    parser.add_argument("--markdown", action="store_true", help="print the table of the file, and measure nothing")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/memory.md, and measure nothing")
     args = parser.parse_args()
     results = json.loads(args.json.read_text()) if args.json.exists() else []
-    if args.markdown:
-        print(markdown(results))
+    if args.page:
+        PAGE.write_text(with_table(PAGE.read_text(), results))
         return
+    origin = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": machine.commit(),
+        "machine": machine.machine() | {"bfloat16": machine.bfloat16()},
+    }
     sides = [asdict(case) | {"patched": patched} for case in CASES for patched in (False, True)]
     known = [{name: result[name] for name in sides[0]} for result in results]
     for side in tqdm([side for side in sides if side not in known]):
         case = Case(**{name: value for name, value in side.items() if name != "patched"})
         (found,) = compare_in_new_process((case, side["patched"]))
-        results.append(side | found._asdict())
+        results.append(side | found._asdict() | origin)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def with_table(page: str, results: list[dict[str, Any]]) -> str:
+    """A page with the table of the results between its markers, and where they were measured."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{markdown(results)}\n\n{where(results)}\n\n{END}{rest.split(END)[1]}"
+
+
+def where(results: list[dict[str, Any]]) -> str:
+    """The machines, dates and commits of results."""
+    from benchmarks.tables import lost_note, machine_of, short_commit, wrap
+
+    places = [
+        f"{machine_of(x)}; {x['date'][:10]}, commit {short_commit(x['commit'])}" if "commit" in x else ""
+        for x in results
+    ]
+    named = "; ".join(dict.fromkeys(place or "machine and commit not recorded" for place in places))
+    return wrap(f"Measured on: {named}. {lost_note(named)}".strip())
 
 
 def markdown(results: list[dict[str, Any]]) -> str:

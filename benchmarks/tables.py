@@ -5,9 +5,11 @@ A side without a measurement shows the reason instead of a number.
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -290,9 +292,21 @@ def commits_of(result: Result) -> list[str]:
     return list(dict.fromkeys(short_commit(commit) for commit in own or [result["commit"]]))
 
 
+LOST_COMMITS = Path(__file__).parent / "results" / "lost_commits.json"
+"""Commits that results were measured at, and that the history of this repository does not have."""
+LOST_NOTE = "A commit with * is not kept in this repository."
+
+
 def short_commit(commit: str) -> str:
-    """Seven digits. A tree with changes is still named as one."""
-    return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
+    """Seven digits, and * if the repository does not keep it. A tree with changes is still named as one."""
+    digits = re.match(r"[0-9a-f]{7}", commit)
+    lost = digits is not None and digits[0] in json.loads(LOST_COMMITS.read_text())
+    return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1*" if lost else r"\1", commit)
+
+
+def lost_note(text: str) -> str:
+    """What * stands for behind the commits of a text, if it has any."""
+    return LOST_NOTE if re.search(r"\b[0-9a-f]{7}\*", text) else ""
 
 
 class Origins:
@@ -300,16 +314,20 @@ class Origins:
 
     def __init__(self) -> None:
         self._letters: dict[str, str] = {}
+        self._has_lost = False
 
     def cell(self, result: Result) -> str:
         """The letter and the commits of a run."""
         letter = self._letters.setdefault(machine_of(result), chr(ord("A") + len(self._letters)))
-        return f"{letter}, {' and '.join(commits_of(result))}"
+        commits = " and ".join(commits_of(result))
+        self._has_lost |= bool(lost_note(commits))
+        return f"{letter}, {commits}"
 
     def note(self) -> str:
         """What the letters stand for."""
         machines = "; ".join(f"{letter} is {machine}" for machine, letter in self._letters.items())
-        return f"The last column has the machine and the commit of the measurement. {machines}."
+        note = f"The last column has the machine and the commit of the measurement. {machines}."
+        return f"{note} {LOST_NOTE}" if self._has_lost else note
 
 
 README_ROWS = (  # suite, group, first column
@@ -363,7 +381,7 @@ def where(result: Result) -> str:
     text = wrap(f"`{command}` on {environment(result)}.")
     if result.get("micro"):
         text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
-    return text
+    return "\n\n".join(filter(None, [text, lost_note(text)]))
 
 
 def environment(result: Result) -> str:
@@ -379,7 +397,7 @@ def packing_table(micro: Result) -> str:
     """Median times of the micro-benchmarks that belong to no suite."""
     rows = [[name.capitalize(), format_seconds(seconds)] for name, seconds in micro["others"].items()]
     at = environment(micro | {"cases": []})
-    return f"{render(rows, ['', 'median time'])}\n\n{wrap(f'`make bench-ops` on {at}.')}"
+    return f"{render(rows, ['', 'median time'])}\n\n{wrap(f'`make bench-ops` on {at}. {lost_note(at)}'.strip())}"
 
 
 def runs_list(results: dict[str, Result], others: dict[str, Result]) -> str:
@@ -395,7 +413,8 @@ def runs_list(results: dict[str, Result], others: dict[str, Result]) -> str:
         commits = commits_of(result)
         at = f"{machine_of(result)}, {'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
         runs.setdefault(at, []).append(name)
-    return "\n".join(bullet(f"{', '.join(names)}: {at}") for at, names in runs.items())
+    text = "\n".join(bullet(f"{', '.join(names)}: {at}") for at, names in runs.items())
+    return "\n\n".join(filter(None, [text, lost_note(text)]))
 
 
 def profile_table(result: Result) -> str:

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
 
-from benchmarks import claims, plots, report, tables
+from benchmarks import claims, plots, predicted_memory, report, tables
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
 
@@ -63,6 +65,31 @@ def test_pages_are_up_to_date(numbers):
     assert report.performance(performance, numbers) == performance, stale
     assert report.fill(gpu_page, report.gpu_block(report.results(report.GPU_RESULTS))) == gpu_page, stale
     assert report.page(results) == report.PAGE.read_text(), stale
+
+
+def test_the_table_of_predicted_memory_is_up_to_date():
+    page, results = predicted_memory.PAGE.read_text(), json.loads(predicted_memory.RESULTS.read_text())
+    assert predicted_memory.with_table(page, results) == page, "run `python -m benchmarks.predicted_memory --page`"
+
+
+def test_rows_of_several_runs_name_each_of_them():
+    (lost, *_), host = json.loads(tables.LOST_COMMITS.read_text()), {"cpu": "a processor", "threads": 2}
+    rows = [{}, {"date": "2026-01-02T03:04:05", "commit": lost + "0" * 33, "machine": host}]
+    assert " ".join(predicted_memory.where(rows).split()) == (
+        "Measured on: machine and commit not recorded; a processor, 2 threads; 2026-01-02, commit "
+        f"{lost}*. A commit with * is not kept in this repository."
+    )
+
+
+def test_commits_that_are_not_kept_are_marked():
+    if not (report.ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no clone")
+    lost = json.loads(tables.LOST_COMMITS.read_text())
+    assert lost == report.lost_commits(), "run `python -m benchmarks.report`"
+    for commit in lost:
+        assert tables.short_commit(f"{commit}{'0' * 33} with changes") == f"{commit}* with changes"
+    kept = subprocess.run(["git", "rev-parse", "HEAD"], cwd=report.ROOT, capture_output=True, text=True).stdout
+    assert tables.short_commit(kept.strip()) == kept[:7]
 
 
 @pytest.mark.parametrize("page", claims.CONSTANTS)
