@@ -9,7 +9,7 @@ trainer says so (`report_if_unused`). Neither check communicates or reads a tens
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,15 @@ def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> Reason
             if named is None or name not in named:  # it does not reach the next override
                 break
     return None
+
+
+def is_overridden(trainer: object, stock: type, names: Iterable[str]) -> bool:
+    """Whether a trainer's class overrides any of these attributes of the stock class.
+
+    Functions set on the trainer itself do not count, since they may exist on one rank only, like a
+    profiler's.
+    """
+    return any(getattr(type(trainer), name) is not getattr(stock, name) for name in names)
 
 
 def left_unpatched(trainer: Any, integration: str, stock: type, path: tuple[str, ...]) -> bool:

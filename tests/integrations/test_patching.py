@@ -32,13 +32,12 @@ BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fus
 
 
 def dpo_seams() -> tuple:
-    methods = ("__init__", "_compute_loss", "store_flos", "evaluation_loop", "compute_ref_log_probs")
-    methods += ("_precompute_ref_logps",)
+    methods = ("__init__", "_compute_loss", "compute_ref_log_probs", "_precompute_ref_logps")
     return dpo_trainer.add_fused_lm_head, *(getattr(DPOTrainer, name) for name in methods)
 
 
 def online_seams() -> tuple:
-    methods = ("_forward", "create_accelerator_and_postprocess", "training_step", "_maybe_log_save_evaluate")
+    methods = ("_forward", "create_accelerator_and_postprocess", "training_step")
     return tuple(getattr(OnlineDPOTrainer, name) for name in methods)
 
 

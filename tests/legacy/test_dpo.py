@@ -324,17 +324,14 @@ def test_a_subclass_that_reads_metrics_decides_like_stock(tmp_path):
 
 
 def test_two_ranks(tmp_path):
-    """The logs equal stock's of all ranks, with one collective per log instead of eight a step."""
+    """The logs equal stock's of all ranks, and each step has the collectives of stock."""
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
     assert patched[0]["logs"] == patched[1]["logs"]
     for a, b in zip(uncut[0]["logs"], patched[0]["logs"], strict=True):
         assert {k: x for k, x in b.items() if k != "eval_loss"} == approximately(
             {k: x for k, x in a.items() if k != "eval_loss"}
         )
-    # Training: six steps and two logs; Trainer itself runs two collectives per log. Evaluation: two
-    # steps; Trainer itself runs one collective per step.
-    assert [sum(run[0]["counts"][:6]) for run in (stock, patched)] == [6 * 8 + 2 * 2, 2 * (2 + 1)]
-    assert [run[0]["counts"][-1] for run in (stock, patched)] == [2 * (8 + 1), 2 * 1 + 1]
+    assert patched[0]["counts"] == stock[0]["counts"]
 
 
 def test_unpatching_restores_the_model_and_the_trainer(tmp_path):

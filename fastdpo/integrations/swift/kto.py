@@ -20,8 +20,8 @@ from ...models.fallback import counting_calls_as
 from ...models.forward import ScoredBatch
 from ...models.router import router_loss
 from ...reasons import Reason
+from ..bypass import is_overridden
 from ..concatenated import Inputs, install
-from ..deferred_metrics import is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
 from ..replacements import temporarily

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
+from ..bypass import is_overridden
 from ..concatenated import Inputs, install, score
-from ..deferred_metrics import is_overridden
 from ..protocol import PatchOptions
 from .batches import OutputOfRows
 from .line import SwiftLine

@@ -6,16 +6,14 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...reasons import Reason
 from ..bypass import bypass_reason, first_log_callback, leave_unpatched, report_skipped_init
-from ..ledger import Ledger
 from ..protocol import STATE
 from ..replacements import Replacements
 from . import fused_head
-from .ledgers import discard_states
 
 S = TypeVar("S", bound="TrainerState")
 
@@ -23,8 +21,6 @@ S = TypeVar("S", bound="TrainerState")
 @dataclass(eq=False, kw_only=True)
 class TrainerState:
     """The state of a trainer that was created after `patch()`."""
-
-    ledger: Ledger = field(default_factory=Ledger)
 
 
 def state_of(trainer: Any, kind: type[S]) -> S | None:
@@ -113,6 +109,7 @@ class CreatedTrainers:
         return STATE in vars(trainer) and id(trainer) not in self._trainers
 
     def discard_states(self) -> None:
-        """Removes the states of the trainers, whose metrics then are plain numbers."""
-        discard_states(self._trainers.values())
+        """Removes the states of the trainers."""
+        for trainer in list(self._trainers.values()):
+            vars(trainer).pop(STATE, None)
         self._trainers.clear()

@@ -21,11 +21,11 @@ from ...reasons import Reason
 from ...ref_logps.memory import Memory
 from ..bypass import leave_unpatched
 from ..concatenated import Inputs, install, liger_reason, score
+from ..gathering import of_all_ranks
 from ..last_result import LastResult
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
-from . import dpo_legacy_metrics
 from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .dpo_legacy_batches import inputs_of, results_of
 from .dpo_legacy_memory import remembered
@@ -39,14 +39,7 @@ _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
     "concatenated_inputs": ["batch", "padding_value"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-    "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
-    "store_metrics": ["self", "metrics", "train_eval"],
     "create_accelerator_and_postprocess": ["self"],
-    "store_flos": ["self"],
-    "evaluation_loop": [
-        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
-    ],
 }
 _PATH = ("get_batch_loss_metrics", "concatenated_forward")
 
@@ -58,7 +51,6 @@ _trainers = CreatedTrainers(DPO, _PATH)
 class _LegacyDPOState(TrainerState):
     memory: Memory
     models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    returns_metrics: bool = False  # whether the function that is running returns its metrics to its caller
     batch: LastResult[Inputs | Reason] = field(default_factory=LastResult)
 
 
@@ -90,6 +82,7 @@ def enable(options: PatchOptions) -> None:
     DPOTrainer: Any = dpo_trainer.DPOTrainer
     stock_init = DPOTrainer.__init__
     stock_forward = DPOTrainer.concatenated_forward
+    stock_metrics = DPOTrainer.get_batch_loss_metrics
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
@@ -121,17 +114,21 @@ def enable(options: PatchOptions) -> None:
         with counting_calls_as("reference") if is_ref_model else nullcontext():
             return score(model, DPO, _cached_inputs(self, batch), results, stock)
 
-    def with_reference(self, batch):
-        memory = vars(self)[STATE].memory
-        return {**batch, **remembered(self, memory, batch, lambda: _cached_inputs(self, batch))}
+    @functools.wraps(stock_metrics)
+    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+        state = state_of(self, _LegacyDPOState)
+        if state is None:
+            return stock_metrics(self, model, batch, train_eval)
+        known = remembered(self, state.memory, batch, lambda: _cached_inputs(self, batch))
+        with of_all_ranks(self.accelerator):
+            return stock_metrics(self, model, {**batch, **known}, train_eval)
 
     _replacements.put(DPOTrainer, "__init__", __init__)
     _trainers.watch(
         _replacements, DPOTrainer, new_state=new_state, prepare=functools.partial(_install, options=options)
     )
     _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
-    state = functools.partial(state_of, kind=_LegacyDPOState)
-    dpo_legacy_metrics.replace(_replacements, DPOTrainer, state, with_reference)
+    _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
 
 
 def disable() -> None:

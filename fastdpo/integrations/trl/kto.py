@@ -15,7 +15,7 @@ from torch import Tensor
 from ...models.fallback import counting_calls_as
 from ...reasons import Reason
 from .. import evidence
-from ..deferred_metrics import is_overridden
+from ..bypass import is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements, temporarily

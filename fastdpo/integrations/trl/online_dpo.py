@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,11 @@ from ...models import forward
 from ...models.forward import Request, ScoredBatch
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..deferred_metrics import codes_of, deferring, is_overridden, shown_metrics, stored
+from ..gathering import of_all_ranks
 from ..protocol import STATE, PatchOptions
 from ..replacements import Replacements
 from ..signatures import first_difference
-from .created_trainers import CreatedTrainers, TrainerState
-from .ledgers import ledger_of
+from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .models import new_models
 from .names import ONLINE_DPO
 
@@ -44,10 +44,6 @@ _PARAMETERS = {
     "_forward": [*("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")],
     "create_accelerator_and_postprocess": ["self"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
-    "_maybe_log_save_evaluate": [
-        *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
-        "learning_rate",
-    ],
 }
 _PATH = ("training_step", "_forward")
 
@@ -80,29 +76,12 @@ def enable(options: PatchOptions) -> None:
     trainer = trainer_class()
     stock_forward = trainer._forward
     stock_step = trainer.training_step
-    stock_log = trainer._maybe_log_save_evaluate
-    codes = codes_of(stock_step)
 
     @functools.wraps(stock_step)
     def training_step(self, model, inputs, num_items_in_batch=None):
-        ledger = ledger_of(self)
-        if ledger is None:  # created before patch()
+        is_patched = state_of(self, _OnlineDPOState) is not None  # otherwise created before patch()
+        with of_all_ranks(self.accelerator) if is_patched else nullcontext():
             return stock_step(self, model, inputs, num_items_in_batch)
-        try:
-            with deferring(self.accelerator, ledger, codes):
-                loss = stock_step(self, model, inputs, num_items_in_batch)
-        finally:
-            ledger.take(stored(self, "stats"))
-        ledger.settle_if_due(read=is_overridden(self, trainer, ("training_step", "_maybe_log_save_evaluate", "stats")))
-        return loss
-
-    @functools.wraps(stock_log)
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
-        ledger = ledger_of(self)
-        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if ledger is not None and logs:  # TRL has a collective there, too
-            ledger.settle()
-        return stock_log(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
     def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
@@ -121,9 +100,7 @@ def enable(options: PatchOptions) -> None:
     prepare = functools.partial(_install, options=options)
     _trainers.watch(_replacements, trainer, new_state=_OnlineDPOState, prepare=prepare)
     _replacements.put(trainer, "training_step", training_step)
-    _replacements.put(trainer, "_maybe_log_save_evaluate", _maybe_log_save_evaluate)
     _replacements.put(trainer, "_forward", _forward)
-    _replacements.put(trainer, "stats", shown_metrics("stats", ledger_of, codes))
 
 
 def disable() -> None:

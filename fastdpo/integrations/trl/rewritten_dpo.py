@@ -13,15 +13,7 @@ from ...logs import warn
 from ...models import forward
 from ...models.fallback import counting_calls_as
 from ...reasons import Reason
-from ..deferred_metrics import (
-    codes_of,
-    deferring,
-    is_overridden,
-    running_total,
-    settle_where_trl_communicates,
-    shown_metrics,
-    stored,
-)
+from ..gathering import of_all_ranks
 from ..protocol import PatchOptions
 from ..replacements import Replacements, temporarily
 from ..signatures import first_difference
@@ -29,7 +21,6 @@ from . import precompute
 from .batches.prompt_groups import PromptGroups
 from .batches.token_budget import TokenBudget
 from .created_trainers import CreatedTrainers, TrainerState, state_of
-from .ledgers import ledger_of
 from .memory import ReferenceMemory
 from .names import DPO
 
@@ -38,17 +29,8 @@ DPOTrainer = Any  # of one of several versions
 _PARAMETERS = {
     "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
-    "store_flos": ["self"],
-    "evaluation_loop": [
-        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
-    ],
     "create_accelerator_and_postprocess": ["self"],
 }
-_COMPUTES_METRICS = (
-    *("_compute_loss", "compute_loss", "training_step", "prediction_step", "store_flos", "evaluation_loop", "_metrics"),
-)
-_METRICS = "_metrics"
-_TOKENS = "_total_train_tokens"
 
 Scoring = Callable[[DPOTrainer, dict[str, Any], bool], AbstractContextManager[None]]
 """Returns a context in which TRL's code scores a batch.
@@ -104,7 +86,6 @@ def replace(
     stock_precompute = stock._precompute_ref_logps
     stock_init = stock.__init__
     stock_loss = stock._compute_loss
-    codes = codes_of(stock_loss)
     reference_parameters = inspect.signature(stock_reference)
 
     @functools.wraps(stock_reference)
@@ -124,15 +105,13 @@ def replace(
         state = state_of(self, DPOState)
         if state is None:
             return stock_loss(self, model, inputs, return_outputs)
-        with state.memory.serving(self, inputs) as inputs:
-            try:
-                with deferring(self.accelerator, state.ledger, codes), scoring(self, inputs, return_outputs):
-                    result = stock_loss(self, model, inputs, return_outputs)
-            finally:
-                for metrics in stored(self, _METRICS).values():
-                    state.ledger.take(metrics)
-        state.ledger.settle_if_due(read=is_overridden(self, stock, _COMPUTES_METRICS))
-        return result
+        gather = None if state.budget is None else state.budget.metrics.gather
+        with (
+            state.memory.serving(self, inputs) as inputs,
+            of_all_ranks(self.accelerator, gather),
+            scoring(self, inputs, return_outputs),
+        ):
+            return stock_loss(self, model, inputs, return_outputs)
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
@@ -163,8 +142,5 @@ def replace(
     replacements.put(stock, "__init__", __init__)
     trainers.watch(replacements, stock, new_state=new_state, prepare=prepare_trainer, disabled_reason=disabled_reason)
     replacements.put(stock, "_compute_loss", _compute_loss)
-    settle_where_trl_communicates(replacements, stock, ledger_of)
-    replacements.put(stock, _METRICS, shown_metrics(_METRICS, ledger_of, codes))
-    replacements.put(stock, _TOKENS, running_total(_TOKENS, ledger_of, codes))
     replacements.put(stock, "compute_ref_log_probs", compute_ref_log_probs)
     replacements.put(stock, "_precompute_ref_logps", _precompute_ref_logps)

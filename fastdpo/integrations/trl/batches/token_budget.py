@@ -20,12 +20,11 @@ from ....models import fallback
 from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
 from ....models.wrapped import base_of
-from ...ledger import Recording
 from ...protocol import STATE
 from ...replacements import temporarily
-from ..ledgers import ledger_of
 from ..names import DPO
 from .prompt_groups import require_supported, unsupported_loader_reason
+from .step_metrics import StepMetrics
 from .widths import widest_batch
 
 if TYPE_CHECKING:
@@ -44,12 +43,15 @@ class TokenBudget:
     Args:
         max_tokens: of a micro-batch.
         share_prompts, group_prompts: the options of `patch`.
+
+    Attributes:
+        metrics: joins those of the micro-batches of a step.
     """
 
     def __init__(self, max_tokens: int, share_prompts: SharePrompts, group_prompts: bool):
         self._max_tokens, self._group_prompts = max_tokens, group_prompts
         self._share_prompts: SharePrompts = share_prompts
-        self._previous: Recording | None = None  # of the same optimizer step
+        self.metrics = StepMetrics()
 
     def install(self, trainer: Any) -> None:
         for name, function in {
@@ -69,7 +71,7 @@ class TokenBudget:
         if vars(trainer).get(STATE) is None:  # unpatched since
             return loader
         require_supported("max_tokens", unsupported_reason(trainer, loader))
-        self._previous = None
+        self.metrics.start_step()
         lengths, model = lengths_of(trainer), base_of(trainer.model, "max_tokens")
         require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
@@ -98,6 +100,7 @@ class TokenBudget:
             return stock(model, inputs, *args)
         loss = torch.zeros((), device=trainer.args.device)
         ends_step = trainer.accelerator.sync_gradients
+        is_patched = STATE in vars(trainer)
         fallback.outcomes[DPO, "steps"] += ends_step
         fallback.outcomes[DPO, "micro-batches"] += len(inputs)
         for i, (batch, share) in enumerate(inputs):
@@ -105,22 +108,9 @@ class TokenBudget:
             with (
                 temporarily(trainer, current_gradient_accumulation_steps=1 / share),  # the loss is divided by it
                 _without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
+                self.metrics.micro_batch(trainer, ends_step and is_last) if is_patched else nullcontext(),
             ):
-                loss = loss + self._as_one_step(trainer, stock, model, batch, *args)
-        if ends_step:
-            self._previous = None
-        return loss
-
-    def _as_one_step(self, trainer: Any, stock: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Runs a micro-batch, and joins its metrics with those of the step before it."""
-        ledger = ledger_of(trainer)
-        if ledger is None:
-            return stock(*args)
-        with ledger.recording() as recording:
-            loss = stock(*args)
-        if self._previous is not None:
-            ledger.join(self._previous, recording)
-        self._previous = recording
+                loss = loss + stock(model, batch, *args)
         return loss
 
 

@@ -1,8 +1,6 @@
-"""Metrics that TRL gathers and reads in every step are reduced once per log, with equal results.
+"""Logged metrics equal those of TRL, and those of all ranks where TRL leaves out some."""
 
-Code that reads the metrics between two logs sees plain numbers, as with stock trainers.
-"""
-
+import contextlib
 import copy
 import gc
 import json
@@ -15,14 +13,12 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations import ledger as ledger_module
-from fastdpo.integrations.deferred_metrics import codes_of, deferring
-from fastdpo.integrations.ledger import Gathered, Ledger, Number
+from fastdpo.integrations.gathering import of_all_ranks
 from tests.support.comparison import RELATIVE, approximately
 from tests.support.trl.dpo import assert_same, build, run_two_ranks, tiny_model, train
 from tests.support.trl.online import build as build_online
 from tests.support.trl.online import writer
-from tests.support.workers import ledger as worker
+from tests.support.workers import gathering as worker
 from tests.support.workers.processes import run_ranks
 
 
@@ -33,112 +29,27 @@ def _unpatched():
     gc.collect()  # trainers and callbacks that refer to each other
 
 
-def metrics_of(accelerator, x, y, weight) -> dict:
-    """Every operation that the trainers apply to gathered tensors."""
-    total = accelerator.gather_for_metrics(weight).sum()
-    margin = accelerator.gather(x) - accelerator.gather_for_metrics(y)
-    return {
-        "mean": accelerator.gather(x).mean().item(),
-        "sum": accelerator.gather_for_metrics(x).sum().item(),
-        "ratio": (accelerator.gather_for_metrics(x).sum() / total).item() if total > 0 else 0.0,
-        "of numbers": accelerator.gather(x).sum().item() / accelerator.gather(weight).sum().item(),
-        "halves": accelerator.gather(weight).sum().item() // 2,
-        "margin": margin.mean().item(),
-        "accuracy": (margin > 0).float().mean().item(),
-    }
-
-
-def deferred(accelerator, *values) -> tuple[Ledger, dict]:
-    ledger = Ledger()
-    with deferring(accelerator, ledger, codes_of(metrics_of, __name__)):
-        metrics = metrics_of(accelerator, *values)
-    assert all(isinstance(x, Number) for x in metrics.values())
-    return ledger, metrics
-
-
-@pytest.mark.parametrize("read", [Ledger.show, Ledger.settle])
-def test_deferred_numbers_equal_those_of_plain_code(read):
-    accelerator = Accelerator(cpu=True)
-    values = torch.randn(3, 5), torch.randn(3, 5), torch.randint(1, 9, (7,))
-    expected, gather = metrics_of(accelerator, *values), accelerator.gather
-    ledger, metrics = deferred(accelerator, *values)
-    assert accelerator.gather == gather
-    lists = {name: [1.5, x] for name, x in metrics.items()}
-    ledger.take(lists)
-    assert set(map(tuple, lists.values())) == {(1.5,)}
-    read(ledger)
-    for name, value in expected.items():
-        assert lists[name] == [1.5, pytest.approx(value, rel=1e-6)], name
-        assert type(lists[name][1]) is type(value), name
-
-
-def test_a_division_by_zero_gives_zero():
-    ledger, metrics = deferred(Accelerator(cpu=True), torch.ones(2), torch.ones(2), torch.zeros(2))
-    settled = ledger.settled(metrics)
-    assert settled["ratio"] == settled["of numbers"] == 0.0
-
-
-def test_functions_called_by_the_deferred_code_gather_immediately():
-    accelerator, ledger = Accelerator(cpu=True), Ledger()
-
-    def other_function():
-        return accelerator.gather(torch.ones(3)), accelerator.gather_for_metrics(torch.ones(3))
-
-    def stock():
-        assert isinstance(accelerator.gather(torch.ones(3)), Gathered)
-        assert all(isinstance(accelerator.gather(torch.ones(3)), Gathered) for _ in range(2))
-        return other_function()
-
-    with deferring(accelerator, ledger, codes_of(stock, __name__)):
-        assert all(torch.equal(x, torch.ones(3)) for x in stock())
-
-
-def numbers_of(ledger: Ledger, *values: float) -> list[Number]:
-    return [Gathered(ledger, torch.tensor([x])).sum() for x in values]
-
-
-def test_a_list_changed_by_other_code_is_not_overwritten():
-    ledger = Ledger()
-    kept, changed, emptied = metrics = [[x] for x in numbers_of(ledger, 1.0, 2.0, 3.0)]
-    ledger.take(dict(enumerate(metrics)))
-    ledger.show()
-    assert metrics == [[1.0], [2.0], [3.0]]
-    changed[0] = 7.0
-    emptied.clear()
-    ledger.settle()
-    assert (kept, changed, emptied) == ([1.0], [7.0], [])
-
-
-def test_local_values_are_replaced_by_those_of_all_ranks(tmp_path):
-    run_ranks(2, worker.show_and_settle, tmp_path)
-    for rank in range(2):
-        values = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert values == {"shown": [1.0 + rank], "settled": [1.0 + 2.0, 5.0 + 6.0]}
-
-
-def test_a_trainer_that_never_logs_keeps_a_bounded_number_of_sums(monkeypatch):
-    monkeypatch.setattr(ledger_module, "LIMIT", 64)  # instead of 2048 sums, which take hundreds of steps
-    ledger, values, total = Ledger(), [], 0
-    for i in range(3000):
-        (number,) = numbers_of(ledger, i)
-        total = total + number
-        ledger.running["total"] = total
-        values.append(number)
-        ledger.take({"x": values})
-        ledger.settle_if_due(read=False)
-        total = ledger.running["total"]
-        assert i - len(values) <= 64
-    assert ledger.shown("total") == sum(range(3000))
-    assert values == list(range(3000))
-
-
 def test_a_custom_gather_function_is_kept():
     accelerator = Accelerator(cpu=True)
     accelerator.gather = custom = lambda x: x
-    with deferring(accelerator, Ledger(), codes_of(metrics_of, __name__)):
+    with of_all_ranks(accelerator):
         assert accelerator.gather is custom, "a custom function must not be replaced"
     assert accelerator.gather is custom
     assert "gather_for_metrics" not in vars(accelerator)
+
+
+def test_the_functions_of_accelerate_are_restored():
+    accelerator = Accelerator(cpu=True)
+    with of_all_ranks(accelerator, gather=lambda x: 2 * x):
+        assert accelerator.gather(1) == accelerator.gather_for_metrics(1, use_gather_object=False) == 2
+    assert vars(accelerator).keys().isdisjoint({"gather", "gather_for_metrics"})
+    assert torch.equal(accelerator.gather(torch.ones(3)), torch.ones(3))
+
+
+def test_rows_of_ranks_that_have_different_numbers_of_them(tmp_path):
+    run_ranks(2, worker.gather_rows, tmp_path)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == [[1.0, 1.0, 2.0], [2.0, 2.0], [1, 2]]
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
@@ -162,38 +73,18 @@ class Peek(TrainerCallback):
         self.lengths.append({len(values) for values in lists})
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Records the reads of sums from the device."""
-    seen, read = [], ledger_module.read_into
-
-    def counting(field, steps, reduce):
-        seen.extend([field] * bool(steps))
-        read(field, steps, reduce)
-
-    monkeypatch.setattr(ledger_module, "read_into", counting)
-    return seen
-
-
-def test_nothing_is_read_before_a_log(tmp_path, reads):
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
-        trainer.train()
-    assert reads == ["reduced"]
-    (log, _) = trainer.state.log_history
-    assert all(type(x) in (float, int) for x in log.values())
-    assert type(trainer._total_train_tokens) is int
-
-
-def test_a_callback_sees_numbers(tmp_path, reads):
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
-        peek = Peek(lambda: trainer._metrics["train"])
-        trainer.add_callback(peek)
-        trainer.train()
-    assert peek.kinds == [{float, int}] * 3
-    assert peek.lengths == [{1}, {1, 2}, {1, 3}], "one number of tokens; of the others, one value per step"
-    assert reads == ["own"] * 3 + ["reduced"]
+def test_a_callback_sees_what_it_sees_in_stock(tmp_path):
+    seen = []
+    for patch in (contextlib.nullcontext, fastdpo.patched):
+        with patch():
+            trainer = build(tmp_path / patch.__name__, tiny_model(), tiny_model(seed=1), 16, logging_steps=3)
+            peek = Peek(lambda trainer=trainer: trainer._metrics["train"])
+            trainer.add_callback(peek)
+            trainer.train()
+        seen.append((peek.kinds, peek.lengths))
+        assert type(trainer._total_train_tokens) is int
+    assert seen[0] == seen[1]
+    assert seen[1][1] == [{1}, {1, 2}, {1, 3}], "one number of tokens; of the others, one value per step"
 
 
 def test_after_unpatching_during_training_numbers_are_plain(tmp_path):
@@ -358,23 +249,6 @@ def test_a_loss_function_replaced_before_patching_sees_tensors(tmp_path, monkeyp
     assert largest == pytest.approx([log["loss"] for log in trainer.state.log_history if "loss" in log])
 
 
-def test_a_copied_ledger_has_the_same_numbers(tmp_path):
-    with fastdpo.patched("trl.DPOTrainer"):
-        trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 16)
-        batch = trainer.data_collator(list(trainer.train_dataset)[:4])
-        trainer.compute_loss(trainer.model, batch)
-        copied = copy.deepcopy(vars(trainer)["_fastdpo_state"].ledger)
-        assert copied.shown("_total_train_tokens") == trainer._total_train_tokens > 0
-
-
-def test_online_dpo_reads_nothing_before_a_log(tmp_path, reads):
-    with fastdpo.patched("trl.OnlineDPOTrainer"):
-        trainer = build_online(tmp_path, writer(0), writer(1), logging_steps=3)
-        trainer.train()
-    assert reads == ["reduced"]
-    assert all(isinstance(x, (float, int)) for x in trainer.state.log_history[0].values())
-
-
 def test_online_dpo_shows_numbers(tmp_path):
     with fastdpo.patched("trl.OnlineDPOTrainer"):
         trainer = build_online(tmp_path, writer(0), writer(1), logging_steps=3)
@@ -389,7 +263,7 @@ MISSING_SECOND_RANK = {"eval_entropy", "eval_logits/chosen", "eval_logits/reject
 
 
 def test_two_ranks(tmp_path):
-    """The logs equal stock's, with one collective per log instead of fifteen per step."""
+    """The logs equal stock's of all ranks, and each step has the collectives of stock."""
     stock, uncut, patched = (run_two_ranks(kind, tmp_path) for kind in ("stock", "uncut", "patched"))
     assert patched[0]["logs"] == patched[1]["logs"]
     different = set()
@@ -399,8 +273,4 @@ def test_two_ranks(tmp_path):
         assert of_trl[1] == approximately(of_trl[0])
         different |= {name for name in a if c[name] != approximately(a[name])}
     assert different == MISSING_SECOND_RANK
-
-    # Training: six steps and two logs; Trainer itself runs two collectives per log. Evaluation: two
-    # steps; Trainer itself runs one collective per step.
-    assert [sum(run[0]["counts"][:6]) for run in (stock, patched)] == [6 * 15 + 2 * 2, 2 * (2 + 1)]
-    assert [run[0]["counts"][-1] for run in (stock, patched)] == [2 * (14 + 1), 2 * 1 + 1]
+    assert patched[0]["counts"] == stock[0]["counts"]
