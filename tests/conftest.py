@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from fastdpo.ops import devices
+from fastdpo.ops.attention import backends
+from fastdpo.ops.attention.layout_cache import LayoutCache
 from tests.support.documents import trained
 from tests.support.selection import each_value_once
 
@@ -89,6 +91,12 @@ def device(request, monkeypatch):
         executed.install(monkeypatch, request.config.getoption("target"))
     with torch.device(given) if given in ("cpu", "cuda") else nullcontext():
         yield given or "cpu"
+
+
+@pytest.fixture(autouse=True)
+def new_plans(monkeypatch):
+    """Attention is planned anew: tests replace what plans are made of."""
+    monkeypatch.setattr(backends, "_plans", LayoutCache(backends.KEPT_PLANS))
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ Stand-ins have the parameters of each supported version, and keys are gathered b
 of the libraries are tested in interpreted/test_packed_attention.py.
 """
 
+import inspect
 import os
 import re
 import sys
@@ -214,6 +215,95 @@ def test_a_window_that_hides_nothing_is_probed_as_none(fault, installed, monkeyp
     assert all(f"{name} is disabled for head sizes 16 and 16: " in x for name, x in zip(ALL, messages, strict=True))
 
 
+def planned(query, _, value, __, **options):
+    """The backend of the plan that is kept for a call."""
+    options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
+    return backends.plan(query, value, ROWS, options).backend
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_layout_is_planned_once_for_all_layers_and_passes(window, installed, monkeypatch):
+    installed()
+    assert_right(inputs(), window=window)
+
+    def fail(*arguments, **options):
+        raise AssertionError("planned again")
+
+    for place in ((backends, "chosen"), (backends.islands, "split"), (flash, "varlen_layout"), (inspect, "signature")):
+        monkeypatch.setattr(*place, fail)
+    for _ in range(2):
+        assert_right(inputs(), window=window)
+    with pytest.raises(AssertionError, match="planned again"):
+        packed_attention(*inputs()[:3], ROWS, window=5)
+
+
+def test_a_library_is_inspected_once(installed, monkeypatch):
+    installed()
+    assert_right(inputs())
+    monkeypatch.setattr(inspect, "signature", None)
+    packed_attention(*(x[:20] for x in inputs()[:3]), torch.tensor([[0, 0, 0, 20]], dtype=torch.int32))
+
+
+def test_a_planned_layout_follows_the_named_backend(installed, monkeypatch):
+    installed()
+    assert planned(*inputs()) == "flash-attn-3"
+    monkeypatch.setenv(backends.VARIABLE, "flash-attn-2")
+    assert planned(*inputs()) == "flash-attn-2"
+    assert_right(inputs())
+    monkeypatch.delenv(backends.VARIABLE)
+    assert planned(*inputs()) == "flash-attn-3"
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """Tunes on the CPU: the times of backends, in milliseconds."""
+    times = {"flash-attn-3": 3.0, "flash-attn-4": 2.0, "flash-attn-2": 1.0, "torch": 1.5, "triton": 4.0}
+
+    def milliseconds(candidate, device):
+        if candidate.name != "triton":  # interpreted elsewhere
+            candidate.run()
+        return times[candidate.name]
+
+    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
+    monkeypatch.setattr(tuning, "_choices", {})
+    monkeypatch.setattr(tuning, "milliseconds", milliseconds)
+    monkeypatch.setattr(backends, "LEAST_TUNED", 0)
+    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
+    return times
+
+
+def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, monkeypatch):
+    installed()
+    prepare, prepared = flash.varlen_layout, []
+
+    def recording(op, rows, *others):
+        prepared.append(torch.equal(rows, ROWS))
+        return prepare(op, rows, *others)
+
+    monkeypatch.setattr(flash, "varlen_layout", recording)
+    assert_right(inputs())
+    assert sum(prepared) == len(ALL) + 1  # each candidate, and the plan
+
+
+def test_a_planned_layout_follows_the_deterministic_mode(installed, tuned):
+    """The stand-ins check that the backward is asked for a deterministic result."""
+    installed()
+    for deterministic, name in ((False, "flash-attn-2"), (True, "flash-attn-3"), (False, "flash-attn-2")):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            assert planned(*inputs()) == name
+            assert_right(inputs())
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_a_planned_layout_follows_the_tuning(installed, tuned, monkeypatch):
+    installed()
+    assert planned(*inputs()) == "flash-attn-2"
+    monkeypatch.setenv(tuning.VARIABLE, "0")
+    assert planned(*inputs()) == "flash-attn-3"
+
+
 class Failing:
     """The forward or the backward of a library raises an error from some call on."""
 
@@ -291,25 +381,13 @@ def test_plain_products_take_the_place_of_the_last_backend(strict, installed, mo
     assert caplog.text.count("torch has failed and is replaced by plain matrix products") == 1
 
 
-def test_a_measured_choice_that_fails_is_not_made_again(installed, monkeypatch, tmp_path, caplog):
+def test_a_measured_choice_that_fails_is_not_made_again(installed, tuned, monkeypatch, caplog):
     installed()
-    times = {"flash-attn-3": 3.0, "flash-attn-4": 2.0, "flash-attn-2": 1.0, "torch": 1.5, "triton": 4.0}
-
-    def milliseconds(candidate, device):
-        if candidate.name != "triton":  # interpreted elsewhere
-            candidate.run()
-        return times[candidate.name]
-
-    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
-    monkeypatch.setattr(tuning, "_choices", {})
-    monkeypatch.setattr(tuning, "milliseconds", milliseconds)
-    monkeypatch.setattr(backends, "LEAST_TUNED", 0)
-    monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     assert_right(inputs())
     assert chosen(*inputs()) == "flash-attn-2"
     Failing(monkeypatch, ["flash-attn-2"], "backward", RuntimeError("no kernel image"))
     assert_right(inputs())
-    assert chosen(*inputs()) == "torch"
+    assert chosen(*inputs()) == planned(*inputs()) == "torch"
     assert "flash-attn-2 has failed and is replaced by torch: RuntimeError: no kernel image" in caplog.text
     (noted,) = notes.read(CPU).choices.values()
     assert noted["name"] == "torch"

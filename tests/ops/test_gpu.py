@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastdpo.ops import linear_logps, packed_attention, token_logps
-from fastdpo.ops.attention.layouts import CACHED_LAYOUTS
+from fastdpo.ops.attention.backends import KEPT_PLANS
 from fastdpo.ops.head.tiles import TileFormat
 from fastdpo.testing import error
 from tests.support.ops.heads import head_inputs
@@ -107,7 +107,7 @@ def test_a_cuda_graph_keeps_its_layout():
     with torch.cuda.graph(graph):
         captured = call()
     q, k, v = tensors
-    for prefix_length in range(1, 2 * CACHED_LAYOUTS):
+    for prefix_length in range(1, 2 * KEPT_PLANS):
         rows = ROWS.clone()
         rows[1, 1] = prefix_length
         packed_attention(q, k, v, rows)

@@ -7,14 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdpo.ops.attention import layout_cache, layouts
+from fastdpo.ops import devices
+from fastdpo.ops.attention import backends, layout_cache
+from fastdpo.ops.attention.backends import KEPT_PLANS
+from fastdpo.ops.attention.calls import AttentionOptions
 from fastdpo.ops.attention.layout_cache import LayoutCache
-from fastdpo.ops.attention.layouts import CACHED_LAYOUTS, layout_blocks, varlen_layout
+from tests.support.stand_ins import flash_libraries
 
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
+OPTIONS = AttentionOptions(1.0, None, None)
 
 
 @pytest.fixture
@@ -23,40 +27,51 @@ def capturing(monkeypatch):
     return lambda flag: monkeypatch.setattr(layout_cache, "is_capturing", lambda device: flag)
 
 
-def layouts_of(first):
-    """Both forms of a layout of two rows, the first of which has the given length."""
-    rows = torch.tensor([[0, 0, 0, first], [0, 1, first, 2]], dtype=torch.int32, device="cpu")
-    return varlen_layout("op", rows, first + 2, CPU), layout_blocks("op", rows, first + 2, 16, 16, CPU)
+@pytest.fixture(params=["flash-attn-2", "triton"])
+def layout_of(request, monkeypatch):
+    """A function that returns the prepared call of a layout of two rows, the first of which has the given length."""
+    monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
+    monkeypatch.setenv(backends.VARIABLE, request.param)
+    flash_libraries.install(monkeypatch)
+
+    def call_of(first):
+        rows = torch.tensor([[0, 0, 0, first], [0, 1, first, 2]], dtype=torch.int32, device="cpu")
+        query = torch.empty(first + 2, 2, 16, dtype=torch.float16, device="cpu")
+        return backends.plan(query, query, rows, OPTIONS).call
+
+    yield call_of
+    flash_libraries.forget()
 
 
-def test_layouts_of_a_cuda_graph_are_never_evicted(capturing):
-    captured, other = layouts_of(1), layouts_of(2)
+def test_layouts_of_a_cuda_graph_are_never_evicted(capturing, layout_of):
+    captured, other = layout_of(1), layout_of(2)
     capturing(True)
-    assert all(a is b for a, b in zip(layouts_of(1), captured, strict=True))
+    assert layout_of(1) is captured
     capturing(False)
-    for first in range(3, 3 + 2 * CACHED_LAYOUTS):
-        layouts_of(first)
-    assert all(a is b for a, b in zip(layouts_of(1), captured, strict=True))
-    assert not any(a is b for a, b in zip(layouts_of(2), other, strict=True))
+    for first in range(3, 3 + 2 * KEPT_PLANS):
+        layout_of(first)
+    assert layout_of(1) is captured
+    assert layout_of(2) is not other
 
 
-def test_recently_used_layouts_are_kept(capturing):
+def test_recently_used_layouts_are_kept(capturing, layout_of):
     capturing(False)
-    kept = layouts_of(100)
-    for first in range(101, 100 + 2 * CACHED_LAYOUTS):
-        layouts_of(first)
-        assert all(a is b for a, b in zip(layouts_of(100), kept, strict=True))
-    for cache in (layouts._varlen_layouts, layouts._blocks):
-        assert sum(not entry.captured for entry in cache._entries.values()) == CACHED_LAYOUTS
+    kept = layout_of(100)
+    for first in range(101, 100 + 2 * KEPT_PLANS):
+        layout_of(first)
+        assert layout_of(100) is kept
+    assert sum(not entry.captured for entry in backends._plans._entries.values()) == KEPT_PLANS
 
 
-def test_a_new_layout_within_a_capture_raises(capturing):
+def test_a_new_layout_within_a_capture_raises(capturing, layout_of):
     capturing(True)
-    message = r"^op: rows must be used in a call before a CUDA graph captures them.*; got rows that no recent call"
+    message = (
+        "^packed_attention: rows must be used in a call before a CUDA graph captures them.*; got rows that no recent"
+    )
     with pytest.raises(ValueError, match=message):
-        layouts_of(200)
+        layout_of(200)
     capturing(False)
-    layouts_of(200)
+    layout_of(200)
 
 
 class Places(NamedTuple):
@@ -65,7 +80,7 @@ class Places(NamedTuple):
 
 class Layout(NamedTuple):
     offsets: Tensor
-    longest: int
+    on_the_host: Tensor
     places: Places | None
 
 
@@ -83,24 +98,24 @@ def test_streams_are_ordered_after_the_copy_of_a_layout(capturing, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.stream)
-    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: done.append((stream, "reads", x.data_ptr())))
+    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: done.append((stream, "reads", id(x))))
     capturing(False)
-    layout = Layout(torch.zeros(3, device="cpu"), 7, Places(torch.zeros(4, device="cpu")))
-    cache = LayoutCache(lambda op, device, number: layout, 2)
+    layout = Layout(torch.zeros(3, device="meta"), torch.zeros(2, device="cpu"), Places(torch.zeros(4, device="meta")))
+    cache = LayoutCache(2)
 
     copying, other = Stream(), Stream()
     for current.stream in (copying, copying):
-        assert cache.get("op", GPU, 1) is layout
+        assert cache.get(GPU, 1, lambda: layout) is layout
     assert [what[:2] for what in done] == [(copying, "records")]
     event = done.pop()[2]
 
     capturing(True)
     current.stream = other  # an event from outside of a graph must not enter it
-    cache.get("op", GPU, 1)
+    cache.get(GPU, 1, lambda: layout)
     assert not done
 
     capturing(False)
     for _ in range(2):
-        cache.get("op", GPU, 1)
-    reads = [(other, "reads", x.data_ptr()) for x in (layout.offsets, layout.places.index)]
+        cache.get(GPU, 1, lambda: layout)
+    reads = [(other, "reads", id(x)) for x in (layout.offsets, layout.places.index)]
     assert done == [(other, "waits for", event), *reads]

@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -35,9 +35,11 @@ from ..choice import tuning
 from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, failure_of_candidate, outcome
 from ..devices import is_capturing, suits_triton
-from . import trials
+from . import islands, trials
 from .calls import OP, AttentionCall, AttentionOptions, Backend
 from .flash import LIBRARIES
+from .islands import Ahead
+from .layout_cache import LayoutCache
 from .triton_backend import TritonBackend
 
 T = TypeVar("T")
@@ -72,37 +74,85 @@ class Kind(NamedTuple):
         return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
 
 
+class Plan(NamedTuple):
+    """How a layout is computed in one kind of call: what is decided and prepared once for all layers and both passes.
+
+    Attributes:
+        rows: int32 [S, 4] on the host, without islands.
+        ahead: what islands add to the rows, if there are any.
+        options: without a window that hides nothing.
+        backend: the name of the backend, or None if no backend supports the call.
+        call: of the backend.
+    """
+
+    rows: Tensor
+    ahead: Ahead | None
+    options: AttentionOptions
+    backend: str | None = None
+    call: AttentionCall | None = None
+
+
+KEPT_PLANS = 32  # those of the last batches, with two kinds of layers and gradient accumulation
+_plans: LayoutCache[Plan] = LayoutCache(KEPT_PLANS)
+
+
 def compute(
     run: Callable[[AttentionCall], T], query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
-) -> T | None:
-    """What `run` returns for the call of the chosen backend, or None if no backend supports it.
+) -> tuple[Plan, T | None]:
+    """The plan of a layout, and what `run` returns for the call of its backend, if it has one.
 
     If the backend raises an error, the next one takes its place.
 
     Raises:
-        ValueError, NotImplementedError: see `chosen`.
+        ValueError, NotImplementedError: see `plan`.
         NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
     """
-    options = without_an_idle_window(options, rows)
-    name = chosen(query, value, rows, options)
-    if name is None:
-        return None
-    call = BACKENDS[name].prepare(query, value, rows, options)  # raises for malformed rows, which no backend takes
+    first = plan(query, value, rows, options)
+    if first.call is None:
+        return first, None
     try:
-        return run(call)
+        return first, run(first.call)
     except torch.OutOfMemoryError:  # no fault of the backend
         raise
     except Exception as error:  # a library may raise anything
-        kind = Kind.of(query, value, options)
+        kind = Kind.of(query, value, first.options)
         if kind in _replaced or os.environ.get(VARIABLE) or is_capturing(query.device):
             raise
-        reason = f"{type(error).__name__}: {error}"
-        _replaced[kind] = name
-        tuning.withdraw(_tuned(query, value, options), name, reason)
-        other = chosen(query, value, rows, options)
-        message = f"{OP}: {name} has failed and is replaced by {other or 'plain matrix products'}: {reason}"
-        (report if other is None else warn)(message)
-        return None if other is None else run(BACKENDS[other].prepare(query, value, rows, options))
+        reason, failed = f"{type(error).__name__}: {error}", str(first.backend)
+        _replaced[kind] = failed
+        tuning.withdraw(_tuned(query, value, first.options), failed, reason)
+        second = plan(query, value, rows, options)
+        message = f"{OP}: {failed} has failed and is replaced by {second.backend or 'plain matrix products'}: {reason}"
+        (report if second.call is None else warn)(message)
+        return second, None if second.call is None else run(second.call)
+
+
+def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Plan:
+    """The plan of a layout [S, 4].
+
+    It is kept by the content of the rows, because gradient checkpointing passes on other tensors than it
+    was given, and by whatever decides on the backend.
+
+    Raises:
+        ValueError, NotImplementedError: see `chosen`.
+        ValueError: the rows do not tile the tokens, or a stream captures a CUDA graph and the layout has
+            not been used before.
+    """
+    rows = rows.cpu()
+    settings = os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE), torch.are_deterministic_algorithms_enabled()
+    decisive = *settings, len(_replaced), _is_trial.get()
+    content = rows.contiguous().numpy().tobytes()
+    key = content, query.device, query.dtype, query.shape, value.shape, options, decisive
+    return _plans.get(query.device, key, partial(_made_plan, query, value, rows, options))
+
+
+def _made_plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Plan:
+    rows, ahead = islands.split(OP, rows, query.device)
+    options = without_an_idle_window(options, rows)
+    name = chosen(query, value, rows, options)
+    if name is None:
+        return Plan(rows, ahead, options)
+    return Plan(rows, ahead, options, name, BACKENDS[name].prepare(query, value, rows, options))
 
 
 def without_an_idle_window(options: AttentionOptions, rows: Tensor) -> AttentionOptions:
@@ -164,7 +214,7 @@ def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Tensor, options: 
         return [
             Candidate(
                 name,
-                run=partial(_run, backend, query, value, rows, options),
+                run=_run_of(backend, query, value, rows, options),
                 failure=partial(_failure, name, query, value, options),
             )
             for name, backend in BACKENDS.items()
@@ -184,12 +234,18 @@ def _tuned(query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel:
     return Kernel(OP, query.device, query.dtype, tuple(f"{name} {x}" for name, x in features.items()))
 
 
-def _run(backend: Backend, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> None:
-    """Runs forward and backward. Queries stand in for keys."""
+def _run_of(
+    backend: Backend, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+) -> Callable[[], object]:
+    """A function that runs forward and backward, prepared when it is first called. Queries stand in for keys."""
+    prepare = cache(partial(backend.prepare, query, value, rows, options))
     key = query[:, : value.shape[1]]
-    call = backend.prepare(query, value, rows, options)
-    out, lse = call.forward(query, key, value, None)
-    call.backward(out, query, key, value, out, lse)
+
+    def run() -> None:
+        out, lse = prepare().forward(query, key, value, None)
+        prepare().backward(out, query, key, value, out, lse)
+
+    return run
 
 
 @lru_cache

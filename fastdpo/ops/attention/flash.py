@@ -9,7 +9,7 @@ log-sum-exp are saved and both passes can include sinks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
@@ -33,6 +33,9 @@ from .calls import (
 from .layouts import VarlenLayout, varlen_layout
 
 HEAD_SIZE_MULTIPLE = 8  # of the head sizes that the libraries take
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+Parameters = Mapping[str, inspect.Parameter]
 
 
 class HeadSizes(NamedTuple):
@@ -64,22 +67,20 @@ class VarlenFunctions(Protocol):
     Tensors are [tokens, heads, D] with head sizes that the library takes, log-sum-exps [H, T].
     """
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
+    def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> Any:
+        """What all calls with a layout have in common.
+
+        Raises:
+            NotImplementedError: a function has no parameter for an argument.
+        """
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
         """out and log-sum-exps."""
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: VarlenLayout,
-        options: AttentionOptions,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         ...
@@ -95,51 +96,64 @@ class TorchFlash:
         self.forward_function = torch.ops.aten._flash_attention_forward
         self.backward_function = torch.ops.aten._flash_attention_backward
 
-    def forward(self, q, k, v, layout, options):
-        positional = (*layout.lengths, 0.0, options.window is None, False)  # dropout, causal, debug mask
-        out, lse, *_ = self.forward_function(q, k, v, *positional, **self._arguments(options))
+    def arguments(self, layout, options):
+        device, causal = layout.cu_queries.device, options.window is None
+        dropout_state = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+        of_forward = (*layout.lengths, 0.0, causal, False)  # dropout, causal, debug mask
+        left, right = _window_sizes(options)
+        named = {"scale": options.scale, "window_size_left": left, "window_size_right": right}
+        return of_forward, (*layout.lengths, 0.0, causal, *dropout_state), named
+
+    def forward(self, q, k, v, arguments):
+        positional, _, named = arguments
+        out, lse, *_ = self.forward_function(q, k, v, *positional, **named)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, layout, options):
-        dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        positional = (*layout.lengths, 0.0, options.window is None, *dropout_state)
-        return self.backward_function(grad, q, k, v, out, lse, *positional, **self._arguments(options))
-
-    def _arguments(self, options: AttentionOptions) -> dict[str, Any]:
-        left, right = _window_sizes(options)
-        return {"scale": options.scale, "window_size_left": left, "window_size_right": right}
+    def backward(self, grad, q, k, v, out, lse, arguments):
+        _, positional, named = arguments
+        return self.backward_function(grad, q, k, v, out, lse, *positional, **named)
 
 
 class FlashAttention2:
     """The package flash-attn, 2.8 or later (arXiv 2307.08691).
 
+    Its functions are called by parameter names, which differ between versions of a library.
+
     Attributes:
         module_name: of the package.
         function_names: its forward and backward.
+        tensors: the parameters of the backward that differ from call to call.
     """
 
     module_name = "flash_attn.flash_attn_interface"
     function_names = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+    tensors = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
 
     def __init__(self, module: ModuleType) -> None:
-        self.forward_function, self.backward_function = (getattr(module, name) for name in self.function_names)
+        functions = [_unwrap(getattr(module, name)) for name in self.function_names]
+        self.forward_function, self.backward_function = functions
+        self.parameters = [inspect.signature(function).parameters for function in functions]
 
-    def forward(self, q, k, v, layout, options):
-        arguments = self._arguments(self.forward_function, layout, options)
-        out, lse, *_ = _call_by_name(self.forward_function, q=q, k=k, v=v, **arguments)
+    def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+        of_forward, of_backward = self.parameters
+        lengths = dict(zip(LENGTHS, layout.lengths, strict=True))
+        forward = lengths | self._options_of_forward(options, of_forward)
+        backward = lengths | self._options_of_backward(options, of_backward)
+        return self._complete(0, ("q", "k", "v"), forward), self._complete(1, self.tensors, backward)
+
+    def forward(self, q, k, v, arguments):
+        out, lse, *_ = self.forward_function(q=q, k=k, v=v, **arguments[0])
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, layout, options):
-        grads = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        arguments = self._arguments(self.backward_function, layout, options) | grads | {"deterministic": deterministic}
-        _call_by_name(self.backward_function, dout=grad, q=q, k=k, v=v, out=out, softmax_lse=lse, **arguments)
-        return grads["dq"], grads["dk"], grads["dv"]
+    def backward(self, grad, q, k, v, out, lse, arguments):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        given = dict(dout=grad, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv)
+        self.backward_function(**given, **arguments[1])
+        return dq, dk, dv
 
-    def _arguments(self, function: Callable, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
+    def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
         left, right = _window_sizes(options)
         return {
-            **_length_arguments(layout),
             "softmax_scale": options.scale,
             "causal": True,
             "softcap": options.softcap or 0.0,
@@ -149,6 +163,25 @@ class FlashAttention2:
             "alibi_slopes": None,
         }
 
+    def _options_of_backward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return self._options_of_forward(options, parameters) | {"deterministic": deterministic}
+
+    def _complete(self, function: int, tensors: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
+        """The given arguments, and None for other parameters that have no default.
+
+        Raises:
+            NotImplementedError: the function has no parameter for a given argument. Without the
+                argument, it would compute a different attention.
+        """
+        parameters = self.parameters[function]
+        missing = sorted({*tensors, *given} - parameters.keys())
+        if missing:
+            name = f"{self.module_name}.{self.function_names[function]}"
+            raise NotImplementedError(f"{OP}: {name} must accept {', '.join(missing)}; this version does not")
+        required = (name for name, x in parameters.items() if x.default is x.empty and name not in tensors)
+        return {**dict.fromkeys(required), **given}
+
 
 class FlashAttention3(FlashAttention2):
     """The package flash-attn-3 (arXiv 2407.08608), imported as flash_attn_interface."""
@@ -156,41 +189,37 @@ class FlashAttention3(FlashAttention2):
     module_name = "flash_attn_interface"
     function_names = "_flash_attn_forward", "_flash_attn_backward"
 
-    def _arguments(self, function: Callable, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
-        arguments = super()._arguments(function, layout, options)
-        del arguments["dropout_p"], arguments["alibi_slopes"]
-        parameters = inspect.signature(_unwrap(function)).parameters
+    def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
+        given = super()._options_of_forward(options, parameters)
+        del given["dropout_p"], given["alibi_slopes"]
         if "window_size" in parameters:  # versions before it became a custom op
-            arguments["window_size"] = arguments.pop("window_size_left"), arguments.pop("window_size_right")
+            given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
         if "is_causal" in parameters:  # the backward since July 2025
-            arguments["is_causal"] = arguments.pop("causal")
-        return arguments
+            given["is_causal"] = given.pop("causal")
+        return given
 
 
-class FlashAttention4:
+class FlashAttention4(FlashAttention2):
     """The package flash-attn-4, a pre-release written in CuTe DSL."""
 
     module_name = "flash_attn.cute.interface"
     function_names = "_flash_attn_fwd", "_flash_attn_bwd"
+    tensors = ("dout", "q", "k", "v", "out", "lse")
 
-    def __init__(self, module: ModuleType) -> None:
-        self.forward_function, self.backward_function = (getattr(module, name) for name in self.function_names)
+    def backward(self, grad, q, k, v, out, lse, arguments):
+        return self.backward_function(q=q, k=k, v=v, out=out, dout=grad, lse=lse, **arguments[1])[:3]
 
-    def forward(self, q, k, v, layout, options):
-        arguments = self._arguments(layout, options) | {"softcap": options.softcap, "return_lse": True}
-        out, lse, *_ = _call_by_name(self.forward_function, q=q, k=k, v=v, **arguments)
-        return out, lse
+    def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
+        return self._common(options) | {"softcap": options.softcap, "return_lse": True}
 
-    def backward(self, grad, q, k, v, out, lse, layout, options):
+    def _options_of_backward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
         deterministic = torch.are_deterministic_algorithms_enabled()
-        more = {"softcap": options.softcap or 0.0, "deterministic": deterministic}
-        arguments = self._arguments(layout, options) | more
-        return _call_by_name(self.backward_function, q=q, k=k, v=v, out=out, dout=grad, lse=lse, **arguments)[:3]
+        return self._common(options) | {"softcap": options.softcap or 0.0, "deterministic": deterministic}
 
-    def _arguments(self, layout: VarlenLayout, options: AttentionOptions) -> dict[str, Any]:
+    def _common(self, options: AttentionOptions) -> dict[str, Any]:
         left, right = (None, None) if options.window is None else _window_sizes(options)
         common = {"softmax_scale": options.scale, "causal": True}
-        return {**_length_arguments(layout), **common, "window_size_left": left, "window_size_right": right}
+        return {**common, "window_size_left": left, "window_size_right": right}
 
 
 @dataclass(frozen=True)
@@ -233,8 +262,10 @@ class FlashLibrary:
         functions, reason = load(self)
         if functions is None:
             raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
-        sizes = self.head_sizes(query.shape[2], value.shape[2], compute_capability(query.device))
-        return VarlenCall(functions, sizes, query, value, rows, options)
+        layout = varlen_layout(OP, rows, len(query), query.device)
+        sizes = HeadSizes(query.shape[2], value.shape[2])
+        padded = self.head_sizes(*sizes, compute_capability(query.device))
+        return VarlenCall(functions, functions.arguments(layout, options), layout, sizes, padded)
 
 
 def _of_package(name: str) -> VarlenFunctions:
@@ -261,7 +292,7 @@ def use_build(module: ModuleType) -> None:
             load.cache_clear()
 
 
-PACKAGES: dict[str, type[FlashAttention2 | FlashAttention4]] = {
+PACKAGES: dict[str, type[FlashAttention2]] = {
     "flash-attn-3": FlashAttention3,
     "flash-attn-4": FlashAttention4,
     "flash-attn-2": FlashAttention2,
@@ -285,27 +316,28 @@ def load(library: FlashLibrary) -> tuple[VarlenFunctions | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-class VarlenCall:
-    """One call of a library, with heads that are padded with zeros to the sizes that it takes."""
+class VarlenCall(NamedTuple):
+    """One call of a library.
 
-    def __init__(
-        self,
-        functions: VarlenFunctions,
-        padded: HeadSizes,
-        query: Tensor,
-        value: Tensor,
-        rows: Tensor,
-        options: AttentionOptions,
-    ) -> None:
-        self.functions, self.padded, self.options = functions, padded, options
-        self.layout = varlen_layout(OP, rows, len(query), query.device)
-        self.sizes = HeadSizes(query.shape[2], value.shape[2])
+    Attributes:
+        functions: of the library.
+        arguments: those that all calls with the layout have in common.
+        layout: the rows.
+        sizes: of the heads.
+        padded: the sizes to which they are padded with zeros.
+    """
+
+    functions: VarlenFunctions
+    arguments: Any
+    layout: VarlenLayout
+    sizes: HeadSizes
+    padded: HeadSizes
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         k, v = self._gathered(key, value)
         q, k, v = _padded(query, self.padded.d), _padded(k, self.padded.d), _padded(v, self.padded.d_v)
-        out, lse = self.functions.forward(q, k, v, self.layout, self.options)
-        out = out[..., : self.sizes.d_v].contiguous()
+        out, lse = self.functions.forward(q, k, v, self.arguments)
+        out = _cut(out, self.sizes.d_v)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
@@ -314,9 +346,8 @@ class VarlenCall:
         k, v = self._gathered(key, value)
         q, k = _padded(query, self.padded.d), _padded(k, self.padded.d)
         g, v, o = (_padded(x, self.padded.d_v) for x in (grad, v, out))
-        dq, dk, dv = self.functions.backward(g, q, k, v, o, lse, self.layout, self.options)
-        dq, dk = (x[..., : self.sizes.d].contiguous() for x in (dq, dk))
-        dv = dv[..., : self.sizes.d_v].contiguous()
+        dq, dk, dv = self.functions.backward(g, q, k, v, o, lse, self.arguments)
+        dq, dk, dv = _cut(dq, self.sizes.d), _cut(dk, self.sizes.d), _cut(dv, self.sizes.d_v)
         places = self.layout.places
         if places is None:
             return dq, dk, dv
@@ -336,7 +367,11 @@ class VarlenCall:
 
 def _padded(x: Tensor, size: int) -> Tensor:
     missing = size - x.shape[2]
-    return with_last_stride_1(F.pad(x, (0, missing)) if missing else x)
+    return F.pad(x, (0, missing)) if missing else with_last_stride_1(x)
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    return (x if x.shape[2] == size else x[..., :size]).contiguous()
 
 
 def _window_sizes(options: AttentionOptions) -> tuple[int, int]:
@@ -344,29 +379,6 @@ def _window_sizes(options: AttentionOptions) -> tuple[int, int]:
     return (-1, -1) if options.window is None else (options.window - 1, 0)
 
 
-def _length_arguments(layout: VarlenLayout) -> dict[str, Any]:
-    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), layout.lengths, strict=True))
-
-
 def _unwrap(function: Any) -> Callable:
     """The function that a torch custom op was made of, whose signature can be inspected."""
     return getattr(function, "_init_fn", function)
-
-
-def _call_by_name(function: Callable, **given: Any) -> Any:
-    """Calls a function by parameter names, which differ between versions of a library.
-
-    Parameters that have no default and are not given are passed as None.
-
-    Raises:
-        NotImplementedError: the function has no parameter for a given argument. Without the
-            argument, it would compute a different attention.
-    """
-    function = _unwrap(function)
-    parameters = inspect.signature(function).parameters
-    missing = sorted(given.keys() - parameters.keys())
-    if missing:
-        name = f"{function.__module__}.{function.__name__}"
-        raise NotImplementedError(f"{OP}: {name} must accept {', '.join(missing)}; this version does not")
-    required = (name for name, parameter in parameters.items() if parameter.default is parameter.empty)
-    return function(**{**dict.fromkeys(required), **given})

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout_cache import LayoutCache
-from .layouts import CACHED_LAYOUTS, bytes_of, rows_from, to_device
+from .layout_cache import to_device
 
 
 class Ahead(NamedTuple):
@@ -41,8 +40,8 @@ def split(op: str, rows: Tensor, device: torch.device) -> tuple[Tensor, Ahead | 
         return rows, None
     causal = rows.clone()
     causal[:, 1] = torch.where(island, rows[:, 2] - rows[:, 0], rows[:, 1])
-    ahead = _aheads.get(op, device, bytes_of(rows[island & (rows[:, 3] > 1)]))
-    return causal, ahead if len(ahead.rows) else None
+    of_several = rows[island & (rows[:, 3] > 1)]
+    return causal, _ahead(op, of_several, device) if len(of_several) else None
 
 
 def is_island(rows: Tensor) -> Tensor:
@@ -52,16 +51,12 @@ def is_island(rows: Tensor) -> Tensor:
     return ends_with_row & (prefix >= 0) & (prefix <= own) & (own_length > 0)
 
 
-def _ahead(op: str, device: torch.device, content: bytes) -> Ahead:
+def _ahead(op: str, islands: Tensor, device: torch.device) -> Ahead:
+    """What the tokens of islands [I, 4] of several tokens each see ahead of themselves."""
     with torch.device("cpu"):  # independent of torch.set_default_device
-        islands = rows_from(content)
         starts, lengths = islands[:, 2].tolist(), (islands[:, 3] - 1).tolist()
-        pieces = [torch.arange(start + n - 1, start - 1, -1) for start, n in zip(starts, lengths, strict=True)]
-        queries = torch.cat([torch.empty(0, dtype=torch.long), *pieces])
+        queries = torch.cat([torch.arange(x + n - 1, x - 1, -1) for x, n in zip(starts, lengths, strict=True)])
         own = islands[:, 3] - 1
         start, zero = own.cumsum(0) - own, torch.zeros_like(own)
         rows = torch.stack([start, zero, start, own], 1).int()
-        return Ahead(to_device(queries, device), to_device(queries + 1, device), rows)
-
-
-_aheads = LayoutCache(_ahead, CACHED_LAYOUTS)
+        return Ahead(to_device(op, queries, device), to_device(op, queries + 1, device), rows)

@@ -10,13 +10,26 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import is_capturing
+from ..devices import is_capturing, is_host
 
 L = TypeVar("L", bound=tuple)
 
 
+def to_device(op: str, x: Tensor, device: torch.device) -> Tensor:
+    """A part of a layout as int32 on the device, without a synchronization.
+
+    Raises:
+        ValueError: the stream captures a CUDA graph. The copy would become a part of the graph, and
+            the layout would hold no values until the graph is replayed.
+    """
+    rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
+    checks.require(not is_capturing(device), op, "rows", rule, "rows that no recent call has used")
+    x = x.int()
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 class LayoutCache(Generic[L]):
-    """The last layouts that a function computed, by its arguments.
+    """The layouts that were used last.
 
     A stream other than the one that copied a layout to the device waits for the copy when it first
     uses the layout, and memory is not used again before all of these streams have read it.
@@ -26,40 +39,35 @@ class LayoutCache(Generic[L]):
     are not counted in `size`.
 
     Args:
-        compute: called with the name of the op, the device and further hashable arguments. Returns
-            a layout, a tuple of tensors on the device, of values, and of further such tuples.
         size: the number of layouts that are kept.
     """
 
-    def __init__(self, compute: Callable[..., L], size: int) -> None:
-        self._compute, self._size = compute, size
-        self._entries: dict[tuple[Hashable, ...], _Entry[L]] = {}  # the least recently used first
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: dict[Hashable, _Entry[L]] = {}  # the least recently used first
         self._lock = Lock()
 
-    def get(self, op: str, device: torch.device, *arguments: Hashable) -> L:
-        """The layout, which the current stream of the device may read.
+    def get(self, device: torch.device, key: Hashable, compute: Callable[[], L]) -> L:
+        """The layout of a key, which the current stream of the device may read.
 
-        Raises:
-            ValueError: the stream captures a CUDA graph, and the layout is not in the cache. Its
-                copy would become a part of the graph, and the layout would hold no values until
-                the graph is replayed.
+        Args:
+            device: of the layout.
+            key: everything that the layout depends on, the device among it.
+            compute: makes the layout, a tuple of tensors, of values, and of further such tuples.
         """
-        key = (op, device, *arguments)
-        capturing = is_capturing(device)
+        found = self._entries.get(key)
+        entry = found or _Entry(compute(), device)
         with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is None:
-                rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
-                checks.require(not capturing, op, "rows", rule, "rows that no recent call has used")
-                entry = _Entry(self._compute(op, device, *arguments), device)
+            entry = self._entries.pop(key, entry)
             self._entries[key] = entry
-            if capturing:
+            if is_capturing(device):
                 entry.captured = True
             else:
                 entry.order()
-            evictable = [key for key, entry in self._entries.items() if not entry.captured]
-            for key in evictable[: -self._size]:
-                del self._entries[key]
+            if found is None:
+                evictable = [key for key, entry in self._entries.items() if not entry.captured]
+                for key in evictable[: -self._size]:
+                    del self._entries[key]
             return entry.layout
 
 
@@ -96,8 +104,9 @@ class _Entry(Generic[L]):
 
 
 def _tensors_of(layout: tuple) -> Iterator[Tensor]:
+    """Those on the device."""
     for x in layout:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and not is_host(x.device):
             yield x
         elif isinstance(x, tuple):
             yield from _tensors_of(x)

@@ -1,7 +1,4 @@
-"""The rows of a layout in the forms that GPU kernels take, computed once on the host and cached.
-
-One batch's layout serves all layers and both passes. The cache is keyed by the content of the rows,
-because gradient checkpointing passes on other tensors than it was given.
+"""The rows of a layout in the forms that GPU kernels take, computed on the host.
 
 Dimensions: T packed tokens, S rows of the layout, M gathered keys.
 """
@@ -15,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from .layout_cache import LayoutCache
+from .layout_cache import to_device
 
 if TYPE_CHECKING:
     from ...kernels.packed_attention import LayoutBlocks
-
-CACHED_LAYOUTS = 16  # enough for the last batches of policy and reference, with gradient accumulation
 
 
 class KeyPlaces(NamedTuple):
@@ -128,37 +123,9 @@ def layout_blocks(
     op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
 ) -> LayoutBlocks:
     """The rows in blocks of queries and of keys, for fastdpo's kernels."""
-    return _blocks.get(op, device, bytes_of(rows), tokens, query_block, key_block)
-
-
-def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
-    """The rows as sequences of variable length, for libraries of flash attention."""
-    return _varlen_layouts.get(op, device, bytes_of(rows), tokens)
-
-
-def bytes_of(rows: Tensor) -> bytes:
-    """The content of rows [S, 4], as the key of a cache."""
-    return rows.cpu().contiguous().numpy().tobytes()
-
-
-def rows_from(content: bytes) -> Tensor:
-    """The rows [S, 4] with this content."""
-    return torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, 4) if content else torch.zeros(0, 4).int()
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """int32 on the device, without a synchronization."""
-    x = x.int()
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def _compute_blocks(
-    op: str, device: torch.device, content: bytes, tokens: int, query_block: int, key_block: int
-) -> LayoutBlocks:
     from ...kernels.packed_attention import LayoutBlocks
 
     with torch.device("cpu"):  # independent of torch.set_default_device
-        rows = rows_from(content)
         checked = checked_rows(op, rows, tokens)
         pieces = [(i, *piece) for i, row in enumerate(checked) for piece in row.pieces]
         pieces = torch.tensor(pieces, dtype=torch.long).view(-1, 4)
@@ -174,7 +141,7 @@ def _compute_blocks(
         keys = torch.stack([row, first], 1)[queries_seeing.argsort(descending=True, stable=True)]
         first_piece = _offsets(reader.bincount(minlength=len(rows)))
         tensors = (rows, pieces, first_piece, queries, keys, overlap.nonzero()[:, 1], _offsets(overlap.sum(1)))
-        return LayoutBlocks(*(to_device(x, device) for x in tensors))
+        return LayoutBlocks(*(to_device(op, x, device) for x in tensors))
 
 
 def _blocks_of_rows(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -189,9 +156,9 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
 
 
-def _compute_varlen_layout(op: str, device: torch.device, content: bytes, tokens: int) -> VarlenLayout:
+def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
+    """The rows as sequences of variable length, for libraries of flash attention."""
     with torch.device("cpu"):  # independent of torch.set_default_device
-        rows = rows_from(content)
         checked = checked_rows(op, rows, tokens)
         own_length, lengths = rows[:, 3].long(), rows[:, 1].long() + rows[:, 3]
         cu_queries, cu_keys = _offsets(own_length), _offsets(lengths)
@@ -202,9 +169,6 @@ def _compute_varlen_layout(op: str, device: torch.device, content: bytes, tokens
             index = torch.cat([torch.arange(start, start + length) for start, length, _ in pieces])
             first_reader = _offsets(index.bincount(minlength=tokens))
             tensors = (index, index.argsort(stable=True), first_reader)
-            places = KeyPlaces(*(to_device(x, device) for x in tensors))
-        return VarlenLayout(to_device(cu_queries, device), to_device(cu_keys, device), max_queries, max_keys, places)
-
-
-_blocks = LayoutCache(_compute_blocks, CACHED_LAYOUTS)
-_varlen_layouts = LayoutCache(_compute_varlen_layout, CACHED_LAYOUTS)
+            places = KeyPlaces(*(to_device(op, x, device) for x in tensors))
+        cu_queries, cu_keys = (to_device(op, x, device) for x in (cu_queries, cu_keys))
+        return VarlenLayout(cu_queries, cu_keys, max_queries, max_keys, places)

@@ -21,6 +21,7 @@ size of values, S rows of the layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -28,8 +29,9 @@ from torch import Tensor
 
 from ... import checks
 from ..devices import accumulation_dtype
-from . import backends, islands
-from .calls import OP, AttentionCall, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
+from . import backends
+from .backends import Plan
+from .calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
 from .pieces import CpuFlashPieces, MatmulPieces, query_blocks
 
 
@@ -45,35 +47,34 @@ def _fwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included."""
-    options = AttentionOptions(scale, window, softcap)
-    rows, ahead = islands.split(OP, rows, query.device)
-    out, lse = _fwd_of_rows(query, key, value, rows, sinks, options)
-    if ahead is None:
+    return _forward(query, key, value, rows, sinks, AttentionOptions(scale, window, softcap))
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """As `_fwd`."""
+    plan, results = backends.compute(lambda call: call.forward(query, key, value, sinks), query, value, rows, options)
+    out, lse = results or _forward_in_pieces(query, key, value, sinks, plan)
+    if plan.ahead is None:
         return out, lse
-    q, k = ahead.queries, ahead.keys
-    seen, seen_lse = _fwd_of_rows(query[q], key[k], value[k], ahead.rows, None, options._replace(window=None))
+    q, k, ahead = plan.ahead
+    seen, seen_lse = _forward(query[q], key[k], value[k], ahead, None, options._replace(window=None))
     merged, lse[:, q] = _merge((out[q].transpose(0, 1), lse[:, q]), (seen.transpose(0, 1), seen_lse))
     out[q] = merged.transpose(0, 1).to(out.dtype)
     return out, lse
 
 
-def _fwd_of_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
+def _forward_in_pieces(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """As `_fwd`, of rows without islands."""
-
-    def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-        return call.forward(query, key, value, sinks)
-
-    results = backends.compute(forward, query, value, rows, options)
-    if results is not None:
-        return results
-    out, lse = _empty_outputs(query, key, value, rows, sinks, *options)
+    out, lse = _empty_outputs(query, key, value, plan.rows, sinks, *plan.options)
     inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
     q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
-    pieces = _pieces(query, value, options)
+    pieces = _pieces(query, value, plan.options)
     with torch.autocast(query.device.type, enabled=False):
-        for block, ranges in query_blocks(OP, rows, len(query), pieces.window, pieces.max_scores):
+        for block, ranges in query_blocks(OP, plan.rows, len(query), pieces.window, pieces.max_scores):
             queries = q[:, :, block]
             results = [pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges]
             o[:, :, block], lse[None, :, block] = reduce(_merge, results)
@@ -110,15 +111,8 @@ def _bwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
-    options = AttentionOptions(scale, window, softcap)
-    rows, ahead = islands.split(OP, rows, query.device)
-    gradients = _bwd_of_rows(grad, query, key, value, out, lse, rows, options)
-    if ahead is not None:
-        q, k = ahead.queries, ahead.keys
-        inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
-        seen = _bwd_of_rows(*inputs, ahead.rows, options._replace(window=None))
-        for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
-            total[tokens] += gradient
+    inputs = grad, query, key, value, out, lse
+    gradients = _backward(inputs, rows, AttentionOptions(scale, window, softcap))
     dsinks = query.new_empty(0)
     if sinks is not None:
         wide = lse.dtype
@@ -127,19 +121,30 @@ def _bwd(
     return *gradients, dsinks
 
 
-def _bwd_of_rows(grad, query, key, value, out, lse, rows, options) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value over rows without islands."""
-    inputs = grad, query, key, value, out, lse
-    gradients = backends.compute(lambda call: call.backward(*inputs), query, value, rows, options)
-    if gradients is not None:
-        return gradients
+def _backward(inputs: Sequence[Tensor], rows: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. The inputs are the first ones of `_bwd`."""
+    grad, query, key, value, out, lse = inputs
+    plan, gradients = backends.compute(lambda call: call.backward(*inputs), query, value, rows, options)
+    gradients = gradients or _backward_in_pieces(inputs, plan)
+    if plan.ahead is not None:
+        q, k, ahead = plan.ahead
+        inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
+        seen = _backward(inputs, ahead, options._replace(window=None))
+        for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
+            total[tokens] += gradient
+    return gradients
+
+
+def _backward_in_pieces(inputs: Sequence[Tensor], plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_backward`, over rows without islands."""
+    grad, query, key, value, out, lse = inputs
     dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
     dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
-    inputs = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
-    g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
-    pieces = _pieces(query, value, options)
+    tensors = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
+    g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
+    pieces = _pieces(query, value, plan.options)
     with torch.autocast(query.device.type, enabled=False):
-        for block, ranges in query_blocks(OP, rows, len(query), pieces.window, pieces.max_scores):
+        for block, ranges in query_blocks(OP, plan.rows, len(query), pieces.window, pieces.max_scores):
             block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
             for keys, offset in ranges:
                 grads = pieces.backward(block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset)

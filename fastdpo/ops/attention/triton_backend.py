@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from ..devices import compute_capability
 from . import trials
 from .calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
 from .layouts import layout_blocks
+
+if TYPE_CHECKING:
+    from ...kernels.packed_attention import KernelConfigs, LayoutBlocks
 
 
 class TritonBackend:
@@ -42,33 +46,35 @@ class TritonBackend:
         return kernel, partial(trials.packed_attention, self.prepare, **features)
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
-        return TritonCall(query, value, rows, options)
-
-
-class TritonCall:
-    """One call of fastdpo's kernels."""
-
-    def __init__(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> None:
         from ...kernels.packed_attention import kernel_configs
 
-        self.configs = kernel_configs(query.shape[2], value.shape[2], compute_capability(query.device))
-        self.rows, self.options = rows, options
+        configs = kernel_configs(query.shape[2], value.shape[2], compute_capability(query.device))
+        of_forward = configs.forward.block_q, configs.forward.block_k
+        of_gradients = configs.query_gradient.block_q, configs.key_gradient.block_k
+        sizes = dict.fromkeys((of_forward, of_gradients))
+        blocks = {x: layout_blocks(OP, rows, len(query), *x, query.device) for x in sizes}
+        return TritonCall(configs, blocks[of_forward], blocks[of_gradients], options)
+
+
+class TritonCall(NamedTuple):
+    """One call of fastdpo's kernels, with the rows in the blocks of the forward and of the gradients."""
+
+    configs: KernelConfigs
+    blocks: LayoutBlocks
+    gradient_blocks: LayoutBlocks
+    options: AttentionOptions
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         from ...kernels.packed_attention import packed_attention_fwd
 
-        config = self.configs.forward
-        blocks = layout_blocks(OP, self.rows, len(query), config.block_q, config.block_k, query.device)
         q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
         sinks = None if sinks is None else sinks.float().contiguous()
-        return packed_attention_fwd(q, k, v, blocks, config, sinks, *self.options)
+        return packed_attention_fwd(q, k, v, self.blocks, self.configs.forward, sinks, *self.options)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         from ...kernels.packed_attention import packed_attention_bwd
 
-        sizes = self.configs.query_gradient.block_q, self.configs.key_gradient.block_k
-        blocks = layout_blocks(OP, self.rows, len(query), *sizes, query.device)
         q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
-        return packed_attention_bwd(grad, q, k, v, out, lse, blocks, self.configs, *self.options)
+        return packed_attention_bwd(grad, q, k, v, out, lse, self.gradient_blocks, self.configs, *self.options)
