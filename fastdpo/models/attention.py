@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..ops.attention import backends
 from ..ops.attention.flash import use_build
-from ..ops.attention.packed_attention import packed_attention
+from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
 from .language_model import language_model
 from .mixers import running
@@ -237,6 +237,8 @@ def _prior_of(name: str) -> str:
 
 
 def _attention(prior: str) -> Callable:
+    is_flash = _repository(prior) in FLASH_IMPLEMENTATIONS
+
     def forward(module, query, key, value, attention_mask, *args, **kwargs):
         packed = is_layout(attention_mask)
         if not torch.compiler.is_compiling() and (recorded := _witness.get()) is not None:
@@ -246,7 +248,7 @@ def _attention(prior: str) -> Callable:
             recorded.dropout = max(recorded.dropout, kwargs.pop("dropout", 0.0))
         if not packed:
             return _prior_forward(prior, module, query, key, value, attention_mask, *args, **kwargs)
-        if _repository(prior) in FLASH_IMPLEMENTATIONS:
+        if is_flash:
             query, key, value = _in_flash_dtype(module, query, key, value)
         if prior == "sdpa":
             kwargs = {name: x for name, x in kwargs.items() if name not in IGNORED_BY_SDPA}
@@ -306,6 +308,9 @@ def _packed_forward(
     unknown = [k for k, x in others.items() if k not in IGNORED_ARGUMENTS and (isinstance(x, Tensor) or callable(x))]
     if unknown:
         raise NotImplementedError(f"packed attention: {', '.join(unknown)} must be None; pad this model's batches")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # The gradient of squeeze is a view; that of an index would be a copy into zeros.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    fits = q.shape[::2] == k.shape[::2] and k.shape[:2] == v.shape[:2] and 0 not in (sliding_window, softcap)
+    attention = attend if fits and s_aux is None else packed_attention
     features = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    return packed_attention(q, k, v, layout[0, 0], **features)[None]
+    return attention(q, k, v, layout.flatten(0, 2), **features).unsqueeze(0)

@@ -42,15 +42,60 @@ def test_a_model_without_packed_attention_rejects_a_layout(name, implementation)
         attention.restore(model, prior)
 
 
-def test_features_that_sdpa_ignores_are_ignored():
-    """transformers 5.17 runs Gemma 2 with sdpa without its softcap; packed attention must too."""
+def packed_attention_of(prior):
+    """The attention of a switched model, a module that calls it, and its inputs."""
     model = MODELS["llama"]().eval()
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(prior)
     attention.switch(model)
     packed = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
     tokens = LAYOUT.token_index.shape[0]
-    query, key, value = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
-    module = SimpleNamespace(is_causal=True)
+    tensors = torch.randn(3, 1, 2, tokens, 16, generator=torch.Generator().manual_seed(0))
+    return packed, SimpleNamespace(is_causal=True), [*tensors]
+
+
+def test_features_that_sdpa_ignores_are_ignored():
+    packed, module, (query, key, value) = packed_attention_of("sdpa")
     plain, _ = packed(module, query, key, value, LAYOUT.mask)
     with_features, _ = packed(module, query, key, value, LAYOUT.mask, softcap=0.1, s_aux=torch.ones(2))
     assert torch.equal(plain, with_features)
+
+
+RULES = {
+    "other tokens": (lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]), {}, "key must be"),
+    "values of other tokens": (lambda q, k, v: (q, k, v[:, :, 1:]), {}, "value must be"),
+    "another head size": (lambda q, k, v: (q, k[..., 1:], v), {}, "key must be"),
+    "no window": (lambda q, k, v: (q, k, v), dict(sliding_window=0), "window must be at least 1"),
+    "no softcap": (lambda q, k, v: (q, k, v), dict(softcap=0.0), "softcap must be positive"),
+    "sinks of other heads": (lambda q, k, v: (q, k, v), dict(s_aux=torch.ones(3)), "sinks must be"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_model_may_get_wrong_is_checked(rule):
+    packed, module, tensors = packed_attention_of("eager")
+    change, options, message = RULES[rule]
+    with pytest.raises(ValueError, match=f"^packed_attention: {message}"):
+        packed(module, *change(*tensors), LAYOUT.mask, **options)
+
+
+def test_a_model_of_several_dtypes_is_checked():
+    packed, module, (query, key, value) = packed_attention_of("eager")
+    with pytest.raises(TypeError, match=r"^packed_attention: key and value must be torch\.float32, the dtype of query"):
+        packed(module, query, key, value.double(), LAYOUT.mask)
+
+
+def test_gradients_of_a_model_are_not_copied_into_zeros():
+    """The backward of an index allocates zeros for the whole tensor and copies into them."""
+    packed, module, tensors = packed_attention_of("sdpa")
+    tensors = [x.clone().requires_grad_() for x in tensors]
+    out, _ = packed(module, *tensors, LAYOUT.mask)
+    pending, names = [out.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        names.add(node.name())
+        pending += [parent for parent, _ in node.next_functions if parent is not None]
+    assert names == {
+        *("UnsqueezeBackward0", "_PackedAttentionBackward", "TransposeBackward0", "SqueezeBackward1"),
+        "torch::autograd::AccumulateGrad",
+    }
+    out.sum().backward()

@@ -55,7 +55,10 @@ class Backend(Protocol):
         ...
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> AttentionCall:
-        """The call for supported inputs. `rows` [S, 4] as in `packed_attention`."""
+        """The call for supported inputs, once for a layout. `rows` [S, 4] as in `packed_attention`, without islands.
+
+        Its tensors on the device are those that `layout_cache` finds: in tuples.
+        """
         ...
 
 

@@ -21,7 +21,7 @@ size of values, S rows of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -35,7 +35,6 @@ from .calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_
 from .pieces import CpuFlashPieces, MatmulPieces, query_blocks
 
 
-@torch.library.custom_op("fastdpo::packed_attention_fwd", mutates_args=())
 def _fwd(
     query: Tensor,
     key: Tensor,
@@ -86,9 +85,6 @@ def _empty_outputs(query, key, value, rows, sinks, scale, window, softcap):
     return out, query.new_empty(query.shape[1], query.shape[0], dtype=accumulation_dtype(query.dtype))
 
 
-_fwd.register_fake(_empty_outputs)
-
-
 def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(out, lse) over the keys of both pieces."""
     (out, lse), (other, other_lse) = a, b
@@ -96,7 +92,6 @@ def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
     return torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share), torch.logaddexp(lse, other_lse)
 
 
-@torch.library.custom_op("fastdpo::packed_attention_bwd", mutates_args=())
 def _bwd(
     grad: Tensor,
     query: Tensor,
@@ -153,16 +148,31 @@ def _backward_in_pieces(inputs: Sequence[Tensor], plan: Plan) -> tuple[Tensor, T
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
 
 
-@_bwd.register_fake
-def _(grad, query, key, value, out, lse, rows, sinks, scale, window, softcap):
+def _empty_gradients(grad, query, key, value, out, lse, rows, sinks, scale, window, softcap):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return *grads, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+_library = torch.library.Library("fastdpo", "FRAGMENT")
+
+
+def _registered(name: str, function: Callable, fake: Callable) -> Callable:
+    """A function as an operator of torch. The wrappers of `torch.library.custom_op` would take longer than a plan."""
+    schema = name + torch.library.infer_schema(function, mutates_args=())
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastdpo::{name}", fake, lib=_library)
+    return getattr(torch.ops.fastdpo, name).default
+
+
+_fwd_op = _registered("packed_attention_fwd", _fwd, _empty_outputs)
+_bwd_op = _registered("packed_attention_bwd", _bwd, _empty_gradients)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, rows, sinks, scale, window, softcap):
-        out, lse = _fwd(query, key, value, rows, sinks, scale, window, softcap)
+        out, lse = _fwd_op(query, key, value, rows, sinks, scale, window, softcap)
         ctx.save_for_backward(query, key, value, out, lse, rows, sinks)
         ctx.options = scale, window, softcap
         return out
@@ -170,7 +180,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, lse, rows, sinks = ctx.saved_tensors
-        dquery, dkey, dvalue, dsinks = _bwd(grad, query, key, value, out, lse, rows, sinks, *ctx.options)
+        dquery, dkey, dvalue, dsinks = _bwd_op(grad, query, key, value, out, lse, rows, sinks, *ctx.options)
         return dquery, dkey, dvalue, None, None if sinks is None else dsinks, None, None, None
 
 
@@ -250,6 +260,20 @@ def packed_attention(
     if sinks is not None:
         checks.require(sinks.shape == (h,), OP, "sinks", "be [{}], one per head of query", list(sinks.shape), h)
     checks.require_same_device(OP, query=query, key=key, value=value, sinks=sinks)
+    return attend(query, key, value, rows, scale, window, softcap, sinks)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`packed_attention` of arguments that keep its rules. Only the dtypes, which autocast changes, are checked."""
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -257,7 +281,8 @@ def packed_attention(
     checks.require(
         dtypes == {query.dtype}, OP, "key and value", "be {}, the dtype of query", dtypes, query.dtype, error=TypeError
     )
-    return _PackedAttention.apply(query, key, value, rows, sinks, d**-0.5 if scale is None else scale, window, softcap)
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    return _PackedAttention.apply(query, key, value, rows, sinks, scale, window, softcap)
 
 
 def _pieces(query: Tensor, value: Tensor, options: AttentionOptions) -> CpuFlashPieces | MatmulPieces:
