@@ -11,7 +11,7 @@ from fastdpo import ops
 from fastdpo.commands import doctor, self_check
 from fastdpo.commands.doctor import FAILED, OFF, OK
 from fastdpo.ops.choice import notes, tuning
-from fastdpo.ref_logps import memory, shards
+from fastdpo.ref_logps import shards
 from fastdpo.storage import LocalDirectory
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.warm import run_program
@@ -161,7 +161,7 @@ def test_caches(tmp_path):
     assert second.detail == "1 files, 0.0 MiB, 1 unfinished"
 
 
-@pytest.mark.parametrize("dtypes", [shards.DTYPES, memory.DTYPES])
+@pytest.mark.parametrize("dtypes", [shards.BY_ROW, shards.BY_CONTENT])
 @pytest.mark.parametrize("damage", ["cut", "changed", "of another key"])
 def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
     of = {"I64": torch.int64, "F32": torch.float32, "F64": torch.float64}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from sortedcontainers import SortedList
 
 from .. import checks
 from ..lengths import PairLengths
@@ -151,40 +150,33 @@ def _descending(values: Sequence[float]) -> list[int]:
     return np.argsort(-np.asarray(values), kind="stable").tolist()
 
 
-def _balanced(sizes: list[int], weights: list[float], capacity: int, n_bins: int) -> Bins | None:
-    """Puts each item into the lightest bin that has room for it, the heaviest item first.
-
-    Returns None if an item does not fit.
-    """
-    bins, room = [[] for _ in range(n_bins)], [capacity] * n_bins
-    by_weight = SortedList((0.0, i) for i in range(n_bins))
-    for item in _descending(weights):
-        lightest = next((entry for entry in by_weight if room[entry[1]] >= sizes[item]), None)
-        if lightest is None:
-            return None
-        by_weight.remove(lightest)
-        weight, i = lightest
-        bins[i].append(item)
-        room[i] -= sizes[item]
-        by_weight.add((weight + weights[item], i))
-    return bins
-
-
-def _best_fit(sizes: list[int], capacity: int, n_bins: int) -> Bins | None:
-    """Puts each item into the bin with the least room that suffices, the largest item first.
+def _filled(
+    order: Sequence[int], sizes: Sequence[int], weights: Sequence[float], capacity: int, n_bins: int
+) -> Bins | None:
+    """Puts each item, in this order, into the bin with the lowest weight that has room for it.
 
     Returns None if an item does not fit.
     """
     bins: Bins = [[] for _ in range(n_bins)]
-    by_room = SortedList((capacity, i) for i in range(n_bins))
-    for item in _descending(sizes):
-        best = by_room.bisect_left((sizes[item], 0))
-        if best == len(by_room):
+    room, weight = np.full(n_bins, capacity), np.zeros(n_bins)
+    for item in order:
+        i = int(np.where(room >= sizes[item], weight, np.inf).argmin())  # the first of several
+        if room[i] < sizes[item]:
             return None
-        room, i = by_room.pop(best)
         bins[i].append(item)
-        by_room.add((room - sizes[item], i))
+        room[i] -= sizes[item]
+        weight[i] += weights[item]
     return bins
+
+
+def _balanced(sizes: list[int], weights: list[float], capacity: int, n_bins: int) -> Bins | None:
+    """Puts each item into the lightest bin that has room for it, the heaviest item first."""
+    return _filled(_descending(weights), sizes, weights, capacity, n_bins)
+
+
+def _best_fit(sizes: list[int], capacity: int, n_bins: int) -> Bins | None:
+    """Puts each item into the bin with the least room that suffices, the largest item first."""
+    return _filled(_descending(sizes), sizes, [-size for size in sizes], capacity, n_bins)
 
 
 def _without_empty(bins: Bins, cost_of: Callable[[list[int]], float]) -> Bins:

@@ -263,11 +263,10 @@ def _cache(cache: Directory) -> Iterator[Finding]:
 
 
 def _unreadable_reason(directory: Directory, file: str) -> str | None:
-    from ..ref_logps import memory as reference_memory
     from ..ref_logps import shards
 
     try:
-        shards.read_file(directory, file, directory.name, shards.DTYPES, reference_memory.DTYPES)
+        shards.read_file(directory, file, directory.name, shards.BY_ROW, shards.BY_CONTENT)
     except (OSError, ValueError) as error:
         return str(error)
     return None

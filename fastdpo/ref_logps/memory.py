@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +18,12 @@ from ..models.fallback import calls
 from ..models.structure import Structure
 from ..models.support import rope_reason
 from ..reasons import Reason
-from ..storage import Directory, directory_at
+from ..storage import directory_at
+from . import shards
 from .fingerprint import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-DTYPES = {"high": "I64", "low": "I64", "chosen": "F64", "rejected": "F64"}
-"""Contents of a file: the two halves of each pair's digest, and its log-probabilities in nats."""
 
 Pair = tuple[float, float]
 
@@ -222,7 +219,7 @@ class Memory:
         directory = None if self._directory is None else self._directory / self._key
         error = None
         try:
-            self._values = {} if directory is None else read_values(directory, self._key)
+            self._values = {} if directory is None else shards.read_by_content(directory, self._key)
         except (ValueError, OSError) as caught:
             error = caught
         error = next(filter(None, self._of_voters(error)), None)  # raised on all, so that none waits for the others
@@ -242,7 +239,7 @@ class Memory:
     def _write(self) -> None:
         if self._directory is not None and self._new:
             try:
-                write_values(self._directory / self._key, self._key, self._new)
+                shards.write_by_content(self._directory / self._key, self._key, self._new)
             except OSError as error:
                 self._keep_in_ram(Reason("cache-file", done="written", error=error))
         self._new = {}
@@ -288,27 +285,3 @@ def key_of(*parts: object) -> str:
     from . import keys
 
     return hashlib.sha256(repr((keys.VERSION, "by content", *parts)).encode()).hexdigest()
-
-
-def write_values(directory: Directory, key: str, values: dict[bytes, Pair]) -> None:
-    from . import shards
-
-    halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
-    numbers = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
-    columns = (*halves.unbind(1), *numbers.unbind(1))
-    shards.write_file(directory, key, {name: x.contiguous() for name, x in zip(DTYPES, columns, strict=True)})
-
-
-def read_values(directory: Directory, key: str) -> dict[bytes, Pair]:
-    """The values in all files. Raises ValueError if `write_values` has not
-    written one of them for this key.
-    """
-    from . import shards
-
-    values: dict[bytes, Pair] = {}
-    for file in directory.files():
-        high, low, chosen, rejected = shards.read_file(directory, file, key, DTYPES).values()
-        digests = torch.stack([high, low], 1).numpy()
-        numbers = zip(chosen.tolist(), rejected.tolist(), strict=True)
-        values.update((digest.tobytes(), pair) for digest, pair in zip(digests, numbers, strict=True))
-    return values

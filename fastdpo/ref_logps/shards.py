@@ -2,10 +2,14 @@
 their contents.
 
     <cache directory>/<key>/<random name>.safetensors
-        rows      int64 [n]    indices of rows of the dataset, each once
-        chosen    float32 [n]  sums of log-probabilities in nats, finite
-        rejected  float32 [n]
-        metadata  key, and digest: the SHA-256 of the bytes of the three tensors
+        chosen    [n]  sums of log-probabilities in nats, finite
+        rejected  [n]
+        metadata  key, and digest: the SHA-256 of the bytes of all tensors
+
+`precompute` stores float32 values by row: `rows`, int64 [n], are indices of rows of the dataset, each
+once. Its key depends on the dataset, so a run reads the values of its own rows alone, and waits only for
+runs that compute the same. The reference memory, which does not know the dataset, stores float64 values by
+content: `high` and `low`, int64 [n], are the halves of the digest of each pair.
 
 A file has a random name and one writer, and is never changed. If two files hold the same row, which
 can happen after two runs of the same computation, the first by name counts.
@@ -20,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import safetensors.torch
 import torch
 from filelock import Timeout
@@ -33,7 +38,9 @@ SECONDS_BETWEEN_TRIES = 0.2
 """Interval at which a process tries to take a lock that another one holds."""
 
 MISSING = -torch.inf
-DTYPES = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
+BY_ROW = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
+BY_CONTENT = {"high": "I64", "low": "I64", "chosen": "F64", "rejected": "F64"}
+"""The tensors of the two kinds of files, in safetensors' names of dtypes."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ class Shards:
             logger.debug("reference log-probabilities: %s was not cleaned up: %s", self.directory, error)
 
     def _load(self, file: str) -> tuple[Tensor, Tensor]:
-        rows, chosen, rejected = read_file(self.directory, file, self.key, DTYPES).values()
+        rows, chosen, rejected = read_file(self.directory, file, self.key, BY_ROW).values()
         location = self.directory.location(file)
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
             bounds = f"{int(rows.min())} to {int(rows.max())}"
@@ -137,6 +144,25 @@ class Shards:
             repeated = f"{len(rows) - len(rows.unique())} of {len(rows)} repeated"
             raise invalid_file(location, "hold each row once", repeated)
         return rows, torch.stack([chosen, rejected], 1)
+
+
+def write_by_content(directory: Directory, key: str, values: dict[bytes, tuple[float, float]]) -> None:
+    """Stores values by the digests of pairs, 16 bytes each, in a new file."""
+    halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
+    numbers = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
+    columns = (*halves.unbind(1), *numbers.unbind(1))
+    write_file(directory, key, {name: x.contiguous() for name, x in zip(BY_CONTENT, columns, strict=True)})
+
+
+def read_by_content(directory: Directory, key: str) -> dict[bytes, tuple[float, float]]:
+    """The values in all files. Raises ValueError if `write_by_content` has not written one of them for this key."""
+    values: dict[bytes, tuple[float, float]] = {}
+    for file in directory.files():
+        high, low, chosen, rejected = read_file(directory, file, key, BY_CONTENT).values()
+        digests = torch.stack([high, low], 1).numpy()
+        numbers = zip(chosen.tolist(), rejected.tolist(), strict=True)
+        values.update((digest.tobytes(), pair) for digest, pair in zip(digests, numbers, strict=True))
+    return values
 
 
 def write_file(directory: Directory, key: str, tensors: dict[str, Tensor]) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fastdpo.ref_logps import memory
-from fastdpo.ref_logps.shards import DTYPES, Shards, read_file, write_file
+from fastdpo.ref_logps import shards as files
+from fastdpo.ref_logps.shards import BY_ROW, Shards, read_file, write_file
 from fastdpo.storage import LocalDirectory
 from tests.support.fuzzing import SEEDS, Source, fuzzed
 
@@ -84,9 +84,9 @@ def check_files(case: Files) -> None:
             return
         file = directory.files()[case.seed % case.written]
         path = directory.path / file
-        before = read_file(directory, file, "key", DTYPES)
+        before = read_file(directory, file, "key", BY_ROW)
         path.write_bytes(damaged(path.read_bytes(), case))
-        after = values_or_error(lambda: read_file(directory, file, "key", DTYPES))
+        after = values_or_error(lambda: read_file(directory, file, "key", BY_ROW))
         if isinstance(after, ValueError):
             assert str(path) in str(after)
         else:  # the damage is in what nothing depends on, such as the header's padding
@@ -100,13 +100,13 @@ def check_memory(case: Files) -> None:
     values = {digest: tuple(source.normal(2, scale=50.0).tolist()) for digest in sorted(digests)}
     with tempfile.TemporaryDirectory() as name:
         directory = LocalDirectory(Path(name))
-        memory.write_values(directory, "key", values)
-        assert memory.read_values(directory, "key") == values
+        files.write_by_content(directory, "key", values)
+        assert files.read_by_content(directory, "key") == values
         (path,) = directory.path.iterdir()
         if case.damage == "none":
             return
         path.write_bytes(damaged(path.read_bytes(), case))
-        after = values_or_error(lambda: memory.read_values(directory, "key"))
+        after = values_or_error(lambda: files.read_by_content(directory, "key"))
         assert str(path) in str(after) if isinstance(after, ValueError) else after == values
 
 

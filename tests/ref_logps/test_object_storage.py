@@ -16,8 +16,7 @@ from fastdpo import ref_logps
 from fastdpo.commands import doctor
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
-from fastdpo.storage import checked_directory, directory_at
-from fastdpo.storage.remote import ENTRY, RemoteDirectory
+from fastdpo.storage import ENTRY, RemoteDirectory, checked_directory, directory_at
 from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -194,7 +193,7 @@ def test_two_jobs_merge_at_the_same_time(url, monkeypatch, first):
     for row in range(4):
         jobs[0].write(torch.tensor([row]), values[row : row + 1])
     names = iter([first * 32, "8" * 32])
-    monkeypatch.setattr("fastdpo.storage.remote.uuid4", lambda: type("", (), {"hex": next(names)}))
+    monkeypatch.setattr("fastdpo.storage.uuid4", lambda: type("", (), {"hex": next(names)}))
     put, running = RemoteDirectory._put, []
 
     def interrupted(directory, name, data):
