@@ -28,7 +28,7 @@ FORWARD_WRAPPERS = (*ENGINES, "torch", "fastdpo")
 MODULES = (
     *(*ENGINES, *TRAINERS),
     *("torch.nn.parallel", "torch.utils", "torch.amp", "torch._dynamo", "torch._inductor"),
-    *("torch.nn.modules.module", "torch.fx"),
+    *("torch.nn.modules.module", "torch.fx", "torch.autograd.grad_mode"),
     *("transformers.modeling_utils", "transformers.modeling_layers", "transformers.integrations"),
     *("transformers.utils", "transformers.generation"),
     *("transformers.trainer", "transformers.quantizers", "transformers.configuration_utils"),

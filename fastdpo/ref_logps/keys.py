@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..data.pairs import Pairs
 
-VERSION = "fastdpo.ref_logps/2"
+VERSION = "fastdpo.ref_logps/3"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""
 
 

@@ -1,28 +1,27 @@
 """Everything about a model's modules that its outputs depend on: classes, tensors, attributes,
 hooks and forwards.
 
-A function cannot be hashed, because it may read any variable. A function from an installed package
-is identified by its name, like the classes of that package. Functions of trainers and engines
-(accelerate, PEFT, FSDP2, fastdpo) do not change a model's outputs and are left out. A model with
-any other function raises `NotCacheable`.
+A class or a function is identified by its name and the version of its package. A class that is not
+installed is identified by the bytes of its file. Any other function cannot be, because it may read any
+variable, and raises `NotCacheable`. So does an object of which it is not known how to compare it.
+Functions and objects of trainers and engines (accelerate, PEFT, FSDP2, fastdpo) do not change a model's
+outputs and are left out.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
-import json
+import importlib.metadata
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -30,7 +29,7 @@ from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
 from ..models.forward import ATTRIBUTE as FUSED_FORWARD
-from ..models.functions import closure_contents
+from ..models.functions import closure_contents, inner_function
 from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from .digests import config_digest
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 IRRELEVANT = ATTRIBUTES | OTHER_ATTRIBUTES | {FUSED_FORWARD}
 
-FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 _NEUTRAL = object()
 """Marks values that a model's outputs do not depend on."""
@@ -69,9 +68,7 @@ class ModuleStates:
 
         self.tensors: dict[str, Tensor] = {}
         self.entries: list[object] = []
-        self._classes: dict[type, object] = {}
-        self._own_files: set[str] = set()  # files of the class that is being recorded; their bytes are hashed
-        self._known_functions: dict[int, tuple[object, set[str]]] = {}
+        self._classes: dict[type, list[object]] = {}
         declared = {name for name in dir(PreTrainedModel) if not callable(getattr(PreTrainedModel, name, None))}
         self._declared = {nn.Module: set(vars(nn.Module())), PreTrainedModel: declared}
         self._seen = set(map(id, model.modules()))  # modules held as plain attributes are added
@@ -80,7 +77,7 @@ class ModuleStates:
             *hooks_of_all_modules._global_forward_hooks.values(),
             *hooks_of_all_modules._global_forward_pre_hooks.values(),
         ):
-            self._hook("every module", hook)
+            self._add("every module", "a hook", self._functions("every module", hook))
         self._visit(model, "")
         for name, state in adapter_states(model):
             self._add(name, "adapters", self._value(name, state))
@@ -88,15 +85,16 @@ class ModuleStates:
     def add_functions(self, name: str, module: nn.Module) -> None:
         """Adds a module's hooks, and the forwards that replace that of its class."""
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self._hook(name, hook)
+            self._add(name, "a hook", self._functions(name, hook))
         attributes = vars(module)
+        replaced = [attributes[x] for x in ("forward", "_old_forward", "_original_forward") if x in attributes]
         fused: Any = attributes.get(FUSED_FORWARD)
         while fused is not None:
-            self._forward(name, module, fused.prior_forward)
+            replaced.append(fused.prior_forward)
             fused = fused.inner
-        for attribute in ("forward", "_old_forward", "_original_forward"):
-            if attribute in attributes:
-                self._forward(name, module, attributes[attribute])
+        of_class = self._functions(name, type(module).forward) if replaced else []
+        for forward in replaced:
+            self._add(name, "forward", [x for x in self._functions(name, forward) if x not in of_class])
 
     def _visit(self, model: nn.Module, prefix: str) -> None:
         inactive = InactiveAdapters(model)
@@ -114,9 +112,7 @@ class ModuleStates:
                 tensor = f"{names[path]}.{own}".removeprefix(".")
                 if x is not None and tensor not in inactive:
                     self.tensors[prefix + tensor] = x
-            if id(module) in adapters or (
-                WRAPPED & module._modules.keys() and _is_neutral(_installed_module_of(type(module)))
-            ):
+            if id(module) in adapters or (WRAPPED & module._modules.keys() and is_of(_source(type(module)), MODULES)):
                 wrappers.add(path)
             else:
                 self._module(name, module)
@@ -131,95 +127,76 @@ class ModuleStates:
         dropout = {"p", "inplace"} if isinstance(module, nn.modules.dropout._DropoutNd) else set()
         declared = set().union(*(names for kind, names in self._declared.items() if isinstance(module, kind)))
         for attribute in sorted(attributes.keys() - declared - IRRELEVANT - dropout):
-            if attribute.startswith(COUNTERS):
-                continue
-            self._add(name, attribute, self._value(f"{name}.{attribute}", attributes[attribute]))
+            if not attribute.startswith(COUNTERS):
+                self._add(name, attribute, self._value(f"{name}.{attribute}", attributes[attribute]))
 
     def _add(self, name: str, what: str, value: object) -> None:
-        if value is not _NEUTRAL:
+        if value is not _NEUTRAL and value != []:
             self.entries.append([name, what, value])
 
-    def _hook(self, name: str, hook: Callable) -> None:
-        self._add(name, "a hook", sorted(self._functions(name, hook)) or _NEUTRAL)
-
-    def _forward(self, name: str, module: nn.Module, forward: Callable) -> None:
-        others = self._functions(name, forward) - self._functions(name, type(module).forward)
-        self._add(name, "forward", sorted(others) or _NEUTRAL)
-
-    def _class(self, where: str, kind: type) -> object:
-        """Identifies a class and its forward, and one that is not installed
-        by the bytes of its file as well.
+    def _class(self, where: str, kind: type) -> list[object]:
+        """Identifies a class by its name, the version of its package, and its forward, which may have been
+        replaced. One that is not installed by the bytes of its file, and so are those that it inherits from.
         """
-        if kind in self._classes:
-            return self._classes[kind]
-        names: list[object] = []
-        for base in kind.__mro__:
-            names.append(f"{base.__module__}.{base.__qualname__}")
-            file = getattr(sys.modules.get(base.__module__), "__file__", None)
-            if base.__module__ in sys.builtin_module_names or _installed(file):
-                break
-            if file is None:
-                raise NotCacheable(f"{where or 'the model'} is a {kind.__qualname__}, which no file defines")
-            self._own_files.add(file)
-            names.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
-        forward = getattr(kind, "forward", None)
-        names.append(None if forward is None else sorted(self._functions(where, forward)))
-        self._own_files.clear()
-        self._classes[kind] = names
-        return names
+        if kind not in self._classes:
+            names, files = [], set()
+            for base in kind.__mro__:
+                file, source = _file(base), _source(base)
+                names.append(f"{base.__module__}.{base.__qualname__}")
+                if source is not None:
+                    names.append(version_of(source))
+                    break
+                if file is None:
+                    raise NotCacheable(f"{where or 'the model'} is a {kind.__qualname__}, which no file defines")
+                files.add(file)
+                names.append(hashlib.sha256(Path(file).read_bytes()).hexdigest())
+            if hasattr(kind, "forward"):
+                names.append(self._functions(where, kind.forward, files))
+            self._classes[kind] = names
+        return self._classes[kind]
 
-    def _functions(self, where: str, function: Any) -> set[str]:
-        """Identifies a function, those that it wraps and what they are bound
-        to. Leaves out neutral functions.
+    def _functions(self, where: str, function: Any, own_files: Collection[str] = ()) -> list[object]:
+        """Identifies a function and those inside it, without neutral ones: each by its name and by what it is bound
+        to.
+
+        Args:
+            where: the module that runs it.
+            function: a function, or another object that can be called.
+            own_files: files that the key depends on, which identify the functions in them.
         """
-        if id(function) not in self._known_functions:
-            self._known_functions[id(function)] = (function, set())  # it may refer to itself
-            self._known_functions[id(function)] = (function, self._names(where, function))
-        return self._known_functions[id(function)][1]
-
-    def _names(self, where: str, function: Any) -> set[str]:
-        around = getattr(function, "__wrapped__", None)
-        wrapped = set() if around is None else self._functions(where, around)
-        if isinstance(function, (functools.partial, MethodType)):
-            partial = isinstance(function, functools.partial)
-            inner = self._functions(where, function.func if partial else function.__func__)
-            bound = self._value(where, [function.args, function.keywords] if partial else function.__self__)
-            return wrapped | (inner if bound is _NEUTRAL or not inner else {json.dumps([sorted(inner), bound])})
-        if isinstance(function, BuiltinFunctionType):
-            return {f"{function.__module__}.{function.__qualname__}"}
-        if not isinstance(function, FunctionType):  # an object that can be called
-            value = self._value(where, function)
-            return wrapped if value is _NEUTRAL else {*wrapped, json.dumps(value)}
-        installed = _installed(function.__code__.co_filename)
-        if installed is None:
-            own = function.__code__.co_filename in self._own_files
-            if not own or {*function.__code__.co_freevars} - {"__class__"}:
-                raise NotCacheable(f"{where or 'the model'} runs {_described(function.__code__)}")
-            return {*wrapped, function.__code__.co_qualname}
-        bound = closure_contents(function)
-        if _is_neutral(installed):
-            python = (FunctionType, MethodType, functools.partial)
-            return wrapped.union(*(self._functions(where, x) for x in bound if isinstance(x, python)))
-        given = self._value(where, [function.__defaults__, function.__kwdefaults__, bound])
-        return {*wrapped, json.dumps([installed, function.__code__.co_qualname, given], sort_keys=True)}
+        found: list[object] = []
+        for x, bound in _functions_inside(function):
+            if isinstance(x, FunctionType):
+                file = x.__code__.co_filename
+                source = _installed(file)
+                if source is None and (file not in own_files or {*x.__code__.co_freevars} - {"__class__"}):
+                    raise NotCacheable(f"{where or 'the model'} runs {_described(x.__code__)}")
+                bound = [] if source is None else bound
+            elif isinstance(x, BuiltinFunctionType):
+                source = x.__module__
+            else:  # an object that can be called
+                source, bound = _source(type(x)), [x]
+            if not is_of(source, MODULES):
+                name = [source, getattr(x, "__qualname__", type(x).__qualname__), version_of(source)]
+                value = self._value(where, bound)
+                found += [name] if value is _NEUTRAL else [name, [*name, value]]
+        return found
 
     def _value(self, where: str, x: Any) -> object:
         from transformers import PretrainedConfig
 
         if x is None or isinstance(x, (bool, int, float, str)):
             return x
-        if isinstance(x, (complex, bytes, torch.dtype, range, slice, np.generic, Enum)):
+        if isinstance(x, (torch.dtype, Enum)):
             return repr(x)
-        if isinstance(x, np.ndarray):
-            return [str(x.dtype), list(x.shape), hashlib.sha256(x.tobytes()).hexdigest()]
         if isinstance(x, Tensor):
             self.tensors[where] = x
             return "tensor"
-        if isinstance(x, Mapping):
-            named = {name if isinstance(name, str) else repr(name): item for name, item in x.items()}
-            return _pruned({name: self._value(f"{where}.{name}", item) for name, item in named.items()})
-        if isinstance(x, (list, tuple)):
-            return _pruned({i: self._value(f"{where}.{i}", item) for i, item in enumerate(x)})
+        if isinstance(x, (Mapping, list, tuple)):
+            named = x.items() if isinstance(x, Mapping) else enumerate(x)
+            values = {name: self._value(f"{where}.{name}", item) for name, item in named}
+            kept = {name if isinstance(name, str) else repr(name): y for name, y in values.items() if y is not _NEUTRAL}
+            return kept if kept or not x else _NEUTRAL
         if isinstance(x, (set, frozenset)):
             return sorted(str(self._value(where, item)) for item in x)
         if isinstance(x, PretrainedConfig):
@@ -229,24 +206,37 @@ class ModuleStates:
                 self._seen.update(map(id, x.modules()))
                 self._visit(x, f"{where}.")
             return _NEUTRAL
-        if isinstance(x, type):
-            return self._class(where, x)
-        if isinstance(x, FUNCTIONS):
-            return sorted(self._functions(where, x)) or _NEUTRAL
-        return self._object(where, x)
+        if isinstance(x, type):  # the forward of an installed one may refer to itself
+            return f"{x.__module__}.{x.__qualname__}" if _source(x) else self._class(where, x)
+        if isinstance(x, (*PYTHON_FUNCTIONS, BuiltinFunctionType)):
+            return self._functions(where, x) or _NEUTRAL
+        if isinstance(x, torch.device) or is_of(_source(type(x)), MODULES):
+            return _NEUTRAL
+        raise NotCacheable(f"{where} holds a {type(x).__qualname__}")
 
-    def _object(self, where: str, x: object) -> object:
-        if isinstance(x, torch.device):
-            return _NEUTRAL
-        kind = type(x)
-        installed = _installed_module_of(kind)
-        if _is_neutral(installed):
-            return _NEUTRAL
-        if isinstance(x, SimpleNamespace) or (installed and dataclasses.is_dataclass(x)):
-            return [kind.__qualname__, self._value(where, vars(x))]
-        if installed is None and kind.__module__ not in sys.builtin_module_names:
-            raise NotCacheable(f"{where} holds a {kind.__qualname__}")
-        return f"{kind.__module__}.{kind.__qualname__}"
+
+def _functions_inside(function: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """A function and those that it wraps, is bound to or closes over, each with the other values that it is bound to.
+    A bound method and a partial function count as the function inside them.
+    """
+    pending, seen = [function], {}
+    while pending:
+        x = pending.pop()
+        if id(x) in seen:  # it may be inside itself
+            continue
+        seen[id(x)] = x
+        if isinstance(x, functools.partial):
+            bound = [x.func, *x.args, *x.keywords.items()]
+        elif isinstance(x, MethodType):
+            bound = [x.__func__, x.__self__]
+        elif isinstance(x, FunctionType):
+            bound = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items(), *closure_contents(x)]
+        else:
+            bound = []
+        wrapped = getattr(x, "__wrapped__", None)
+        pending += [] if wrapped is None else [wrapped]
+        pending += [each for each in bound if isinstance(each, PYTHON_FUNCTIONS)]
+        yield inner_function(x), [each for each in bound if not isinstance(each, PYTHON_FUNCTIONS)]
 
 
 def _own_class(module: nn.Module) -> type:
@@ -264,23 +254,28 @@ def _precision(module: nn.Module) -> object:
     return _NEUTRAL if dtypes == (None, None) else [str(dtypes), policy.cast_forward_inputs]
 
 
-def _pruned(items: dict) -> object:
-    """The items that are not neutral, or `_NEUTRAL` if all are."""
-    kept = {str(name): x for name, x in items.items() if x is not _NEUTRAL}
-    return kept if kept or not items else _NEUTRAL
-
-
 def _described(code: CodeType) -> str:
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _installed_module_of(kind: type) -> str | None:
-    """The module that defines a class, if it is installed."""
-    return _installed(getattr(sys.modules.get(kind.__module__), "__file__", None))
+def _file(kind: type) -> str | None:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
-def _is_neutral(module: str | None) -> bool:
-    return is_of(module, MODULES)
+def _source(kind: type) -> str | None:
+    """The module that defines a class, if it is built in or installed."""
+    return kind.__module__ if kind.__module__ in sys.builtin_module_names else _installed(_file(kind))
+
+
+@functools.cache
+def version_of(module: str | None) -> str | None:
+    """The version of the package of an installed module. None for the standard library, and for a file of one's own."""
+    package = str(module).partition(".")[0]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # the distribution has another name
+        version = getattr(sys.modules.get(package), "__version__", None)
+    return version and str(version).partition("+")[0]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import sys
+from collections import deque
 from functools import partial, wraps
 from types import MethodType
 
@@ -22,7 +23,7 @@ import fastdpo
 from fastdpo import ref_logps
 from fastdpo.data.pairs import Pairs
 from fastdpo.models import wrapped
-from fastdpo.ref_logps import digests, keys
+from fastdpo.ref_logps import digests, keys, module_state
 from tests.support.ref_logps import tokens
 from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
 
@@ -340,6 +341,26 @@ def test_a_replaced_forward_of_a_class(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(LlamaMLP, "forward", MistralMLP.forward)
     assert keys.model_digest(tiny_model()) != plain
+
+
+def test_another_version_of_a_package_changes_the_key(monkeypatch):
+    plain = keys.model_digest(tiny_model())
+    version_of = module_state.version_of
+    for package in ("torch", "transformers"):
+        monkeypatch.setattr(
+            module_state, "version_of", lambda x, own=package: "0" if x.startswith(f"{own}.") else version_of(x)
+        )
+        assert keys.model_digest(tiny_model()) != plain
+
+
+def test_a_function_of_a_library_is_identified_by_what_it_is_bound_to():
+    def bound(*values):
+        return keys.model_digest(with_attribute("model.norm.pad", partial(torch.nn.functional.pad, pad=values)))
+
+    assert len({bound(1, 2), bound(1, 3), bound(1, 2, 3)}) == 3
+    assert bound(1, 2) == bound(1, 2)
+    assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.queue", deque())) or "")
+    assert "holds a deque" in (keys.uncacheable_reason(with_attribute("model.norm.pad", partial(max, deque()))) or "")
 
 
 def test_a_global_hook_on_all_modules():
