@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset, load_from_disk
-from rank_reasons import AGREED, change_each_call, drop_attention
+from rank_reasons import AGREED, AROUND_CALLS, add_images, change_each_call, change_types, drop_attention
 from rank_trainers import (
     BecomesStrict,
     ChangesModel,
@@ -37,7 +37,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
-from tests.support.models.multimodal import tiny_multimodal
+from tests.support.models.multimodal import CLIP, tiny_multimodal
 from tests.support.trl.dpo import dataset, pairs, tiny_model
 
 PAIRS = 24
@@ -175,6 +175,16 @@ def scale_gradients(model: PreTrainedModel) -> None:
     faults.scaled_gradients(pytest.MonkeyPatch())
 
 
+def with_frozen_tower(**options: Any) -> PreTrainedModel:
+    """A multimodal model. FSDP2 does not reduce gradients of a tower that only some ranks run, with or without
+    fastdpo.
+    """
+    model = tiny_multimodal(**options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("language_model" in name or "lm_head" in name)
+    return model
+
+
 SABOTAGED = ("stock", "patched", "sabotaged")
 
 
@@ -183,6 +193,9 @@ HYBRID = dict(kind="falcon_h1", **FAMILIES["falcon_h1"][1])
 
 
 MULTIMODAL = dict(name="llava", tie_word_embeddings=False)
+
+TIED_MULTIMODAL = dict(name="llava", tie_word_embeddings=True, vision_config=dict(CLIP, image_size=8))
+"""Images are 4 tokens, and the head is no unit of FSDP2: TRL does not average the gradient of one that is."""
 
 
 def fsdp2(layer: str = "LlamaDecoderLayer", **config: Any) -> dict[str, Any]:
@@ -336,7 +349,17 @@ CASES = {
     **{
         f"{engine} {reason} on the first rank": Case(dict(options, **FEW_STEPS), prepare=prepare, changed_on=on_first)
         for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
-        for reason, prepare in (AGREED | {"attention-dropout": drop_attention}).items()
+        for reason, prepare in (AGREED | AROUND_CALLS | {"attention-dropout": drop_attention}).items()
+    },
+    **{
+        f"{engine} {what} on the first rank": Case(
+            dict(options, **FEW_STEPS), TIED_MULTIMODAL, with_frozen_tower, prepare=prepare, changed_on=on_first
+        )
+        for engine, options, what, prepare in (
+            ("fsdp2", fsdp2(), "images", add_images),
+            ("fsdp2", fsdp2(), "image-arguments", change_types),
+            ("zero3", zero(3), "image-arguments", change_types),
+        )
     },
     **{
         f"{engine} each call of the first rank": Case(options, prepare=change_each_call, changed_on=on_first)

@@ -1,15 +1,18 @@
 """Reasons to fall back that one rank alone has. None of them changes what a model computes.
 
-`OF_CALLS` change the arguments of a call, `AGREED` a model before it is trained.
+`OF_CALLS` change the arguments of a call, `AROUND_CALLS` what surrounds it, `AGREED` a model before it is
+trained. `NOT_OF_ONE_RANK` are the other reasons of a model, a batch or a head, and why no case has them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -42,6 +45,19 @@ def hole(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor
     return (), dict(kwargs, input_ids=ids, attention_mask=attention_mask.index_fill(1, torch.tensor(1), 0))
 
 
+def labels_at_padding(
+    model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+) -> Arguments:
+    """The mask ends two tokens before the rows, which are padded on the right."""
+    from_the_end = attention_mask.flip(1).cumsum(1).flip(1)
+    return (), dict(kwargs, input_ids=ids, attention_mask=attention_mask * (from_the_end > 2))
+
+
+def nothing_real(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Arguments:
+    labels = torch.full_like(kwargs.pop("labels"), -100)
+    return (), dict(kwargs, input_ids=ids, attention_mask=torch.zeros_like(attention_mask), labels=labels)
+
+
 OF_CALLS: dict[str, Callable[..., Arguments]] = {
     "positional-arguments": positional,
     "no-input-ids": without_mask,
@@ -49,6 +65,8 @@ OF_CALLS: dict[str, Callable[..., Arguments]] = {
     "attention-mask": whole_mask,
     "text-model": types_of_tokens,
     "mask-holes": hole,
+    "label-at-padding": labels_at_padding,
+    "no-tokens": nothing_real,
 }
 """By the name of the reason, the change of a call's arguments."""
 
@@ -65,6 +83,66 @@ def change_each_call(model: PreTrainedModel) -> None:
         return changes[(calls - 1) % len(changes)](model, kwargs.pop("input_ids"), **kwargs)
 
     model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def types_of_one_row(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
+    """All rows have the same types of tokens, which are given once."""
+    return (), dict(kwargs, input_ids=ids, mm_token_type_ids=torch.zeros_like(ids[:1]))
+
+
+def change_types(model: PreTrainedModel) -> None:
+    def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        kwargs = dict(kwargs)
+        return types_of_one_row(model, kwargs.pop("input_ids"), **kwargs)
+
+    model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def add_images(model: PreTrainedModel) -> None:
+    """Gives each call an image in its first chosen and its first rejected row, in place of their first tokens."""
+    config = model.config
+    side = config.vision_config.image_size
+    placeholders = (side // config.vision_config.patch_size) ** 2
+
+    def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        ids = kwargs["input_ids"].masked_fill(kwargs["input_ids"] == config.image_token_id, 0)
+        ids[[0, len(ids) // 2], :placeholders] = config.image_token_id
+        return args, dict(kwargs, input_ids=ids, pixel_values=torch.ones(2, 3, side, side))
+
+    model.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def add_noise_to_embeddings(model: PreTrainedModel) -> None:
+    """Sets the attribute that stands for NEFTune, without its noise."""
+    model.get_input_embeddings().neftune_noise_alpha = 1e-3
+
+
+def split_sequences(model: PreTrainedModel) -> None:
+    """During each call, accelerate is configured for context parallelism. Nothing reads that then but fastdpo."""
+    state = AcceleratorState._shared_state
+    kept: list[Any] = []
+
+    def begin(module: nn.Module, args: tuple) -> None:
+        kept.append(state.get("parallelism_config"))
+        state["parallelism_config"] = SimpleNamespace(cp_enabled=True, sp_enabled=False)
+
+    def end(module: nn.Module, args: tuple, output: Any) -> None:
+        state["parallelism_config"] = kept.pop()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end)
+
+
+AROUND_CALLS: dict[str, Callable[[PreTrainedModel], None]] = {"neftune": add_noise_to_embeddings}
+"""By the name of the reason, a change of a model or of its surroundings which is a reason of each training call."""
+
+
+class OwnLinear(nn.Linear):
+    """A class of heads of its own."""
+
+
+def change_class_of_head(model: PreTrainedModel) -> None:
+    model.get_output_embeddings().__class__ = OwnLinear
 
 
 def hook_head(model: PreTrainedModel) -> None:
@@ -97,9 +175,45 @@ def fail_packed(model: PreTrainedModel) -> None:
 
 
 AGREED: dict[str, Callable[[PreTrainedModel], None]] = {
+    "head-type": change_class_of_head,
+    "split-sequences": split_sequences,
     "head-hooks": hook_head,
     "head-forward": replace_forward_of_head,
     "written-buffers": count_in_a_buffer,
     "cannot-run": fail_packed,
 }
 """By the name of the reason, a change of a model for which all ranks fall back."""
+
+OTHERS = {
+    "alibi": "not qualified on the last rank",
+    "attention-dropout": "attention-dropout on the first rank",
+    "image-arguments": "image-arguments on the first rank",
+}
+"""By the name of the reason, the end of the name of the cases that plant it next to those of the tables."""
+
+_CONFIGURATION = "as alibi: ranks agree on what a configuration says before their first call"
+_IMAGES = "ranks that run a model together run images padded (image-ranks), and do not come this far"
+
+NOT_OF_ONE_RANK = {
+    **dict.fromkeys(
+        (
+            *("encoder-decoder", "no-language-model", "cross-attention", "bidirectional", "fixed-attention"),
+            *("layer-types", "attention-implementation", "upcast-attention"),
+        ),
+        _CONFIGURATION,
+    ),
+    **dict.fromkeys(
+        (
+            *("image-placeholder", "image-labels", "image-norm", "image-rope", "image-positions", "image-mask"),
+            *("image-attention", "image-recurrence", "unshared-image", "cut-image"),
+        ),
+        _IMAGES,
+    ),
+    "no-labels": "TRL's own fused head raises an error in such a call",
+    "replaced-forward": "of trainers that read logits: tests/models/test_calls_of_ranks.py",
+    "rope-width": "a reason of options of patch(), not of a call",
+    "no-head": "a model without a head computes no log-probabilities in stock either",
+    "no-head-weight": "as head-type: a head without a weight has a class of its own",
+    "offloaded-head": "accelerate moves weights to the disk for one process only",
+    "split-head": "tensor parallelism cuts the head on all ranks",
+}

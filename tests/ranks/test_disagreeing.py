@@ -1,10 +1,14 @@
 """Batches and models that one rank can pack and another cannot, under sharded engines."""
 
+import ast
 from collections.abc import Iterable
 
 import pytest
+from rank_cases import CASES
 from rank_comparison import assert_same
-from rank_reasons import AGREED, OF_CALLS
+from rank_reasons import AGREED, AROUND_CALLS, NOT_OF_ONE_RANK, OF_CALLS, OTHERS
+
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize("case", ["fsdp2 holes on the last rank", "zero3 holes on the last rank"])
@@ -49,10 +53,23 @@ def test_a_reason_of_the_call_that_one_rank_has(case, ranks):
     assert {path for _, path in ranks[0]["patched"]["calls"]} == {"padded"}
 
 
-@pytest.mark.parametrize("case", [f"{engine} attention-dropout on the first rank" for engine in ENGINES])
-def test_dropout_of_attention_that_one_rank_has(case, ranks):
-    assert_padded_on_the_first(ranks, ["attention-dropout"])
+OF_TRAINING = [
+    (f"{engine} {reason} on the first rank", reason)
+    for engine in ENGINES
+    for reason in ("attention-dropout", "image-arguments", *AROUND_CALLS)
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), OF_TRAINING)
+def test_a_reason_of_training_calls_that_one_rank_has(case, reason, ranks):
+    assert_padded_on_the_first(ranks, [reason])
     assert {path for kind, path in ranks[0]["patched"]["calls"] if kind == "policy"} == {"padded"}
+
+
+@pytest.mark.parametrize("case", ["fsdp2 images on the first rank"])
+def test_images_that_one_rank_has(ranks):
+    """ZeRO-3 gathers the weights of the image tower on this rank alone, so that stock ends with an error."""
+    assert_padded_on_the_first(ranks, ["image-ranks"])
 
 
 @pytest.mark.parametrize("case", [f"{engine} model changes on the first rank" for engine in ENGINES])
@@ -69,3 +86,18 @@ def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str]) -> Non
     assert [reason for reason in reasons if f"[{reason}]" not in logged] == []
     for other in others:
         assert {path for _, path in other["calls"]} == {"fused"}
+
+
+DECIDING = ("models/support.py", "models/images.py", "models/islands.py", "models/head.py", "packing.py")
+"""The files whose reasons send a call or a model to stock."""
+
+
+def test_every_reason_is_planted_on_one_rank_or_says_why_not():
+    named = set()
+    for file in DECIDING:
+        calls = (x for x in ast.walk(ast.parse((ROOT / "fastdpo" / file).read_text())) if isinstance(x, ast.Call))
+        named |= {x.args[0].value for x in calls if isinstance(x.func, ast.Name) and x.func.id == "Reason"}
+    planted = [*OF_CALLS, *AROUND_CALLS, *(reason for reason in AGREED if reason in named), *OTHERS]
+    assert sorted([*planted, *NOT_OF_ONE_RANK]) == sorted(named)
+    for name in OTHERS.values():
+        assert {f"{engine} {name}" for engine in ENGINES} <= CASES.keys()
