@@ -31,15 +31,16 @@ def after_the_diff(diff: str) -> str:
 def test_the_script_runs_after_the_diff(tmp_path):
     """Runs the script as printed, with three replacements and a last line that prints the counters.
 
-    Checkpoint and dataset are local, since tests download nothing, and `use_cpu=True` is set for
-    machines without an accelerator.
+    Checkpoint and dataset are local, since tests download nothing, and the configuration is the one that
+    README has for a CPU.
     """
     tiny_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(16)))
     script = after_the_diff(the_block("diff").code)
-    for name, local in ((CHECKPOINT, '"./model"'), (DATASET, '"./data"'), (CONFIG, f"{CONFIG}, use_cpu=True")):
+    on_a_cpu = re.search(r"On a CPU, TRL needs `DPOConfig\((.*?)\)`", README.read_text())[1]
+    for name, local in ((CHECKPOINT, '"./model"'), (DATASET, '"./data"'), (CONFIG, on_a_cpu)):
         assert script.count(name) == 1
         script = script.replace(name, local)
     (tmp_path / "train.py").write_text(f"{script}print(fastdpo.calls)\n")
