@@ -30,7 +30,7 @@ PACKAGING := .venv-packaging
 # Environments are kept, also those that only a pattern names.
 .SECONDARY:
 
-.PHONY: demo test test-all test-once test-everything test-census test-ptx test-legacy test-legacy-newest \
+.PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
 	test-swift test-swift-newest test-swift-oldest test-axolotl left-out measure-programs fuzz dist hub lint docs \
 	bench bench-llamafactory bench-ops bench-gpu clean
@@ -65,6 +65,10 @@ test-everything: test-all test-ranks test-programs test-legacy test-openrlhf tes
 # The versions of trainers that `make test-once` leaves out.
 left-out:
 	@echo $(addprefix trl==,$(filter-out $(TRL_SEAMS),$(TRL_VERSIONS)))
+
+# Changes of the source, one for each promise and capability, each of which a test must notice: tests/sabotages.toml.
+test-sabotages: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
+	$(TEST_FOLDERS) $(BIN)/python -m tests.support.sabotages $(ARGS)
 
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
 fuzz: $(READY)

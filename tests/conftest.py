@@ -3,6 +3,10 @@
 `--quick` leaves out the tests that are marked as `thorough`, and combinations of parameters: each of
 the other tests still runs at least once with every value of each of its parameters.
 
+A test starts a process of its own for what depends on the state of one: kernels in Triton's interpreter,
+which Triton chooses when it is imported; another version of TRL; programs; and several ranks. All other
+tests can share a process, in any order.
+
 The tests of ops also run with `--device cuda`, which creates tensors on a GPU, with `--device cpu`,
 under which a default device is set as well, with `--device interpreter` and TRITON_INTERPRET=1, which
 interprets the kernels on CPU tensors, and with `--device ptx`, which compiles the kernels for the

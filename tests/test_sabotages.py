@@ -1,0 +1,79 @@
+"""The list of sabotages is complete, and fits the source. `make test-sabotages` applies them."""
+
+import re
+
+import pytest
+
+import fastdpo
+from tests.support import ROOT
+from tests.support.sabotages import Sabotage, outcome_of, sabotages
+
+OTHERS = (
+    *("axolotl", "TRL before its rewrite", "TRL from its rewrite to its fused head", "DDP, FSDP2 and ZeRO"),
+    *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
+    *("hybrid models", "LoRA", "gradient checkpointing", "storage"),
+)
+"""Capabilities of README that none of its tables lists by these names."""
+
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def promises() -> set[str]:
+    return {
+        f"promise {number}" for number in re.findall(r"^### (\d)\. ", (ROOT / "docs" / "design.md").read_text(), re.M)
+    }
+
+
+def trainers() -> set[str]:
+    table = README.partition("<!-- trainers:begin -->")[2].partition("<!-- trainers:end -->")[0]
+    rows = (re.findall(r"`(\w+)`", line) for line in table.splitlines())
+    return {f"{package}.{trainer}" for package, *names in filter(None, rows) for trainer in names}
+
+
+def commands() -> set[str]:
+    return set(re.findall(r"^\| \[`(fastdpo \w+)`\]", README, re.M))
+
+
+def options() -> set[str]:
+    with pytest.raises(TypeError) as caught:
+        fastdpo.patch(no_such_option=True)
+    return set(re.search(r"must be among (.*); got", str(caught.value))[1].split(", "))
+
+
+def test_each_promise_and_each_capability_has_an_entry():
+    assert len(promises()) == 5
+    assert len(trainers()) >= 15
+    assert len(commands()) == 5
+    assert {sabotage.name for sabotage in sabotages()} == promises() | trainers() | commands() | options() | {*OTHERS}
+
+
+@pytest.mark.parametrize("sabotage", sabotages(), ids=lambda sabotage: sabotage.name)
+def test_an_entry_fits_the_source(sabotage):
+    source = (ROOT / sabotage.file).read_text()
+    assert source.count(sabotage.old) == 1
+    changed = source.replace(sabotage.old, sabotage.new)
+    assert compile(changed, sabotage.file, "exec")
+    assert changed != source
+    assert (ROOT / sabotage.tests.split()[0]).exists()
+    assert re.search(rf"^{re.escape(sabotage.target)}\b.*:", MAKEFILE, re.M) or sabotage.target.startswith("test-trl-")
+
+
+OPTION = "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')\n"
+
+
+@pytest.mark.parametrize(
+    ("new", "tests", "noticed"),
+    [
+        ("x - 1", "test_sum.py", True),
+        ("1 + x", "test_sum.py", False),
+        ("x - 1", "test_sum.py -k no_such_test", False),
+    ],
+    ids=["wrong", "equal", "without a test"],
+)
+def test_a_change_is_noticed_if_a_test_fails(new, tests, noticed, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import
+    (tmp_path / "conftest.py").write_text(OPTION)
+    (tmp_path / "sums.py").write_text("def successor(x): return x + 1\n")
+    (tmp_path / "test_sum.py").write_text("from sums import successor\ndef test(): assert successor(2) == 3\n")
+    assert outcome_of(Sabotage("sum", "sums.py", "x + 1", new, tests), tmp_path).noticed == noticed
