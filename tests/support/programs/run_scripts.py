@@ -1,0 +1,49 @@
+"""Scripts that train and do not name fastdpo, for `fastdpo run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.programs.run_command import run
+
+SCRIPTS = {
+    "trl.DPOTrainer": """
+import sys
+from pathlib import Path
+from tests.support.trl.dpo import build, tiny_model
+
+build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), max_steps=1).train()
+""",
+    "trl.OnlineDPOTrainer": """
+import sys
+from pathlib import Path
+from tests.support.trl.online import build, writer
+
+build(Path(sys.argv[1]), writer(), writer(seed=1), max_steps=1).train()
+""",
+    "openrlhf.DPOTrainer": """
+import sys
+from pathlib import Path
+from openrlhf_runs import Strategy, checkpoint, rows, train
+
+paths = [checkpoint(Path(sys.argv[1]), seed=seed) for seed in range(2)]
+train(*paths, Strategy(), data=rows(4))
+""",
+}
+"""By the trainer. Each takes one step, in a directory that is its argument."""
+
+
+def assert_trains_fused(directory: Path, trainer: str, path: tuple = ()) -> None:
+    """Runs the script of a trainer, and asserts that it has trained fused.
+
+    Args:
+        directory: for the script and its output.
+        trainer: one of `SCRIPTS`.
+        path: directories that the script imports from, before the repository.
+    """
+    script = directory / "train.py"
+    script.write_text(SCRIPTS[trainer])
+    (directory / "out").mkdir()
+    done = run(script, directory / "out", path=path)
+    assert done.returncode == 0, done.stderr
+    assert f"fastdpo: {trainer} calls: policy fused 1, reference fused 1; 100% of calls fused" in done.stderr
