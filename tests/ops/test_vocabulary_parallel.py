@@ -46,7 +46,7 @@ def test_opcheck(keep, form_jacobian, statistics, dtype, group):
     inputs = head_inputs(8, 11, 5, dtype)
     call = (*(inputs[name] for name in (*LEAVES, "targets")), 5.0, 1.7, 0.7, dtype)
     cut, checked = (group.name, list(group.sizes), group.rank), ("test_schema", "test_faketensor")
-    forward, backward = torch.ops.fastdpo.vocabulary_parallel_fwd, torch.ops.fastdpo.vocabulary_parallel_bwd
+    forward, backward = torch.ops.fastdpo.linear_logps_fwd, torch.ops.fastdpo.linear_logps_bwd
     arguments = (*call, statistics, keep, form_jacobian, *cut)
     torch.library.opcheck(forward, arguments, test_utils=checked)
     kept, jacobian, _, *results = forward(*arguments)

@@ -14,18 +14,13 @@ from ... import checks
 from ..devices import accumulation_dtype
 from .budget import default_budget
 from .gradient_sums import empty_gradients
-from .passes import backward_pass, empty_outputs, forward_pass, take_kept
+from .passes import backward_pass, empty_outputs, forward_pass, number_of_sums, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
 from .tiles import HeadCall, TileFormat
-from .vocabulary_parallel import (
-    VocabularyGroup,
-    number_of_factors,
-    require_group,
-    vocabulary_parallel_bwd,
-    vocabulary_parallel_fwd,
-)
+from .vocabulary_parallel import OP, VocabularyGroup, backward_of_part, forward_of_part, require_group
 
-OP = "linear_logps"
+WHOLE = ("", None, 0)
+"""The fields that stand for no `VocabularyGroup`."""
 
 
 @torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
@@ -41,21 +36,41 @@ def linear_logps_fwd(
     statistics: str,
     keep: int,
     form_jacobian: bool,
+    name: str = "",
+    sizes: Sequence[int] | None = None,
+    rank: int = 0,
 ) -> list[Tensor]:
-    """The forward.
+    """The forward, of a whole vocabulary, or of a rank's part with the fields of a `VocabularyGroup`.
 
     Returns:
         Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
-        [N, D], or [0, D] if not `form_jacobian`; then logps, shift, others, total and the
+        [N, D], or [0, D] if not `form_jacobian`; then logps, the vectors of `number_of_sums` and the
         statistics, [N] each.
     """
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    return forward_pass(OP, call, statistics, keep, form_jacobian)
+    if sizes is None:
+        return forward_pass(OP, call, statistics, keep, form_jacobian)
+    return forward_of_part(call, VocabularyGroup(name, tuple(sizes), rank), statistics, keep, form_jacobian)
 
 
 @linear_logps_fwd.register_fake
-def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
-    return empty_outputs(hidden, weight, compute_dtype, *options)
+def _(
+    hidden,
+    weight,
+    bias,
+    targets,
+    softcap,
+    logit_scale,
+    temperature,
+    compute_dtype,
+    statistics,
+    keep,
+    form_jacobian,
+    name="",
+    sizes=None,
+    rank=0,
+):
+    return empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian, is_part=sizes is not None)
 
 
 @torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=("main_grad",))
@@ -75,13 +90,19 @@ def linear_logps_bwd(
     logit_scale: float,
     temperature: float,
     compute_dtype: torch.dtype,
+    name: str = "",
+    sizes: Sequence[int] | None = None,
+    rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # compilers do not take a list from an op that mutates an argument
     """Gradients of hidden, weight and bias, without elements where not needed.
 
     The gradient of the weight is added to `main_grad` if it is given.
     """
     call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    return backward_pass(OP, call, grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
+    given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
+    if sizes is None:
+        return backward_pass(OP, call, *given)
+    return backward_of_part(call, VocabularyGroup(name, tuple(sizes), rank), *given)
 
 
 @linear_logps_bwd.register_fake
@@ -90,32 +111,18 @@ def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, 
 
 
 class _LinearLogps(torch.autograd.Function):
+    """`options` are the arguments of `linear_logps_fwd` after the targets."""
+
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        softcap,
-        logit_scale,
-        temperature,
-        compute_dtype,
-        statistics,
-        keep,
-        form_jacobian,
-        main_grad,
-        *cut,  # name, sizes and rank of a vocabulary group
-    ):
+    def forward(ctx, hidden, weight, bias, targets, main_grad, *options):
         ctx.set_materialize_grads(False)
-        call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-        forward_op = vocabulary_parallel_fwd if cut else linear_logps_fwd
-        kept, jacobian, logps, *results = forward_op(*call, statistics, keep, form_jacobian, *cut)
-        n_sums = 3 + (number_of_factors(statistics) if cut else 0)
+        kept, jacobian, logps, *results = linear_logps_fwd(hidden, weight, bias, targets, *options)
+        scalars, statistics, cut = options[:4], options[4], options[7:]
+        n_sums = number_of_sums(statistics, is_part=cut != WHOLE)
         sums, extra = results[:n_sums], results[n_sums:]
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, targets, jacobian, *sums)
-        ctx.scalars, ctx.cut, ctx.main_grad = call[4:], cut, main_grad
+        ctx.options, ctx.main_grad = (*scalars, *cut), main_grad
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
@@ -123,16 +130,15 @@ class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, *grad_extra):
         hidden, weight, bias, targets, jacobian, *sums = ctx.saved_tensors
-        kept, options = take_kept(ctx), [None] * (9 + len(ctx.cut))
+        kept, options = take_kept(ctx), [None] * (len(ctx.needs_input_grad) - 3)
         grad_entropy = grad_extra[0] if ctx.has_entropy else None
         if grad_logps is None and grad_entropy is None:
             return (None, None, None, *options)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         main_grad = ctx.main_grad if needs_weight else None
         needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
-        call = HeadCall(hidden, weight, bias, targets, *ctx.scalars)
-        backward_op = vocabulary_parallel_bwd if ctx.cut else linear_logps_bwd
-        grads = backward_op(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, *call, *ctx.cut)
+        given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
+        grads = linear_logps_bwd(*given, hidden, weight, bias, targets, *ctx.options)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
 
 
@@ -245,9 +251,10 @@ def linear_logps(
     budget = default_budget(weight) if memory_budget is None else memory_budget
     tiles = TileFormat.of(weight, compute_dtype, is_part=group is not None)
     keep = tiles.rows_within(len(hidden), budget) if trains_head else 0
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    cut = () if group is None else (group.name, list(group.sizes), group.rank)
-    logps, *extra = _LinearLogps.apply(*call, statistics, keep, form_jacobian, main_grad, *cut)
+    scalars = (softcap, logit_scale, temperature, compute_dtype)
+    cut = WHOLE if group is None else (group.name, list(group.sizes), group.rank)
+    options = (*scalars, statistics, keep, form_jacobian, *cut)
+    logps, *extra = _LinearLogps.apply(hidden, weight, bias, targets, main_grad, *options)
     return named_results(logps, extra, statistics, targets.shape)
 
 

@@ -16,7 +16,7 @@ from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
 from .gradient_sums import GradientSum, empty_gradients, split_row_scale, wide_product
 from .logit_rows import RowSums, upstream_scale
-from .results import empty_results
+from .results import empty_results, statistic_names
 from .targets import VocabularyPart
 from .tiles import Head, HeadCall, TileFormat
 
@@ -46,11 +46,24 @@ def empty_outputs(
     *,
     is_part: bool = False,
 ) -> list[Tensor]:
-    """Uninitialized outputs of `forward_pass`, without the target logits of a part."""
+    """Uninitialized outputs of the forward of a head."""
     kept = TileFormat.of(weight, compute_dtype, is_part=is_part).allocate(keep, weight)
     n, d = hidden.shape
     jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(compute_dtype))
-    return [kept, jacobian, *empty_results(hidden, statistics)]
+    logps, shift, others, total, *extra = empty_results(hidden, statistics)
+    of_parts = [torch.empty_like(logps) for _ in range(number_of_sums(statistics, is_part) - 3)]
+    return [kept, jacobian, logps, shift, others, total, *of_parts, *extra]
+
+
+def number_of_sums(statistics: str, is_part: bool) -> int:
+    """How many vectors [N] the backward needs: shift, others and total.
+
+    Of a part also the share of the part's probability, and the gradients that reach the targets' logits by way of
+    the other parts; with the entropy, the share and the offset of its gradient.
+    """
+    if not is_part:
+        return 3
+    return 7 if "entropy" in statistic_names(statistics) else 5
 
 
 def forward_pass(

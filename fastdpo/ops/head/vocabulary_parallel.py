@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import _resolve_process_group
 from ... import checks
 from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
-from .gradient_sums import empty_gradients
 from .merged_parts import EXCHANGED, merge_parts
 from .passes import PartGradients, backward_pass, empty_outputs, forward_pass, scaled
 from .results import statistic_names
@@ -95,44 +94,30 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
-@torch.library.custom_op("fastdpo::vocabulary_parallel_fwd", mutates_args=())
-def vocabulary_parallel_fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    statistics: str,
-    keep: int,
-    form_jacobian: bool,
-    name: str,
-    sizes: Sequence[int],
-    rank: int,
+def forward_of_part(
+    call: HeadCall, group: VocabularyGroup, statistics: str, keep: int, form_jacobian: bool
 ) -> list[Tensor]:
     """The forward of one rank.
 
     Returns:
-        Gradient tiles and jacobian as of `forward_pass`; logps over the whole vocabulary; shift,
-        others and total of the part; the vectors of `number_of_factors`; then the statistics over
-        the whole vocabulary. [N] each
+        Gradient tiles and jacobian as of `forward_pass`; logps over the whole vocabulary; shift, others
+        and total of the part, and the other vectors of `number_of_sums`; then the statistics over the
+        whole vocabulary. [N] each
     """
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    hidden, weight, _, targets, *_ = call
     if not len(hidden):
-        return _empty_outputs(call, statistics, keep, form_jacobian)
-    part = VocabularyGroup(name, tuple(sizes), rank).part
+        return empty_outputs(hidden, weight, call.compute_dtype, statistics, keep, form_jacobian, is_part=True)
+    part = group.part
     names = [*statistic_names(statistics), *EXCHANGED]
     kept, jacobian, *results = forward_pass(OP, call, ",".join(names), keep, form_jacobian, part)
     _, shift, others, total, *extra, target_logits = results
     of_part = dict(zip(names, extra, strict=True)) | dict(target_logits=target_logits, shift=shift, others=others)
     gathered = torch.stack([x.to(others.dtype) for x in of_part.values()])  # [F, N]
-    of_all = gathered.new_empty(len(sizes), *gathered.shape)  # [R, F, N]
-    dist.all_gather(list(of_all), gathered, process_group(name))
+    of_all = gathered.new_empty(len(group.sizes), *gathered.shape)  # [R, F, N]
+    dist.all_gather(list(of_all), gathered, process_group(group.name))
     fields = dict(zip(of_part, of_all.unbind(1), strict=True))
 
-    merged = merge_parts(fields, targets, sizes, rank, statistics)
+    merged = merge_parts(fields, targets, group.sizes, group.rank, statistics)
     ignored = targets == IGNORE_INDEX
     has_target = (targets >= part.start) & (targets < part.stop)
     slope = call.transform.slope(merged.target_logits)
@@ -143,30 +128,9 @@ def vocabulary_parallel_fwd(
     return [kept, jacobian, logps, shift, others, total, merged.share, of_targets, *of_entropy, *whole]
 
 
-def _empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
-    sizes = (call.compute_dtype, statistics, keep, form_jacobian)
-    kept, jacobian, logps, *sums = empty_outputs(call.hidden, call.weight, *sizes, is_part=True)
-    factors = [torch.empty_like(logps) for _ in range(number_of_factors(statistics))]
-    return [kept, jacobian, logps, *sums[:3], *factors, *sums[3:]]
-
-
-def number_of_factors(statistics: str) -> int:
-    """How many vectors the backward of a part needs besides shift, others and total.
-
-    The share of the part's probability and the gradients that reach the targets' logits by way of
-    the other parts; with the entropy, the share and the offset of its gradient.
-    """
-    return 4 if "entropy" in statistic_names(statistics) else 2
-
-
-@vocabulary_parallel_fwd.register_fake
-def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    return _empty_outputs(call, *options[:3])
-
-
-@torch.library.custom_op("fastdpo::vocabulary_parallel_bwd", mutates_args=("main_grad",))
-def vocabulary_parallel_bwd(
+def backward_of_part(
+    call: HeadCall,
+    group: VocabularyGroup,
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
     kept: Tensor,
@@ -174,22 +138,10 @@ def vocabulary_parallel_bwd(
     sums: Sequence[Tensor],
     needs: Sequence[bool],
     main_grad: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    name: str,
-    sizes: Sequence[int],
-    rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as of `backward_pass`, that of hidden summed over ranks."""
     *row_sums, share, of_targets = sums[:5]
-    part = VocabularyGroup(name, tuple(sizes), rank).part
-    ignored = targets == IGNORE_INDEX
+    hidden, ignored = call.hidden, call.targets == IGNORE_INDEX
     upstream = torch.zeros_like(share) if grad_logps is None else grad_logps.masked_fill(ignored, 0)
     entropy_of_part = mean_offset = None
     if grad_entropy is not None:
@@ -197,20 +149,12 @@ def vocabulary_parallel_bwd(
         grad_entropy = grad_entropy.masked_fill(ignored, 0)
         entropy_of_part = scaled(entropy_share, grad_entropy)
         mean_offset = mean_offset.masked_fill(grad_entropy == 0, 0)  # NaN where the target is unknown
-    gradients = PartGradients(part, scaled(of_targets, upstream), mean_offset)
-    # Partial gradients of hidden are summed before they are rounded.
-    wide = hidden.to(accumulation_dtype(compute_dtype)) if needs[0] else hidden
-    call = HeadCall(wide, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
+    gradients = PartGradients(group.part, scaled(of_targets, upstream), mean_offset)
+    if needs[0]:  # partial gradients of hidden are summed before they are rounded
+        call = call._replace(hidden=hidden.to(accumulation_dtype(call.compute_dtype)))
     grad_hidden, grad_weight, grad_bias = backward_pass(
         OP, call, scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad, gradients
     )
     if len(grad_hidden):
-        dist.all_reduce(grad_hidden, group=process_group(name))
+        dist.all_reduce(grad_hidden, group=process_group(group.name))
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
-
-
-@vocabulary_parallel_bwd.register_fake
-def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
-    wide = hidden.to(sums[0].dtype) if needs[0] else hidden
-    grad_hidden, *others = empty_gradients(wide, weight, bias, needs)
-    return grad_hidden.to(hidden.dtype), *others
