@@ -294,7 +294,7 @@ def token_logps_fwd(
     statistics: str,
     target_logits: Tensor | None = None,  # [N] float32
     tile: Tensor | None = None,  # [N, V], last stride 1, overwritten; may be the logits
-    warps: int = NUM_WARPS,  # for each row
+    warps: int | None = None,  # for each row, NUM_WARPS by default
 ) -> list[Tensor]:
     """logps, shift, others, total and the statistics, [N] each.
 
@@ -302,6 +302,7 @@ def token_logps_fwd(
     of what the second pass reads again may still be in the caches.
     """
     n, vocabulary = logits.shape
+    warps = warps or NUM_WARPS
     scale, cap = scale_and_cap(softcap, logit_scale, temperature)
     results = empty_results_by_name(n, statistics, logits.device)
     with torch.cuda.device_of(logits):

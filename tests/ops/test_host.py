@@ -9,9 +9,9 @@ from fastdpo import ops
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
+from fastdpo.ops.head.formats import TileFormat
 from fastdpo.ops.head.linear_logps import linear_logps_bwd, linear_logps_fwd
 from fastdpo.ops.head.results import STATISTICS
-from fastdpo.ops.head.tiles import TileFormat
 from fastdpo.ops.head.token_logps import _bwd as token_bwd
 from fastdpo.ops.head.token_logps import _fwd as token_fwd
 

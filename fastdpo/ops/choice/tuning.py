@@ -128,7 +128,10 @@ def timed(call: Kernel) -> list[str]:
 
 
 def withdraw(call: Kernel, name: str, reason: str) -> None:
-    """Replaces a choice, here and for later processes, by the fastest other candidate."""
+    """Replaces a choice by the fastest other candidate, here and for later processes.
+
+    Without another one, later processes measure again.
+    """
     with _lock:
         choice = _choices.get(call)
         if choice is None or not isinstance(choice.measured.get(name), float):
@@ -138,8 +141,7 @@ def withdraw(call: Kernel, name: str, reason: str) -> None:
         if name == choice.name and choice.timed:
             choice = Choice(choice.timed[0], measured)
         _choices[call] = choice
-        if choice.name != name:
-            notes.note(call.device, choices={call.noted: choice._asdict()})
+        notes.note(call.device, choices={call.noted: choice._asdict()})
 
 
 def made() -> dict[Kernel, Choice]:

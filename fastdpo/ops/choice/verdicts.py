@@ -2,7 +2,8 @@
 
 A kernel that returns wrong numbers, writes outside of its results, does not compile, does not fit
 the device or cannot be launched is disabled for the process, with one warning, and PyTorch computes
-in its place. With `FASTDPO_STRICT=1`, it raises `NotFused` instead.
+in its place. With `FASTDPO_STRICT=1`, it raises `NotFused` instead. So is a kernel of the head that passed its trial
+and fails in a call.
 
 Kernels that passed are noted in a file (`notes`), so that later processes do not try them
 again. Failures are not noted: their cause may be gone in the next process.
@@ -88,9 +89,8 @@ def failure(kernel: Kernel, trial: Trial) -> str | None:
         if kernel not in _failures and is_capturing(kernel.device):
             return None
         reason = failure_of_candidate(kernel, trial)
-        if reason is not None and (strict() or kernel not in _reported):
-            _reported.add(kernel)
-            report(_message(kernel, reason))
+        if reason is not None:
+            _report(kernel, reason)
         return reason
 
 
@@ -102,6 +102,17 @@ def failure_of_candidate(kernel: Kernel, trial: Trial) -> str | None:
         if kernel not in _failures:
             _failures[kernel] = _tried(kernel, trial)
         return _failures[kernel]
+
+
+def disable(kernel: Kernel, reason: str) -> None:
+    """Disables a kernel that has failed in a call, for the rest of the process, with one warning.
+
+    Raises:
+        NotFused: with `FASTDPO_STRICT=1`.
+    """
+    with _lock:
+        _failures[kernel] = reason
+        _report(kernel, reason)
 
 
 def is_tried(device: torch.device) -> bool:
@@ -131,11 +142,15 @@ def _outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | No
     return None
 
 
-def _message(kernel: Kernel, reason: str) -> str:
+def _report(kernel: Kernel, reason: str) -> None:
+    """Warns that a kernel is disabled, once. In strict mode, raises that at every call."""
+    if kernel in _reported and not strict():
+        return
+    _reported.add(kernel)
     name, device, dtype, features = kernel
     described = f"{notes.device_name(device)} ({architecture(device)}), {dtype}"
     described += "".join(f", {x}" for x in features)
-    return f"the kernel {name} is disabled on {described}, and PyTorch computes in its place: {reason}"
+    report(f"the kernel {name} is disabled on {described}, and PyTorch computes in its place: {reason}")
 
 
 def _tried(kernel: Kernel, trial: Trial) -> str | None:

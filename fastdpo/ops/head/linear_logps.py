@@ -13,10 +13,11 @@ from torch import Tensor
 from ... import checks
 from ..devices import accumulation_dtype
 from .budget import default_budget
+from .formats import TileFormat
 from .gradient_sums import empty_gradients
 from .passes import backward_pass, empty_outputs, forward_pass, number_of_sums, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
-from .tiles import HeadCall, TileFormat
+from .tiles import HeadCall
 from .vocabulary_parallel import OP, VocabularyGroup, backward_of_part, forward_of_part, require_group
 
 WHOLE = ("", None, 0)

@@ -14,11 +14,12 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_gr
 
 from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
+from .formats import TileFormat
 from .gradient_sums import GradientSum, empty_gradients, split_row_scale, wide_product
 from .logit_rows import RowSums, upstream_scale
 from .results import empty_results, statistic_names
 from .targets import VocabularyPart
-from .tiles import Head, HeadCall, TileFormat
+from .tiles import Head, HeadCall
 
 
 class PartGradients(NamedTuple):

@@ -5,43 +5,31 @@ Dimensions: N scored tokens, n tokens of one tile, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..choice import tuning
-from ..choice.tuning import Candidate
-from ..choice.verdicts import Kernel, Trial, failure_of_candidate, works
-from ..devices import accumulation_dtype, constant_while_tracing, memory_of, suits_triton
+from ..devices import accumulation_dtype
 from ..transform import Transform
-from . import trials
-from .gradient_sums import GradientSum, wide_product
+from .formats import ROW_KERNEL, TileFormat
 from .logit_rows import (
     RowSums,
     block_slices,
     gradient_tile_,
     gradient_tile_from_logits_,
     join_results,
-    kernel_tile_rows,
     logit_gradient,
     normalize,
     row_slices,
     sum_block_,
-    tile_rows,
 )
 from .targets import TileTargets, VocabularyPart, split_targets, targets_of_part
 
-ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
-LEAST_TUNED = 1 << 24  # elements of the weight: smaller heads take little time
-DEFAULT_WARPS = "8 warps"
-WHOLE_MULTIPROCESSOR = 32
-"""Warps that occupy a multiprocessor of NVIDIA's at 64 registers a thread. The rows that the device works on are then
-so few that most vocabularies' fit its L2 cache, from which the second pass reads them."""
-TUNED_STATISTICS = "entropy,mean_logits,is_top1"  # those that TRL logs
+TARGET_KERNEL = "target_logits"
+
+T = TypeVar("T")
 
 
 class HeadCall(NamedTuple):
@@ -64,136 +52,6 @@ class HeadCall(NamedTuple):
         return Transform(self.softcap, self.logit_scale, self.temperature)
 
 
-class TileFormat(NamedTuple):
-    """Size, dtype and kernels of a head's tiles.
-
-    Attributes:
-        rows: tokens of a tile.
-        columns: allocated columns of a tile, at least V.
-        dtype: the dtype in which gradient tiles are stored and multiplied.
-        triton: whether Triton kernels make the passes over a tile.
-        row_warps: warps of the kernel that works on a row of a tile, or None for its default.
-    """
-
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    triton: bool
-    row_warps: int | None = None
-
-    @staticmethod
-    def of(weight: Tensor, compute_dtype: torch.dtype, *, is_part: bool = False) -> TileFormat:
-        """The format for a weight [V, D] that is multiplied in `compute_dtype`.
-
-        One that has a part of the vocabulary is not tuned.
-        """
-        vocabulary, width = weight.shape
-        float16_widened = torch.float32 if compute_dtype == torch.float16 else compute_dtype
-        if not _takes_kernels(weight.device, compute_dtype):  # CPUs multiply faster in float32 than in float16
-            rows = tile_rows(vocabulary, accumulation_dtype(compute_dtype))
-            return TileFormat(rows, vocabulary, float16_widened, triton=False)
-        columns = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-        rows = kernel_tile_rows(columns, compute_dtype, memory_of(weight.device))
-        format = TileFormat(rows, columns, compute_dtype, triton=True)
-        if is_part or not tuning.is_on(weight.device) or vocabulary * width < LEAST_TUNED:
-            return format
-        return format._replace(row_warps=_tuned_warps(format, weight))
-
-    def rows_within(self, n: int, budget: int) -> int:
-        """How many of n tokens have gradient tiles that fit in `budget` bytes.
-
-        All of them, or those of whole tiles.
-        """
-        fitting = budget // (self.columns * self.dtype.itemsize)
-        return min(n, n if n <= fitting else fitting // self.rows * self.rows)
-
-    def allocate(self, rows: int, weight: Tensor) -> Tensor:
-        """Uninitialized memory [rows, V] on the device of the weight."""
-        memory = torch.empty(rows, self.columns, dtype=self.dtype, device=weight.device)
-        return memory[:, : weight.shape[0]]
-
-
-@constant_while_tracing
-def _takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    kernels = trials.OF_LOGITS.items()
-    return suits_triton(device, dtype) and all(works(Kernel(name, device, dtype), trial) for name, trial in kernels)
-
-
-@constant_while_tracing
-def _takes_row_kernel(device: torch.device, dtype: torch.dtype, warps: int) -> bool:
-    return works(*_row_kernel_and_trial(device, dtype, warps))
-
-
-def _row_kernel_and_trial(device: torch.device, dtype: torch.dtype, warps: int) -> tuple[Kernel, Trial]:
-    trial = partial(trials.token_logps, warps=warps)
-    return Kernel("token_logps", device, dtype, (f"{warps} warps",)), trial
-
-
-def _tuned_warps(format: TileFormat, weight: Tensor) -> int | None:
-    """The number of warps for a row that is fastest for a weight [V, D], or None for the default."""
-    device, dtype = weight.device, format.dtype
-    call = device, dtype, operator.index(weight.shape[0]), operator.index(weight.shape[1])
-    if torch.compiler.is_compiling():
-        warps = _settled_warps(*call)
-    else:
-
-        def candidates() -> list[Candidate]:
-            return [
-                Candidate(
-                    name,
-                    run=partial(_run_tiles, format._replace(row_warps=warps), weight),
-                    failure=partial(_row_kernel_failure, device, dtype, warps),
-                )
-                for name, warps in _row_warps().items()
-            ]
-
-        warps = _row_warps()[tuning.choose(_tuned_call(*call), DEFAULT_WARPS, candidates)]
-    return warps if warps is None or _takes_row_kernel(device, dtype, warps) else None
-
-
-@constant_while_tracing
-def _settled_warps(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> int | None:
-    """As `_tuned_warps`, where nothing can be run."""
-    choices = _row_warps()
-    return choices[tuning.settled(_tuned_call(device, dtype, vocabulary, width), DEFAULT_WARPS, [*choices])]
-
-
-def _row_warps() -> dict[str, int | None]:
-    """By name, the numbers of warps for a row, one of which may be faster."""
-    whole = {} if torch.version.hip is not None else {f"{WHOLE_MULTIPROCESSOR} warps": WHOLE_MULTIPROCESSOR}
-    return {DEFAULT_WARPS: None, **whole}
-
-
-def _tuned_call(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> Kernel:
-    return Kernel("linear_logps", device, dtype, (f"V {vocabulary}", f"D {width}"))
-
-
-def _row_kernel_failure(device: torch.device, dtype: torch.dtype, warps: int | None) -> str | None:
-    if warps is None:
-        return None  # has been tried before
-    return failure_of_candidate(*_row_kernel_and_trial(device, dtype, warps))
-
-
-def _run_tiles(format: TileFormat, weight: Tensor) -> None:
-    """Runs forward and backward of a head on the tokens of a tile, or V if there are less. Rows of
-    the weight stand in for hidden states.
-    """
-    trained, weight = weight.requires_grad, weight.detach()
-    hidden = weight[: format.rows]
-    targets = torch.arange(len(hidden), device=weight.device)
-    call = HeadCall(hidden, weight, None, targets, None, 1.0, 1.0, format.dtype)
-    head = Head("linear_logps", call, format=format)
-    wide, tile_weight = head.accumulation_dtype, head.weight.to(format.dtype)
-    grad_hidden = torch.empty_like(hidden, dtype=wide)
-    grad_weight = GradientSum(torch.empty_like(weight, dtype=wide), wide, None) if trained else None
-    for rows in head.tiles():
-        tile = head.scratch(rows, format.dtype)
-        head.results(rows, TUNED_STATISTICS, tile)
-        wide_product(tile, tile_weight, grad_hidden[rows])
-        if grad_weight is not None:
-            grad_weight.add(tile, head.hidden_rows(rows))
-
-
 class Head:
     """One call of a head, in its compute dtype, and the work on one tile of its tokens.
 
@@ -201,11 +59,9 @@ class Head:
     part's distribution alone, to which a target outside of it adds nothing.
     """
 
-    def __init__(
-        self, op: str, call: HeadCall, part: VocabularyPart | None = None, format: TileFormat | None = None
-    ) -> None:
+    def __init__(self, op: str, call: HeadCall, part: VocabularyPart | None = None) -> None:
         dtype = self.dtype = call.compute_dtype
-        self.format = TileFormat.of(call.weight, dtype, is_part=part is not None) if format is None else format
+        self.format = TileFormat.of(call.weight, dtype, is_part=part is not None)
         vocabulary = len(call.weight) if part is None else part.vocabulary
         split = split_targets(op, call.targets, vocabulary)
         self.part, self.ignored, self.unknown = part, split.ignored, split.unknown
@@ -250,14 +106,31 @@ class Head:
             logits = self._raw_logits(h, out=gradient)
         else:
             logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
-        if self.format.triton:
-            from ...kernels.token_logps import NUM_WARPS, token_logps_fwd
+
+        def launch() -> list[Tensor]:
+            from ...kernels.token_logps import token_logps_fwd
 
             outputs = (statistics, target_logits, gradient)
-            results = token_logps_fwd(logits, targets, *self.transform, *outputs, self.format.row_warps or NUM_WARPS)
-        else:
+            return token_logps_fwd(logits, targets, *self.transform, *outputs, self.format.row_warps)
+
+        results = self._launched(ROW_KERNEL, launch, has_warps=True)
+        if results is None:
             results = self._results_in_torch(rows, h, logits, target_logits, statistics, gradient)
         return results if self.part is None else [*results, target_logits]
+
+    def _launched(self, kernel: str, launch: Callable[[], T], has_warps: bool = False) -> T | None:
+        """What the launch of a kernel returns, or None where PyTorch computes in its place.
+
+        If it fails, the format changes to that which replaces it.
+        """
+        while self.format.triton:
+            try:
+                return launch()
+            except torch.OutOfMemoryError:  # no fault of the kernel
+                raise
+            except Exception as error:  # it may not compile, fit the device, or launch
+                self.format = self.format.replaced(self.weight, error, kernel, has_warps)
+        return None
 
     def _results_in_torch(
         self,
@@ -304,10 +177,14 @@ class Head:
     def _gradient_tile(self, rows: slice, sums: RowSums, dtype: torch.dtype) -> Tensor:
         h, tile, tile_sums = self.hidden_rows(rows), self.scratch(rows, dtype), _rows_of(sums, rows)
         logits = self._raw_logits(h, out=self.scratch(rows, self.dtype))
-        if self.format.triton:
+
+        def launch() -> Tensor:
             from ...kernels.token_logps import token_logps_tile
 
             token_logps_tile(tile, logits, self.targets[rows], tile_sums, *self.transform)
+            return tile
+
+        if self._launched(ROW_KERNEL, launch) is not None:
             return tile
         columns = self.columns.of_rows(rows)
         for block in self._blocks(logits):
@@ -344,11 +221,15 @@ class Head:
     ) -> Tensor:
         tile = self.scratch(rows, dtype)
         logits = self._raw_logits(self.hidden_rows(rows), out=self.scratch(rows, self.dtype))
-        if self.format.triton:
+
+        def launch() -> Tensor:
             from ...kernels.token_logps import token_logps_bwd
 
             upstream = grad_logps, grad_entropy
             token_logps_bwd(tile, *upstream, logits, self.targets[rows], sums, *self.transform, mean_offset)
+            return tile
+
+        if self._launched(ROW_KERNEL, launch) is not None:
             return tile
         columns = self.columns.of_rows(rows)
         for block in self._blocks(logits):
@@ -371,12 +252,15 @@ class Head:
         NaN for unknown targets, -inf for absent ones.
         """
         index, absent = self.columns.of_rows(rows)
-        if self.format.triton:
+
+        def launch() -> Tensor:
             from ...kernels.linear_logps import target_logits
 
             operands = (hidden.contiguous(), self.weight, self.bias, self.targets[rows])
-            t = target_logits(*operands, *self.transform)
-        else:
+            return target_logits(*operands, *self.transform)
+
+        t = self._launched(TARGET_KERNEL, launch)
+        if t is None:
             wide = self.accumulation_dtype
             x = torch.linalg.vecdot(hidden.to(wide), self.weight[index].to(wide))
             t = self.transform.apply_(x if self.bias is None else x + self.bias[index])

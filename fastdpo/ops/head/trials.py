@@ -34,8 +34,7 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
     """Forward, gradient tile and backward of `kernels/token_logps.py`."""
     from ...kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd, token_logps_tile
 
-    warps = warps or NUM_WARPS
-    vocabulary = VOCABULARY * warps // NUM_WARPS
+    vocabulary = VOCABULARY if warps is None else VOCABULARY * warps // NUM_WARPS
     x = (3 * random_values(TOKENS, vocabulary)).to(dtype).double().requires_grad_()
     targets, upstream = _targets(vocabulary), random_values(2, TOKENS, seed=1)
     logits, on_device = placed(x.detach(), device, dtype), targets.to(device)

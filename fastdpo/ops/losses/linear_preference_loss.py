@@ -15,11 +15,12 @@ from torch import Tensor
 from ... import checks
 from ..devices import accumulation_dtype
 from ..head.budget import MEMORY_BUDGET, default_budget
+from ..head.formats import TileFormat
 from ..head.linear_logps import check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd
 from ..head.passes import take_kept
 from ..head.results import empty_results, named_results, requested_statistics
 from ..head.targets import split_targets
-from ..head.tiles import HeadCall, TileFormat
+from ..head.tiles import HeadCall
 from .preference_loss import (
     DPO,
     SORTED,

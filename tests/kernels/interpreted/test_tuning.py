@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastdpo import ops
+from fastdpo import NotFused, ops
 from fastdpo.commands import tune
 from fastdpo.kernels import token_logps
 from fastdpo.ops import definitions
@@ -17,7 +17,7 @@ from fastdpo.ops.attention import backends
 from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Kernel
-from fastdpo.ops.head import tiles
+from fastdpo.ops.head import formats
 from tests.support.stand_ins import flash_libraries
 from tests.support.workers import tuning as worker
 from tests.support.workers.processes import run_ranks
@@ -47,8 +47,8 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     for name in (tuning.VARIABLE, "FASTDPO_STRICT", backends.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tiles, "LEAST_TUNED", 0)
-    monkeypatch.setattr(tiles, "kernel_tile_rows", lambda *arguments: 1024)
+    monkeypatch.setattr(formats, "LEAST_TUNED", 0)
+    monkeypatch.setattr(formats, "kernel_tile_rows", lambda *arguments: 1024)
     monkeypatch.setattr(backends, "LEAST_TUNED", 0)
 
 
@@ -165,6 +165,19 @@ def test_a_withdrawn_choice_is_replaced_by_the_next(withdrawn, remaining, clock,
     new_process()
     assert choose(*map(candidate, "abc")) == remaining
     tuning.withdraw(Kernel("other", CPU, torch.bfloat16), "a", "unknown")  # not chosen here
+
+
+def test_a_withdrawn_choice_without_another_one_is_measured_again(clock):
+    clock({"a": 10.0, "b": 8.0})
+    assert choose(*map(candidate, "ab")) == "b"
+    for name in "ab":
+        tuning.withdraw(CALL, name, "RuntimeError: no kernel image")
+    assert tuning.timed(CALL) == []
+    noted = notes.read(CPU).choices[CALL.noted]
+    assert noted["measured"] == dict.fromkeys("ab", "RuntimeError: no kernel image")
+    new_process()
+    assert choose(*map(candidate, "ab")) == "b"
+    assert tuning.timed(CALL) == ["b", "a"]
 
 
 def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
@@ -292,7 +305,7 @@ def assert_head_is_right():
 
 
 def warps_of_head():
-    return f"{tiles.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
+    return f"{formats.TileFormat.of(head()[1], torch.float16).row_warps or token_logps.NUM_WARPS} warps"
 
 
 @pytest.fixture
@@ -354,6 +367,90 @@ def test_a_head_does_not_run_warps_that_fail(untried, strict, fault, reason, clo
     (choice,) = tuning.made().values()
     assert choice.measured[WHOLE].startswith(reason)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.fixture
+def chosen_warps(untried, clock, one_round):
+    """A head that has chosen the kernel with 32 warps, in a training that goes on."""
+    clock(TIMES)
+    assert_head_is_right()
+    assert warps_of_head() == WHOLE
+
+
+def fails_in_a_step(monkeypatch, launcher="token_logps_fwd", wrap=lambda fails: fails):
+    """Plants a launch that fails at the size of the head, and counts its calls."""
+    launch, calls = getattr(token_logps, launcher), []
+
+    def fails(*arguments, **options):
+        logits = arguments[launcher == "token_logps_tile"]
+        if logits.shape[1] == 67:
+            calls.append(1)
+            raise RuntimeError("invalid argument")
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(token_logps, launcher, wrap(fails))
+    return calls
+
+
+def test_warps_that_fail_in_a_step_are_replaced_once(chosen_warps, monkeypatch, caplog):
+    calls = fails_in_a_step(monkeypatch, wrap=of_many_warps)
+    for _ in range(2):
+        assert_head_is_right()
+        assert warps_of_head() == FEW
+    assert len(calls) == 1
+    failed = f"the kernel with {WHOLE} has failed and is replaced by that with {FEW}: RuntimeError: invalid argument"
+    assert caplog.messages == [f"fastdpo: linear_logps: {failed}"]
+    (noted,) = notes.read(CPU).choices.values()
+    assert noted == {"name": FEW, "measured": TIMES | {WHOLE: "RuntimeError: invalid argument"}}
+    new_process()
+    assert_head_is_right()
+    assert warps_of_head() == FEW
+    assert len(calls) == 1
+
+
+def test_a_head_whose_kernels_all_fail_in_a_step_is_computed_by_pytorch(chosen_warps, monkeypatch, caplog):
+    calls = fails_in_a_step(monkeypatch)
+    for _ in range(2):
+        assert_head_is_right()
+    assert len(calls) == 2
+    assert [message.partition(" on ")[0] for message in caplog.messages[1:]] == [
+        "fastdpo: the kernel token_logps is disabled"
+    ]
+    assert not formats.TileFormat.of(head()[1], torch.float16).triton
+
+
+def test_in_strict_mode_a_head_without_kernels_raises(chosen_warps, monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    fails_in_a_step(monkeypatch)
+    for _ in range(2):
+        with pytest.raises(NotFused, match=r"the kernel token_logps is disabled .*RuntimeError: invalid argument"):
+            assert_head_is_right()
+
+
+@pytest.mark.parametrize("launcher", ["token_logps_tile", "token_logps_bwd"])
+def test_a_backward_that_fails_in_a_step_is_computed_by_pytorch(launcher, chosen_warps, monkeypatch, caplog):
+    calls = fails_in_a_step(monkeypatch, launcher)
+    hidden, weight, targets = head()
+    weight.requires_grad_()
+    wanted = "entropy" if launcher == "token_logps_bwd" else "logps"
+    gradients = []
+    for op, options in ((ops.linear_logps, dict(memory_budget=0)), (definitions.linear_logps, {})):
+        results = op(hidden, weight, targets, outputs=("logps", "entropy"), **options)
+        gradients.append(torch.autograd.grad(getattr(results, wanted).sum(), (hidden, weight)))
+    for found, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, exact, rtol=5e-3, atol=5e-3)
+    assert len(calls) == 1
+    assert "the kernel token_logps is disabled on cpu" in caplog.text
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("10 GiB"), RuntimeError("while a graph is captured")])
+def test_an_error_that_is_no_fault_of_a_kernel_is_raised(error, chosen_warps, monkeypatch, caplog):
+    monkeypatch.setattr(formats, "is_capturing", lambda device: True)
+    monkeypatch.setattr(token_logps, "token_logps_fwd", raising(error))
+    with pytest.raises(type(error), match=str(error)):
+        ops.linear_logps(*head())
+    assert not caplog.messages
+    assert warps_of_head() == WHOLE
 
 
 def test_warps_that_are_noted_are_checked_again(untried, clock, monkeypatch, caplog):
