@@ -110,15 +110,18 @@ def test_the_signature_names_every_option():
 
 def test_every_option_is_explained_and_has_a_flag():
     """Where an option is declared, the command line reads its flags. `patch()` and two pages explain it."""
-    run, patching = subparsers(parser())["run"], (ROOT / "docs" / "run.md").read_text()
+    patching = (ROOT / "docs" / "run.md").read_text()
+    shown = " ".join(subparsers(parser())["run"].format_help().split())
     table = (ROOT / "docs" / "trl.md").read_text()
     for name, option in OPTIONS.items():
         assert f"\n        {name}: " in fastdpo.patch.__doc__
         assert f"\n| `{name}` | `{getattr(PatchOptions(), name)}` |" in table or name == "memory_budget"
         assert option.flags
-        for flag in option.flags:
-            assert run._option_string_actions[flag].dest == name
-            assert run._option_string_actions[flag].help
+        for flag, arguments in option.flags.items():
+            words = [flag] if "const" in arguments else [flag, "1"]
+            given = parser().parse_args(["run", *words, "train.py"])
+            assert str(getattr(given, name)) == str(arguments.get("const", 1))
+            assert arguments["help"] in shown
             assert f"\n| `{flag}" in patching
 
 
