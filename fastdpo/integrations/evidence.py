@@ -72,6 +72,11 @@ def set_newer(package: str, is_newer: bool) -> None:
     (_newer.add if is_newer else _newer.discard)(package)
 
 
+def is_newer(function: Any) -> bool:
+    """Whether a function is one of a package that is newer than the tested versions."""
+    return callable(function) and package_of(name_of(function)) in _newer
+
+
 def changed(functions: dict[str, Callable], package: str) -> dict[str, list[str]]:
     """By the names of those functions of a package that differ from the tested ones: what differs in
     their reach.
@@ -83,7 +88,7 @@ def changed(functions: dict[str, Callable], package: str) -> dict[str, list[str]
 
 def is_tested(function: Callable) -> bool:
     """Whether a function is one of a tested version, or has the same code, as all that it reaches."""
-    return package_of(name_of(function)) not in _newer or not differences(function)
+    return not is_newer(function) or not differences(function)
 
 
 def differences(function: Callable) -> list[str]:
@@ -91,11 +96,11 @@ def differences(function: Callable) -> list[str]:
     found = inner(function)
     if found not in _differences:
         reach = reached(found) if isinstance(found, FunctionType) else {name_of(found): found}
-        _differences[found] = [name for name, value in reach.items() if not _is_recorded(name, value)]
+        _differences[found] = [name for name, value in reach.items() if not is_recorded(name, value)]
     return _differences[found]
 
 
-def _is_recorded(name: str, value: object) -> bool:
+def is_recorded(name: str, value: object) -> bool:
     """Whether a function or a constant has a recorded text, or else does what was recorded."""
     recorded = tested().get(name, ())
     return text_hash(value) in recorded or (isinstance(value, FunctionType) and code_hash(value) in recorded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 from ..reasons import Reason
 from . import evidence
@@ -11,7 +12,8 @@ from . import evidence
 def signature_difference(owner: object, name: str, expected: list[str], *, exact: bool = True) -> Reason | None:
     """Returns how the parameters of a function differ from the expected ones, or None.
 
-    Notes the function as one that is relied on (`evidence.noting`).
+    Notes the function as one that is relied on (`evidence.noting`). One of a version newer than the tested
+    ones may have further parameters with defaults, which its code then reads: that has changed, too.
 
     Args:
         owner: the class or module that has the function, or should have it.
@@ -21,13 +23,27 @@ def signature_difference(owner: object, name: str, expected: list[str], *, exact
     """
     function = getattr(owner, name, None)
     evidence.note(function)
-    parameters = None if function is None else list(inspect.signature(function).parameters)
-    compared = parameters if exact or parameters is None else parameters[: len(expected)]
-    if compared == expected:
+    parameters = None if function is None else inspect.signature(function).parameters
+    if parameters is not None and _are_expected(name, parameters, expected, exact, evidence.is_newer(function)):
         return None
+    parameters = parameters and list(parameters)
     rule = "have" if exact else "begin with"
     function = f"{getattr(owner, '__name__', owner)}.{name}"
     return Reason("different-code", difference=f"{function} must {rule} the parameters {expected}; got {parameters}")
+
+
+def _are_expected(
+    name: str, parameters: Mapping[str, inspect.Parameter], expected: list[str], exact: bool, is_newer: bool
+) -> bool:
+    names = list(parameters)
+    if names == expected or (names[: len(expected)] == expected and not exact):
+        return True
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    others = [x for other, x in parameters.items() if other not in expected]
+    if not is_newer or not all(x.default is not x.empty or x.kind in variable for x in others):
+        return False
+    # `__init__` is called with names. Other functions may be given their arguments in order.
+    return (names if name != "__init__" else [x for x in names if x in expected])[: len(expected)] == expected
 
 
 def first_difference(owner: object, parameters: dict[str, list[str]], *, exact: bool = True) -> Reason | None:

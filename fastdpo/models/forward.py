@@ -495,8 +495,8 @@ def _verify(
                 model,
                 name,
                 _shifted_labels(kwargs) != packing.IGNORE_INDEX,
-                stock=lambda: _prior_logps(fused, args, kwargs),
-                fused=lambda: _score(model, fused, batch, kwargs).logps,
+                stock=lambda: _prior_results(fused, args, kwargs),
+                fused=lambda: _fused_results(model, fused, batch, kwargs),
                 as_before=as_before,
                 is_random=fused.probe_result is not None and fused.probe_result.is_random,
             )
@@ -508,7 +508,7 @@ def _verify(
                 raise
             finding = f"its first call differs from stock in {error.differences}"
             return Reason("changed-calls", functions=functions, finding=finding)
-    if obstacle is not None and is_trial:
+    if obstacle is not None and request.changed:
         finding = f"its calls cannot be compared with stock ones: {obstacle}"
         return Reason("changed-calls", functions=functions, finding=finding)
     if obstacle is not None:
@@ -516,17 +516,34 @@ def _verify(
     return None
 
 
-def _prior_logps(fused: _FusedForward, args: tuple, kwargs: dict) -> TokenLogps:
+def _fused_results(
+    model: PreTrainedModel, fused: _FusedForward, batch: _RunnableBatch, kwargs: dict
+) -> tuple[TokenLogps, dict[str, Tensor]]:
+    scored = _score(model, fused, batch, kwargs)
+    return scored.logps, _other_results(fused, fused.make_output(scored, kwargs)) if fused.prior_scores else {}
+
+
+def _other_results(fused: _FusedForward, output: Any) -> dict[str, Tensor]:
+    """What a model that scores returns next to the results of tokens, such as its loss, if its code has changed.
+
+    A result that is new is among them.
+    """
+    own = ("log_probs", *fused.request.outputs)
+    return {name: x for name, x in output.items() if name not in own} if fused.request.changed else {}
+
+
+def _prior_results(fused: _FusedForward, args: tuple, kwargs: dict) -> tuple[TokenLogps, dict[str, Tensor]]:
     """What the prior forward computes of a batch, [R, W]."""
     statistics = fused.request.outputs
     if fused.prior_scores:
         output = fused.prior_forward(*args, fused_lm_head=True, **kwargs)
-        return TokenLogps(output.log_probs, **{name: getattr(output, name) for name in statistics})
+        logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in statistics})
+        return logps, _other_results(fused, output)
     logits = _prior_logits(fused, args, kwargs).logits
     logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
     targets = _shifted_labels(kwargs).to(logits.device)
     temperature = fused.request.temperature
-    return definitions.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics))
+    return definitions.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics)), {}
 
 
 def _prior_logits(fused: _FusedForward, args: tuple, kwargs: dict) -> Any:
@@ -574,12 +591,26 @@ def _examine(model: PreTrainedModel, fused: _FusedForward, device: torch.device)
     )
     if reason is not None:
         return ProbeResult(reason)
-    _switch_attention(model, fused)
+    reason = support.shared_reason(model, _installing_reason(model, fused))
+    if reason is not None:
+        return ProbeResult(reason)
     result = probe.probe(model, device)
     if result.unsupported_reason is None and not fused.prior_scores:
         reason = support.shared_reason(model, probe.head_difference(model, device))
         result = result._replace(unsupported_reason=reason)
     return result
+
+
+def _installing_reason(model: PreTrainedModel, fused: _FusedForward) -> Reason | None:
+    """Why the packed attention or the head cannot be installed: the package has other names than the tested ones."""
+    try:
+        _switch_attention(model, fused)
+        head.install(head.head_of(model))
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        return Reason("cannot-install", model=type(model).__name__, error=f"{type(error).__name__}: {error}")
+    finally:
+        head.restore(head.head_of(model))
+    return None
 
 
 def _switch_attention(model: PreTrainedModel, fused: _FusedForward) -> None:

@@ -11,7 +11,8 @@ as in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,14 +72,15 @@ class Difference(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What one side computes: values of scored tokens [N], and sketches of gradients."""
+    """What one side computes: values of scored tokens [N], sketches of gradients, and other results."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    others: dict[str, Tensor]
 
 
-Score = Callable[[], TokenLogps]
-"""Scores the batch: results of shape [R, W], zero where nothing is scored."""
+Score = Callable[[], tuple[TokenLogps, Mapping[str, Tensor]]]
+"""Scores the batch: results of shape [R, W], zero where nothing is scored, and other results to be compared."""
 
 
 def verify(
@@ -186,12 +188,13 @@ class _NotReentrant:
 
 def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outcome:
     torch.manual_seed(0)
-    scored = score()
+    scored, others = score()
+    others = {name: x.detach().double().cpu().flatten() for name, x in others.items()}
     values = {name: x for name, x in scored._asdict().items() if x is not None and x.is_floating_point()}
     values = {_LABELS.get(name, name): x.detach()[label_mask].double().cpu() for name, x in values.items()}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not torch.is_grad_enabled() or not scored.logps.requires_grad or not trained:
-        return _Outcome(values, {})
+        return _Outcome(values, {}, others)
     logps = scored.logps[label_mask]
     weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(1), device="cpu")
     total = (logps * weights.to(logps)).sum()
@@ -200,7 +203,7 @@ def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outco
     if any(p.grad is not None for p in parameters):
         raise NotComparable
     named = ((name, x) for name, x in zip(names, found, strict=True) if x is not None)
-    return _Outcome(values, gradients.sketches(named, gradients.groups_of(model)))
+    return _Outcome(values, gradients.sketches(named, gradients.groups_of(model)), others)
 
 
 def _differences(
@@ -210,6 +213,11 @@ def _differences(
         size = error(found.values[name], x)
         bound = run_bound(error(rounded.values[name], x), unit)
         yield Difference(name, size, bound, "" if size <= bound else _place(label_mask, found.values[name], x))
+    for name, x in expected.others.items():
+        if name not in found.others or found.others[name].shape != x.shape:
+            yield Difference(name, math.inf, 0.0)
+        else:
+            yield Difference(name, error(found.others[name], x), run_bound(error(rounded.others[name], x), unit))
     for group in (x for x in gradients.GROUPS if x in expected.gradients or x in found.gradients):
         zeros = torch.zeros(gradients.SIZE, device="cpu")
         sides = (side.gradients.get(group, zeros) for side in (found, expected, rounded))

@@ -32,9 +32,26 @@ TOKENS = '        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 METRIC = '        self._metrics[mode]["one"].append(self.accelerator.gather(0 * loss).max().item() + 1)\n'
 ARGUMENT = '        peft_config: "PeftConfig | None" = None,\n'
 AUXILIARY = "        if self.aux_loss_enabled:\n            aux_loss = outputs"
+SFT, LOSS = "trainer/sft_trainer.py", "def _compute_loss(self, model, inputs, return_outputs)"
+FUNCTION_ARGUMENT = "        formatting_func: Callable[[dict], str] | None = None,\n"
+OUTPUTS = '    outputs: tuple[str, ...] = ("log_probs",),\n'
+AUX_LOSS_FIELD = "    aux_loss: torch.Tensor | None = None\n"
+LABEL_MASK = "            label_mask=mask,\n"
 COPIES = {  # by the name of a copy: file, text, replacement
     "unchanged": [],
-    "grown": [(DPO, ARGUMENT, f"{ARGUMENT}        more: bool = False,\n"), (DPO, TOKENS, TOKENS + METRIC)],
+    "grown": [
+        (DPO, ARGUMENT, f"{ARGUMENT}        more: bool = False,\n"),
+        (DPO, TOKENS, TOKENS + METRIC),
+        (DPO, LOSS, LOSS.replace("return_outputs", "return_outputs, scale=1")),
+        (SFT, FUNCTION_ARGUMENT, f"        more: bool = False,\n{FUNCTION_ARGUMENT}"),
+        (UTILS, OUTPUTS, f"{OUTPUTS}    chunk_size: int | None = None,\n"),
+        (UTILS, AUX_LOSS_FIELD, f"{AUX_LOSS_FIELD}    z_loss: torch.Tensor | None = None\n"),
+    ],
+    "another output": [
+        (UTILS, AUX_LOSS_FIELD, f"{AUX_LOSS_FIELD}    z_loss: torch.Tensor | None = None\n"),
+        (UTILS, LABEL_MASK, f"{LABEL_MASK}            z_loss=log_probs.square().sum(),\n"),
+    ],
+    "another scale": [(UTILS, "loss = -log_probs.sum() /", "loss = -1.5 * log_probs.sum() /")],
     "another loss": [(DPO, AUXILIARY, f"        loss = 1.5 * loss\n{AUXILIARY}")],
     "another name": [(file, "add_fused_lm_head", "attach_lm_head") for file in (DPO, UTILS)],
     "other positions": [(UTILS, "labels = labels[:, 1:]", "labels = labels[:, :-1]")],
@@ -68,7 +85,9 @@ def results(tmp_path_factory):
 ON = "trl.DPOTrainer (1.17.0): on, provisionally: newer than the tested versions, trl>=1.15,<1.17, "
 COMPARED = f"{ON}where {{}} differs: its first calls are compared with stock ones"
 CHANGED = {
-    "grown": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss"],
+    "grown": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss", "trl.trainer.utils.add_fused_lm_head"],
+    "another output": ["trl.trainer.utils.add_fused_lm_head"],
+    "another scale": ["trl.trainer.utils.add_fused_lm_head"],
     "another loss": ["trl.trainer.dpo_trainer.DPOTrainer._compute_loss"],
     "other positions": ["trl.trainer.utils.add_fused_lm_head"],
     "another kernel": ["trl.kernels.chunked_logprob.ChunkedLogProbFunction.forward"],
@@ -103,10 +122,16 @@ def test_the_report_of_each_copy_is_documented(name):
     assert f"\nfastdpo: {REPORTS[name]}\n" in (ROOT / "docs" / "trl.md").read_text()
 
 
+DIFFERENT = {"another output": "z_loss", "another scale": "loss"}
+
+
 def test_a_difference_is_logged_with_its_size(results):
-    reason = r"\(policy\): not fused, code has changed since .*, in {}, and its first call differs .* in log-prob.* by"
-    for name in ("other positions", "another kernel"):
-        assert any(re.search(reason.format(*CHANGED[name]), message) for message in results[name]["messages"])
+    reason = r"\(policy\): not fused, code has changed since .*, in {}, and its first call differs .* in {} by"
+    for name in ("other positions", "another kernel", "another output", "another scale"):
+        assert any(
+            re.search(reason.format(*CHANGED[name], DIFFERENT.get(name, "log-prob.*")), message)
+            for message in results[name]["messages"]
+        )
     assert not any("not fused" in message for name in ("unchanged", "grown") for message in results[name]["messages"])
 
 

@@ -20,6 +20,7 @@ from ...models.language_model import text_config
 from ...models.layouts import Groups
 from ...models.router import router_loss
 from ...reasons import Reason
+from .. import evidence
 from ..protocol import PatchOptions
 from ..replacements import Replacements
 from ..signatures import signature_difference
@@ -42,7 +43,8 @@ def unsupported_reason(module: ModuleType) -> Reason | None:
     if difference is not None:
         return difference
     fields = {field.name for field in dataclasses.fields(utils.FusedCausalLMOutput)}
-    if fields != _OUTPUT_FIELDS:
+    # Those that a newer version adds have defaults, as all have. A call whose output holds one is not fused.
+    if fields != _OUTPUT_FIELDS and not (fields > _OUTPUT_FIELDS and evidence.is_newer(utils.FusedCausalLMOutput)):
         difference = f"FusedCausalLMOutput must have the fields {sorted(_OUTPUT_FIELDS)}; got {sorted(fields)}"
         return Reason("different-code", difference=difference)
     return None
@@ -70,9 +72,9 @@ def replace(
     stock = getattr(module, "add_fused_lm_head")  # noqa: B009
 
     @functools.wraps(stock)
-    def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
+    def add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",), *args, **kwargs):
         forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
-        stock(model, temperature, cast_lm_head_to_fp32, outputs)
+        stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)  # some are of a newer TRL
         if _leaves_models.get():
             return
         request = Request(

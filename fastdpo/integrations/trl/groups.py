@@ -76,9 +76,9 @@ class GroupLine:
         stock_use_adapter: Any = getattr(self._module(), "use_adapter")  # noqa: B009
 
         @contextmanager
-        def use_adapter(model, adapter_name):
+        def use_adapter(model, adapter_name, *args, **kwargs):
             """TRL makes a policy with adapters act as its own reference here, and nowhere else."""
-            with counting_calls_as("reference"), stock_use_adapter(model, adapter_name):
+            with counting_calls_as("reference"), stock_use_adapter(model, adapter_name, *args, **kwargs):
                 yield
 
         self._replacements.put(self._module(), "use_adapter", use_adapter)

@@ -64,21 +64,21 @@ def enable(options: PatchOptions) -> None:
     stock_loss = trainer._compute_loss
 
     @functools.wraps(stock_reference)
-    def compute_ref_log_probs(self, model, inputs):
+    def compute_ref_log_probs(self, model, inputs, *args, **kwargs):  # some are of a newer TRL
         with counting_calls_as("reference"):
             if not _merges(self, model, inputs):
-                return stock_reference(self, model, inputs)
+                return stock_reference(self, model, inputs, *args, **kwargs)
             with temporarily(self, calculate_KL=False):
                 logps, _ = stock_reference(self, model, _merged(inputs))
         completion_logps, KL_logps = logps.chunk(2)
         return completion_logps, KL_logps
 
     @functools.wraps(stock_loss)
-    def _compute_loss(self, model, inputs, return_outputs):
+    def _compute_loss(self, model, inputs, return_outputs, *args, **kwargs):
         reference = reference_of(self)
         overridden = is_overridden(self, trainer, ("compute_ref_log_probs", "_compute_kl_logps"))
         if self.precompute_ref_logps or overridden or not _merges(self, reference, inputs):
-            return stock_loss(self, model, inputs, return_outputs)
+            return stock_loss(self, model, inputs, return_outputs, *args, **kwargs)
         logps, KL_logps = self.compute_ref_log_probs(reference, inputs)
         with temporarily(self, precompute_ref_logps=True):  # TRL then takes them from the batch
             return stock_loss(self, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)

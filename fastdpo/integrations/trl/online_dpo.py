@@ -78,10 +78,10 @@ def enable(options: PatchOptions) -> None:
     stock_step = trainer.training_step
 
     @functools.wraps(stock_step)
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch=None, *args, **kwargs):  # some are of a newer TRL
         is_patched = state_of(self, _OnlineDPOState) is not None  # otherwise created before patch()
         with of_all_ranks(self.accelerator) if is_patched else nullcontext():
-            return stock_step(self, model, inputs, num_items_in_batch)
+            return stock_step(self, model, inputs, num_items_in_batch, *args, **kwargs)
 
     @functools.wraps(stock_forward)
     def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):

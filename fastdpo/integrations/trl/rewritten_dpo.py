@@ -95,23 +95,23 @@ def replace(
             return stock_reference(self, *args, **kwargs)
 
     @functools.wraps(stock_precompute)
-    def _precompute_ref_logps(self, dataset, name, batch_size):
+    def _precompute_ref_logps(self, dataset, name, batch_size, *args, **kwargs):  # some are of a newer TRL
         if not precompute.is_supported(self, dataset):
-            return stock_precompute(self, dataset, name, batch_size)
+            return stock_precompute(self, dataset, name, batch_size, *args, **kwargs)
         return precompute.with_precomputed_logps(self, dataset, name, batch_size)
 
     @functools.wraps(stock_loss)
-    def _compute_loss(self, model, inputs, return_outputs):
+    def _compute_loss(self, model, inputs, return_outputs, *args, **kwargs):  # some are of a newer TRL
         state = state_of(self, DPOState)
         if state is None:
-            return stock_loss(self, model, inputs, return_outputs)
+            return stock_loss(self, model, inputs, return_outputs, *args, **kwargs)
         gather = None if state.budget is None else state.budget.metrics.gather
         with (
             state.memory.serving(self, inputs) as inputs,
             of_all_ranks(self.accelerator, gather),
             scoring(self, inputs, return_outputs),
         ):
-            return stock_loss(self, model, inputs, return_outputs)
+            return stock_loss(self, model, inputs, return_outputs, *args, **kwargs)
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
