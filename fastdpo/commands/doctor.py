@@ -17,7 +17,8 @@ import torch
 from packaging.requirements import Requirement
 
 from .. import __version__
-from ..integrations import patching
+from ..integrations import packages, patching
+from ..integrations.lines import DISTRIBUTIONS, LINES
 from ..models import forward
 from ..models.forward import Request
 from ..ops.attention import backends
@@ -122,12 +123,30 @@ def _packages() -> Iterator[Finding]:
         if version is None:
             yield Finding(FAILED, requirement.name, f"not installed; fastdpo requires {requirement.specifier}")
         elif requirement.specifier.contains(version, prereleases=True):
-            yield Finding(OK, requirement.name, f"{version} ({requirement.specifier})")
+            known = f": {packages.description(requirement.name)}" if requirement.name in packages.PACKAGES else ""
+            yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
     for package in OPTIONAL:
         version = _version(package)
-        yield Finding(OFF, package, "not installed") if version is None else Finding(OK, package, version)
+        yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
+
+
+def _optional(package: str, version: str) -> Finding:
+    """An installed package, and whether its version was tested."""
+    reason = packages.missing_reason((package,)) if package in packages.PACKAGES else None
+    if reason is not None:
+        return Finding(OFF, package, f"{version}: off, {reason.named}")
+    if package in packages.PACKAGES:
+        return Finding(OK, package, f"{version}: {packages.description(package)}")
+    lines = [line for line in LINES if DISTRIBUTIONS.get(line.package, line.package) == package]
+    if not lines:
+        return Finding(OK, package, version)
+    if any(line.supports(version) for line in lines):
+        return Finding(OK, package, f"{version}: tested")
+    (found,) = patching.examine(lines[0].trainer).seams
+    known = f"provisionally, {found.provisional}" if found.reason is None else f"off, {found.reason.named}"
+    return Finding(OK if found.on else OFF, package, f"{version}: {known}")
 
 
 def _torch_devices() -> list[torch.device]:

@@ -10,7 +10,7 @@ import linecache
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
 LARGEST_REACH = 400
@@ -30,7 +30,7 @@ class _Method(NamedTuple):
 def inner(function: Any) -> Any:
     """A function without the decorators around it, those of Triton among them."""
     while True:
-        static = isinstance(function, staticmethod | classmethod)
+        static = isinstance(function, staticmethod | classmethod | MethodType)
         within = function.__func__ if static else inspect.unwrap(function) if callable(function) else function
         within = getattr(within, "fn", within)  # Triton's kernels
         within = within.func if isinstance(within, functools.partial) else within

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, Unpack, cast
 from ..logs import logger, warn
 from ..models import fallback, forward
 from ..reasons import Reason
-from . import evidence
+from . import evidence, packages
 from .lines import CHANGING_OTHERS, DISTRIBUTIONS, LINES, Target, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
 from .protocol import STATE, TrainerLine
@@ -258,13 +258,15 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     """
     seam, reason = examined.seam, None
     relying = [name for name, option in OPTIONS.items() if option.trainers is not None and getattr(options, name)]
-    if seam.tested is not None and not options.provisional:
-        lines = [line for line in LINES if line.trainer == seam.name]
-        package = lines[0].package
+    lines = [line for line in LINES if line.trainer == seam.name]
+    package = lines[0].package
+    relied_on = [name for name in seam.changed if name.startswith((f"{package}.", "accelerate.data_loader."))]
+    is_newer = seam.on and not any(line.supports(seam.version or "") for line in lines)
+    if is_newer and not options.provisional:
         supported = [line.versions for line in lines]
         reason = unsupported_version_reason(DISTRIBUTIONS.get(package, package), seam.version or "", supported)
-    elif seam.changed and relying:
-        functions = f"{', '.join(seam.changed)}, on which {' and '.join(relying)} relies"
+    elif relied_on and relying:
+        functions = f"{', '.join(relied_on)}, on which {' and '.join(relying)} relies"
         reason = Reason("changed-code", functions=functions)
     return examined if reason is None else examined._replace(seam=replace(seam, reason=reason), line=None)
 
@@ -398,14 +400,15 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     imported = any(module in sys.modules for module in line.trainer_modules)
     if package in CHANGING_OTHERS and not is_targeted and not imported:
         return off(version, Reason("not-imported", package=package))
-    module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
     evidence.set_newer(package, not is_tested)
-    earlier, functions = set(sys.modules), {}
+    earlier, functions, module = set(sys.modules), {}, None
     try:
+        module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
         with evidence.noting() as functions:
-            reason = module.unsupported_reason()
+            reason = module.unsupported_reason() or packages.missing_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
-        reason = Reason("import-error", package=package, error=" ".join(str(error).split()))  # in one line
+        message = " ".join(str(error).split())  # in one line
+        reason = packages.missing_reason() or Reason("import-error", package=package, error=message)
         new = sys.modules.keys() - earlier
         for module_name in (x for x in new if x.partition(".")[0] == package):
             del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
@@ -417,10 +420,13 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
         replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
         if replaced:
             reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
-    if reason is not None:
-        return off(version, reason)
-    tested = None if is_tested else f"{distribution}{line.versions}"
-    seam = Seam(name, version, None, tested=tested, changed=tuple(_each_once(changed)))
+    if reason is not None or module is None:
+        return off(version, cast(Reason, reason))
+    others = packages.changed()
+    tested = [] if is_tested else [f"{distribution}{line.versions}"]
+    tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
+    changed_functions = tuple(_each_once({**changed, **others}))
+    seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=changed_functions)
     return _Examined(seam, module, _stock_trainers(module.trainer_class()))
 
 

@@ -11,13 +11,16 @@ import importlib
 import json
 from types import FunctionType
 
-from fastdpo.integrations import evidence, fingerprints
+from fastdpo.integrations import evidence, fingerprints, packages
 from fastdpo.integrations.lines import LINES, installed_version
 
 
 def found() -> dict[str, list[str]]:
     """The hashes of what lines rely on in installed packages, by the names of functions and constants."""
     hashes = {}
+    for package, relied_on in packages.PACKAGES.items():
+        if packages.version_of(package) == relied_on.tested:
+            hashes |= {name: hashes_of(name, x) for name, x in packages.functions_of(package).items()}
     for line in LINES:
         newest = next(x for x in LINES if x.trainer == line.trainer)
         version = installed_version(line.package)

@@ -1,0 +1,160 @@
+"""What fastdpo relies on in torch, transformers, accelerate and PEFT, under whichever trainer.
+
+All of their versions are supported. A name that is missing is a reason to leave all trainers as they are.
+In a version newer than the tested one, functions that have changed lead to the comparison of each model's
+first calls with stock ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from packaging.version import Version
+
+from ..reasons import Reason
+from . import evidence, fingerprints
+
+
+class Package(NamedTuple):
+    """What is relied on in a package.
+
+    Attributes:
+        tested: the newest version that was tested.
+        names: of what must be there, by module.
+        compared: the functions among them whose code matters.
+    """
+
+    tested: str
+    names: dict[str, tuple[str, ...]]
+    compared: tuple[str, ...] = ()
+
+
+PACKAGES = {
+    "torch": Package(
+        "2.13.0",
+        {"torch.distributed.fsdp": ("FSDPModule",), "torch.distributed.tensor": ("DTensor", "Shard", "Replicate")},
+    ),
+    "transformers": Package(
+        "5.23.0",
+        {
+            "transformers.modeling_utils": (
+                *("ALL_ATTENTION_FUNCTIONS.register", "AttentionInterface"),
+                *("PreTrainedModel.set_attn_implementation", "PreTrainedModel._can_set_attn_implementation"),
+                *("PreTrainedModel.get_output_embeddings", "PreTrainedModel.get_input_embeddings"),
+            ),
+            "transformers.masking_utils": ("ALL_MASK_ATTENTION_FUNCTIONS.register", "AttentionMaskInterface"),
+            "transformers.configuration_utils": (
+                *("PretrainedConfig._attn_implementation", "PretrainedConfig.get_text_config"),
+            ),
+            "transformers.integrations.flash_attention": ("get_target_dtype",),
+            "transformers.models.mixtral.modeling_mixtral": ("load_balancing_loss_func",),
+        },
+        ("PreTrainedModel._can_set_attn_implementation", "get_target_dtype", "load_balancing_loss_func"),
+    ),
+    "accelerate": Package(
+        "1.15.0",
+        {
+            "accelerate.accelerator": ("Accelerator.gather", "Accelerator.gather_for_metrics"),
+            "accelerate.data_loader": (
+                *("BatchSamplerShard._iter_with_no_split", "SeedableRandomSampler.__iter__"),
+                *("DataLoaderShard", "DataLoaderDispatcher"),
+            ),
+            "accelerate.utils": (
+                *("broadcast_object_list", "extract_model_from_parallel", "is_peft_model", "send_to_device"),
+            ),
+            "accelerate.state": ("AcceleratorState._shared_state",),
+        },
+        (
+            *("Accelerator.gather", "Accelerator.gather_for_metrics", "BatchSamplerShard._iter_with_no_split"),
+            *("SeedableRandomSampler.__iter__",),
+        ),
+    ),
+    "peft": Package(
+        "0.21.2",
+        {
+            "peft.tuners.tuners_utils": ("BaseTunerLayer.disable_adapters", "BaseTunerLayer.active_adapters"),
+            "peft.utils.other": ("AuxiliaryTrainingWrapper",),
+        },
+    ),
+}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_newer(package: str) -> bool:
+    """Whether the installed version is newer than the tested one."""
+    version = version_of(package)
+    return version is not None and Version(Version(version).public) > Version(PACKAGES[package].tested)
+
+
+def missing_reason(packages: tuple[str, ...] = tuple(PACKAGES)) -> Reason | None:
+    """Which name is missing in the installed packages, or None. Looks into modules that have been imported."""
+    for package in packages:
+        for name, value in _values(package):
+            if value is None:
+                return Reason("missing-name", package=f"{package} {version_of(package)}", missing=name)
+    return None
+
+
+def changed(packages: tuple[str, ...] = tuple(PACKAGES)) -> dict[str, list[str]]:
+    """By package, of those that are newer than the tested ones: the functions that differ.
+
+    `evidence.is_allowed` does not matter here: these versions were supported before their code was known.
+    """
+    found = {package: _changed_in(package) for package in packages if is_newer(package)}
+    return {package: names for package, names in found.items() if names}
+
+
+def _changed_in(package: str) -> list[str]:
+    compared = PACKAGES[package].compared
+    functions = {name: x for name, x in _values(package) if name.partition(":")[2] in compared and x is not None}
+    return [_dotted(name) for name, x in functions.items() if not evidence.is_recorded(_dotted(name), _inner(x))]
+
+
+def functions_of(package: str) -> dict[str, object]:
+    """The functions of the table whose code matters, by their dotted names, of modules that can be imported."""
+    for module in PACKAGES[package].names:
+        importlib.import_module(module)
+    compared = PACKAGES[package].compared
+    return {_dotted(name): _inner(x) for name, x in _values(package) if name.partition(":")[2] in compared}
+
+
+def description(package: str) -> str:
+    """Whether the installed version was tested, or what is known of it, for the report of the doctor."""
+    tested = PACKAGES[package].tested
+    if not is_newer(package):
+        return "tested" if version_of(package) == tested else f"up to the newest tested version, {tested}"
+    names = changed((package,)).get(package)
+    known = "whose code is the same" if PACKAGES[package].compared else "which has the same names"
+    if names:
+        known = f"where {', '.join(names)} differs: first calls are compared with stock ones"
+    return f"provisionally, newer than the tested version, {tested}, {known}"
+
+
+def _dotted(name: str) -> str:
+    return name.replace(":", ".")
+
+
+def _inner(value: object) -> object:
+    return fingerprints.inner(value.fget if isinstance(value, property) else value)
+
+
+def _values(package: str) -> Iterator[tuple[str, object]]:
+    """The names of a package, as "module:name", with their values, or None, in imported modules."""
+    if package not in sys.modules:
+        return
+    for module, names in PACKAGES[package].names.items():
+        if module in sys.modules:
+            for name in names:
+                value = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), sys.modules[module])
+                yield f"{module}:{name}", value

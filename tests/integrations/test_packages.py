@@ -1,0 +1,129 @@
+"""Other versions of torch, transformers, accelerate and PEFT than the tested ones: names taken away, code changed."""
+
+import importlib
+import importlib.metadata
+import re
+
+import pytest
+import transformers
+from packaging.version import Version
+
+import fastdpo
+from fastdpo.commands import doctor
+from fastdpo.integrations import evidence, packages
+from fastdpo.integrations.patching import examine
+from tests.support import ROOT
+from tests.support.trl.dpo import assert_same, assert_same_bits, tiny_model, train
+
+NAMES = [
+    (package, module, name)
+    for package, relied_on in packages.PACKAGES.items()
+    for module, names in relied_on.names.items()
+    for name in names
+]
+
+
+def take_away(monkeypatch, module, name):
+    *owners, last = name.split(".")
+    owner = importlib.import_module(module)
+    for each in owners:
+        owner = getattr(owner, each)
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    for kind in [owner, *(x for x in kinds if x is not owner)]:
+        if last in vars(kind):
+            monkeypatch.delattr(kind, last)
+
+
+@pytest.mark.parametrize(("package", "module", "name"), NAMES)
+def test_a_name_that_is_missing_is_a_reason(monkeypatch, package, module, name):
+    take_away(monkeypatch, module, name)
+    report = fastdpo.patch()
+    assert {seam.reason.name for seam in report.seams} == {"missing-name"}
+    version = importlib.metadata.version(package)
+    reason = str(report.seams[0].reason)  # the first name that is missing: two classes may have one from a third
+    assert re.fullmatch(rf"{package} {re.escape(version)} does not have \S+, on which fastdpo relies", reason)
+    assert name.rpartition(".")[2] in reason
+    with pytest.raises(fastdpo.PatchError, match=re.escape("[missing-name]")):
+        fastdpo.patch("trl.DPOTrainer")
+    if package in doctor.OPTIONAL:
+        finding = next(x for x in doctor._packages() if x.name == package)
+        assert finding.status == doctor.OFF
+        assert reason in finding.detail
+
+
+@pytest.mark.parametrize("taken", ["AttentionInterface", "AttentionMaskInterface", "set_attn_implementation"])
+def test_a_name_that_goes_missing_later_leaves_the_model_to_stock(monkeypatch, caplog, tmp_path, taken):
+    def run(name):
+        return train(tmp_path / name, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
+
+    stock = run("stock")
+    fastdpo.patch("trl.DPOTrainer")
+    if taken == "set_attn_implementation":
+        monkeypatch.delattr(transformers.PreTrainedModel, taken)
+    else:
+        monkeypatch.setattr(transformers, taken, None)
+    patched = run("patched")
+    assert {path for _, path in patched.calls} == {"stock"}
+    assert "packed attention cannot be installed in LlamaForCausalLM: " in caplog.text
+    assert_same_bits(stock, patched)
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """A function that makes a package newer than the tested version, and functions of it different."""
+    version = importlib.metadata.version
+
+    def change(package, *functions):
+        tested = {name: [] if name.rpartition(".")[2] in functions else x for name, x in evidence.tested().items()}
+        monkeypatch.setattr(evidence, "tested", lambda: tested)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == package else version(name))
+
+    return change
+
+
+@pytest.mark.parametrize("package", packages.PACKAGES)
+def test_a_newer_version_with_the_same_code_is_as_ever(newer, package):
+    newer(package)
+    (seam,) = fastdpo.patch("trl.DPOTrainer").seams
+    assert seam.on
+    assert seam.provisional is None
+    known = "whose code is the same" if packages.PACKAGES[package].compared else "which has the same names"
+    tested = packages.PACKAGES[package].tested
+    assert packages.description(package) == f"provisionally, newer than the tested version, {tested}, {known}"
+
+
+def test_a_newer_version_with_other_code_is_compared(newer, tmp_path):
+    def run(name):
+        return train(tmp_path / name, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
+
+    stock = run("stock")
+    newer("transformers", "_can_set_attn_implementation")
+    (seam,) = fastdpo.patch("trl.DPOTrainer", max_tokens=None).seams
+    function = "transformers.modeling_utils.PreTrainedModel._can_set_attn_implementation"
+    difference = f"where {function} differs: its first calls are compared with stock ones"
+    assert seam.provisional == f"newer than the tested versions, transformers<=5.23.0, {difference}"
+    assert function in next(x for x in doctor._packages() if x.name == "transformers").detail
+    patched = run("patched")
+    assert fastdpo.calls
+    assert {path for _, path in patched.calls} == {"fused"}
+    assert_same(stock, patched)
+    fastdpo.unpatch()
+    with fastdpo.patched("trl.DPOTrainer", max_tokens=500, provisional=False) as report:  # not code that options read
+        assert report.seams[0].on
+
+
+def test_options_that_rely_on_a_changed_sampler_are_refused(newer):
+    newer("accelerate", "_iter_with_no_split")
+    with pytest.raises(fastdpo.PatchError, match="_iter_with_no_split, on which max_tokens relies"):
+        fastdpo.patch("trl.DPOTrainer", max_tokens=500)
+    assert examine("trl.DPOTrainer").seams[0].on
+
+
+def test_the_tested_versions_are_those_of_the_tests():
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints" / "pins.txt").read_text().splitlines() if "==" in line
+    )
+    pins["torch"] = re.search(r"^TORCH \?= torch==(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert {package: Version(x.tested) for package, x in packages.PACKAGES.items()} == {
+        package: Version(pins[package]) for package in packages.PACKAGES
+    }
