@@ -171,7 +171,7 @@ docs: $(READY)
 	$(BIN)/python docs/draw_layout.py
 	$(BIN)/python -m tests.support.documents.reason_sections
 
-SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo vision head loss attention memory scaling
+SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo vision head loss attention host memory scaling
 
 # With Liger, two of whose heads run on a CPU.
 bench: export PYTHONPATH := $(abspath $(LIGER)):$(PYTHONPATH)

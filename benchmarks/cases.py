@@ -38,7 +38,8 @@ class Checkable(Protocol):
 class Stepper(Checkable, Protocol):
     """Runs the steps of a side.
 
-    Built in a worker from `Side.build`; its batches are taken in turn.
+    Built in a worker from `Side.build`; its batches are taken in turn. A side may have a clock of its own, `now()`
+    in seconds.
     """
 
     def step(self, batch: int) -> None:

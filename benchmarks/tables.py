@@ -210,8 +210,28 @@ def scaling_table(result: Result) -> str:
     return f"{render(rows, ['axis', 'x', 'exponent of time in x', 'median time at each x'])}\n\n{note}"
 
 
+def host_table(result: Result) -> str:
+    """The times of the sides, and for each case where they go."""
+    tables = [sides_table(result)]
+    for case in result["cases"]:
+        seconds = result["summary"]["cases"][case["name"]]["seconds"]
+        shares = {name: side["facts"]["profile"] for name, side in case["sides"].items() if name in seconds}
+        parts = dict.fromkeys(part for profile in shares.values() for part in profile)
+        rows = [
+            [part, *(format_seconds(profile.get(part, 0) * seconds[name]["value"]) for name, profile in shares.items())]
+            for part in parts
+        ]
+        tables.append(render(rows, [f"{case['name']}, by whose code runs", *shares]))
+    note = wrap(
+        "Processor time of a step. It is divided by the shares of Python's profiler, which slows functions of Python "
+        "down more than operators. An operator belongs to the part that calls it, those of the backward to torch."
+    )
+    return "\n\n".join([*tables, note])
+
+
 TABLES = {
     **dict.fromkeys(("step", "hybrid", "sharing", "bf16"), step_table),
+    "host": host_table,
     "memory": memory_table,
     "scaling": scaling_table,
 }

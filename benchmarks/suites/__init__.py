@@ -6,6 +6,7 @@ from benchmarks.suites import (
     evaluation,
     grpo,
     head,
+    host,
     hybrid,
     kto,
     llamafactory,
@@ -34,6 +35,7 @@ _MODULES = (
     head,
     loss,
     attention,
+    host,
     memory,
     scaling,
 )

@@ -46,6 +46,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("head", "trainable, entropy|frozen, summed"),
         ("loss", ""),
         ("attention", ""),
+        ("host", ""),
         ("memory", "head/512|budget"),
         ("scaling", "pairs|scored"),
     ],
@@ -74,6 +75,12 @@ def test_a_suite(suite, cases, tmp_path, capsys):
     assert first.read_text().startswith("<?xml")
     assert first.read_bytes() == second.read_bytes()
     assert first.stat().st_size < 100_000
+    if suite == "host":
+        for case in result["cases"]:
+            facts = {name: side["facts"] for name, side in case["sides"].items()}
+            layers = case["workload"]["size"]["layers"]
+            assert {name: x["launches"] for name, x in facts.items()} == {step.STOCK: 0, SUBJECT: 3 * layers}
+            assert all(sum(x["profile"].values()) == pytest.approx(1) for x in facts.values())
     if suite == "step":
         facts = {name: side["facts"] for name, side in result["cases"][0]["sides"].items()}
         assert facts[SUBJECT]["tokens"] == facts[step.FLOOR]["tokens"] < facts[step.STOCK]["tokens"]

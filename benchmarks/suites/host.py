@@ -1,0 +1,41 @@
+"""The time of the host in a DPO step: models of many layers with tiny tensors."""
+
+from __future__ import annotations
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.sides.workload import ModelSize, Workload
+from benchmarks.suites.step import STOCK
+
+LAYERS = 24, 36
+QUICK_LAYERS = (2,)
+PAIRS = ((6, 3, 3), (5, 2, 4), (4, 3, 2))  # tokens of prompt, chosen and rejected completion
+HEAD_DIM = 64  # as it is on a GPU, where other sizes are padded
+
+
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
+    for lora in (False, True):
+        for layers in QUICK_LAYERS if quick else LAYERS:
+            size = ModelSize(layers=layers, hidden=HEAD_DIM, mlp=16, heads=1, kv_heads=1, vocabulary=100)
+            work = Workload((PAIRS,), lora=lora, size=size)
+            sides = tuple(
+                Side(name, "benchmarks.sides.host:HostStep", work, {"mode": mode})
+                for name, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo"))
+            )
+            group = "LoRA" if lora else "full"
+            cases.append(Case(f"{group}/{layers} layers", group, sides))
+    return cases
+
+
+SUITE = Suite(
+    name="host",
+    title="Time of the host in a training step of TRL's DPOTrainer",
+    truth="benchmarks.sides.exact:ExactStep",
+    cases=build_cases,
+    rounds=30,
+    descriptions={
+        STOCK: "the trainer with its defaults, except that gradient checkpointing is off.",
+        SUBJECT: "the trainer after `fastdpo.patch()`. Attention takes the path of a GPU up to its launches, in whose "
+        "place memory that exists is returned; the head runs as on a CPU (`benchmarks/sides/host.py`).",
+    },
+)
