@@ -18,9 +18,13 @@ from .integrations import options
 from .plain_checks import suggested
 
 
-def main() -> None:
-    args = parsed()
-    args.start(args)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command with these arguments, by default those of this process. A wrong one is an error of one line."""
+    args = parsed(arguments)
+    try:
+        args.start(args)
+    except (OSError, ValueError) as error:
+        sys.exit(f"fastdpo {args.command}: {str(error).removeprefix(f'{args.command}: ')}")
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,22 +82,12 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 def _doctor(args: argparse.Namespace) -> None:
     if args.model is not None:
-        _require_model(args)
+        require_model("doctor", args.model)
     from .commands import doctor
 
-    try:
-        report = doctor.examine(args.trainers, args.model, args.cache)
-    except (OSError, ValueError) as error:
-        sys.exit(f"fastdpo doctor: {error}")
+    report = doctor.examine(args.trainers, args.model, args.cache)
     print(doctor.as_json(report) if args.json else doctor.as_text(report))
     sys.exit(1 if doctor.failed(report) else 0)
-
-
-def _require_model(args: argparse.Namespace) -> None:
-    try:
-        require_model(args.command, args.model)
-    except ValueError as error:
-        sys.exit(f"fastdpo {error}")
 
 
 def _add_tune(commands: argparse._SubParsersAction) -> None:
@@ -129,19 +123,16 @@ def _tune(args: argparse.Namespace) -> None:
     if (args.model is None) == (None in size):
         sys.exit("fastdpo tune: pass --model, or --hidden and --vocabulary")
     if args.model is not None:
-        _require_model(args)
+        require_model("tune", args.model)
     from .commands import tune
 
-    try:
-        if args.model is None:
-            head, attention = tune.HeadSize(*size), []
-        else:
-            from transformers import AutoConfig
+    if args.model is None:
+        head, attention = tune.HeadSize(*size), []
+    else:
+        from transformers import AutoConfig
 
-            head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
-        choices = tune.run(head, attention, args.dtype, args.frozen, args.tokens or tune.TOKENS)
-    except (OSError, ValueError) as error:
-        sys.exit(f"fastdpo tune: {str(error).removeprefix('tune: ')}")
+        head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
+    choices = tune.run(head, attention, args.dtype, args.frozen, args.tokens or tune.TOKENS)
     if args.json:
         noted = {call.noted: choice._asdict() for call, choice in choices.items()}
         print(json.dumps({"choices": noted}))
@@ -180,7 +171,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("fastdpo check: --plot requires matplotlib: pip install matplotlib")
     if args.model is not None:
-        _require_model(args)
+        require_model("check", args.model)
     warnings.simplefilter("ignore")
     try:
         from .commands.check import command
@@ -188,10 +179,7 @@ def _check(args: argparse.Namespace) -> None:
         sys.exit(f"fastdpo check: requires TRL and what it depends on: {error}")
 
     options = dict(batches=args.batches, batch_size=args.batch_size, lora=args.lora, fields=args.fields)
-    try:
-        report = command.check(args.model, args.dataset, **options)
-    except command.CheckError as error:
-        sys.exit(f"fastdpo check: {error}")
+    report = command.check(args.model, args.dataset, **options)
     if args.plot is not None:
         from .commands.check import plot
 
@@ -227,15 +215,12 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     given = {name: x for name, x in vars(args).items() if name in options.OPTIONS or name in options.REMOVED}
-    try:
-        if "memory_budget" in given:
-            given["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
-        if given.get("reference_memory") == "yes":
-            given["reference_memory"] = True
-        command = args.program if args.module is None else ["-m", *args.module]
-        run.run(command, args.only, strict=args.strict, **given)
-    except ValueError as error:
-        sys.exit(f"fastdpo {error}")
+    if "memory_budget" in given:
+        given["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
+    if given.get("reference_memory") == "yes":
+        given["reference_memory"] = True
+    command = args.program if args.module is None else ["-m", *args.module]
+    run.run(command, args.only, strict=args.strict, **given)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm.auto import tqdm
 
-from . import checks
-from .data.pairs import TRUNCATIONS, read_columns, require_dataset
+from .data.pairs import read_columns, require_dataset, require_truncation, truncated_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -122,14 +121,12 @@ def pair_lengths(
     Raises:
         TypeError, ValueError: an argument, or a column of the dataset, is malformed.
     """
-    checks.require_positive_integer(op, "max_length", max_length, optional=True)
-    rule = f"be one of {', '.join(TRUNCATIONS)}"
-    checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
+    require_truncation(op, max_length, truncation_mode)
     require_dataset(op, dataset)
     parts = [np.zeros((len(fields(PairLengths)), 0), np.int64)]
     with tqdm(total=len(dataset), desc="Reading lengths", unit=" pairs", disable=not progress) as bar:
         for columns in read_columns(op, dataset):
-            parts.append(_lengths(columns, max_length, truncation_mode == "keep_start"))
+            parts.append(_lengths(columns, max_length, truncation_mode))
             bar.update(parts[-1].shape[1])
     return PairLengths(*np.concatenate(parts, 1))
 
@@ -155,23 +152,19 @@ def number_prompts(dataset: Dataset | Sequence[Mapping], *, op: str = "number_pr
     return np.array(of_pairs, np.int64)
 
 
-def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | None, from_start: bool) -> np.ndarray:
+def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | None, truncation_mode: str) -> np.ndarray:
     """The fields of `PairLengths` for the ids and lengths of some prompts and their completions."""
-    (_, prompt), *answers = columns
-    starts = [sizes.cumsum() - sizes for _, sizes in columns]
-    rows, kept_answers, skipped = [], [], []
-    for _, answer in answers:
-        whole = prompt + answer
-        row = whole if max_length is None else np.minimum(whole, max_length)
-        rows.append(row)
-        skipped.append(np.zeros_like(row) if from_start else whole - row)
-        kept_answers.append(np.maximum(row - prompt, 0) if from_start else np.minimum(answer, row))
+    prompts, *answers = columns
+    prompt = prompts[1]
+    rows, kept_answers = truncated_lengths(prompt, [sizes for _, sizes in answers], max_length, truncation_mode)
+    wholes = [prompt + sizes for _, sizes in answers]
+    skipped = [(whole - row) * (truncation_mode != "keep_start") for whole, row in zip(wholes, rows, strict=True)]
     shorter = np.minimum(*rows)
     pair = np.repeat(np.arange(len(prompt)), shorter)
     place = np.arange(len(pair)) - np.repeat(shorter.cumsum() - shorter, shorter)
     chosen, rejected = (
-        _ids(columns[0][0], starts[0], prompt, ids, start, pair, place + skip[pair])
-        for (ids, _), start, skip in zip(answers, starts[1:], skipped, strict=True)
+        _joined(prompts, answer)[(whole.cumsum() - whole + skip)[pair] + place]
+        for answer, whole, skip in zip(answers, wholes, skipped, strict=True)
     )
     common = shorter.copy()
     differing = np.flatnonzero(chosen != rejected)
@@ -181,18 +174,10 @@ def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | Non
     return np.stack([*rows, *kept_answers, common, kept_prompt])
 
 
-def _ids(
-    prompt_ids: np.ndarray,
-    prompt_start: np.ndarray,
-    prompt: np.ndarray,
-    answer_ids: np.ndarray,
-    answer_start: np.ndarray,
-    pair: np.ndarray,
-    place: np.ndarray,
-) -> np.ndarray:
-    """The ids at these places of prompts that are followed by their completions."""
-    in_prompt = place < prompt[pair]
-    ids = np.empty(len(pair), np.int64)
-    ids[in_prompt] = prompt_ids[(prompt_start[pair] + place)[in_prompt]]
-    ids[~in_prompt] = answer_ids[(answer_start[pair] + place - prompt[pair])[~in_prompt]]
+def _joined(prompts: tuple[np.ndarray, np.ndarray], answers: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """The ids of rows: those of each prompt, followed by those of its answer. Of both, ids and lengths are given."""
+    parts = np.stack([prompts[1], answers[1]], 1).ravel()
+    in_prompt = np.repeat(np.arange(len(parts)) % 2 == 0, parts)
+    ids = np.empty(len(in_prompt), np.int64)
+    ids[in_prompt], ids[~in_prompt] = prompts[0], answers[0]
     return ids

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,14 +56,11 @@ class Pairs:
         truncation_mode: str = "keep_start",
         vocabulary: int | None = None,
     ):
-        max_length = None if max_length is None else positive("max_length", max_length, " or None")
-        if truncation_mode not in TRUNCATIONS:
-            raise ValueError(
-                f"precompute: truncation_mode must be one of {', '.join(TRUNCATIONS)}; got {truncation_mode!r}"
-            )
+        require_truncation("precompute", max_length, truncation_mode)
         require_dataset("precompute", dataset)
         _require_text(dataset)
-        self.max_length, self.truncation_mode = max_length, truncation_mode
+        self.max_length = None if max_length is None else int(max_length)
+        self.truncation_mode = truncation_mode
         self._dataset: Any = dataset
         self._arrow = arrow_columns(dataset)
         self._vocabulary = vocabulary
@@ -83,18 +79,12 @@ class Pairs:
 
     def sizes(self) -> Sizes:
         prompt, *answers = self.lengths.T
-        bound = self.max_length or int(self.lengths.sum(1).max(initial=0)) + 1
-        if self.truncation_mode == "keep_start":
-            prompts = [np.minimum(prompt, bound)] * 2
-            answers = [np.minimum(answer, bound - prompts[0]) for answer in answers]
-        else:
-            answers = [np.minimum(answer, bound) for answer in answers]
-            prompts = [np.minimum(prompt, bound - answer) for answer in answers]
-        chosen, rejected = (p + a for p, a in zip(prompts, answers, strict=True))
+        rows, answers = truncated_lengths(prompt, answers, self.max_length, self.truncation_mode)
+        prompts = [row - answer for row, answer in zip(rows, answers, strict=True)]
         shared = np.where(prompts[0] == prompts[1], prompts[0], 0)
         # Nothing scores the first token of a row.
         scored = [a > (p == 0) for p, a in zip(prompts, answers, strict=True)]
-        return Sizes(chosen + rejected - shared, np.maximum(chosen, rejected), scored[0] | scored[1])
+        return Sizes(sum(rows) - shared, np.maximum(*rows), scored[0] | scored[1])
 
     def collate(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
         """input_ids, attention_mask and labels, int64 [2B, L], padded on the
@@ -140,6 +130,29 @@ class Pairs:
             row = first + int(np.searchsorted(sizes.cumsum(), place, side="right"))
             rule = "not be negative" if self._vocabulary is None else f"lie from 0 to {self._vocabulary - 1}"
             raise ValueError(f"precompute: {name} must {rule}; got {ids[place]} in row {row}")
+
+
+def require_truncation(op: str, max_length: object, truncation_mode: object) -> None:
+    checks.require_positive_integer(op, "max_length", max_length, optional=True)
+    rule = f"be one of {', '.join(TRUNCATIONS)}"
+    checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
+
+
+def truncated_lengths(
+    prompt: np.ndarray, answers: Sequence[np.ndarray], max_length: int | None, truncation_mode: str
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The number of tokens that truncation keeps of N rows, and of the answers in them.
+
+    Args:
+        prompt: tokens of the prompts, int64 [N].
+        answers: tokens of the chosen and of the rejected answers, int64 [N] each.
+        max_length, truncation_mode: as in `DPOConfig`.
+    """
+    rows = [prompt + answer for answer in answers]
+    rows = rows if max_length is None else [np.minimum(row, max_length) for row in rows]
+    if truncation_mode == "keep_start":
+        return rows, [np.maximum(row - prompt, 0) for row in rows]
+    return rows, [np.minimum(answer, row) for answer, row in zip(answers, rows, strict=True)]
 
 
 def read_columns(op: str, dataset: Any) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
@@ -196,20 +209,6 @@ def _require_text(dataset: Any) -> None:
             f"precompute: dataset must not have images, which the log-probabilities would leave out; got the column "
             f"{images[0]!r}. Remove it if the pairs are text only"
         )
-
-
-def positive(name: str, x: object, others: str = "") -> int:
-    """Returns an argument as an int. Raises ValueError unless it is a
-    positive integer, of any type except bool.
-    """
-    try:
-        n = 0 if isinstance(x, bool) else operator.index(cast(SupportsIndex, x))
-    except TypeError:
-        n = 0
-    if n < 1:
-        raise ValueError(f"precompute: {name} must be a positive integer{others}; got {checks.shown(x)}")
-    checks.require_integer("precompute", name, n, f"be a positive integer{others}")
-    return n
 
 
 def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> list[np.ndarray]:

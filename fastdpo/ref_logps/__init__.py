@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .. import checks, storage
-from ..data.pairs import Pairs, positive, require_dataset
+from ..data.pairs import Pairs, require_dataset
 from ..models import forward, wrapped
 from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
@@ -109,7 +109,7 @@ def precompute(
     if cache_dir is not None:
         rule = "be the path or URL of a directory, or None"
         directory = storage.checked_directory("precompute", "cache_dir", cache_dir, rule)
-    tokens_per_batch = positive("tokens_per_batch", tokens_per_batch)
+    checks.require_positive_integer("precompute", "tokens_per_batch", tokens_per_batch)
     base = wrapped.base_of(model, "precompute")
     pairs = Pairs(dataset, max_length, truncation_mode, wrapped.vocabulary_of(base))
     _require_any_batch(base, pairs)
@@ -119,7 +119,7 @@ def precompute(
         wrapped.with_adapter(model, adapter, "precompute"),
         scoring.scoring(model, pairs, ld_alpha) as score,
     ):
-        bounds = passes.Bounds(tokens_per_batch, None if forward.is_fused(base) else 1)
+        bounds = passes.Bounds(int(tokens_per_batch), None if forward.is_fused(base) else 1)
         options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
         ranks.require_equal_work(pairs.digest, *options, directory is None)
         shards = None

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, BloomConfig
 from trl import DPOConfig, DPOTrainer
 
-from fastdpo.__main__ import parser
+from fastdpo.__main__ import main
 from fastdpo.commands.estimate import batches
 from fastdpo.commands.estimate.fitting import largest_fitting
 from fastdpo.commands.estimate.prediction import SIDES, estimate
@@ -49,8 +49,7 @@ def dataset(conversations, tmp_path_factory):
 
 
 def run(*arguments: str) -> None:
-    args = parser().parse_args(["estimate", *arguments])
-    args.start(args)
+    main(["estimate", *arguments])
 
 
 def test_pairs_are_tokenized_as_in_a_training(model, conversations, tmp_path):

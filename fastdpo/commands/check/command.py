@@ -37,7 +37,7 @@ OWN_FIELDS = (
 RunSide = Callable[[Settings, str], Run]
 
 
-class CheckError(Exception):
+class CheckError(ValueError):
     """The comparison could not be made. The message says why, in one line."""
 
 

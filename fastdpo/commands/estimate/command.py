@@ -45,11 +45,8 @@ def add(commands: Any) -> None:
 
 
 def _start(args: argparse.Namespace) -> None:
-    try:
-        require_model("estimate", args.model)
-        limit = None if args.memory is None else sizes.bytes_of("estimate", "memory", args.memory)
-    except ValueError as error:
-        sys.exit(f"fastdpo {error}")
+    require_model("estimate", args.model)
+    limit = None if args.memory is None else sizes.bytes_of("estimate", "memory", args.memory)
     import torch
 
     from ...ops.devices import memory_of
@@ -72,16 +69,13 @@ def _start(args: argparse.Namespace) -> None:
         accumulates=args.accumulate,
         optimizer=args.optim,
     )
-    try:
-        found = estimate(
-            args.model,
-            args.dataset,
-            args.batch,
-            setup=setup,
-            limit=limit,
-            max_length=args.max_length or None,
-            progress=sys.stderr.isatty(),
-        )
-    except (OSError, ValueError) as error:
-        sys.exit(f"fastdpo estimate: {str(error).removeprefix('estimate: ')}")
+    found = estimate(
+        args.model,
+        args.dataset,
+        args.batch,
+        setup=setup,
+        limit=limit,
+        max_length=args.max_length or None,
+        progress=sys.stderr.isatty(),
+    )
     print(report.as_json(found) if args.json else report.as_text(found))
