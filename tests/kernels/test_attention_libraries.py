@@ -120,6 +120,18 @@ def test_flash_attention_4_takes_the_padded_head_sizes(sources):
     assert len(refused(equal_sizes, 10)) > 500  # the rule is read
 
 
+def test_flash_attention_4_refuses_what_is_probed_separately(sources):
+    """`Kind` has the softcap and the determinism of a call, because the backward has them on some devices only."""
+    source = flash_sources.text(sources, *recorded()["flash-attn-4 4.0.0b36"].source)
+    refusals = flash_sources.refusals(source, "_flash_attn_bwd")
+    messages = {x for x in refusals if "score_mod" not in x}  # which is never given
+    assert {x for x in messages if "softcap" in x or "deterministic" in x} == {
+        "SM100 backward with head_dim=256 does not support softcap",
+        "deterministic backward not supported on SM 12.0",
+    }
+    assert {"capped", "deterministic", "d"} <= {*Kind._fields}
+
+
 def test_flash_attention_2_takes_multiples_of_8_up_to_256(sources):
     library = recorded()["flash-attn 2.8.3.post2"]
     source = flash_sources.text(sources, library.source[0], "csrc/flash_attn/flash_api.cpp")

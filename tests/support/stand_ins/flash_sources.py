@@ -83,6 +83,12 @@ def function(source: str, name: str) -> Any:
     return names[name]
 
 
+def refusals(source: str, name: str) -> set[str]:
+    """The messages of a function's assertions."""
+    asserts = (node for node in ast.walk(_definition(ast.parse(source), name)) if isinstance(node, ast.Assert))
+    return {node.msg.value for node in asserts if isinstance(node.msg, ast.Constant)}
+
+
 def _signature(tree: ast.Module, name: str) -> inspect.Signature:
     """The names and defaults of a function's parameters."""
     node = _definition(tree, name)
