@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import metrics, ops, ref_logps
+    from .integrations.line import TrainerLine
+    from .integrations.lines import register
     from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
     from .logs import NotFused
     from .models import attention
@@ -25,6 +27,7 @@ __all__ = [
     "PatchError",
     "PatchReport",
     "Seam",
+    "TrainerLine",
     "VerificationError",
     "attention",
     "calls",
@@ -33,11 +36,14 @@ __all__ = [
     "patch",
     "patched",
     "ref_logps",
+    "register",
     "unpatch",
 ]
 
 _MODULES = {"attention": ".models.attention", "metrics": ".metrics", "ops": ".ops", "ref_logps": ".ref_logps"}
 _HOMES = {
+    ".integrations.line": ("TrainerLine",),
+    ".integrations.lines": ("register",),
     ".integrations.patching": ("PatchError", "PatchReport", "Seam", "patch", "patched", "unpatch"),
     ".logs": ("NotFused",),
     ".models.fallback": ("calls",),

@@ -14,7 +14,10 @@ from fastdpo.commands.check.side import parse_fields
 from tests.support.documents import multimodal_tables, support_tables, trained
 from tests.support.documents.markdown_blocks import PAGES, ROOT, blocks, blocks_of
 
-RUN_ELSEWHERE = {"docs/openrlhf.md": "tests/openrlhf/test_docs.py"}
+RUN_ELSEWHERE = {
+    "docs/openrlhf.md": "tests/openrlhf/test_docs.py",
+    "docs/trainers.md": "tests/integrations/test_lines_from_outside.py",
+}
 """Maps pages whose Python needs a package that is not installed here to the test that runs it."""
 
 PYTHON = [block for block in blocks("python") if block.page not in RUN_ELSEWHERE]

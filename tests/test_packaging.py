@@ -185,7 +185,7 @@ def test_the_description_needs_no_repository_around_it(metadata):
 def test_the_extra_for_trl_takes_all_versions_that_its_line_supports(metadata):
     requirements = map(Requirement, metadata.get_all("Requires-Dist"))
     (trl,) = (x for x in requirements if x.name == "trl" and x.marker.evaluate({"extra": "trl"}))
-    (line,) = (line for line in LINES if line.trainer == "trl.DPOTrainer" and line.module == "trl.dpo")
+    (line,) = (line for line in LINES if line.line_class == "trl.dpo:DPOLine")
     assert trl.specifier == SpecifierSet(line.versions)
 
 

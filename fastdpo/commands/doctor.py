@@ -70,7 +70,7 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
     Raises:
         ValueError: a target is unknown, or fsspec cannot reach the URL of the cache.
     """
-    report = {"packages": list(_packages()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
+    report = {"packages": list(package_findings()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
     for device in _torch_devices():
         report[f"attention on {device}"] = list(_attention(device))
         report[f"head on {device}"] = list(_head(device))
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _packages() -> Iterator[Finding]:
+def package_findings() -> Iterator[Finding]:
     yield Finding(OK, "fastdpo", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding(OK, "python", platform.python_version())
     requirements = map(Requirement, importlib.metadata.requires("fastdpo") or ())

@@ -1,3 +1,3 @@
-"""Patches for trainers. Each trainer line is one module, with the four
-functions of `protocol.TrainerLine`.
+"""Patches for trainers. `line.TrainerLine` is the base class of all lines, `lines.LINES` lists them, and
+each package has a folder. `patching` is what users call.
 """

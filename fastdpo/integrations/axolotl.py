@@ -19,8 +19,8 @@ from axolotl.integrations.base import BasePlugin
 
 from ..models import fallback
 from ..reasons import Reason
+from .bypass import STATE
 from .patching import PatchReport, patch
-from .protocol import STATE
 
 TRAINER = "trl.DPOTrainer"
 

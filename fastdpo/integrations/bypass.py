@@ -1,7 +1,7 @@
 """Trainers whose class bypasses the functions that are patched, so that nothing would be fused.
 
 There are two checks. When a trainer is built, its class is examined: if an override cannot reach
-the fused call, the trainer is left unpatched (`left_unpatched`). A class whose code may reach the
+the fused call, the trainer is left unpatched (`bypass_reason`). A class whose code may reach the
 call is trusted until the trainer's first log: if the policy has not been called by then, the
 trainer says so (`report_if_unused`). Neither check communicates or reads a tensor.
 """
@@ -17,10 +17,15 @@ from ..logs import logger
 from ..models import fallback, forward
 from ..models.functions import closure_contents, inner_function
 from ..reasons import Reason
-from .protocol import STATE
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
+
+STATE = "_fastdpo_state"
+"""The attribute of a trainer that holds the state of its trainer line.
+Trainers created before `patch()` have none. For trainers whose class bypasses the patched
+functions, it is None.
+"""
 
 
 def bypass_reason(trainer: object, stock: type, path: tuple[str, ...]) -> Reason | None:
@@ -57,20 +62,6 @@ def is_overridden(trainer: object, stock: type, names: Iterable[str]) -> bool:
     profiler's.
     """
     return any(getattr(type(trainer), name) is not getattr(stock, name) for name in names)
-
-
-def left_unpatched(trainer: Any, integration: str, stock: type, path: tuple[str, ...]) -> bool:
-    """Whether a trainer that is being built bypasses the patched functions.
-
-    If so, marks it as unpatched and reports why. A trainer that the trainer line of a subclass has
-    patched already is left to that line, without a report.
-    """
-    if vars(trainer).get(STATE) is not None:
-        return True
-    reason = bypass_reason(trainer, stock, path)
-    if reason is not None:
-        leave_unpatched(trainer, integration, reason)
-    return reason is not None
 
 
 def report_skipped_init(trainer: Any, integration: str, stock: type, path: tuple[str, ...]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
+from ..logs import warn
 from ..plain_checks import shown, suggested
+
+if TYPE_CHECKING:
+    from .line import TrainerLine
 
 
 class Line(NamedTuple):
@@ -18,7 +24,8 @@ class Line(NamedTuple):
     Attributes:
         trainer: name of the trainer, which begins with the name of the package that is imported.
         versions: versions of its distribution that are supported.
-        module: the module of `fastdpo.integrations` that patches the trainer, a `TrainerLine`.
+        line_class: the `TrainerLine` that patches the trainer, or its module in `fastdpo.integrations`
+            and its name.
         trainer_modules: modules that may define the trainer's class.
         by_default: whether `patch()` without targets patches the trainer.
         compared: the functions that may have changed in a version newer than these. The trainer runs them as
@@ -27,7 +34,7 @@ class Line(NamedTuple):
 
     trainer: str
     versions: str
-    module: str
+    line_class: str | type[TrainerLine]
     trainer_modules: tuple[str, ...]
     by_default: bool = True
     compared: tuple[str, ...] = ()
@@ -44,7 +51,16 @@ class Line(NamedTuple):
         ends = (Version(x.version) for x in SpecifierSet(self.versions) if x.operator in ("<", "<=", "=="))
         return all(Version(version) >= end for end in ends) and not self.supports(version)
 
+    def load(self) -> TrainerLine:
+        """The trainer line itself. Imports torch."""
+        kind = self.line_class
+        if isinstance(kind, str):
+            module, _, name = kind.partition(":")
+            kind = getattr(importlib.import_module(f".{module}", __package__), name)
+        return kind(self.trainer, self.trainer_modules)
 
+
+DPO = "trl.DPOTrainer"
 DPO_MODULES = ("trl.trainer.dpo_trainer",)
 ONLINE_DPO_MODULES = ("trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.online_dpo_trainer")
 SCORING = (
@@ -54,26 +70,29 @@ SCORING = (
 """The functions of TRL since 1.15 that call models with labels, and what gives the models the form that takes them."""
 DPO_FUNCTIONS = (*SCORING, "_precompute_ref_logps", "torch_call")
 
+TRL = ">=1.15,<1.17"
+SWIFT, SWIFT_MODULES = ">=4.6,<4.7", "swift.rlhf_trainers"
+
 LINES = (
-    Line("trl.DPOTrainer", ">=1.15,<1.17", "trl.dpo", DPO_MODULES, compared=DPO_FUNCTIONS),
-    Line("trl.DPOTrainer", ">=0.29,<1.15", "trl.dpo_logits", DPO_MODULES),
-    Line("trl.DPOTrainer", ">=0.24,<0.29", "trl.dpo_legacy", DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=1.15,<1.17", "trl.online_dpo", ONLINE_DPO_MODULES, compared=("training_step",)),
-    Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo", ONLINE_DPO_MODULES),
-    Line("trl.KTOTrainer", ">=1.15,<1.17", "trl.kto", ("trl.trainer.kto_trainer",), compared=SCORING),
-    Line("trl.SFTTrainer", ">=1.15,<1.17", "trl.sft", ("trl.trainer.sft_trainer",), False, SCORING),
-    Line("trl.GRPOTrainer", ">=1.15,<1.17", "trl.grpo", ("trl.trainer.grpo_trainer",), False, SCORING),
-    Line("trl.RLOOTrainer", ">=1.15,<1.17", "trl.rloo", ("trl.trainer.rloo_trainer",), False, SCORING),
-    Line("trl.CPOTrainer", ">=1.15,<1.17", "trl.cpo", ("trl.experimental.cpo.cpo_trainer",), by_default=False),
-    Line("trl.ORPOTrainer", ">=1.15,<1.17", "trl.orpo", ("trl.experimental.orpo.orpo_trainer",), by_default=False),
-    Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo", ("openrlhf.trainer.dpo_trainer",)),
-    Line("swift.DPOTrainer", ">=4.6,<4.7", "swift.dpo", ("swift.rlhf_trainers.dpo_trainer",)),
-    Line("swift.CPOTrainer", ">=4.6,<4.7", "swift.cpo", ("swift.rlhf_trainers.cpo_trainer",)),
-    Line("swift.ORPOTrainer", ">=4.6,<4.7", "swift.orpo", ("swift.rlhf_trainers.orpo_trainer",)),
-    Line("swift.KTOTrainer", ">=4.6,<4.7", "swift.kto", ("swift.rlhf_trainers.kto_trainer",)),
-    Line("llamafactory.DPOTrainer", "==0.9.5", "llamafactory.dpo", ("llamafactory.train.dpo.trainer",)),
-    Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto", ("llamafactory.train.kto.trainer",)),
+    Line(DPO, TRL, "trl.dpo:DPOLine", DPO_MODULES, compared=DPO_FUNCTIONS),
+    Line(DPO, ">=0.29,<1.15", "trl.dpo_logits:LogitsDPOLine", DPO_MODULES),
+    Line(DPO, ">=0.24,<0.29", "trl.dpo_legacy:LegacyDPOLine", DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES, compared=("training_step",)),
+    Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
+    Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
+    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), compared=SCORING),
+    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, SCORING),
+    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False, SCORING),
+    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, SCORING),
+    Line("trl.CPOTrainer", TRL, "trl.reference_free:CPOLine", ("trl.experimental.cpo.cpo_trainer",), False),
+    Line("trl.ORPOTrainer", TRL, "trl.reference_free:ORPOLine", ("trl.experimental.orpo.orpo_trainer",), False),
+    Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo:OpenRLHFLine", ("openrlhf.trainer.dpo_trainer",)),
+    Line("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", (f"{SWIFT_MODULES}.dpo_trainer",)),
+    Line("swift.CPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.cpo_trainer",)),
+    Line("swift.ORPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.orpo_trainer",)),
+    Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", (f"{SWIFT_MODULES}.kto_trainer",)),
+    Line("llamafactory.DPOTrainer", "==0.9.5", "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
+    Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
 )
 """Those of one trainer from the newest versions to the oldest."""
 
@@ -89,11 +108,62 @@ Target = str | type
 """A trainer by its name or its class, or a package by its name."""
 
 TRAINERS = tuple(dict.fromkeys(line.trainer for line in LINES))
-PACKAGES = tuple(dict.fromkeys(line.package for line in LINES))
-"""The names of all trainers, and of their packages."""
+"""The names of fastdpo's own trainers."""
+
+ENTRY_POINTS = "fastdpo.trainer_lines"
+"""The group of entry points by which other packages add their trainer lines."""
+
+registered: dict[tuple[str, str], Line] = {}
+"""The lines from outside, by trainer and versions."""
 
 TRAINS_WITH = {"axolotl": "trl.DPOTrainer"}
 """Programs without trainers of their own, and the trainer that they train with."""
+
+
+def register(line: type[TrainerLine]) -> None:
+    """Adds a trainer line, so that `patch()` and `fastdpo run` know its trainer.
+
+    A line of the same trainer and versions replaces an earlier one. A package whose lines are to be
+    known without this call, such as to `fastdpo run`, declares them as entry points in the group
+    "fastdpo.trainer_lines".
+
+    Args:
+        line: a subclass of `TrainerLine` that defines `name`, `versions` and `modules`.
+
+    Raises:
+        TypeError: the class does not define them.
+        ValueError: the name is not of the form "package.Trainer", or the versions are not a specifier.
+    """
+    missing = [name for name in ("name", "versions", "modules") if not hasattr(line, name)]
+    if not isinstance(line, type) or missing:
+        rule = "be a subclass of fastdpo.TrainerLine with name, versions and modules"
+        raise TypeError(f"register: line must {rule}; got {shown(line)}")
+    package, _, trainer = line.name.partition(".")
+    if not package or not trainer:
+        raise ValueError(f'register: name must be of the form "package.Trainer"; got {line.name!r}')
+    try:
+        SpecifierSet(line.versions)
+    except InvalidSpecifier as error:
+        raise ValueError(f'register: versions must be a specifier such as ">=1.2,<2"; got {line.versions!r}') from error
+    if line.distribution is not None:
+        DISTRIBUTIONS[package] = line.distribution
+    entry = Line(line.name, line.versions, line, line.modules, line.by_default, line.compared)
+    registered[line.name, line.versions] = entry
+
+
+def all_lines() -> tuple[Line, ...]:
+    """fastdpo's own lines, and those from outside."""
+    register_entry_points()
+    return (*LINES, *registered.values())
+
+
+@functools.cache
+def register_entry_points() -> None:
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            register(entry_point.load())
+        except Exception as error:  # of any kind: another package must not keep trainers from being patched
+            warn(f"the trainer line {entry_point.value} cannot be loaded: {' '.join(str(error).split())}")
 
 
 def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
@@ -112,14 +182,21 @@ def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
         TypeError: a target is neither a name nor a class.
         ValueError: a target is unknown, or a list is empty.
     """
+    trainers, packages = _names()
     names = [_target_name(op, target) for target in _flat(op, targets)]
     if names:
-        lines = [line for package in PACKAGES if package in names for line in _lines_of(package)]
+        lines = [line for package in packages if package in names for line in _lines_of(package)]
     else:
-        installed = [package for package in PACKAGES if installed_version(package) is not None]
-        lines = [line for package in installed or PACKAGES for line in _lines_of(package) if line.by_default]
+        installed = [package for package in packages if installed_version(package) is not None]
+        lines = [line for package in installed or packages for line in _lines_of(package) if line.by_default]
     chosen = {*names, *(line.trainer for line in lines)}
-    return [trainer for trainer in TRAINERS if trainer in chosen]
+    return [trainer for trainer in trainers if trainer in chosen]
+
+
+def _names() -> tuple[list[str], list[str]]:
+    """The names of all trainers and of their packages."""
+    lines = all_lines()
+    return list(dict.fromkeys(x.trainer for x in lines)), list(dict.fromkeys(x.package for x in lines))
 
 
 def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:
@@ -134,16 +211,17 @@ def _flat(op: str, targets: Sequence[object]) -> Iterator[object]:
 
 def _target_name(op: str, target: object) -> str:
     """The name of a trainer or of a package."""
-    rule = f"{op}: targets must be among {', '.join(TRAINERS)} or their packages, by name, or be trainer classes"
+    trainers, packages = _names()
+    rule = f"{op}: targets must be among {', '.join(trainers)} or their packages, by name, or be trainer classes"
     if isinstance(target, str):
-        if target in TRAINERS or target in PACKAGES:
+        if target in trainers or target in packages:
             return target
         trainer = TRAINS_WITH.get(target)
-        advice = f", which trains with {trainer}" if trainer else suggested(target, (*TRAINERS, *PACKAGES))
+        advice = f", which trains with {trainer}" if trainer else suggested(target, (*trainers, *packages))
         raise ValueError(f"{rule}; got {shown(target)}{advice}")
     if not isinstance(target, type):
         raise TypeError(f"{rule}; got {shown(target)}")
-    for line in LINES:
+    for line in all_lines():
         if target.__module__ in line.trainer_modules and target.__name__.endswith(line.trainer.rpartition(".")[2]):
             return line.trainer
     raise ValueError(f"{rule}; got {target.__module__}.{target.__qualname__}")
@@ -151,7 +229,7 @@ def _target_name(op: str, target: object) -> str:
 
 def _lines_of(package: str) -> list[Line]:
     """The lines of a package that support the installed version, or all lines if none does."""
-    lines = [line for line in LINES if line.package == package]
+    lines = [line for line in all_lines() if line.package == package]
     version = installed_version(package)
     return [line for line in lines if version is not None and line.supports(version)] or lines
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import inspect
 import sys
 import weakref
@@ -16,9 +15,10 @@ from ..logs import logger, warn
 from ..models import fallback, forward
 from ..reasons import Reason
 from . import evidence, packages
-from .lines import CHANGING_OTHERS, DISTRIBUTIONS, LINES, Target, installed_version, targeted_trainers
+from .bypass import STATE
+from .line import TrainerLine
+from .lines import CHANGING_OTHERS, DISTRIBUTIONS, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
-from .protocol import STATE, TrainerLine
 from .replacements import existing_instances
 from .versions import unsupported_version_reason
 
@@ -93,7 +93,7 @@ class _Examined(NamedTuple):
 
     Attributes:
         seam: without the trainers created before `patch()`.
-        line: the module that can patch the trainer, or None.
+        line: can patch the trainer; None if it is off.
         stock: the trainers created before `patch()`, by their ids. Trainers may have no hash.
     """
 
@@ -111,7 +111,7 @@ class _Patched(NamedTuple):
 
     Attributes:
         examined: the trainer.
-        line: the module that has patched it.
+        line: has patched it.
         options: those that it is patched with.
         by_run: whether only `fastdpo run` has patched it, so that the program may give further options.
         sources: by option, who has given it.
@@ -258,7 +258,7 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     """
     seam, reason = examined.seam, None
     relying = [name for name, option in OPTIONS.items() if option.trainers is not None and getattr(options, name)]
-    lines = [line for line in LINES if line.trainer == seam.name]
+    lines = [line for line in all_lines() if line.trainer == seam.name]
     package = lines[0].package
     relied_on = [name for name in seam.changed if name.startswith((f"{package}.", "accelerate.data_loader."))]
     is_newer = seam.on and not any(line.supports(seam.version or "") for line in lines)
@@ -385,7 +385,7 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
 
     if name in _patched:
         return _patched[name].examined
-    lines = [line for line in LINES if line.trainer == name]
+    lines = [line for line in all_lines() if line.trainer == name]
     package = lines[0].package
     distribution = DISTRIBUTIONS.get(package, package)
     version = installed_version(package)
@@ -401,11 +401,11 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     if package in CHANGING_OTHERS and not is_targeted and not imported:
         return off(version, Reason("not-imported", package=package))
     evidence.set_newer(package, not is_tested)
-    earlier, functions, module = set(sys.modules), {}, None
+    earlier, functions, trainer_line = set(sys.modules), {}, None
     try:
-        module = cast(TrainerLine, importlib.import_module(f".{line.module}", __package__))
+        trainer_line = line.load()
         with evidence.noting() as functions:
-            reason = module.unsupported_reason() or packages.missing_reason()
+            reason = trainer_line.unsupported_reason() or packages.missing_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
         message = " ".join(str(error).split())  # in one line
         reason = packages.missing_reason() or Reason("import-error", package=package, error=message)
@@ -420,14 +420,14 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
         replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
         if replaced:
             reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
-    if reason is not None or module is None:
+    if reason is not None or trainer_line is None:
         return off(version, cast(Reason, reason))
     others = packages.changed()
     tested = [] if is_tested else [f"{distribution}{line.versions}"]
     tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
     changed_functions = tuple(_each_once({**changed, **others}))
     seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=changed_functions)
-    return _Examined(seam, module, _stock_trainers(module.trainer_class()))
+    return _Examined(seam, trainer_line, _stock_trainers(trainer_line.trainer_class()))
 
 
 def _each_once(names: Mapping[str, list[str]]) -> list[str]:

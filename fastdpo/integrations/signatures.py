@@ -46,7 +46,7 @@ def _are_expected(
     return (names if name != "__init__" else [x for x in names if x in expected])[: len(expected)] == expected
 
 
-def first_difference(owner: object, parameters: dict[str, list[str]], *, exact: bool = True) -> Reason | None:
+def first_difference(owner: object, parameters: Mapping[str, list[str]], *, exact: bool = True) -> Reason | None:
     """The first `signature_difference` among functions, given their parameters by name."""
     differences = (signature_difference(owner, name, expected, exact=exact) for name, expected in parameters.items())
     return next((each for each in differences if each is not None), None)

@@ -46,7 +46,7 @@ def test_a_name_that_is_missing_is_a_reason(monkeypatch, package, module, name):
     with pytest.raises(fastdpo.PatchError, match=re.escape("[missing-name]")):
         fastdpo.patch("trl.DPOTrainer")
     if package in doctor.OPTIONAL:
-        finding = next(x for x in doctor._packages() if x.name == package)
+        finding = next(x for x in doctor.package_findings() if x.name == package)
         assert finding.status == doctor.OFF
         assert reason in finding.detail
 
@@ -102,7 +102,7 @@ def test_a_newer_version_with_other_code_is_compared(newer, tmp_path):
     function = "transformers.modeling_utils.PreTrainedModel._can_set_attn_implementation"
     difference = f"where {function} differs: its first calls are compared with stock ones"
     assert seam.provisional == f"newer than the tested versions, transformers<=5.23.0, {difference}"
-    assert function in next(x for x in doctor._packages() if x.name == "transformers").detail
+    assert function in next(x for x in doctor.package_findings() if x.name == "transformers").detail
     patched = run("patched")
     assert fastdpo.calls
     assert {path for _, path in patched.calls} == {"fused"}

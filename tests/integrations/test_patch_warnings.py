@@ -12,7 +12,7 @@ import pytest
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.trl import online_dpo
+from fastdpo.integrations.trl.online_dpo import OnlineDPOLine
 from fastdpo.reasons import Reason
 from tests.support.trl.dpo import build, tiny_model
 
@@ -32,7 +32,7 @@ def messages(caplog):
 
 def change_online_dpo(monkeypatch) -> None:
     """As a release of TRL that changes the trainer."""
-    monkeypatch.setattr(online_dpo, "unsupported_reason", lambda: CHANGED)
+    monkeypatch.setattr(OnlineDPOLine, "unsupported_reason", lambda line: CHANGED)
 
 
 def test_without_anything_off_there_is_no_warning(messages):
@@ -121,9 +121,9 @@ def test_no_package_at_all_is_a_warning(monkeypatch, messages):
 def test_a_program_without_logging_prints_the_warning():
     code = """
 import fastdpo
-from fastdpo.integrations.trl import kto
+from fastdpo.integrations.trl.kto import KTOLine
 from fastdpo.reasons import Reason
-kto.unsupported_reason = lambda: Reason("different-code", difference="it differs")
+KTOLine.unsupported_reason = lambda line: Reason("different-code", difference="it differs")
 fastdpo.patch()
 fastdpo.patch()
 """

@@ -8,7 +8,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.integrations import patching
-from fastdpo.integrations.trl import dpo
+from fastdpo.integrations.trl.dpo import DPOLine
 from tests.support.trl.dpo import build, tiny_model
 
 DPO, KTO = "trl.DPOTrainer", "trl.KTOTrainer"
@@ -23,14 +23,14 @@ def start(request, monkeypatch):
         if request.param == "imported before patch()":
             patching.patch_for_run(DPO, options)
             return
-        examine = dpo.unsupported_reason
+        examine = DPOLine.unsupported_reason
 
-        def importing():
+        def importing(line):
             monkeypatch.undo()
             patching.patch_for_run(DPO, options)
-            return examine()
+            return examine(line)
 
-        monkeypatch.setattr(dpo, "unsupported_reason", importing)
+        monkeypatch.setattr(DPOLine, "unsupported_reason", importing)
 
     return start
 

@@ -9,7 +9,7 @@ from trl import SFTTrainer
 
 import fastdpo
 from fastdpo.integrations.bypass import bypass_reason
-from fastdpo.integrations.trl import sft
+from fastdpo.integrations.trl.sft import SFTLine
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.families import FUSED, kind
@@ -191,7 +191,7 @@ def test_trainers_of_trl_that_compute_their_loss_from_logits_are_left_unpatched(
         warnings.simplefilter("ignore")
         experimental = pytest.importorskip(f"trl.experimental.{module}")
     kind = getattr(experimental, f"{module.upper()}Trainer")
-    assert "compute_loss does not call" in bypass_reason(kind.__new__(kind), SFTTrainer, sft.PATH)
+    assert "compute_loss does not call" in bypass_reason(kind.__new__(kind), SFTTrainer, SFTLine.path)
 
 
 @pytest.mark.parametrize("sabotage", [faults.labels_a_token_late, faults.late_positions])

@@ -2,6 +2,8 @@
 to leave a call to the trainer.
 """
 
+import functools
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,8 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import fastdpo
-from fastdpo.integrations import concatenated
-from fastdpo.integrations.protocol import PatchOptions
+from fastdpo.integrations import scored_rows
+from fastdpo.integrations.scored_rows import ScoredRows
+from fastdpo.models import forward
+from fastdpo.models.forward import Request
 from fastdpo.packing import IGNORE_INDEX
 from fastdpo.reasons import Reason
 from tests.support.comparison import assert_same_gradients
@@ -53,11 +57,11 @@ def stock(model: PreTrainedModel, labels: torch.Tensor, **inputs: torch.Tensor) 
 
 
 def score(model: PreTrainedModel, inputs: dict, change: str | None) -> torch.Tensor:
-    return concatenated.score(
+    return scored_rows.score(
         model,
         TRAINER,
         Reason("first-token") if change == "leave" else inputs,
-        lambda _, output: output["log_probs"],
+        lambda rows: rows.log_probs,
         lambda model: stock(model, **inputs),
     )
 
@@ -69,7 +73,9 @@ def train(case: str, rank: int, shard: bool) -> tuple[list[torch.Tensor], dict[s
         mesh = init_device_mesh("cpu", (2,))
         for unit in (*model.model.layers, model):
             fully_shard(unit, mesh=mesh)
-        concatenated.install([("policy", model)], TRAINER, PatchOptions())
+        request = Request(TRAINER, "policy", outputs=("mean_logits",))
+        output = functools.partial(ScoredRows.of, model.config)
+        forward.install(model, request, output, prior_scores=False)
     results, paths = [], []
     for number, change in enumerate(CHANGES[case]):
         inputs, before = batch(10 * rank + number), fastdpo.calls.copy()

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.protocol import STATE
+from fastdpo.integrations.bypass import STATE
 from fastdpo.models.local_shards import local_shard
 from tests.support.workers.collectives import COLLECTIVES
 

@@ -11,7 +11,6 @@ from trl import DPOTrainer
 from trl.trainer import dpo_trainer
 
 import fastdpo
-from fastdpo.integrations.trl import dpo_logits
 from fastdpo.integrations.trl.fused_logits import FusedOutput
 from tests.support.comparison import approximately
 from tests.support.trl.dpo import (
@@ -129,7 +128,7 @@ def test_another_signature_is_refused_with_the_difference(monkeypatch, name):
 
 def test_a_loss_that_reads_no_logits_is_refused(monkeypatch):
     monkeypatch.setattr(DPOTrainer, "_compute_loss", lambda self, model, inputs, return_outputs: None)
-    assert str(dpo_logits.unsupported_reason()).endswith("DPOTrainer._compute_loss must read logits")
+    assert str(fastdpo.patch().seams[0].reason).endswith("DPOTrainer._compute_loss must read logits")
 
 
 def test_an_unknown_operation_on_fused_logits_raises():

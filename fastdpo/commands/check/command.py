@@ -22,7 +22,6 @@ from . import tiny
 from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINER, Settings, parse_fields
 from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
 
-LINE = "trl.dpo"
 """The trainer line whose trainer returns log-probabilities of tokens."""
 
 FLOAT64_PARAMETERS = 50_000_000
@@ -142,7 +141,7 @@ def _require_trainer() -> None:
     (seam,) = patching.examine(TRAINER).seams
     if not seam.on:
         raise CheckError(f"{TRAINER} is off: {seam.reason}")
-    supported = next(line.versions for line in LINES if line.module == LINE)
+    supported = next(line.versions for line in LINES if line.trainer == TRAINER)
     if seam.tested is None and (seam.version is None or seam.version not in SpecifierSet(supported)):
         raise CheckError(f"TRL {supported} is required; got {seam.version}")
 

@@ -9,15 +9,16 @@ its own functions.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...reasons import Reason
-from ..protocol import PatchOptions
-from .scoring import INPUTS, ScoringLine, mean_logits_of, scored_tokens
+from ..scored_rows import ScoredRows, label_mask
+from .scoring import INPUTS, PARAMETERS, ScoringLine, mean_logits_of
 
 if TYPE_CHECKING:
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
@@ -26,76 +27,57 @@ _AVERAGED = ("ipo", "orpo", "simpo")
 """The losses of mean log-probabilities."""
 
 _LOGITS = ("chosen_logits", "rejected_logits")
-_PATH = ("get_batch_loss_metrics", "concatenated_forward")
-_line = ScoringLine(
-    "llamafactory.DPOTrainer", "content", _PATH, {"concatenated_forward": ["self", "model", "batch", "is_ref_model"]}
-)
 
 
-def unsupported_reason() -> Reason | None:
-    from llamafactory.extras.misc import is_env_enabled
+class FactoryDPOLine(ScoringLine):
+    class_name = "CustomDPOTrainer"
+    parameters = MappingProxyType({**PARAMETERS, "concatenated_forward": ["self", "model", "batch", "is_ref_model"]})
+    path = ("get_batch_loss_metrics", "concatenated_forward")
 
-    if is_env_enabled("USE_MCA"):
-        return Reason("use-mca")
-    return _line.unsupported_reason(trainer_class())
+    def unsupported_reason(self) -> Reason | None:
+        from llamafactory.extras.misc import is_env_enabled
 
+        return Reason("use-mca") if is_env_enabled("USE_MCA") else super().unsupported_reason()
 
-def trainer_class() -> type[CustomDPOTrainer]:
-    from llamafactory.train.dpo.trainer import CustomDPOTrainer
+    def replace(self) -> None:
+        super().replace()
+        self.wrap("concatenated_forward", self.concatenated_forward)
 
-    return CustomDPOTrainer
-
-
-def enable(options: PatchOptions) -> None:
-    stock = trainer_class()
-    stock_forward = stock.concatenated_forward
-
-    @functools.wraps(stock_forward)
-    def concatenated_forward(self, model, batch, is_ref_model=False):
+    def concatenated_forward(
+        self,
+        stock: Callable,
+        trainer: CustomDPOTrainer,
+        model: Any,
+        batch: dict[str, Tensor],
+        is_ref_model: bool = False,
+    ) -> dict[str, Any]:
         labels = batch["labels"]  # which stock removes from the batch
-        output = _line.output_of(self, model, batch, batch.keys() - {*INPUTS})
-        if output is not None and "log_probs" in output:
-            return _results(self, labels, output, is_ref_model)
+        output = self.output_of(trainer, model, batch, batch.keys() - {*INPUTS})
+        if isinstance(output, ScoredRows):
+            return _results(trainer, output, is_ref_model)
         called = model if output is None else lambda **inputs: output
-        results = stock_forward(self, called, batch, is_ref_model)
-        state = _line.state_of(self)
+        results = stock(trainer, called, batch, is_ref_model)
+        state = self.state_of(trainer)
         if state is not None and state.has_fused:  # other batches are: log the same means for this one
-            results |= _logits(labels, mean_logits_of(torch.cat([results[name] for name in _LOGITS])))
+            logits = torch.cat([results[name] for name in _LOGITS])
+            results |= _logits(mean_logits_of(logits), label_mask(labels).to(logits.device))
         return results
 
-    _line.enable(stock, options)
-    _line.replacements.put(stock, "concatenated_forward", concatenated_forward)
+
+def _results(trainer: CustomDPOTrainer, rows: ScoredRows, is_ref_model: bool) -> dict[str, Any]:
+    """The return value of LLaMA-Factory. Of the logits, it has one mean for each scored token of a completion."""
+    sums = rows.sums()
+    if trainer.ld_alpha is not None and not is_ref_model:  # which numbers all tokens from the first scored one
+        position = torch.arange(rows.mask.shape[1], device=rows.mask.device)
+        sums = rows.sums(rows.ld_weights(trainer.ld_alpha, position - rows.mask.int().argmax(1)[:, None]))
+    means = sums / rows.counts()
+    chosen, rejected = (means if trainer.loss_type in _AVERAGED else sums).chunk(2)
+    results = {"chosen_logps": chosen, "rejected_logps": rejected, "chosen_logps_avg": means.chunk(2)[0]}
+    logits = dict.fromkeys(_LOGITS) if rows.mean_logits is None else _logits(rows.mean_logits, rows.mask)
+    return results | logits
 
 
-def disable() -> None:
-    _line.disable()
-
-
-def _results(
-    trainer: CustomDPOTrainer, labels: Tensor, output: dict[str, Tensor], is_ref_model: bool
-) -> dict[str, Any]:
-    """The return value of LLaMA-Factory, from log-probabilities [2B, L-1]. Of the logits, it has one
-    mean for each scored token of a completion.
-    """
-    logps = output["log_probs"]
-    scored = scored_tokens(labels, logps)
-    lengths = scored.sum(1)
-    n = len(labels) // 2
-    if trainer.ld_alpha is not None and not is_ref_model:  # LD-DPO, arXiv 2409.06411
-        common = torch.minimum(lengths[:n], lengths[n:]).repeat(2)
-        end = scored.int().argmax(1) + common
-        position = torch.arange(logps.shape[1], device=logps.device)
-        logps = logps * torch.where(position < end[:, None], 1.0, trainer.ld_alpha)
-    sums = logps.sum(1)
-    if trainer.loss_type in _AVERAGED:
-        sums = means = sums / lengths
-    else:
-        means = sums / lengths
-    results = {"chosen_logps": sums[:n], "rejected_logps": sums[n:], "chosen_logps_avg": means[:n]}
-    return results | (_logits(labels, output["mean_logits"]) if "mean_logits" in output else dict.fromkeys(_LOGITS))
-
-
-def _logits(labels: Tensor, mean_logits: Tensor) -> dict[str, Tensor]:
+def _logits(mean_logits: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """The means [2B, L-1] of the logits at the scored tokens of the chosen and of the rejected completions."""
-    halves = zip(mean_logits.chunk(2), scored_tokens(labels, mean_logits).chunk(2), strict=True)
+    halves = zip(mean_logits.chunk(2), mask.chunk(2), strict=True)
     return {name: logits[scored] for name, (logits, scored) in zip(_LOGITS, halves, strict=True)}

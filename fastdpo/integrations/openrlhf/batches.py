@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...models.wrapped import base_of
 from ...packing import IGNORE_INDEX
+from ..scored_rows import ScoredRows
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
@@ -46,17 +47,17 @@ def score(trainer: DPOTrainer, actor: Actor, rows: PairRows, prompt_lengths: lis
     if hasattr(config, "output_router_logits"):  # the actor sets it, whether it is needed or not
         inputs["output_router_logits"] = trainer.aux_loss
     output = actor.model(**inputs, fused_lm_head=True)
-    n = len(ids) // 2
-    if "log_probs" in output:
-        sums = output["log_probs"].sum(-1)
-        means = sums / (labels[:, 1:] != IGNORE_INDEX).sum(-1).to(sums.device)
+    if isinstance(output, ScoredRows):
+        sums, means, aux_loss = output.sums(), output.means(), output.aux_loss
     else:  # logits: the call has fallen back
         from openrlhf.models.utils import log_probs_from_logits
 
         logits = output["logits"].float() / actor.temperature
         logps = log_probs_from_logits(logits, ids.roll(-1, 1))[:, :-1]
         sums, means = trainer._get_batch_logps(logps, mask, prompt_lengths * 2)
-    return sums[:n], sums[n:], output.get("aux_loss", []), -means[:n].mean()
+        aux_loss = output.get("aux_loss")
+    chosen, rejected = sums.chunk(2)
+    return chosen, rejected, [] if aux_loss is None else aux_loss, -means[: len(chosen)].mean()
 
 
 def answer_labels(ids: Tensor, mask: Tensor, prompt_lengths: list[int] | Tensor) -> Tensor:

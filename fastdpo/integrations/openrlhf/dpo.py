@@ -13,33 +13,25 @@ OpenRLHF reduces each number of its log in a collective of its own. Here, a log 
 from __future__ import annotations
 
 import functools
-import weakref
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models import forward
 from ...models.forward import Request
-from ...models.language_model import text_config
-from ...models.wrapped import base_of
 from ...reasons import Reason
 from ...ref_logps.memory import Memory
-from ..bypass import left_unpatched, report_if_unused
-from ..concatenated import results_of
-from ..last_result import LastResult
-from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements
+from ..line import TrainerLine, TrainerState
 from ..signatures import first_difference
-from .batches import PairRows, rows_of, score
+from .batches import PairRows, Results, rows_of, score
 from .memory import LoaderWithCallback, memory_enabled, remembered
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
     from openrlhf.trainer.dpo_trainer import DPOTrainer
-
-NAME = "openrlhf.DPOTrainer"
 
 _PARAMETERS = {
     "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask", "prompt_id_lens"],
@@ -47,138 +39,102 @@ _PARAMETERS = {
     "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens"],
     "save_logs_and_checkpoints": ["self"],
 }
-_PATH = ("concatenated_forward",)
 _STRATEGY_PARAMETERS = {"all_reduce": ["self", "data", "op"]}
 
-_replacements = Replacements()
-_trainers: weakref.WeakSet[DPOTrainer] = weakref.WeakSet()
 
-
-@dataclass
-class _OpenRLHFState:
-    """The state of a trainer that was created after `patch()`."""
-
+@dataclass(eq=False, kw_only=True)
+class _OpenRLHFState(TrainerState):
     memory: Memory
-    has_logged: bool = False  # or is about to, for the first time
-    rows: LastResult[PairRows] = field(default_factory=LastResult)
 
 
-def unsupported_reason() -> Reason | None:
-    """Returns how OpenRLHF differs from the versions that this module was tested with, or None."""
-    from openrlhf.trainer.dpo_trainer import DPOTrainer
-    from openrlhf.utils.deepspeed import DeepspeedStrategy
+class OpenRLHFLine(TrainerLine):
+    parameters = _PARAMETERS
+    exact = False  # some versions have more
+    path = ("concatenated_forward",)
 
-    checked = ((DPOTrainer, _PARAMETERS), (DeepspeedStrategy, _STRATEGY_PARAMETERS))
-    differences = (first_difference(owner, names, exact=False) for owner, names in checked)  # some versions have more
-    return next(filter(None, differences), None)
+    def unsupported_reason(self) -> Reason | None:
+        from openrlhf.utils.deepspeed import DeepspeedStrategy
 
+        return super().unsupported_reason() or first_difference(DeepspeedStrategy, _STRATEGY_PARAMETERS, exact=False)
 
-def trainer_class() -> type[DPOTrainer]:
-    from openrlhf.trainer.dpo_trainer import DPOTrainer
+    def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
+        return {"policy": trainer.model, "reference": trainer.ref_model}
 
-    return DPOTrainer
+    def new_state(self) -> _OpenRLHFState:
+        return _OpenRLHFState(name=self.name, memory=Memory(self.options.reference_memory, self.name))
 
+    def request(self, trainer: DPOTrainer, role: str) -> Request:
+        actor = trainer.model if role == "policy" else trainer.ref_model
+        return super().request(trainer, role)._replace(temperature=actor.temperature)
 
-def enable(options: PatchOptions) -> None:
-    from openrlhf.trainer.dpo_trainer import DPOTrainer
-    from openrlhf.utils.deepspeed import DeepspeedStrategy
+    def replace(self) -> None:
+        from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-    stock_init = DPOTrainer.__init__
-    stock_forward = DPOTrainer.concatenated_forward
-    stock_fit = DPOTrainer.fit
-    stock_log = DPOTrainer.save_logs_and_checkpoints
-    stock_evaluate = DPOTrainer.evaluate
-    stock_reduce = DeepspeedStrategy.all_reduce
+        self.wrap("concatenated_forward", self.concatenated_forward)
+        self.wrap("fit", self.fit)
+        self.wrap("save_logs_and_checkpoints", self.log)
+        self.wrap("evaluate", self.evaluate)
+        self.replacements.wrap(DeepspeedStrategy, "all_reduce", _all_reduce)
 
-    @functools.wraps(stock_init)
-    def __init__(self, *args, **kwargs):
-        stock_init(self, *args, **kwargs)
-        _trainers.add(self)
-        if left_unpatched(self, NAME, DPOTrainer, _PATH):
-            return
-        vars(self)[STATE] = _OpenRLHFState(Memory(options.reference_memory, NAME))
-        for role, actor in (("policy", self.model), ("reference", self.ref_model)):
-            _install(actor, role, options)
-
-    @functools.wraps(stock_fit)
-    def fit(self, *args, **kwargs):
-        state: _OpenRLHFState | None = vars(self).get(STATE)
+    def fit(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+        state: _OpenRLHFState | None = self.state_of(trainer)
         if state is None or not state.memory.enabled:
-            return stock_fit(self, *args, **kwargs)
-        loader = self.train_dataloader
-        self.train_dataloader = LoaderWithCallback(loader, state.memory.exchange)
+            stock(trainer, *args, **kwargs)
+            return
+        loader = trainer.train_dataloader
+        trainer.train_dataloader = LoaderWithCallback(loader, state.memory.exchange)
         try:
-            return stock_fit(self, *args, **kwargs)
+            stock(trainer, *args, **kwargs)
         finally:
-            self.train_dataloader = loader
+            trainer.train_dataloader = loader
 
-    @functools.wraps(stock_log)
-    def save_logs_and_checkpoints(self, *args, **kwargs):
-        state: _OpenRLHFState | None = vars(self).get(STATE)
-        if state is not None and not state.has_logged:
-            state.has_logged = True
-            report_if_unused(self, NAME, base_of(self.model, NAME))
-        return stock_log(self, *args, **kwargs)
+    def log(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+        self.first_log(trainer)
+        stock(trainer, *args, **kwargs)
 
-    @functools.wraps(stock_evaluate)
-    def evaluate(self, *args, **kwargs):
-        stock_evaluate(self, *args, **kwargs)
-        state: _OpenRLHFState | None = vars(self).get(STATE)
+    def evaluate(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+        stock(trainer, *args, **kwargs)
+        state: _OpenRLHFState | None = self.state_of(trainer)
         if state is not None and state.memory.enabled:
             state.memory.exchange()
 
-    @functools.wraps(stock_forward)
-    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
+    def concatenated_forward(
+        self,
+        stock: Callable,
+        trainer: DPOTrainer,
+        model: Actor,
+        chosen_ids: Tensor,
+        c_mask: Tensor,
+        reject_ids: Tensor,
+        r_mask: Tensor,
+        prompt_id_lens: list[int],
+    ) -> Results:
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        state: _OpenRLHFState | None = vars(self).get(STATE)
+        state: _OpenRLHFState | None = self.state_of(trainer)
         if state is None:  # created before patch()
-            return stock_forward(self, model, *batch)
-
-        def rows(*batch):  # the same tensors for policy and reference
-            return state.rows.get(batch[:-1], lambda: rows_of(self, *batch))
-
-        def scored(*batch):
-            reason = _strategy_unsupported_reason(self) or forward.disabled_reason(model, NAME)
-            if reason is not None:
-                forward.record_fallback(model, NAME, reason)
-                return stock_forward(self, model, *batch)
-            return score(self, model, rows(*batch), batch[-1])
-
-        if model is self.ref_model and memory_enabled(self, state.memory, chosen_ids.device):
-            return remembered(self, state.memory, rows(*batch), scored, *batch)
+            return stock(trainer, model, *batch)
+        scored = functools.partial(self._scored, stock, trainer, model)
+        if model is trainer.ref_model and memory_enabled(trainer, state.memory, chosen_ids.device):
+            return remembered(trainer, state.memory, self._rows_of(trainer, *batch), scored, *batch)
         return scored(*batch)
 
-    @functools.wraps(stock_reduce)
-    def all_reduce(self, data, op="mean"):
-        if not isinstance(data, dict) or any(isinstance(x, Tensor | dict) for x in data.values()):
-            return stock_reduce(self, data, op)
-        reduced = stock_reduce(self, torch.tensor(list(data.values()), dtype=torch.float32, device="cpu"), op)
-        return dict(zip(data, reduced.tolist(), strict=True))
+    def _scored(self, stock: Callable, trainer: DPOTrainer, model: Actor, *batch: Any) -> Results:
+        reason = _strategy_unsupported_reason(trainer) or forward.disabled_reason(model, self.name)
+        if reason is not None:
+            forward.record_fallback(model, self.name, reason)
+            return stock(trainer, model, *batch)
+        return score(trainer, model, self._rows_of(trainer, *batch), batch[-1])
 
-    _replacements.put(DPOTrainer, "__init__", __init__)
-    _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
-    _replacements.put(DPOTrainer, "fit", fit)
-    _replacements.put(DPOTrainer, "save_logs_and_checkpoints", save_logs_and_checkpoints)
-    _replacements.put(DPOTrainer, "evaluate", evaluate)
-    _replacements.put(DeepspeedStrategy, "all_reduce", all_reduce)
+    def _rows_of(self, trainer: DPOTrainer, *batch: Any) -> PairRows:
+        """`rows_of`, with the same tensors for policy and reference."""
+        return self.state_of(trainer).batches[""].get(batch[:-1], lambda: rows_of(trainer, *batch))
 
 
-def disable() -> None:
-    _replacements.undo()
-    for trainer in list(_trainers):
-        vars(trainer).pop(STATE, None)
-    _trainers.clear()
-
-
-def _install(actor: Actor, role: str, options: PatchOptions) -> None:
-    base = base_of(actor, NAME)
-    request = Request(
-        NAME,
-        role,
-        temperature=actor.temperature,
-        **options.of_forward(),
-    )
-    forward.install(base, request, functools.partial(results_of, text_config(base)), prior_scores=False)
+def _all_reduce(stock: Callable, strategy: Any, data: Any, op: str = "mean") -> Any:
+    if not isinstance(data, dict) or any(isinstance(x, Tensor | dict) for x in data.values()):
+        return stock(strategy, data, op)
+    reduced = stock(strategy, torch.tensor(list(data.values()), dtype=torch.float32, device="cpu"), op)
+    return dict(zip(data, reduced.tolist(), strict=True))
 
 
 def _strategy_unsupported_reason(trainer: DPOTrainer) -> Reason | None:

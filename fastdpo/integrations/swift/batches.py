@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..concatenated import Inputs
+from ..scored_rows import Inputs
 
 _TAKEN = {"input_ids", "attention_mask", "labels", "position_ids"}
 _DERIVED = {"text_position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}

@@ -8,60 +8,48 @@ gradients, both are one call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...models import forward as fused_forward
+from ...models import forward
 from ...models.fallback import counting_calls_as
-from ...models.forward import ScoredBatch
-from ...models.router import router_loss
+from ...models.forward import MakeOutput, ScoredBatch
+from ...models.language_model import text_config
+from ...models.wrapped import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden
-from ..concatenated import Inputs, install
+from ..line import TrainerState
 from ..merged_rows import equal_when_merged, merged
-from ..protocol import STATE, PatchOptions
 from ..replacements import temporarily
+from ..scored_rows import Inputs, ScoredRows
 from .line import SwiftLine
 
 _COMPLETIONS, _KL = "completion_", "KL_completion_"
 """What the names of the entries of a batch begin with."""
 _ROWS = ("input_ids", "attention_mask", "labels")
 
-_line = SwiftLine(
-    "KTOTrainer",
-    path=("get_batch_loss_metrics", "forward", "_get_model_kwargs"),
-    parameters={
-        "forward": ["self", "model", "batch"],
-        "_get_model_kwargs": ["self", "inputs", "prefix"],
-        "_compute_kl_logps": ["self", "model", "batch"],
-        "get_batch_logps": ["self", "inputs", "logits", "labels"],
-    },
-)
-trainer_class = _line.trainer_class
-unsupported_reason = _line.unsupported_reason
-disable = _line.disable
+_PARAMETERS = {
+    "forward": ["self", "model", "batch"],
+    "_get_model_kwargs": ["self", "inputs", "prefix"],
+    "_compute_kl_logps": ["self", "model", "batch"],
+    "get_batch_logps": ["self", "inputs", "logits", "labels"],
+}
 
 
-class _Scores(NamedTuple):
-    """What takes the place of logits.
-
-    Attributes:
-        logps: of the token after each position, [R, L-1], zero where nothing is scored.
-        sums: of the logits over the vocabulary, likewise; None for the reference.
-    """
-
-    logps: Tensor
-    sums: Tensor | None
+@dataclass(eq=False, kw_only=True)
+class _KTOState(TrainerState):
+    inputs: dict[str, Inputs] | None = None  # by the kind of batch, while `KTOTrainer.forward` scores them
 
 
 class _Output(NamedTuple):
     """A model's output, with the names that ms-swift reads."""
 
-    logits: _Scores | Tensor
+    logits: ScoredRows | Tensor
     aux_loss: Tensor | None
 
 
@@ -88,92 +76,87 @@ class _BothScored:
         return self._output
 
 
-def enable(options: PatchOptions) -> None:
-    trainer = trainer_class()
-    stock_forward, stock_kwargs = trainer.forward, trainer._get_model_kwargs
-    stock_kl, stock_logps = trainer._compute_kl_logps, trainer.get_batch_logps
+class SwiftKTOLine(SwiftLine):
+    parameters = _PARAMETERS
+    path = ("get_batch_loss_metrics", "forward", "_get_model_kwargs")
+    groups = "prompts"
 
-    def merges(self, model):
-        """Whether the two calls for a batch are one fused call with equal results."""
-        if torch.is_grad_enabled() or not self.calculate_KL or self.aux_loss_enabled:
-            return False
-        if is_overridden(self, trainer, ("_compute_kl_logps", "_get_model_kwargs")):
-            return False
-        inputs = vars(self)[STATE].inputs
-        return equal_when_merged(model, inputs[_COMPLETIONS]["input_ids"], inputs[_KL]["input_ids"])
+    def new_state(self) -> _KTOState:
+        return _KTOState(name=self.name)
 
-    @functools.wraps(stock_forward)
-    def forward(self, model, batch):
-        if not _line.calls(self, model):  # created before patch()
-            return stock_forward(self, model, batch)
+    def make_output(self, model: Any) -> MakeOutput:
+        return functools.partial(_make_output, text_config(model))
+
+    def replace(self) -> None:
+        self.wrap("forward", self.score_both)
+        self.wrap("_get_model_kwargs", self.model_kwargs)
+        self.wrap("_compute_kl_logps", self.kl_logps)
+        self.wrap("get_batch_logps", self.batch_logps)
+
+    def score_both(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
+        if not self.calls(trainer, model):  # created before patch()
+            return stock(trainer, model, batch)
         prefixes = (prefix for prefix in (_COMPLETIONS, _KL) if f"{prefix}labels" in batch)
-        inputs = {prefix: _inputs_of(self, model, batch, prefix) for prefix in prefixes}
+        inputs = {prefix: self._inputs_of_kind(trainer, model, batch, prefix) for prefix in prefixes}
         reason = next((x for x in inputs.values() if isinstance(x, Reason)), None)
-        if is_overridden(self, trainer, ("get_batch_logps",)):
-            reason = Reason("may-read-logits", function=f"{type(self).__name__}.get_batch_logps")
+        if is_overridden(trainer, self.trainer_class(), ("get_batch_logps",)):
+            reason = Reason("may-read-logits", function=f"{type(trainer).__name__}.get_batch_logps")
         if reason is not None:
-            fused_forward.record_fallback(model, _line.name, reason)
-            return stock_forward(self, model, batch)
-        state = vars(self)[STATE]
+            forward.record_fallback(model, self.name, reason)
+            return stock(trainer, model, batch)
+        state = self.state_of(trainer)
         state.inputs = inputs
         try:
-            return stock_forward(self, _BothScored(model, inputs) if merges(self, model) else model, batch)
+            both = _BothScored(model, inputs) if self._merges(trainer, model, inputs) else model
+            return stock(trainer, both, batch)
         finally:
             state.inputs = None
 
-    @functools.wraps(stock_kwargs)
-    def _get_model_kwargs(self, inputs, prefix):
-        state = vars(self).get(STATE)
+    def model_kwargs(self, stock: Callable, trainer: Any, inputs: dict[str, Any], prefix: str) -> Any:
+        state = self.state_of(trainer)
         if state is None or state.inputs is None:
-            return stock_kwargs(self, inputs, prefix)
+            return stock(trainer, inputs, prefix)
         rows = state.inputs[prefix]
         return {**rows, "fused_lm_head": True}, rows["labels"]
 
-    @functools.wraps(stock_kl)
-    def _compute_kl_logps(self, model, batch):
+    def kl_logps(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         """Without a gradient, but called with gradients enabled for the policy in a training step only."""
         if isinstance(model, _BothScored):
-            kwargs, labels = self._get_model_kwargs(batch, _KL)
-            return self.get_batch_logps(kwargs, model.KL_logits, labels)[0]
+            kwargs, labels = trainer._get_model_kwargs(batch, _KL)
+            return trainer.get_batch_logps(kwargs, model.KL_logits, labels)[0]
         with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
-            return stock_kl(self, model, batch)
+            return stock(trainer, model, batch)
 
-    @functools.wraps(stock_logps)
-    def get_batch_logps(self, inputs, logits, labels):
-        if isinstance(logits, _Scores):
-            logps = logits.logps.sum(1)
-            return logps, torch.zeros_like(logps) if logits.sums is None else logits.sums.sum(1)
+    def batch_logps(self, stock: Callable, trainer: Any, inputs: dict[str, Any], logits: Any, labels: Tensor) -> Any:
+        if isinstance(logits, ScoredRows):
+            logps = logits.sums()
+            if logits.mean_logits is None:  # of the reference
+                return logps, torch.zeros_like(logps)
+            head: Any = base_of(trainer.model, self.name).get_output_embeddings()
+            return logps, logits.mean_logits.sum(1) * head.out_features
         # If the call fell back, the logits are those of padded rows.
-        with temporarily(self.template, padding_free=False) if "fused_lm_head" in inputs else nullcontext():
-            return stock_logps(self, inputs, logits, labels)
+        with temporarily(trainer.template, padding_free=False) if "fused_lm_head" in inputs else nullcontext():
+            return stock(trainer, inputs, logits, labels)
 
-    def install_on(trainer: Any, models: list) -> None:
-        for role, model in models:
-            make_output = functools.partial(_make_output, model.get_output_embeddings())
-            install([(role, model)], _line.name, options, groups="prompts", make_output=make_output)
+    def _merges(self, trainer: Any, model: Any, inputs: dict[str, Any]) -> bool:
+        """Whether the two calls for a batch are one fused call with equal results."""
+        if torch.is_grad_enabled() or not trainer.calculate_KL or trainer.aux_loss_enabled:
+            return False
+        if is_overridden(trainer, self.trainer_class(), ("_compute_kl_logps", "_get_model_kwargs")):
+            return False
+        return equal_when_merged(model, inputs[_COMPLETIONS]["input_ids"], inputs[_KL]["input_ids"])
 
-    _line.watch(install_on)
-    _line.replacements.put(trainer, "forward", forward)
-    _line.replacements.put(trainer, "_get_model_kwargs", _get_model_kwargs)
-    _line.replacements.put(trainer, "_compute_kl_logps", _compute_kl_logps)
-    _line.replacements.put(trainer, "get_batch_logps", get_batch_logps)
+    def _inputs_of_kind(self, trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> Inputs | Reason:
+        part = {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
+        # `forward` asks for router logits.
+        return self.inputs_of(trainer, part, model, kind=prefix, router_logits=False)
 
 
-def _rows_of(logits: _Scores | Tensor, rows: slice, L: int) -> _Scores | Tensor:
+def _rows_of(logits: ScoredRows | Tensor, rows: slice, L: int) -> ScoredRows | Tensor:
     """Some rows of a batch, cut to L tokens each."""
-    if isinstance(logits, _Scores):
-        sums = logits.sums
-        return _Scores(logits.logps[rows, : L - 1], None if sums is None else sums[rows, : L - 1])
-    return logits[rows, :L]
+    return logits.rows(rows, L - 1) if isinstance(logits, ScoredRows) else logits[rows, :L]
 
 
-def _inputs_of(trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> Inputs | Reason:
-    part = {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
-    return _line.inputs_of(trainer, part, model, kind=prefix, router_logits=False)  # `forward` asks for them
-
-
-def _make_output(head: Any, config: Any, scored: ScoredBatch, kwargs: dict) -> _Output:
-    logps, means = scored.logps.logps, scored.logps.mean_logits
-    sums = None if means is None else means * head.out_features
-    routed = scored.router_logits
-    return _Output(_Scores(logps, sums), None if routed is None else router_loss(config, routed, scored.multiplicity))
+def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> _Output:
+    rows = ScoredRows.of(config, scored)
+    return _Output(rows, rows.aux_loss)

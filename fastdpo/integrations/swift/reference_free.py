@@ -8,65 +8,52 @@ means over the tokens that are scored, as in ms-swift's DPOTrainer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..bypass import is_overridden
-from ..concatenated import Inputs, install, score
-from ..protocol import PatchOptions
+from ..scored_rows import ScoredRows
 from .batches import OutputOfRows
 from .line import SwiftLine
 
-
-def line_of(trainer: str) -> SwiftLine:
-    """The trainer line of one of the two trainers."""
-    return SwiftLine(
-        trainer,
-        path=("get_batch_loss_metrics", "concatenated_forward"),
-        parameters={
-            "concatenated_forward": ["self", "model", "batch"],
-            "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-        },
-    )
+_PARAMETERS = {
+    "concatenated_forward": ["self", "model", "batch"],
+    "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
+}
 
 
-def enable(line: SwiftLine, options: PatchOptions) -> None:
-    trainer = line.trainer_class()
-    stock_forward = trainer.concatenated_forward
+class SwiftReferenceFreeLine(SwiftLine):
+    """The line of one of the two trainers."""
 
-    @functools.wraps(stock_forward)
-    def concatenated_forward(self, model, batch):
-        if not line.calls(self, model):  # created before patch()
-            return stock_forward(self, model, batch)
-        inputs = line.inputs_of(self, batch, model, router_logits=self.aux_loss_enabled)
-        if is_overridden(self, trainer, ("get_batch_loss_metrics",)):
-            inputs = Reason("may-read-logits", function=f"{type(self).__name__}.get_batch_loss_metrics")
+    parameters = _PARAMETERS
+    path = ("get_batch_loss_metrics", "concatenated_forward")
 
-        def stock(of_rows):
+    def replace(self) -> None:
+        self.wrap("concatenated_forward", self.concatenated_forward)
+
+    def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
+        if not self.calls(trainer, model):  # created before patch()
+            return stock(trainer, model, batch)
+        inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
+        if is_overridden(trainer, self.trainer_class(), ("get_batch_loss_metrics",)):
+            inputs = Reason("may-read-logits", function=f"{type(trainer).__name__}.get_batch_loss_metrics")
+
+        def from_logits(of_rows):
             if of_rows is not model and not isinstance(inputs, Reason):
                 of_rows = OutputOfRows(of_rows, inputs, padding_free=False)
-            return stock_forward(self, of_rows, batch)
+            return stock(trainer, of_rows, batch)
 
-        return score(model, line.name, inputs, functools.partial(_results, self), stock)
-
-    line.watch(lambda trainer, models: install(models, line.name, options))
-    line.replacements.put(trainer, "concatenated_forward", concatenated_forward)
+        return self.score(model, inputs, functools.partial(_results, trainer), from_logits)
 
 
-def _results(trainer: Any, inputs: Inputs, output: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _results(trainer: Any, rows: ScoredRows) -> tuple[Tensor, ...]:
     """The return value of TRL, with the means of the logits in place of the logits."""
-    logps, logits = output["log_probs"], output["mean_logits"]  # [2B, L-1], zero where nothing is scored
-    counts = (inputs["labels"][:, 1:].to(logps.device) != IGNORE_INDEX).sum(1)  # [2B]
-    chosen, rejected = slice(0, len(counts) // 2), slice(len(counts) // 2, None)
-    sums = logps.sum(1)
-    nll_loss = -sums[chosen].sum() / counts[chosen].sum()
-    if getattr(trainer, "cpo_alpha", None) == 0:
-        nll_loss = sums.new_zeros(())
-    if getattr(trainer, "loss_type", "orpo") in ("orpo", "ipo", "simpo"):  # ORPOTrainer has no loss_type
-        sums = sums / counts
-    means = (logits[rows].sum() / counts[rows].sum() for rows in (chosen, rejected))
-    aux_loss = (output["aux_loss"],) if "aux_loss" in output else ()
-    return sums[chosen], sums[rejected], *means, nll_loss, *aux_loss
+    averages = getattr(trainer, "loss_type", "orpo") in ("orpo", "ipo", "simpo")  # ORPOTrainer has no loss_type
+    logps = rows.means() if averages else rows.sums()
+    halves = rows.halves()
+    nll_loss = logps.new_zeros(()) if getattr(trainer, "cpo_alpha", None) == 0 else halves[0].nll()
+    means = (half.mean_logit() for half in halves)
+    return *logps.chunk(2), *means, nll_loss, *(() if rows.aux_loss is None else (rows.aux_loss,))

@@ -6,31 +6,25 @@ Training, evaluation, the reference and precomputing all call it.
 from __future__ import annotations
 
 import functools
-import inspect
-import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...logs import warn
 from ...models import forward
 from ...models.fallback import counting_calls_as
 from ...reasons import Reason
 from ...ref_logps.memory import Memory
-from ..bypass import leave_unpatched
-from ..concatenated import Inputs, install, liger_reason, score
 from ..gathering import of_all_ranks
-from ..last_result import LastResult
-from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements, temporarily
-from ..signatures import first_difference
-from .created_trainers import CreatedTrainers, TrainerState, state_of
+from ..line import TrainerLine, TrainerState, arguments_of, liger_reason
+from ..replacements import temporarily
+from ..scored_rows import Inputs
 from .dpo_legacy_batches import inputs_of, results_of
 from .dpo_legacy_memory import remembered
-from .models import new_models
-from .names import DPO
+from .models import models_of
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -39,117 +33,85 @@ _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
     "concatenated_inputs": ["batch", "padding_value"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-    "create_accelerator_and_postprocess": ["self"],
 }
-_PATH = ("get_batch_loss_metrics", "concatenated_forward")
-
-_replacements = Replacements()
-_trainers = CreatedTrainers(DPO, _PATH)
 
 
 @dataclass(eq=False, kw_only=True)
 class _LegacyDPOState(TrainerState):
     memory: Memory
-    models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    batch: LastResult[Inputs | Reason] = field(default_factory=LastResult)
 
 
-def unsupported_reason() -> Reason | None:
-    """Returns how TRL differs from the versions that this module was tested with, or None."""
-    from trl.trainer import dpo_trainer
+class LegacyDPOLine(TrainerLine):
+    parameters = _PARAMETERS
+    path = ("get_batch_loss_metrics", "concatenated_forward")
 
-    difference = first_difference(dpo_trainer.DPOTrainer, _PARAMETERS)
-    if difference is not None:
-        return difference
-    for name in ("flush_left", "flush_right"):
-        if not hasattr(dpo_trainer, name):
-            return Reason("different-code", difference=f"trl.trainer.dpo_trainer must have {name}")
-    return None
+    def unsupported_reason(self) -> Reason | None:
+        difference = super().unsupported_reason()
+        if difference is not None:
+            return difference
+        for name in ("flush_left", "flush_right"):
+            if not hasattr(self.module(), name):
+                return Reason("different-code", difference=f"trl.trainer.dpo_trainer must have {name}")
+        return None
 
+    def prepared_reason(self, trainer: DPOTrainer) -> Reason | None:
+        return liger_reason(trainer.args)
 
-def trainer_class() -> type[DPOTrainer]:
-    from trl.trainer.dpo_trainer import DPOTrainer
+    def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
+        return models_of(trainer)
 
-    return DPOTrainer
+    def new_state(self) -> _LegacyDPOState:
+        return _LegacyDPOState(name=self.name, memory=Memory(self.options.reference_memory, self.name))
 
+    def statistics(self, trainer: DPOTrainer) -> tuple[str, ...]:
+        return ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
 
-def enable(options: PatchOptions) -> None:
-    for option in ("max_tokens", "group_prompts"):
-        if getattr(options, option):
-            warn(f"{DPO}: {option} requires TRL 1.8 or later")
-    from trl.trainer import dpo_trainer
+    def replace(self) -> None:
+        for option in ("max_tokens", "group_prompts"):
+            if getattr(self.options, option):
+                warn(f"{self.name}: {option} requires TRL 1.8 or later")
+        self.wrap("concatenated_forward", self.concatenated_forward)
+        self.wrap("get_batch_loss_metrics", self.get_batch_loss_metrics)
 
-    DPOTrainer: Any = dpo_trainer.DPOTrainer
-    stock_init = DPOTrainer.__init__
-    stock_forward = DPOTrainer.concatenated_forward
-    stock_metrics = DPOTrainer.get_batch_loss_metrics
-
-    @functools.wraps(stock_init)
-    def __init__(self, *args, **kwargs):
-        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
-        if state_of(self, _LegacyDPOState) is None or config is None or not config.padding_free:
-            stock_init(self, *args, **kwargs)
+    def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+        config = arguments_of(stock, trainer, *args, **kwargs).get("args")
+        if config is None or not config.padding_free:
+            stock(trainer, *args, **kwargs)
             return
         with temporarily(config, padding_free=False):  # TRL warns of other attention
-            stock_init(self, *args, **kwargs)
-        _install(self, options)
-        self.padding_free = True
-        if not forward.is_fused(self.model):
-            warn(f"{DPO}: padding_free=True falls back to TRL for the reason logged above")
+            stock(trainer, *args, **kwargs)
+        self.prepare(trainer)
+        trainer.padding_free = True
+        if not forward.is_fused(trainer.model):
+            warn(f"{self.name}: padding_free=True falls back to TRL for the reason logged above")
 
-    def new_state() -> _LegacyDPOState:
-        return _LegacyDPOState(memory=Memory(options.reference_memory, DPO))
+    def concatenated_forward(
+        self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], is_ref_model: bool = False
+    ) -> dict[str, Tensor]:
+        if not self.calls(trainer, model):  # created before patch()
+            return stock(trainer, model, batch, is_ref_model)
 
-    @functools.wraps(stock_forward)
-    def concatenated_forward(self, model, batch, is_ref_model=False):
-        if state_of(self, _LegacyDPOState) is None or not forward.is_installed(model, DPO):  # created before patch()
-            return stock_forward(self, model, batch, is_ref_model)
-
-        def stock(of_model):
+        def from_logits(of_model):
             padded = of_model is not model  # the batch that has been run
-            with temporarily(self, padding_free=False) if padded else nullcontext():
-                return stock_forward(self, of_model, batch, is_ref_model)
+            with temporarily(trainer, padding_free=False) if padded else nullcontext():
+                return stock(trainer, of_model, batch, is_ref_model)
 
-        results = functools.partial(results_of, self, is_ref_model)
+        inputs = self._inputs_of(trainer, batch)
+        results = functools.partial(results_of, trainer, is_ref_model, cast(Inputs, inputs))
         with counting_calls_as("reference") if is_ref_model else nullcontext():
-            return score(model, DPO, _cached_inputs(self, batch), results, stock)
+            return self.score(model, inputs, results, from_logits)
 
-    @functools.wraps(stock_metrics)
-    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        state = state_of(self, _LegacyDPOState)
+    def get_batch_loss_metrics(
+        self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], train_eval: str = "train"
+    ) -> Any:
+        state = self.state_of(trainer)
         if state is None:
-            return stock_metrics(self, model, batch, train_eval)
-        known = remembered(self, state.memory, batch, lambda: _cached_inputs(self, batch))
-        with of_all_ranks(self.accelerator):
-            return stock_metrics(self, model, {**batch, **known}, train_eval)
+            return stock(trainer, model, batch, train_eval)
+        known = remembered(trainer, state.memory, batch, lambda: self._inputs_of(trainer, batch))
+        with of_all_ranks(trainer.accelerator):
+            return stock(trainer, model, {**batch, **known}, train_eval)
 
-    _replacements.put(DPOTrainer, "__init__", __init__)
-    _trainers.watch(
-        _replacements, DPOTrainer, new_state=new_state, prepare=functools.partial(_install, options=options)
-    )
-    _replacements.put(DPOTrainer, "concatenated_forward", concatenated_forward)
-    _replacements.put(DPOTrainer, "get_batch_loss_metrics", get_batch_loss_metrics)
-
-
-def disable() -> None:
-    _replacements.undo()
-    _trainers.discard_states()
-
-
-def _install(trainer: DPOTrainer, options: PatchOptions) -> None:
-    state = state_of(trainer, _LegacyDPOState)
-    if state is None:
-        return
-    reason = liger_reason(trainer.args)
-    if reason is not None:
-        leave_unpatched(trainer, DPO, reason)
-        return
-    statistics = ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
-    install(new_models(trainer, state.models), DPO, options, statistics)
-
-
-def _cached_inputs(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
-    """`inputs_of`, with the same tensors for policy and reference."""
-    state: _LegacyDPOState = vars(trainer)[STATE]
-    tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
-    return state.batch.get(tensors, lambda: inputs_of(trainer, batch))
+    def _inputs_of(self, trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
+        """`inputs_of`, with the same tensors for policy and reference."""
+        tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
+        return self.state_of(trainer).batches[""].get(tensors, lambda: inputs_of(trainer, batch))

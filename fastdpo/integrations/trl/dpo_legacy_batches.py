@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..concatenated import Inputs
+from ..scored_rows import Inputs, ScoredRows
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -60,37 +60,34 @@ def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
     }
 
 
-def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, output: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The return value of TRL, from per-token results. The first token of a row is never scored."""
-    ids, scored = inputs["input_ids"], inputs["labels"] != IGNORE_INDEX  # [2B, L]
-    n = len(ids) // 2
+def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, rows: ScoredRows) -> dict[str, Tensor]:
+    """The return value of TRL. The first token of a row is never scored."""
+    scored = inputs["labels"] != IGNORE_INDEX  # [2B, L]
     start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of TRL's logits
-    logps = F.pad(output["log_probs"], (1, 0))[:, start:]  # of each token
-    predicts = scored[:, 1:].to(logps.device)  # where the next token is scored
-    scored = scored[:, start:].to(logps.device)
-    counts = scored.sum(1)
-    sums = logps.sum(1)
+    logps = F.pad(rows.log_probs, (1, 0))[:, start:]  # of each token from there
+    tokens = ScoredRows(logps, scored[:, start:].to(logps.device))
+    counts, sums = tokens.counts(), tokens.sums()
+    n = len(sums) // 2
     results = {}
 
-    if "log_sum_sq_probs" in output:  # arXiv 2406.11827, eq. 2
+    if rows.log_sum_sq_probs is not None:  # arXiv 2406.11827, eq. 2
         with torch.no_grad():
-            weights = ((F.pad(output["log_probs"], (1, -1)) - output["log_sum_sq_probs"]) * predicts).sum(1) / counts
+            weights = ((F.pad(rows.log_probs, (1, -1)) - rows.log_sum_sq_probs) * rows.mask).sum(1) / counts
             results["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
     if trainer.args.rpo_alpha is not None or "sft" in trainer.loss_type:
-        kept = scored[:n] & (ids[:n, start:] != 0).to(logps.device)  # TRL ignores token 0
-        results["nll_loss"] = -(logps[:n] * kept).sum() / kept.sum()
+        is_zero = inputs["input_ids"][:, start:] == 0  # TRL ignores token 0
+        results["nll_loss"] = tokens.within(~is_zero).rows(slice(n)).nll()
     if "ipo" in trainer.loss_type:
-        sums = sums / counts
+        sums = tokens.means()
     if trainer.args.ld_alpha is not None and not is_ref_model:
-        shorter = torch.minimum(counts[:n], counts[n:]).repeat(2)
         position = torch.arange(logps.shape[1], device=logps.device)
-        shared, own = (position < shorter[:, None]), (position < counts[:, None])
-        sums = (logps * (shared + trainer.args.ld_alpha * (own & ~shared))).sum(1)
+        weights = tokens.ld_weights(trainer.args.ld_alpha, position)
+        sums = tokens.sums(weights * (position < counts[:, None]))
 
     results |= {"chosen_logps": sums[:n], "rejected_logps": sums[n:]}
-    if "mean_logits" in output:
-        for name, rows in (("chosen", slice(0, n)), ("rejected", slice(n, None))):
-            results[f"mean_{name}_logits"] = (output["mean_logits"][rows] * predicts[rows]).sum() / predicts[rows].sum()
+    if rows.mean_logits is not None:
+        chosen, rejected = rows.halves()
+        results |= {"mean_chosen_logits": chosen.mean_logit(), "mean_rejected_logits": rejected.mean_logit()}
     if trainer.aux_loss_enabled:
-        results["aux_loss"] = output["aux_loss"]
+        results["aux_loss"] = rows.aux_loss
     return results

@@ -13,7 +13,7 @@ from ...models.support import is_sharded
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
-from ..concatenated import Inputs
+from ..scored_rows import Inputs
 from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
 from .reference import precision_of, reference_digest, reference_of
 

@@ -12,23 +12,18 @@ that it generated with.
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import MappingProxyType
 from typing import Any
 
 from ...models.fallback import counting_calls_as
 from ...reasons import Reason
-from ..concatenated import option_reason
-from ..protocol import PatchOptions
-from ..replacements import Replacements
-from ..signatures import first_difference
-from . import fused_head
-from .created_trainers import CreatedTrainers
+from ..line import option_reason
+from .fused_head import FusedHeadLine
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
-    "create_accelerator_and_postprocess": ["self"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_compute_loss": ["self", "model", "inputs"],
     _SCORES: [
@@ -37,7 +32,6 @@ _PARAMETERS = {
         *("spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
     ],
 }
-_PATH = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
 
 DISABLING = ("use_liger_kernel", "use_transformers_continuous_batching", "use_transformers_paged")
 """Options that leave a trainer as it is.
@@ -47,58 +41,26 @@ by the name of the model's, which packing changes.
 """
 
 
-class GroupLine:
-    """The line of one of the two trainers, a `protocol.TrainerLine`.
+class GroupLine(FusedHeadLine):
+    """The line of one of the two trainers."""
 
-    Args:
-        integration: name of the trainer, such as "trl.GRPOTrainer".
-        module: the module of the trainer.
-    """
+    parameters = _PARAMETERS
+    module_parameters = MappingProxyType({"use_adapter": ["model", "adapter_name"]})
+    path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
+    groups = "prompts"
+    kind_without_gradient = "old_policy"
 
-    def __init__(self, integration: str, module: str):
-        self._integration, self._module_name = integration, module
-        self._replacements = Replacements()
-        self._trainers = CreatedTrainers(integration, _PATH)
+    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
+        return option_reason(arguments.get("args"), DISABLING)
 
-    def unsupported_reason(self) -> Reason | None:
-        """Returns how TRL differs from the versions that this module was tested with, or None."""
-        module = self._module()
-        return (
-            first_difference(self.trainer_class(), _PARAMETERS)
-            or first_difference(module, {"use_adapter": ["model", "adapter_name"]})
-            or fused_head.unsupported_reason(module)
-        )
+    def replace(self) -> None:
+        super().replace()
+        self.replacements.wrap(self.module(), "use_adapter", self.use_adapter)
 
-    def trainer_class(self) -> type:
-        return getattr(self._module(), self._integration.partition(".")[2])
-
-    def enable(self, options: PatchOptions) -> None:
-        stock_use_adapter: Any = getattr(self._module(), "use_adapter")  # noqa: B009
-
-        @contextmanager
-        def use_adapter(model, adapter_name, *args, **kwargs):
-            """TRL makes a policy with adapters act as its own reference here, and nowhere else."""
-            with counting_calls_as("reference"), stock_use_adapter(model, adapter_name, *args, **kwargs):
-                yield
-
-        self._replacements.put(self._module(), "use_adapter", use_adapter)
-        fused_head.replace(
-            self._replacements,
-            self._module(),
-            self._integration,
-            options,
-            groups="prompts",
-            kind_without_gradient="old_policy",
-        )
-        self._trainers.watch(self._replacements, self.trainer_class(), disabled_reason=_disabled_reason)
-
-    def disable(self) -> None:
-        self._replacements.undo()
-        self._trainers.discard_states()
-
-    def _module(self) -> ModuleType:
-        return importlib.import_module(self._module_name)
-
-
-def _disabled_reason(arguments: dict[str, Any]) -> Reason | None:
-    return option_reason(arguments.get("args"), DISABLING)
+    @contextmanager
+    def use_adapter(
+        self, stock: Callable, model: Any, adapter_name: str | None, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        """TRL makes a policy with adapters act as its own reference here, and nowhere else."""
+        with counting_calls_as("reference"), stock(model, adapter_name, *args, **kwargs):
+            yield

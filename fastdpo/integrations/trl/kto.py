@@ -7,22 +7,17 @@ Here the reference has one call for both, in which they share their prompts.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...models.fallback import counting_calls_as
-from ...reasons import Reason
 from .. import evidence
-from ..bypass import is_overridden
+from ..bypass import STATE, is_overridden
 from ..merged_rows import equal_when_merged, merged
-from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements, temporarily
-from ..signatures import first_difference
-from . import fused_head
-from .created_trainers import CreatedTrainers
-from .names import KTO
+from ..replacements import temporarily
+from .fused_head import FusedHeadLine
 from .reference import reference_of
 
 if TYPE_CHECKING:
@@ -32,67 +27,51 @@ _PARAMETERS = {
     "compute_ref_log_probs": ["self", "model", "inputs"],
     "_compute_kl_logps": ["self", "model", "batch"],
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
-    "create_accelerator_and_postprocess": ["self"],
 }
-_PATH = ("compute_loss", "_compute_loss", "fused_lm_head")
 _RUNS_THE_REFERENCE = ("compute_ref_log_probs", "_compute_kl_logps", "_compute_loss")
 _ROWS = ("input_ids", "attention_mask", "completion_mask")
 _INPUTS = {*_ROWS, *(f"KL_{name}" for name in _ROWS), "label"}
 
-_replacements = Replacements()
-_trainers = CreatedTrainers(KTO, _PATH)
 
+class KTOLine(FusedHeadLine):
+    parameters = _PARAMETERS
+    path = ("compute_loss", "_compute_loss", "fused_lm_head")
+    groups = "prompts"
+    kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
 
-def unsupported_reason() -> Reason | None:
-    """Returns how TRL differs from the versions that this module was tested with, or None."""
-    from trl.trainer import kto_trainer
+    def replace(self) -> None:
+        super().replace()
+        self.wrap("compute_ref_log_probs", self.compute_ref_log_probs)
+        self.wrap("_compute_loss", self.compute_loss)
 
-    return first_difference(kto_trainer.KTOTrainer, _PARAMETERS) or fused_head.unsupported_reason(kto_trainer)
-
-
-def trainer_class() -> type[KTOTrainer]:
-    from trl.trainer.kto_trainer import KTOTrainer
-
-    return KTOTrainer
-
-
-def enable(options: PatchOptions) -> None:
-    from trl.trainer import kto_trainer
-
-    trainer = kto_trainer.KTOTrainer
-    stock_reference = trainer.compute_ref_log_probs
-    stock_loss = trainer._compute_loss
-
-    @functools.wraps(stock_reference)
-    def compute_ref_log_probs(self, model, inputs, *args, **kwargs):  # some are of a newer TRL
+    def compute_ref_log_probs(
+        self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
+    ) -> Any:
         with counting_calls_as("reference"):
-            if not _merges(self, model, inputs):
-                return stock_reference(self, model, inputs, *args, **kwargs)
-            with temporarily(self, calculate_KL=False):
-                logps, _ = stock_reference(self, model, _merged(inputs))
+            if not _merges(trainer, model, inputs):
+                return stock(trainer, model, inputs, *args, **kwargs)
+            with temporarily(trainer, calculate_KL=False):
+                logps, _ = stock(trainer, model, _merged(inputs))
         completion_logps, KL_logps = logps.chunk(2)
         return completion_logps, KL_logps
 
-    @functools.wraps(stock_loss)
-    def _compute_loss(self, model, inputs, return_outputs, *args, **kwargs):
-        reference = reference_of(self)
-        overridden = is_overridden(self, trainer, ("compute_ref_log_probs", "_compute_kl_logps"))
-        if self.precompute_ref_logps or overridden or not _merges(self, reference, inputs):
-            return stock_loss(self, model, inputs, return_outputs, *args, **kwargs)
-        logps, KL_logps = self.compute_ref_log_probs(reference, inputs)
-        with temporarily(self, precompute_ref_logps=True):  # TRL then takes them from the batch
-            return stock_loss(self, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
-
-    # The policy's call for the KL term has no gradient.
-    fused_head.replace(_replacements, kto_trainer, KTO, options, groups="prompts", kind_without_gradient="policy")
-    _trainers.watch(_replacements, trainer)
-    _replacements.put(trainer, "compute_ref_log_probs", compute_ref_log_probs)
-    _replacements.put(trainer, "_compute_loss", _compute_loss)
-
-
-def disable() -> None:
-    _replacements.undo()
-    _trainers.discard_states()
+    def compute_loss(
+        self,
+        stock: Callable,
+        trainer: KTOTrainer,
+        model: Any,
+        inputs: dict,
+        return_outputs: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        reference = reference_of(trainer)
+        overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
+        if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):
+            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+        logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
+        with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
+            return stock(trainer, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
 
 
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:

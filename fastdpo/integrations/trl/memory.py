@@ -23,8 +23,8 @@ from ...models.local_shards import reshard
 from ...models.wrapped import base_of
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
+from ..lines import DPO
 from ..replacements import temporarily
-from .names import DPO
 from .reference import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:

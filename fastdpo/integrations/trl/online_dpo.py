@@ -17,108 +17,69 @@ behind left padding a model with learned positions, such as GPT-2, sees other po
 from __future__ import annotations
 
 import functools
-import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models import forward
-from ...models.forward import Request, ScoredBatch
 from ...packing import IGNORE_INDEX
-from ...reasons import Reason
 from ..gathering import of_all_ranks
-from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements
-from ..signatures import first_difference
-from .created_trainers import CreatedTrainers, TrainerState, state_of
-from .models import new_models
-from .names import ONLINE_DPO
+from ..line import TrainerLine
+from ..scored_rows import ScoredRows
+from .models import models_of
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
 
 _PARAMETERS = {
     "_forward": [*("self", "model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "vision_inputs")],
-    "create_accelerator_and_postprocess": ["self"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
 }
-_PATH = ("training_step", "_forward")
-
-_replacements = Replacements()
-_trainers = CreatedTrainers(ONLINE_DPO, _PATH)
 
 
-@dataclass(eq=False, kw_only=True)
-class _OnlineDPOState(TrainerState):
-    models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+class OnlineDPOLine(TrainerLine):
+    parameters = _PARAMETERS
+    path = ("training_step", "_forward")
 
+    def models(self, trainer: OnlineDPOTrainer) -> dict[str, nn.Module]:
+        return models_of(trainer)
 
-def trainer_class() -> type[OnlineDPOTrainer]:
-    try:
-        from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
-    except ModuleNotFoundError as error:
-        if error.name is not None and not error.name.startswith("trl."):  # TRL 0.29 to 1.13 needs requests
-            raise
-        # TRL before 0.26
-        from trl.trainer.online_dpo_trainer import OnlineDPOTrainer  # pyright: ignore[reportMissingImports]
-    return OnlineDPOTrainer
+    def replace(self) -> None:
+        self.wrap("training_step", self.training_step)
+        self.wrap("_forward", self.score_completions)
 
+    def training_step(
+        self, stock: Callable, trainer: OnlineDPOTrainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        is_patched = self.state_of(trainer) is not None  # otherwise created before patch()
+        with of_all_ranks(trainer.accelerator) if is_patched else nullcontext():
+            return stock(trainer, model, inputs, *args, **kwargs)
 
-def unsupported_reason() -> Reason | None:
-    """Returns how TRL differs from the versions that this module was tested with, or None."""
-    return first_difference(trainer_class(), _PARAMETERS)
-
-
-def enable(options: PatchOptions) -> None:
-    trainer = trainer_class()
-    stock_forward = trainer._forward
-    stock_step = trainer.training_step
-
-    @functools.wraps(stock_step)
-    def training_step(self, model, inputs, num_items_in_batch=None, *args, **kwargs):  # some are of a newer TRL
-        is_patched = state_of(self, _OnlineDPOState) is not None  # otherwise created before patch()
-        with of_all_ranks(self.accelerator) if is_patched else nullcontext():
-            return stock_step(self, model, inputs, num_items_in_batch, *args, **kwargs)
-
-    @functools.wraps(stock_forward)
-    def _forward(self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None):
+    def score_completions(
+        self,
+        stock: Callable,
+        trainer: OnlineDPOTrainer,
+        model: Any,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        vision_inputs: Any = None,
+    ) -> Tensor:
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
-        if not forward.is_installed(model, ONLINE_DPO):  # its trainer was created before patch()
-            return stock_forward(self, model, *inputs)
+        if not forward.is_installed(model, self.name):  # its trainer was created before patch()
+            return stock(trainer, model, *inputs)
         padding = completion_mask == 0
         if vision_inputs is not None:  # the call falls back, and the model logs why
-            return stock_forward(self, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
-        output = model(**batch_of(self.max_length, *inputs[:4]), fused_lm_head=True)
-        if not isinstance(output, Tensor):  # logits, from which TRL computes log-probabilities
-            return stock_forward(self, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
-        return output[:, output.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
-
-    # Models are prepared by accelerate afterwards, which then wraps our forwards, not the reverse.
-    prepare = functools.partial(_install, options=options)
-    _trainers.watch(_replacements, trainer, new_state=_OnlineDPOState, prepare=prepare)
-    _replacements.put(trainer, "training_step", training_step)
-    _replacements.put(trainer, "_forward", _forward)
-
-
-def disable() -> None:
-    _replacements.undo()
-    _trainers.discard_states()
-
-
-def _install(trainer: OnlineDPOTrainer, options: PatchOptions) -> None:
-    state: _OnlineDPOState | None = vars(trainer).get(STATE)
-    if state is None:
-        return
-    for role, model in new_models(trainer, state.models):
-        request = Request(ONLINE_DPO, role, **options.of_forward())
-        forward.install(model, request, _make_output, prior_scores=False)
-
-
-def _make_output(scored: ScoredBatch, kwargs: dict) -> Tensor:
-    return scored.logps.logps
+            return stock(trainer, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
+        output = model(**batch_of(trainer.max_length, *inputs[:4]), fused_lm_head=True)
+        if not isinstance(output, ScoredRows):  # logits, from which TRL computes log-probabilities
+            return stock(trainer, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
+        logps = output.log_probs
+        return logps[:, logps.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
 
 
 def batch_of(

@@ -20,8 +20,8 @@ from ...reasons import Reason
 from ...storage import Directory, directory_at
 from .. import evidence
 from ..fingerprints import name_of
+from ..lines import DPO
 from .batches.widths import widest_batch
-from .names import DPO
 from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:

@@ -14,12 +14,13 @@ from ...models.wrapped import base_of, with_adapter, without_engines
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
 
 AsReference = Callable[[Any], AbstractContextManager[None]]
 """Returns a context in which a trainer's policy with adapters acts as its own reference."""
 
 
-def reference_of(trainer: DPOTrainer) -> nn.Module:
+def reference_of(trainer: DPOTrainer | KTOTrainer) -> nn.Module:
     """The trainer's reference model, or its policy, which then is the
     reference inside `as_reference`.
     """

@@ -13,37 +13,24 @@ batch is fused or falls back. These two trainers of TRL average over prompts and
 from __future__ import annotations
 
 import functools
-import importlib
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models import forward
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..concatenated import Inputs, install, score
-from ..protocol import STATE, PatchOptions
-from ..replacements import Replacements
-from ..signatures import first_difference
-from .created_trainers import CreatedTrainers, TrainerState
-from .models import new_models
+from ..line import TrainerLine
+from ..scored_rows import Inputs, ScoredRows, label_mask, masked_mean
+from .models import models_of
 
 _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch"],
     "concatenated_inputs": ["batch", "is_encoder_decoder", "padding_value", "device"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
-    "create_accelerator_and_postprocess": ["self"],
 }
-_PATH = ("get_batch_loss_metrics", "concatenated_forward")
-
-
-@dataclass(eq=False, kw_only=True)
-class _ReferenceFreeState(TrainerState):
-    models: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
 
 class LossInputs(NamedTuple):
@@ -60,61 +47,56 @@ class LossInputs(NamedTuple):
     nll: str  # "none", "completion" or "row"
 
 
-class ReferenceFreeLine:
-    """The four functions of a trainer line (`protocol.TrainerLine`).
+class ReferenceFreeLine(TrainerLine):
+    """The line of one of the two trainers."""
 
-    Args:
-        integration: name of the trainer, such as "trl.CPOTrainer".
-        module: of TRL, which defines the trainer's class.
-        loss_inputs: reads a trainer's `LossInputs`.
-    """
+    parameters = _PARAMETERS
+    path = ("get_batch_loss_metrics", "concatenated_forward")
 
-    def __init__(self, integration: str, module: str, loss_inputs: Callable[[Any], LossInputs]):
-        self._integration, self._module, self._loss_inputs = integration, module, loss_inputs
-        self._replacements = Replacements()
-        self._trainers = CreatedTrainers(integration, _PATH)
+    def loss_inputs(self, trainer: Any) -> LossInputs:
+        raise NotImplementedError
 
-    def trainer_class(self) -> type:
-        return getattr(importlib.import_module(self._module), self._integration.rpartition(".")[2])
+    def models(self, trainer: Any) -> dict[str, nn.Module]:
+        return models_of(trainer)
 
-    def unsupported_reason(self) -> Reason | None:
-        """Returns how TRL differs from the versions that this module was tested with, or None."""
-        return first_difference(self.trainer_class(), _PARAMETERS)
+    def statistics(self, trainer: Any) -> tuple[str, ...]:
+        return ("mean_logits",)
 
-    def enable(self, options: PatchOptions) -> None:
-        trainer: Any = self.trainer_class()
-        stock_forward = trainer.concatenated_forward
+    def replace(self) -> None:
+        self.wrap("concatenated_forward", self.concatenated_forward)
 
-        def prepare(trainer: Any) -> None:
-            state = vars(trainer).get(STATE)
-            if state is not None:
-                models = new_models(trainer, state.models)
-                install(models, self._integration, options, statistics=("mean_logits",))
+    def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
+        if not self.calls(trainer, model):
+            return stock(trainer, model, batch)
+        if trainer.is_encoder_decoder:
+            forward.record_fallback(model, self.name, Reason("encoder-decoder", model="the model"))
+            return stock(trainer, model, batch)
+        loss_inputs = self.loss_inputs(trainer)
+        rows = _rows(trainer, batch, loss_inputs.padding)
+        completions = label_mask(rows["labels"])
 
-        @functools.wraps(stock_forward)
-        def concatenated_forward(trainer, model, batch):
-            if vars(trainer).get(STATE) is None or not forward.is_installed(model, self._integration):
-                return stock_forward(trainer, model, batch)
-            if trainer.is_encoder_decoder:
-                forward.record_fallback(model, self._integration, Reason("encoder-decoder", model="the model"))
-                return stock_forward(trainer, model, batch)
-            loss_inputs = self._loss_inputs(trainer)
-            rows = _rows(trainer, batch, loss_inputs.padding)
+        def from_logits(of_model: Any) -> tuple[Tensor, ...]:
+            chosen, rejected, *logits_and_others = stock(trainer, of_model, batch)
+            mean_logits = torch.cat(
+                [x[:, : completions.shape[1]].mean(-1, dtype=torch.float32) for x in logits_and_others[:2]]
+            )
+            return chosen, rejected, *_mean_logits(mean_logits, completions), *logits_and_others[2:]
 
-            def stock(of_model: Any) -> tuple[Tensor, ...]:
-                chosen, rejected, *logits_and_others = stock_forward(trainer, of_model, batch)
-                mean_logits = torch.cat([x.mean(-1, dtype=torch.float32) for x in logits_and_others[:2]])
-                return chosen, rejected, *_mean_logits(mean_logits, rows["labels"]), *logits_and_others[2:]
+        results = functools.partial(_results, loss_inputs, completions)
+        return self.score(model, _inputs(trainer, rows, loss_inputs), results, from_logits)
 
-            results = functools.partial(_results, loss_inputs, rows["labels"])
-            return score(model, self._integration, _inputs(trainer, rows, loss_inputs), results, stock)
 
-        self._trainers.watch(self._replacements, trainer, new_state=_ReferenceFreeState, prepare=prepare)
-        self._replacements.put(trainer, "concatenated_forward", concatenated_forward)
+class CPOLine(ReferenceFreeLine):
+    """Also for SimPO."""
 
-    def disable(self) -> None:
-        self._replacements.undo()
-        self._trainers.discard_states()
+    def loss_inputs(self, trainer: Any) -> LossInputs:
+        nll = "completion" if trainer.cpo_alpha != 0 else "none"
+        return LossInputs(padding=trainer.pad_token_id, averages=trainer.loss_type in ("ipo", "simpo"), nll=nll)
+
+
+class ORPOLine(ReferenceFreeLine):
+    def loss_inputs(self, trainer: Any) -> LossInputs:
+        return LossInputs(padding=trainer.padding_value, averages=True, nll="row")
 
 
 def _rows(trainer: Any, batch: dict[str, Any], padding: int) -> dict[str, Tensor]:
@@ -134,29 +116,19 @@ def _inputs(trainer: Any, rows: dict[str, Tensor], loss_inputs: LossInputs) -> I
     return inputs
 
 
-def _results(loss_inputs: LossInputs, labels: Tensor, inputs: Inputs, output: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """The return value of TRL, with means in the place of logits."""
-    logps = output["log_probs"]  # [2B, L-1]
-    n = len(logps) // 2
-    scored = (labels[:, 1:] != IGNORE_INDEX).to(logps.device)
-    sums = (logps * scored).sum(1)
-    if loss_inputs.averages:
-        sums = sums / scored.sum(1)
-    nll = torch.tensor(0.0, device=logps.device)
-    if loss_inputs.nll != "none":
-        nll = -logps[:n].sum() / (inputs["labels"][:n, 1:] != IGNORE_INDEX).sum().to(logps.device)
-    others = (output["aux_loss"],) if "aux_loss" in output else ()
-    return sums[:n], sums[n:], *_mean_logits(output["mean_logits"], labels), nll, *others
+def _results(loss_inputs: LossInputs, completions: Tensor, rows: ScoredRows) -> tuple[Tensor, ...]:
+    """The return value of TRL, with means in the place of logits.
 
-
-def _mean_logits(mean_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over the completions of the chosen and of the rejected rows.
-
-    Args:
-        mean_logits: [2B, L-1] or, with the last position, [2B, L].
-        labels: [2B, L].
+    `completions` are the tokens of the completions, bool [2B, L-1].
     """
-    scored = (labels[:, 1:] != IGNORE_INDEX).to(mean_logits.device)
-    halves = zip((mean_logits[:, : scored.shape[1]] * scored).chunk(2), scored.chunk(2), strict=True)
-    chosen, rejected = (values.sum() / of.sum() for values, of in halves)
-    return chosen, rejected
+    scored = rows.within(completions)
+    chosen, rejected = (scored.means() if loss_inputs.averages else scored.sums()).chunk(2)
+    nll = rows.halves()[0].nll() if loss_inputs.nll != "none" else torch.tensor(0.0, device=chosen.device)
+    means = (half.mean_logit() for half in scored.halves())
+    return chosen, rejected, *means, nll, *(() if rows.aux_loss is None else (rows.aux_loss,))
+
+
+def _mean_logits(mean_logits: Tensor, completions: Tensor) -> tuple[Tensor, ...]:
+    """The means over the completions of the chosen and of the rejected rows, from those of tokens [2B, L-1]."""
+    halves = zip(mean_logits.chunk(2), completions.to(mean_logits.device).chunk(2), strict=True)
+    return tuple(masked_mean(logits, mask) for logits, mask in halves)

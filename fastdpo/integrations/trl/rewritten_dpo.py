@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,31 +10,21 @@ from typing import Any
 from ...logs import warn
 from ...models import forward
 from ...models.fallback import counting_calls_as
-from ...reasons import Reason
 from ..gathering import of_all_ranks
-from ..protocol import PatchOptions
-from ..replacements import Replacements, temporarily
-from ..signatures import first_difference
+from ..line import TrainerLine, TrainerState, arguments_of
+from ..lines import DPO
+from ..replacements import temporarily
 from . import precompute
 from .batches.prompt_groups import PromptGroups
 from .batches.token_budget import TokenBudget
-from .created_trainers import CreatedTrainers, TrainerState, state_of
 from .memory import ReferenceMemory
-from .names import DPO
 
 DPOTrainer = Any  # of one of several versions
 
-_PARAMETERS = {
+PARAMETERS = {
     "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
-    "create_accelerator_and_postprocess": ["self"],
 }
-
-Scoring = Callable[[DPOTrainer, dict[str, Any], bool], AbstractContextManager[None]]
-"""Returns a context in which TRL's code scores a batch.
-
-Given the trainer, the batch, and whether the caller wants the output of the model.
-"""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,101 +34,77 @@ class DPOState(TrainerState):
     prompt_groups: PromptGroups | None = None
 
 
-def trainer_class() -> type[DPOTrainer]:
-    from trl.trainer.dpo_trainer import DPOTrainer
+class RewrittenDPOLine(TrainerLine):
+    """What the lines of these DPOTrainers share."""
 
-    return DPOTrainer
+    def new_state(self) -> DPOState:
+        return DPOState(name=self.name, memory=ReferenceMemory(self.options.reference_memory))
 
+    def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
+        """A context in which TRL's code scores a batch.
 
-def unsupported_reason(parameters: dict[str, list[str]]) -> Reason | None:
-    """Returns how TRL differs from the versions that this module was tested with, or None.
+        Args:
+            trainer: the trainer, which may have no state.
+            inputs: the batch.
+            wants_output: whether the caller wants the output of the model.
+        """
+        return nullcontext()
 
-    `parameters` are those of further functions of the trainer by their names.
-    """
-    return first_difference(trainer_class(), _PARAMETERS | parameters)
+    def replace(self) -> None:
+        self.wrap("_compute_loss", self.compute_loss)
+        self.wrap("compute_ref_log_probs", self.compute_ref_log_probs)
+        self.wrap("_precompute_ref_logps", self.precompute_ref_logps)
 
+    def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
+        with counting_calls_as("reference"), self.scoring(trainer, inputs, False):
+            return stock(trainer, *args, **kwargs)
 
-def replace(
-    replacements: Replacements,
-    trainers: CreatedTrainers,
-    options: PatchOptions,
-    *,
-    state_type: type[DPOState] = DPOState,
-    prepare: Callable[[DPOTrainer], None] | None = None,
-    disabled_reason: Callable[[dict[str, Any]], Reason | None] | None = None,
-    scoring: Scoring = lambda *args: nullcontext(),
-) -> None:
-    """Replaces functions of the trainer class.
+    def precompute_ref_logps(
+        self, stock: Callable, trainer: DPOTrainer, dataset: Any, name: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not precompute.is_supported(trainer, dataset):
+            return stock(trainer, dataset, name, batch_size, *args, **kwargs)
+        return precompute.with_precomputed_logps(trainer, dataset, name, batch_size)
 
-    Args:
-        replacements: those of the trainer line.
-        trainers: of the trainer line.
-        options: of `patch()`.
-        state_type: of the state of a trainer.
-        prepare: prepares the models of a trainer (see `CreatedTrainers.watch`).
-        disabled_reason: why a trainer is left unpatched (see `CreatedTrainers.watch`).
-        scoring: a context for TRL's functions that score a batch.
-    """
-    stock = trainer_class()
-    stock_reference = stock.compute_ref_log_probs
-    stock_precompute = stock._precompute_ref_logps
-    stock_init = stock.__init__
-    stock_loss = stock._compute_loss
-    reference_parameters = inspect.signature(stock_reference)
-
-    @functools.wraps(stock_reference)
-    def compute_ref_log_probs(self, *args, **kwargs):  # TRL before 1.9 does not pass the model
-        inputs = reference_parameters.bind(self, *args, **kwargs).arguments["inputs"]
-        with counting_calls_as("reference"), scoring(self, inputs, False):
-            return stock_reference(self, *args, **kwargs)
-
-    @functools.wraps(stock_precompute)
-    def _precompute_ref_logps(self, dataset, name, batch_size, *args, **kwargs):  # some are of a newer TRL
-        if not precompute.is_supported(self, dataset):
-            return stock_precompute(self, dataset, name, batch_size, *args, **kwargs)
-        return precompute.with_precomputed_logps(self, dataset, name, batch_size)
-
-    @functools.wraps(stock_loss)
-    def _compute_loss(self, model, inputs, return_outputs, *args, **kwargs):  # some are of a newer TRL
-        state = state_of(self, DPOState)
+    def compute_loss(
+        self,
+        stock: Callable,
+        trainer: DPOTrainer,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool,
+        *args: Any,  # of a newer TRL
+        **kwargs: Any,
+    ) -> Any:
+        state = self.state_of(trainer)
         if state is None:
-            return stock_loss(self, model, inputs, return_outputs, *args, **kwargs)
+            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         gather = None if state.budget is None else state.budget.metrics.gather
         with (
-            state.memory.serving(self, inputs) as inputs,
-            of_all_ranks(self.accelerator, gather),
-            scoring(self, inputs, return_outputs),
+            state.memory.serving(trainer, inputs) as inputs,
+            of_all_ranks(trainer.accelerator, gather),
+            self.scoring(trainer, inputs, return_outputs),
         ):
-            return stock_loss(self, model, inputs, return_outputs, *args, **kwargs)
+            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
 
-    @functools.wraps(stock_init)
-    def __init__(self, *args, **kwargs):
-        config = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments.get("args")
-        if state_of(self, DPOState) is None or config is None or not config.padding_free:
-            stock_init(self, *args, **kwargs)
+    def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+        config = arguments_of(stock, trainer, *args, **kwargs).get("args")
+        if config is None or not config.padding_free:
+            stock(trainer, *args, **kwargs)
             return
         with temporarily(config, padding_free=False):  # otherwise TRL would warn that it pads
-            stock_init(self, *args, **kwargs)
-        self.padding_free = forward.is_fused(self.model)
-        if not self.padding_free:
+            stock(trainer, *args, **kwargs)
+        trainer.padding_free = forward.is_fused(trainer.model)
+        if not trainer.padding_free:
             warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
 
-    def new_state() -> DPOState:
-        return state_type(memory=ReferenceMemory(options.reference_memory))
-
-    def prepare_trainer(self: DPOTrainer) -> None:
-        if prepare is not None:
-            prepare(self)
-        state = state_of(self, DPOState)
+    def prepare(self, trainer: DPOTrainer) -> None:
+        super().prepare(trainer)
+        state, options = self.state_of(trainer), self.options
         if state is not None and state.prompt_groups is None and options.group_prompts:
             state.prompt_groups = PromptGroups(whole_steps=options.max_tokens is not None)
-            state.prompt_groups.install(self)
+            state.prompt_groups.install(trainer)
         if state is not None and state.budget is None and options.max_tokens is not None:
             state.budget = TokenBudget(options.max_tokens, options.share_prompts, options.group_prompts)
-            state.budget.install(self)
-
-    replacements.put(stock, "__init__", __init__)
-    trainers.watch(replacements, stock, new_state=new_state, prepare=prepare_trainer, disabled_reason=disabled_reason)
-    replacements.put(stock, "_compute_loss", _compute_loss)
-    replacements.put(stock, "compute_ref_log_probs", compute_ref_log_probs)
-    replacements.put(stock, "_precompute_ref_logps", _precompute_ref_logps)
+            state.budget.install(trainer)

@@ -9,7 +9,7 @@ import torch
 from swift.rlhf_trainers.dpo_trainer import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.swift import dpo
+from fastdpo.integrations.patching import examine
 from tests.support.comparison import assert_far_from_same
 from tests.support.programs.swift_runs import (
     LORA,
@@ -206,7 +206,7 @@ def test_unpatching_restores_the_class():
     with fastdpo.patched("swift"):
         assert vars(DPOTrainer)["concatenated_forward"] is not before["concatenated_forward"]
     assert dict(vars(DPOTrainer)) == before
-    assert dpo.unsupported_reason() is None
+    assert examine(NAME).seams[0].on
 
 
 def test_another_signature_is_off(monkeypatch):

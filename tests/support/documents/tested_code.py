@@ -7,7 +7,6 @@ writes fastdpo/integrations/tested_code.json from the packages that are installe
 
 from __future__ import annotations
 
-import importlib
 import json
 from types import FunctionType
 
@@ -26,7 +25,7 @@ def found() -> dict[str, list[str]]:
         version = installed_version(line.package)
         if line is newest and version is not None and line.supports(version):
             with evidence.noting() as functions:
-                assert importlib.import_module(f"fastdpo.integrations.{line.module}").unsupported_reason() is None
+                assert line.load().unsupported_reason() is None
             for name, function in functions.items():
                 if fingerprints.package_of(name) == line.package:
                     reach = fingerprints.reached(fingerprints.inner(function))

@@ -5,7 +5,6 @@ metadata. The result is saved in it.
 """
 
 import contextlib
-import importlib
 import logging
 import os
 import re
@@ -65,7 +64,7 @@ def noted() -> dict:
         for line in LINES:
             if line.by_default and line.compared:
                 with contextlib.suppress(ImportError, RuntimeError):
-                    importlib.import_module(f"fastdpo.integrations.{line.module}").unsupported_reason()
+                    line.load().unsupported_reason()
     return functions
 
 

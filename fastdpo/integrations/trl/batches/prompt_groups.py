@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
-from ...protocol import STATE
+from ...bypass import STATE
 
 if TYPE_CHECKING:
     import numpy as np

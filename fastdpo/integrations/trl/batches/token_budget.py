@@ -20,9 +20,9 @@ from ....models import fallback
 from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
 from ....models.wrapped import base_of
-from ...protocol import STATE
+from ...bypass import STATE
+from ...lines import DPO
 from ...replacements import temporarily
-from ..names import DPO
 from .prompt_groups import require_supported, unsupported_loader_reason
 from .step_metrics import StepMetrics
 from .widths import widest_batch

@@ -1,0 +1,305 @@
+"""The trainer line: one trainer class in a range of versions, and how it is patched.
+
+Each line is a subclass of `TrainerLine`. What all of them do stands here: trainers that are created
+while their class is patched get a state and fused models, and those that existed before, or whose
+class bypasses the fused call, stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from ..logs import logger
+from ..models import forward
+from ..models.forward import MakeOutput, Request
+from ..models.language_model import text_config
+from ..models.layouts import Groups
+from ..models.wrapped import base_of
+from ..reasons import Reason
+from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
+from .last_result import LastResult
+from .options import PatchOptions
+from .replacements import Replacements
+from .scored_rows import Inputs, ScoredRows, score
+from .signatures import first_difference
+
+T = TypeVar("T")
+
+_CREATE_ACCELERATOR = "create_accelerator_and_postprocess"
+"""The function in which a trainer of transformers creates its accelerator, the last step before
+models are prepared."""
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainerState:
+    """The state of a trainer that was created after `patch()`.
+
+    Attributes:
+        name: of the line that has made it, such as "trl.DPOTrainer".
+        models: the models that were examined, without the wrappers of engines.
+        batches: what was made of the last batch, by its kind: the reference gets the tensors of the policy.
+        has_logged: whether the trainer has logged a training step.
+    """
+
+    name: str
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    batches: defaultdict[str, LastResult] = field(default_factory=lambda: defaultdict(LastResult))
+    has_logged: bool = False
+
+
+class TrainerLine:
+    """One trainer class in a range of versions, and how it is patched.
+
+    Attributes:
+        name: of the trainer, such as "trl.DPOTrainer". It begins with the name of its package, and
+            ends as that of its class does.
+        versions: the supported versions of its distribution, such as ">=1.15,<1.17".
+        modules: the modules that may define the class, in the order in which they are tried.
+        by_default: whether `patch()` without targets patches the trainer.
+        compared: names of functions that may have changed in a version newer than the supported ones:
+            the trainer runs them as they are, and its first calls are compared with stock ones then.
+        distribution: the name of the distribution, if it is not that of the package.
+        class_name: that of the class, if the last part of `name` is not.
+        parameters: of the class's functions that are replaced or relied on, the names of their parameters.
+        module_parameters: those of functions of its module.
+        exact: whether these functions may have no further parameters.
+        path: the functions that lead to the fused call (see `bypass.bypass_reason`).
+        groups: which rows of a batch may share what they begin with (see `forward.Request`).
+        options: of `patch()`.
+        replacements: the attributes that are replaced while the trainer is patched.
+    """
+
+    name: str
+    versions: ClassVar[str]
+    modules: tuple[str, ...]
+    by_default: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ()
+    distribution: ClassVar[str | None] = None
+
+    class_name: ClassVar[str | None] = None
+    parameters: ClassVar[Mapping[str, list[str]]] = {}
+    module_parameters: ClassVar[Mapping[str, list[str]]] = {}
+    exact: ClassVar[bool] = True
+    path: ClassVar[tuple[str, ...]] = ()
+    groups: ClassVar[Groups] = "content"
+
+    options: PatchOptions
+
+    def __init__(self, name: str | None = None, modules: tuple[str, ...] | None = None):
+        """Both are those of the class if they are not given."""
+        self.name, self.modules = name or self.name, modules or self.modules
+        self.replacements = Replacements()
+        # By their ids: a trainer class that is a dataclass has instances without a hash.
+        self._trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    # What each line defines.
+
+    def models(self, trainer: Any) -> Mapping[str, nn.Module]:
+        """The models that a trainer has now, by role: "policy" and "reference". Engines and PEFT may
+        have wrapped them.
+        """
+        raise NotImplementedError
+
+    def replace(self) -> None:
+        """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
+        raise NotImplementedError
+
+    # What a line may define.
+
+    def unsupported_reason(self) -> Reason | None:
+        """How the functions that are replaced differ from those that were tested, or None.
+
+        Changes nothing. May raise ImportError.
+        """
+        stock = self.trainer_class()
+        created = {_CREATE_ACCELERATOR: ["self"]} if hasattr(stock, "add_callback") else {}
+        return first_difference(stock, {**created, **self.parameters}, exact=self.exact) or first_difference(
+            self.module(), self.module_parameters, exact=self.exact
+        )
+
+    def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
+        """Why a trainer that is created with these arguments by name is left unpatched, or None."""
+
+    def prepared_reason(self, trainer: Any) -> Reason | None:
+        """Why a trainer is left unpatched whose models are about to be prepared, or None."""
+
+    def new_state(self) -> TrainerState:
+        return TrainerState(name=self.name)
+
+    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Calls the `__init__` of a trainer that has a state."""
+        stock(trainer, *args, **kwargs)
+
+    def init_unpatched(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Calls the `__init__` of a trainer that is left unpatched."""
+        stock(trainer, *args, **kwargs)
+
+    def statistics(self, trainer: Any) -> tuple[str, ...]:
+        """The statistics of the policy's tokens, next to their log-probabilities (see `ops.linear_logps`)."""
+        return ()
+
+    def request(self, trainer: Any, role: str) -> Request:
+        """What the fused forward of a model computes."""
+        return Request(
+            self.name,
+            role,
+            outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
+            groups=self.groups,
+            **self.options.of_forward(),
+        )
+
+    def make_output(self, model: Any) -> MakeOutput:
+        """Makes the output of a model's fused calls. It must not refer to the line: models are copied."""
+        return functools.partial(ScoredRows.of, text_config(model))
+
+    def watch_first_log(self, trainer: Any) -> None:
+        """Has the trainer say at its first log if no call was fused. One without callbacks of
+        transformers calls `first_log` there.
+        """
+        if hasattr(trainer, "add_callback"):
+            trainer.add_callback(first_log_callback(trainer, self.name))
+
+    # What the functions of a line call.
+
+    def wrap(self, name: str, function: Callable) -> None:
+        """Replaces a function of the trainer class (see `Replacements.wrap`)."""
+        self.replacements.wrap(self.trainer_class(), name, function)
+
+    def calls(self, trainer: Any, model: Any) -> bool:
+        """Whether a trainer's calls of a model are to be fused."""
+        return self.state_of(trainer) is not None and forward.is_installed(model, self.name)
+
+    def score(
+        self,
+        model: Any,
+        inputs: Inputs | Reason,
+        results: Callable[[ScoredRows], T],
+        stock: Callable[[Callable], T],
+    ) -> T:
+        """Calls a model once and returns what the trainer computes from it (see `scored_rows.score`)."""
+        return score(model, self.name, inputs, results, stock)
+
+    def state_of(self, trainer: Any) -> Any:
+        """The state of a trainer that this line has patched, or None."""
+        state = vars(trainer).get(STATE)
+        return state if getattr(state, "name", None) == self.name else None
+
+    def first_log(self, trainer: Any) -> None:
+        """At the first log of a trainer, reports that its policy has had no call to fuse."""
+        state = self.state_of(trainer)
+        if state is not None and not state.has_logged:
+            state.has_logged = True
+            report_if_unused(trainer, self.name, trainer.model)
+
+    def prepare(self, trainer: Any) -> None:
+        """Installs the fused forward on the models of a trainer that are new. Does nothing if it is not
+        patched.
+
+        Called when the accelerator is created and, since transformers 4 sets the policy after that, once
+        more after `__init__`.
+        """
+        state = self.state_of(trainer)
+        reason = None if state is None else self.prepared_reason(trainer)
+        if reason is not None:
+            leave_unpatched(trainer, self.name, reason)
+        elif state is not None:
+            for role, model in self.models(trainer).items():
+                if model not in state.models:
+                    state.models.add(model)
+                    self.install(trainer, role, model)
+
+    def install(self, trainer: Any, role: str, model: nn.Module) -> None:
+        """Makes the causal LM in a model score batches."""
+        base = base_of(model, self.name)
+        forward.install(base, self.request(trainer, role), self.make_output(base), prior_scores=False)
+
+    # What `patch` calls.
+
+    def module(self) -> ModuleType:
+        """The module that defines the trainer class.
+
+        Its package may still be incomplete: `fastdpo run` patches as soon as the module was imported.
+        """
+        *others, last = self.modules
+        for name in others:
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
+                    raise
+        return importlib.import_module(last)
+
+    def trainer_class(self) -> Any:
+        """The trainer class. `enable` leaves its existing instances as they are."""
+        return getattr(self.module(), self.class_name or self.name.rpartition(".")[2])
+
+    def enable(self, options: PatchOptions) -> None:
+        """Patches the trainer class. Called only if `unsupported_reason` has returned None."""
+        self.options = options
+        self.wrap("__init__", self._init)
+        if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):
+            self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
+        self.replace()
+        logger.debug("fastdpo: %s: replaced %s", self.name, self.replacements)
+
+    def disable(self) -> None:
+        """Restores the trainer class, and the trainers that were created since `enable`."""
+        self.replacements.undo()
+        for trainer in list(self._trainers.values()):
+            vars(trainer).pop(STATE, None)
+        self._trainers.clear()
+
+    def _init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self._belongs_to_another(trainer):
+            stock(trainer, *args, **kwargs)
+            return
+        self._trainers[id(trainer)] = trainer
+        reason = bypass_reason(trainer, self.trainer_class(), self.path)
+        reason = reason or self.disabled_reason(arguments_of(stock, trainer, *args, **kwargs))
+        if reason is not None:
+            leave_unpatched(trainer, self.name, reason)
+            self.init_unpatched(stock, trainer, *args, **kwargs)
+            return
+        vars(trainer)[STATE] = self.new_state()
+        self.init(stock, trainer, *args, **kwargs)
+        self.prepare(trainer)
+        self.watch_first_log(trainer)
+
+    def _create_accelerator(self, stock: Callable, trainer: Any) -> None:
+        if self._belongs_to_another(trainer):
+            stock(trainer)
+            return
+        self._trainers[id(trainer)] = trainer
+        report_skipped_init(trainer, self.name, self.trainer_class(), self.path)
+        stock(trainer)
+        self.prepare(trainer)
+
+    def _belongs_to_another(self, trainer: Any) -> bool:
+        """Whether the line of a subclass has given a trainer its state, or has left it unpatched."""
+        return STATE in vars(trainer) and id(trainer) not in self._trainers
+
+
+def arguments_of(function: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by the names of the function's parameters."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments
+
+
+def liger_reason(config: Any) -> Reason | None:
+    """Why a trainer with this configuration cannot be fused: Liger replaces its head or its loss."""
+    return option_reason(config, ("use_liger_loss", "use_liger_kernel"))
+
+
+def option_reason(config: Any, options: Iterable[str]) -> Reason | None:
+    """Why a trainer with this configuration cannot be fused: the first of these options that is set."""
+    set_ones = (name for name in options if getattr(config, name, False))
+    return next((Reason("incompatible-option", option=name) for name in set_ones), None)

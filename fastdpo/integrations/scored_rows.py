@@ -1,0 +1,146 @@
+"""What a trainer line gets of a batch: per-token results instead of logits.
+
+The function of a line gives the model a padded batch with labels, and computes from `ScoredRows` what
+the trainer computes from logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..models import forward
+from ..models.forward import ScoredBatch
+from ..models.router import router_loss
+from ..packing import IGNORE_INDEX
+from ..reasons import Reason
+
+Inputs = dict[str, Any]
+"""Arguments of a model call: `input_ids`, `attention_mask` and `labels`, [R, L] each, and options such
+as `output_router_logits`. In a batch of pairs, the chosen rows come first.
+"""
+
+T = TypeVar("T")
+
+
+class ScoredRows(NamedTuple):
+    """Rows whose tokens were scored. A tuple, so that DDP, FSDP2 and autocast find its tensors.
+
+    Attributes:
+        log_probs: of the token after each position, float [R, W], zero where nothing is scored, like
+            the statistics. W is L - 1 for rows of L tokens.
+        mask: bool [R, W], where a token is scored.
+        entropy: float [R, W]; None, like the other statistics, if it was not requested.
+        mean_logits: float [R, W].
+        is_top1: bool [R, W].
+        log_sum_sq_probs: float [R, W].
+        aux_loss: of a router, a scalar; None if the call did not ask for it.
+    """
+
+    log_probs: Tensor
+    mask: Tensor
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, config: Any, scored: ScoredBatch, kwargs: dict | None = None) -> ScoredRows:
+        """The rows of a fused call of a model with this configuration (see `forward.MakeOutput`)."""
+        results, routed = scored.logps._asdict(), scored.router_logits
+        aux_loss = None if routed is None else router_loss(config, routed, scored.multiplicity)
+        return cls(results.pop("logps"), scored.label_mask, **results, aux_loss=aux_loss)
+
+    def counts(self) -> Tensor:
+        """The number of scored tokens of each row, int64 [R]."""
+        return self.mask.sum(1)
+
+    def sums(self, weights: Tensor | None = None) -> Tensor:
+        """The log-probability of each row [R]. `weights` are those of its tokens [R, W]."""
+        return (self.log_probs if weights is None else self.log_probs * weights).sum(1)
+
+    def means(self) -> Tensor:
+        """The mean log-probability of each row [R]."""
+        return self.sums() / self.counts()
+
+    def nll(self) -> Tensor:
+        """The mean negative log-likelihood of all tokens."""
+        return -self.sums().sum() / self.counts().sum()
+
+    def mean_logit(self) -> Tensor:
+        """The mean of the logits of all tokens."""
+        return masked_mean(self._mean_logits(), self.mask)
+
+    def mean_logits_of_rows(self) -> Tensor:
+        """The mean of the logits of each row [R]."""
+        return masked_mean(self._mean_logits(), self.mask, 1)
+
+    def halves(self) -> tuple[ScoredRows, ScoredRows]:
+        """The chosen rows and the rejected ones."""
+        pairs = len(self.mask) // 2
+        return self.rows(slice(pairs)), self.rows(slice(pairs, None))
+
+    def rows(self, rows: slice, width: int | None = None) -> ScoredRows:
+        """Some of the rows, cut to this width."""
+        *tensors, aux_loss = self
+        return ScoredRows(*(None if x is None else x[rows, :width] for x in tensors), aux_loss)  # pyright: ignore
+
+    def within(self, mask: Tensor) -> ScoredRows:
+        """The rows with the tokens in a mask [R, W] only."""
+        mask = mask.to(self.mask.device) & self.mask
+        *tensors, aux_loss = self
+        return ScoredRows(*(None if x is None else x * mask for x in tensors), aux_loss)  # pyright: ignore
+
+    def ld_weights(self, alpha: float, index: Tensor | None = None) -> Tensor:
+        """The weights of LD-DPO (arXiv 2409.06411) [R, W]: `alpha` for tokens after the length of the
+        shorter row of a pair, and 1 for those before.
+
+        `index` numbers the tokens of each row from 0, [R, W]. By default, the scored ones are numbered.
+        """
+        counts = self.counts()
+        shorter = torch.minimum(*counts.chunk(2)).repeat(2)
+        index = self.mask.cumsum(1) - 1 if index is None else index
+        return torch.where(index < shorter[:, None], 1.0, alpha)
+
+    def _mean_logits(self) -> Tensor:
+        if self.mean_logits is None:
+            raise ValueError("ScoredRows: mean_logits were not requested; add them to the line's statistics")
+        return self.mean_logits
+
+
+def label_mask(labels: Tensor) -> Tensor:
+    """Where the next token of rows [R, L] has a label, bool [R, L-1]."""
+    return labels[:, 1:] != IGNORE_INDEX
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """The mean over a mask of the same shape, of all elements or along a dimension."""
+    return (x * mask).sum(dim) / mask.sum(dim)
+
+
+def score(
+    model: Any,
+    integration: str,
+    inputs: Inputs | Reason,
+    results: Callable[[ScoredRows], T],
+    stock: Callable[[Callable], T],
+) -> T:
+    """Calls a model once and returns what the trainer computes from it.
+
+    Args:
+        model: with a fused forward whose output is made by `ScoredRows.of`, or with such a model inside.
+        integration: name of the trainer.
+        inputs: of the model, or the reason why the batch is not supported.
+        results: computes the return value from the scored rows.
+        stock: the trainer's own function of a model. If the call fell back, it is given a function
+            that returns the output of that call, with logits.
+    """
+    if isinstance(inputs, Reason):
+        forward.record_fallback(model, integration, inputs)
+        return stock(model)
+    output = model(**inputs, fused_lm_head=True)
+    return results(output) if isinstance(output, ScoredRows) else stock(lambda *args, **kwargs: output)
