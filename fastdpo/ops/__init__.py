@@ -15,16 +15,12 @@ from .head.results import SequenceLogps, TokenLogps
 from .head.token_logps import token_logps
 from .head.vocabulary_parallel import VocabularyGroup
 from .losses.linear_preference_loss import linear_preference_loss
-from .losses.preference_loss import (
-    PreferenceLoss,
-    PreferenceObjective,
-    length_desensitized_logps,
-    preference_loss,
-    wpo_weights,
-)
+from .losses.objectives import PreferenceObjective
+from .losses.preference_loss import PreferenceLoss, preference_loss
 from .losses.results import LinearPreferenceLoss
 from .losses.sequence_logps import linear_sequence_logps, sequence_logps
 from .losses.split_sequences import merged_sequence_logps
+from .losses.weightings import length_desensitized_logps, wpo_weights
 
 __all__ = [
     "IGNORE_INDEX",

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from fastdpo import metrics, ops
-from fastdpo.ops.losses.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
+from fastdpo.ops.losses.divergences import DIVERGENCES
+from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SMOOTHED, SORTED
 from fastdpo.testing import error
 from tests.support.fuzzing import SEEDS, Source, fuzzed
 

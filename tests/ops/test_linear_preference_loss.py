@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from fastdpo import ops
 from fastdpo.ops import PreferenceObjective, definitions, linear_preference_loss
-from fastdpo.ops.losses.preference_loss import LOSSES, SORTED
+from fastdpo.ops.losses.objectives import LOSSES, SORTED
 from fastdpo.testing import assert_as_accurate_as
 from tests.support.ops.heads import doubled
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fastdpo.ops import PreferenceObjective, length_desensitized_logps, preference_loss, wpo_weights
-from fastdpo.ops.losses.preference_loss import DIVERGENCES, LOSSES, MARGIN_LOSSES, SORTED
+from fastdpo.ops.losses.divergences import DIVERGENCES
+from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SORTED
 
 SMOOTHING = {"exo_pair": 0.001}  # label smoothing that a loss requires
 OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]

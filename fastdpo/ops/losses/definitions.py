@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 from ...packing import IGNORE_INDEX
 from ..head.definitions import token_logps
 from ..head.results import SequenceLogps
-from .preference_loss import DPO, PreferenceLoss, PreferenceObjective, preference_loss
+from .objectives import DPO, PreferenceObjective
+from .preference_loss import PreferenceLoss, preference_loss
 from .results import LinearPreferenceLoss
 
 

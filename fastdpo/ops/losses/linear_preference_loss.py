@@ -21,15 +21,8 @@ from ..head.passes import take_kept
 from ..head.results import empty_results, named_results, requested_statistics
 from ..head.targets import split_targets
 from ..head.tiles import HeadCall
-from .preference_loss import (
-    DPO,
-    SORTED,
-    PreferenceLoss,
-    PreferenceObjective,
-    loss_dtype,
-    preference_loss,
-    require_objective,
-)
+from .objectives import DPO, SORTED, PreferenceObjective, require_objective
+from .preference_loss import PreferenceLoss, loss_dtype, preference_loss
 from .results import LinearPreferenceLoss
 from .sequence_logps import require_bounds, segment_sums, target_counts
 
