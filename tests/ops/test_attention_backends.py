@@ -66,7 +66,7 @@ def test_a_selected_triton_refuses_float32(monkeypatch):
 def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     """Its default differs between versions of Triton."""
     pytest.importorskip("triton")
-    from fastdpo.kernels import gather_keys, packed_attention
+    from fastdpo.kernels import attention_blocks, gather_keys, packed_attention, packed_attention_backward
 
     launches = {}
 
@@ -80,17 +80,17 @@ def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     names = {
         module: [name for name in vars(module) if name.endswith("_kernel")]
-        for module in (gather_keys, packed_attention)
+        for module in (gather_keys, packed_attention, packed_attention_backward)
     }
     for module, kernels in names.items():
         for name in kernels:
             monkeypatch.setattr(module, name, Recorder(name))
     blocks = layout_blocks("op", ROWS, 13, 64, 64, CPU)
     varlen = varlen_layout("op", ROWS, 13, CPU)
-    configs = packed_attention.kernel_configs(16, 16, None)
+    configs = attention_blocks.kernel_configs(16, 16, None)
     query, key = torch.empty(13, 4, 16, device="meta"), torch.empty(13, 2, 16, device="meta")
     out, lse = packed_attention.packed_attention_fwd(query, key, key, blocks, configs.forward, None, *OPTIONS)
-    packed_attention.packed_attention_bwd(out, query, key, key, out, lse, blocks, configs, *OPTIONS)
+    packed_attention_backward.packed_attention_bwd(out, query, key, key, out, lse, blocks, configs, *OPTIONS)
     placed = gather_keys.gather_keys_fwd(key, key, varlen.places.index)
     gather_keys.gather_keys_bwd(*placed, varlen.places.readers, varlen.places.first_reader)
     assert launches.keys() == {name for kernels in names.values() for name in kernels}

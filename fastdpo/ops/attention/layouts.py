@@ -15,7 +15,7 @@ from ... import checks
 from .layout_cache import to_device
 
 if TYPE_CHECKING:
-    from ...kernels.packed_attention import LayoutBlocks
+    from ...kernels.attention_blocks import LayoutBlocks
 
 
 class KeyPlaces(NamedTuple):
@@ -123,7 +123,7 @@ def layout_blocks(
     op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
 ) -> LayoutBlocks:
     """The rows in blocks of queries and of keys, for fastdpo's kernels."""
-    from ...kernels.packed_attention import LayoutBlocks
+    from ...kernels.attention_blocks import LayoutBlocks
 
     with torch.device("cpu"):  # independent of torch.set_default_device
         checked = checked_rows(op, rows, tokens)

@@ -15,11 +15,11 @@ from .calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_s
 from .layouts import layout_blocks
 
 if TYPE_CHECKING:
-    from ...kernels.packed_attention import KernelConfigs, LayoutBlocks
+    from ...kernels.attention_blocks import KernelConfigs, LayoutBlocks
 
 
 class TritonBackend:
-    """fastdpo's kernels (`kernels/packed_attention.py`): every option, and 16-bit dtypes.
+    """fastdpo's kernels (`kernels/packed_attention.py` and its backward): every option, and 16-bit dtypes.
 
     In float32 on a GPU, the kernels would run without tensor cores, spill 1 to 2 KB of registers per
     thread, and exceed the shared memory of several devices. Triton's interpreter, which runs on a
@@ -46,7 +46,7 @@ class TritonBackend:
         return kernel, partial(trials.packed_attention, self.prepare, **features)
 
     def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
-        from ...kernels.packed_attention import kernel_configs
+        from ...kernels.attention_blocks import kernel_configs
 
         configs = kernel_configs(query.shape[2], value.shape[2], compute_capability(query.device))
         of_forward = configs.forward.block_q, configs.forward.block_k
@@ -74,7 +74,7 @@ class TritonCall(NamedTuple):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from ...kernels.packed_attention import packed_attention_bwd
+        from ...kernels.packed_attention_backward import packed_attention_bwd
 
         q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
         return packed_attention_bwd(grad, q, k, v, out, lse, self.gradient_blocks, self.configs, *self.options)

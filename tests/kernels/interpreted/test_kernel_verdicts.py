@@ -8,7 +8,7 @@ import torch
 
 from fastdpo import NotFused, ops
 from fastdpo.kernels import linear_logps as head_kernels
-from fastdpo.kernels import packed_attention, token_logps
+from fastdpo.kernels import packed_attention_backward, token_logps
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import backends
 from fastdpo.ops.attention import trials as attention_trials
@@ -151,7 +151,7 @@ def test_one_kernel_of_a_head_that_fails_disables_its_tiles_only(monkeypatch, ca
 
 
 def test_attention_that_fails_is_computed_in_pieces(monkeypatch, caplog):
-    monkeypatch.setattr(packed_attention, "packed_attention_bwd", raising(OutOfResources("shared memory")))
+    monkeypatch.setattr(packed_attention_backward, "packed_attention_bwd", raising(OutOfResources("shared memory")))
     query, key = torch.randn(9, 4, 8, requires_grad=True), torch.randn(9, 2, 8)
     rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
     gradients = []

@@ -107,7 +107,7 @@ def test_deterministic_and_groups_do_not_see_each_other(backend):
 @pytest.mark.parametrize("window", [None, 2, 7, 17, 27])
 def test_blocks_of_every_size(window, sizes, monkeypatch):
     """Rows of one or many blocks; prefixes and windows that end within, at and after a block."""
-    from fastdpo.kernels import packed_attention as kernels
+    from fastdpo.kernels import attention_blocks as kernels
 
     configs = kernels.KernelConfigs(*[kernels.KernelConfig(*sizes, 4, 2)] * 3)
     monkeypatch.setattr(kernels, "kernel_configs", lambda d, d_v, capability: configs)

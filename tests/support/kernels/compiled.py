@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastdpo.kernels import packed_attention, token_logps
+from fastdpo.kernels import attention_blocks, packed_attention, packed_attention_backward, token_logps
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -56,8 +56,8 @@ ROW_VARIANTS = {  # arguments of other models
 ROW_ALIGNED = {"logits_ptr", "grad_ptr", "tile_ptr", "targets_ptr", "stride", "grad_stride", "tile_stride", "V"}
 ATTENTION = {
     "forward": packed_attention._packed_attention_fwd_kernel,
-    "queries": packed_attention._packed_attention_dq_kernel,
-    "keys": packed_attention._packed_attention_dkv_kernel,
+    "queries": packed_attention_backward._packed_attention_dq_kernel,
+    "keys": packed_attention_backward._packed_attention_dkv_kernel,
 }
 ATTENTION_FEATURES = {
     "plain": {},
@@ -96,12 +96,12 @@ def compile_row_kernel(target: str, case: str, variant: str | None = None, warps
     return compile_for(target, kernel, {**arguments, "LANES": token_logps.LANES * warps}, aligned, **options)
 
 
-def attention_configs(target: str, d: int) -> dict[str, packed_attention.KernelConfig]:
+def attention_configs(target: str, d: int) -> dict[str, attention_blocks.KernelConfig]:
     """The configuration that is used of each kernel of `ATTENTION`."""
-    return dict(zip(ATTENTION, packed_attention.kernel_configs(d, d, CAPABILITIES[target]), strict=True))
+    return dict(zip(ATTENTION, attention_blocks.kernel_configs(d, d, CAPABILITIES[target]), strict=True))
 
 
-def attention_arguments(d: int, d_v: int, config: packed_attention.KernelConfig, **features: str) -> Arguments:
+def attention_arguments(d: int, d_v: int, config: attention_blocks.KernelConfig, **features: str) -> Arguments:
     """Arguments as the launchers pass them: bfloat16, 32 query heads, 8 key heads."""
     return {
         **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
@@ -117,7 +117,7 @@ def attention_arguments(d: int, d_v: int, config: packed_attention.KernelConfig,
 
 
 def compile_attention(
-    target: str, name: str, d: int, features: str = "plain", config: packed_attention.KernelConfig | None = None
+    target: str, name: str, d: int, features: str = "plain", config: attention_blocks.KernelConfig | None = None
 ) -> Any:
     """Compiles one of `ATTENTION`, for head size d and the configuration that is used unless one is given."""
     config = config or attention_configs(target, d)[name]

@@ -1,0 +1,307 @@
+"""Gradients of attention over a packed buffer. Symbols and formulas are those of `packed_attention`.
+
+One program computes the gradient of a block of queries; in the kernel of the gradients of k and v, one program takes
+a block of keys and goes over the queries of its row and of all pieces that contain some of those keys, in a fixed
+order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_blocks import (
+    KernelConfigs,
+    LayoutBlocks,
+    base_2,
+    head_sizes,
+    is_visible,
+    launch_options,
+    load_block,
+    load_piece,
+    load_row,
+    load_tokens,
+    store_tokens,
+    strides,
+    unmasked_range,
+)
+from .logit_math import LOG2E, slope, transform
+
+BLOCK_T = 64  # tokens per program of the delta kernel
+
+
+@triton.jit(do_not_specialize=["T"])
+def _delta_kernel(
+    delta_ptr,  # [H, T] float32
+    out_ptr,  # [T, H, D_v] contiguous
+    grad_ptr,  # [T, H, D_v] contiguous
+    T,
+    H: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    off_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = off_t < T
+    out = load_tokens(out_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
+    grad = load_tokens(grad_ptr + head * D_V, off_t, inside, H * D_V, D_V, BLOCK_DV, True)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(delta_ptr + head * T + off_t, delta, mask=inside)
+
+
+@triton.jit
+def _add_keys_to_dq(
+    dq, q, grad, lse, delta, k_ptr, v_ptr, positions, begin, end, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of keys [begin, end) to the gradient of a block of queries."""
+    for start in range(begin, end, BLOCK_K):
+        off_k = start + tl.arange(0, BLOCK_K)
+        inside = off_k < end
+        k = load_tokens(k_ptr, off_k, inside, stride_kt, D, BLOCK_D, MASKED)
+        v = load_tokens(v_ptr, off_k, inside, stride_vt, D_V, BLOCK_DV, MASKED)
+        z = transform(tl.dot(q, k.T, input_precision="ieee"), scale, cap)  # [BLOCK_Q, BLOCK_K]
+        p = tl.exp2(z - lse[:, None])
+        if MASKED:
+            p = tl.where(inside[None, :] & is_visible(positions[:, None] - off_k[None, :], window), p, 0.0)
+        dz = p * (tl.dot(grad, v.T, input_precision="ieee") - delta[:, None])
+        if cap is not None:
+            dz *= slope(z, cap)
+        dq = tl.dot(dz.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def _attend_dq(
+    dq, q, grad, lse, delta, k_ptr, v_ptr, first, length, stride_kt, stride_vt, window, scale, cap,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of the keys of a piece.
+
+    Arguments as in `_attend`.
+    """
+    off_q = first + tl.arange(0, BLOCK_Q)
+    begin, masked = unmasked_range(first, tl.minimum(first, length), window, BLOCK_K)
+    dq = _add_keys_to_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, begin, masked, stride_kt, stride_vt, window, scale, cap,
+        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
+    )  # fmt: skip
+    return _add_keys_to_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, off_q, masked, tl.minimum(first + BLOCK_Q, length), stride_kt,
+        stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def _packed_attention_dq_kernel(
+    dq_ptr,  # [T, H, D] contiguous
+    grad_ptr,  # [T, H, D_v] contiguous
+    lse_ptr,  # [H, T] float32
+    delta_ptr,  # [H, T] float32
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    pieces_ptr,
+    first_piece_ptr,
+    blocks_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    T,
+    window,  # int or None
+    scale,  # float, in base 2 like cap
+    cap,  # float or None
+    gain,  # float, d z / d q.k
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per block of a row's queries and query head."""
+    row, first = load_block(blocks_ptr)
+    head = tl.program_id(1).to(tl.int64)
+    before, own, own_length = load_row(rows_ptr, row)
+    k_ptr += head // (H // H_KV) * stride_kh
+    v_ptr += head // (H // H_KV) * stride_vh
+
+    off_q = first + tl.arange(0, BLOCK_Q)
+    inside = off_q < own_length
+    q = load_tokens(q_ptr + own * stride_qt + head * stride_qh, off_q, inside, stride_qt, D, BLOCK_D, True)
+    grad = load_tokens(grad_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+    lse = tl.load(lse_ptr + head * T + own + off_q, mask=inside, other=0.0) * LOG2E
+    delta = tl.load(delta_ptr + head * T + own + off_q, mask=inside, other=0.0)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    piece, end = tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)
+    while piece < end:  # a `for` would take more registers
+        _, start, length, position = load_piece(pieces_ptr, piece)
+        dq = _attend_dq(
+            dq, q, grad, lse, delta, k_ptr + start * stride_kt, v_ptr + start * stride_vt, before + first - position,
+            length, stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
+        piece += 1
+    store_tokens(dq_ptr + (own * H + head) * D, off_q, inside, H * D, dq * gain, D, BLOCK_D)
+
+
+@triton.jit
+def _add_queries_to_dkv(
+    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, key_positions, valid, begin, end,
+    stride_qt, window, scale, cap,
+    H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Adds the contribution of a row's queries [begin, end) to the gradients of a block of keys.
+
+    `key_positions` are the positions of the keys in that row, relative to its first own token; keys
+    that are not `valid` are not part of it.
+    """
+    for start in range(begin, end, BLOCK_Q):
+        off_q = start + tl.arange(0, BLOCK_Q)
+        inside = off_q < end
+        q = load_tokens(q_ptr, off_q, inside, stride_qt, D, BLOCK_D, True)
+        grad = load_tokens(grad_ptr, off_q, inside, H * D_V, D_V, BLOCK_DV, True)
+        lse = tl.load(lse_ptr + off_q, mask=inside, other=float("inf")) * LOG2E
+        delta = tl.load(delta_ptr + off_q, mask=inside, other=0.0)
+        z = transform(tl.dot(k, q.T, input_precision="ieee"), scale, cap)  # [BLOCK_K, BLOCK_Q]
+        visible = valid[:, None] & is_visible(off_q[None, :] - key_positions[:, None], window)
+        p = tl.where(visible, tl.exp2(z - lse[None, :]), 0.0)
+        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+        dz = p * (tl.dot(v, grad.T, input_precision="ieee") - delta[None, :])
+        if cap is not None:
+            dz *= slope(z, cap)
+        dk = tl.dot(dz.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["T"])
+def _packed_attention_dkv_kernel(
+    dk_ptr,  # [T, H_kv, D] contiguous
+    dv_ptr,  # [T, H_kv, D_v] contiguous
+    grad_ptr,  # [T, H, D_v] contiguous
+    lse_ptr,  # [H, T] float32
+    delta_ptr,  # [H, T] float32
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    pieces_ptr,
+    blocks_ptr,
+    readers_ptr,
+    first_reader_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    T,
+    window,  # int or None
+    scale,  # float, in base 2 like cap
+    cap,  # float or None
+    gain,  # float, d z / d q.k
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per block of a row's keys and key head."""
+    row, first = load_block(blocks_ptr)
+    kv_head = tl.program_id(1).to(tl.int64)
+    _, own, own_length = load_row(rows_ptr, row)
+    first_reader, last_reader = tl.load(first_reader_ptr + row), tl.load(first_reader_ptr + row + 1)
+
+    off_k = first + tl.arange(0, BLOCK_K)
+    inside = off_k < own_length
+    k = load_tokens(k_ptr + own * stride_kt + kv_head * stride_kh, off_k, inside, stride_kt, D, BLOCK_D, True)
+    v = load_tokens(v_ptr + own * stride_vt + kv_head * stride_vh, off_k, inside, stride_vt, D_V, BLOCK_DV, True)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    last = tl.minimum(first + BLOCK_K, own_length) - 1
+
+    for i in range(H // H_KV):
+        head = kv_head * (H // H_KV) + i
+        q, grad = q_ptr + head * stride_qh, grad_ptr + head * D_V
+        lse, delta = lse_ptr + head * T, delta_ptr + head * T
+        for reader in range(first_reader, last_reader):
+            reading, piece_start, length, position = load_piece(pieces_ptr, tl.load(readers_ptr + reader))
+            before, start, end = load_row(rows_ptr, reading)
+            skipped = (own - piece_start).to(tl.int32)  # keys of the piece before those of the row
+            position += skipped + first - before  # of the block's first key relative to the reading row's own tokens
+            if window is not None:
+                end = tl.minimum(end, position + last - first + window)
+            end = tl.where(skipped + first < length, end, 0)  # at least one of these keys is in the piece
+            dk, dv = _add_queries_to_dkv(
+                dk, dv, k, v, q + start * stride_qt, grad + start * (H * D_V), lse + start, delta + start,
+                position + off_k - first, inside & (skipped + off_k < length), tl.maximum(position, 0), end,
+                stride_qt, window, scale, cap,
+                H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
+            )  # fmt: skip
+    store_tokens(dk_ptr + (own * H_KV + kv_head) * D, off_k, inside, H_KV * D, dk * gain, D, BLOCK_D)
+    store_tokens(dv_ptr + (own * H_KV + kv_head) * D_V, off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
+
+
+def packed_attention_bwd(
+    grad: Tensor,  # [T, H, D_v]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: LayoutBlocks,
+    configs: KernelConfigs,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    t, h, _ = query.shape
+    d_v = value.shape[2]
+    grad, out = grad.contiguous(), out.contiguous()
+    delta = torch.empty_like(lse)
+    contiguous = torch.contiguous_format
+    dq, dk, dv = (torch.empty_like(x, memory_format=contiguous) for x in (query, key, value))
+    shape = head_sizes(query, key, value)
+    common = (*strides(query, key, value), t, window, *base_2(scale, softcap), scale)
+    with torch.cuda.device_of(query):
+        grid = (triton.cdiv(t, BLOCK_T), h)
+        sizes = dict(H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
+        _delta_kernel[grid](delta, out, grad, t, **sizes, enable_fp_fusion=True)
+        operands = (grad, lse, delta, query, key, value, blocks.rows, blocks.pieces)
+        _packed_attention_dq_kernel[(len(blocks.queries), h)](
+            dq,
+            *operands,
+            blocks.first_piece,
+            blocks.queries,
+            *common,
+            **shape,
+            **launch_options(configs.query_gradient),
+        )
+        _packed_attention_dkv_kernel[(len(blocks.keys), key.shape[1])](
+            dk,
+            dv,
+            *operands,
+            blocks.keys,
+            blocks.readers,
+            blocks.first_reader,
+            *common,
+            **shape,
+            **launch_options(configs.key_gradient),
+        )
+    return dq, dk, dv
