@@ -25,6 +25,7 @@ LLAMAFACTORY := .venv-llamafactory
 DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
+NEXT := .venv-next
 PACKAGING := .venv-packaging
 
 # Environments are kept, also those that only a pattern names.
@@ -32,7 +33,7 @@ PACKAGING := .venv-packaging
 
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
-	test-swift test-swift-newest test-swift-oldest test-axolotl left-out measure-programs fuzz dist hub lint docs \
+	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist hub lint docs \
 	bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
@@ -148,6 +149,24 @@ test-swift-oldest: $(SWIFT)/.ready
 
 test-axolotl: $(AXOLOTL)/.ready
 	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ONCE) $(ARGS)
+
+# What comes next: the newest versions that the index has, pre-releases too, in an environment that is made anew, and
+# the newest torch that can be had. Prints which functions differ from the tested ones, then runs the trainers' tests.
+TORCH_NEXT ?= torch
+TESTED_VERSIONS := $(shell grep -E "^(trl|transformers|accelerate|peft)==" constraints/pins.txt)
+NEXT_TESTS := tests/integrations/trl_dpo/test_losses.py tests/integrations/test_newer_versions.py \
+	tests/integrations/test_packages.py tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py \
+	tests/integrations/test_trl_sft.py tests/integrations/test_trl_reference_free.py
+test-next:
+	rm -rf $(NEXT)
+	$(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/pip install --quiet "$(TORCH_NEXT)" || $(NEXT)/bin/pip install --quiet "$(TORCH)"
+	$(NEXT)/bin/pip install --quiet --pre trl transformers accelerate peft datasets
+	$(NEXT)/bin/pip install --quiet -e . "pytest>=9" "pytest-benchmark>=5" hypothesis tabulate pillow
+	$(NEXT)/bin/pip install --quiet --no-deps --target $(NEXT)/tested $(TESTED_VERSIONS)
+	$(NEXT)/bin/pip freeze | grep -E "^(torch|triton|trl|transformers|accelerate|peft|datasets)="
+	$(NEXT)/bin/python -m tests.support.documents.changed_code $(NEXT)/tested
+	OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest --quick -p no:cacheprovider $(NEXT_TESTS) $(ARGS)
 
 # The sdist, and the wheel that is built from it.
 dist: $(PACKAGING)/.ready
@@ -320,4 +339,4 @@ $(FLASH_SOURCES): $(READY)
 	mv $@.part $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(PACKAGING) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) build dist out *.egg-info

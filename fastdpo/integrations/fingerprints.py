@@ -146,9 +146,14 @@ def text_hash(value: object) -> str:
 def code_hash(function: FunctionType) -> str | None:
     """A hash of what a function does (see `hash_of`), or None if its source cannot be read."""
     try:
-        return hash_of(inspect.getsource(function))
+        return hash_of(source_of(function))
     except (OSError, SyntaxError, TypeError):
         return None
+
+
+def source_of(function: FunctionType) -> str:
+    """The source of a function. Raises an OSError or a TypeError if it cannot be read."""
+    return textwrap.dedent(inspect.getsource(function))
 
 
 @functools.cache
