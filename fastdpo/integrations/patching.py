@@ -374,6 +374,13 @@ def _trl_last(name: str) -> bool:
 def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
     examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
+    kinds = {
+        name: x.line.trainer_class() for name, x in examined.items() if x.line is not None and name not in _patched
+    }
+    stock = _stock_trainers(*kinds.values())
+    for name, kind in kinds.items():
+        own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
+        examined[name] = examined[name]._replace(stock=own)
     return {name: examined[name] for name in names}
 
 
@@ -427,20 +434,20 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
     changed_functions = tuple(_each_once({**changed, **others}))
     seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=changed_functions)
-    return _Examined(seam, trainer_line, _stock_trainers(trainer_line.trainer_class()))
+    return _Examined(seam, trainer_line, weakref.WeakValueDictionary())
 
 
 def _each_once(names: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(name for found in names.values() for name in found))
 
 
-def _stock_trainers(kind: type) -> weakref.WeakValueDictionary[int, Any]:
-    """The trainers of a class that exist and are not patched, by their ids."""
-    if existing_instances(kind):
-        gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
+def _stock_trainers(*kinds: type) -> list[Any]:
+    """The trainers of some classes that exist and are not patched."""
+    if not kinds or not existing_instances(*kinds):
+        return []
+    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
     # The line of a subclass may have patched a trainer already.
-    stock = (x for x in existing_instances(kind) if vars(x).get(STATE) is None)
-    return weakref.WeakValueDictionary((id(trainer), trainer) for trainer in stock)
+    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
 
 
 def _patched_trainers(kind: type) -> list[str]:
