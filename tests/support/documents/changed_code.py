@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ def differing() -> dict[str, object]:
         evidence.set_newer(line.package, not line.supports(version))
         with evidence.noting() as functions:
             try:
-                reason = importlib.import_module(f"fastdpo.integrations.{line.module}").unsupported_reason()
+                reason = line.load().unsupported_reason()
             except (AttributeError, ImportError, RuntimeError) as error:
                 reason = f"{type(error).__name__}: {error}"
         if reason is not None:
