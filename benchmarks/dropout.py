@@ -32,7 +32,7 @@ from benchmarks import tables as tables_of_suites
 from benchmarks.run import PACKAGES
 from benchmarks.tables import wrap
 from fastdpo.models import forward
-from fastdpo.models.forward import Request
+from fastdpo.models.state import ForwardOptions
 from fastdpo.packing import IGNORE_INDEX
 
 ROOT = Path(__file__).parents[1]
@@ -102,9 +102,9 @@ def fused_score(model: nn.Module, pairs: Pairs) -> Tensor:
 
 
 def install(model: nn.Module, **options: Any) -> None:
-    """Makes `fused_score` compute a model's log-probabilities, with options of a `Request`."""
+    """Makes `fused_score` compute a model's log-probabilities, with options of `ForwardOptions`."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    request = Request("benchmarks", "policy", groups="pairs", **options)  # else copies would share their masks
+    request = ForwardOptions("benchmarks", "policy", groups="pairs", **options)  # else copies would share their masks
     forward.install(base, request, lambda scored, _: scored.logps.logps)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
     from .logs import NotFused
     from .models import attention
-    from .models.fallback import calls
+    from .models.calls import calls
     from .models.verification import VerificationError
 
 __version__ = "0.1.0"
@@ -46,7 +46,7 @@ _HOMES = {
     ".integrations.lines": ("register",),
     ".integrations.patching": ("PatchError", "PatchReport", "Seam", "patch", "patched", "unpatch"),
     ".logs": ("NotFused",),
-    ".models.fallback": ("calls",),
+    ".models.calls": ("calls",),
     ".models.verification": ("VerificationError",),
 }
 """The modules that are public names, and the modules that define the others."""

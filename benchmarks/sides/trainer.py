@@ -27,8 +27,8 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
-from fastdpo.models import forward
 from fastdpo.models.layouts import Groups, SharePrompts
+from fastdpo.models.state import ATTRIBUTE
 
 
 class TokenizedTrainer(DPOTrainer):
@@ -89,7 +89,7 @@ class TrainerStep:
             known.
         memory_budget: option of `fastdpo.patch`, in bytes.
         share_prompts: option of `fastdpo.patch`.
-        groups: which rows may share a prefix (see `forward.Request`). Default: the trainer line's.
+        groups: which rows may share a prefix (see `ForwardOptions`). Default: the trainer line's.
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
     """
@@ -130,8 +130,8 @@ class TrainerStep:
         references = [] if workload.lora else [self.trainer.ref_model]
         if groups is not None:
             for model in (policy, *references):
-                fused = vars(model)[forward.ATTRIBUTE]
-                fused.request = fused.request._replace(groups=groups)
+                fused = vars(model)[ATTRIBUTE]
+                fused.options = fused.options._replace(groups=groups)
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
         self.steps = 0
 

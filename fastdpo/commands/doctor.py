@@ -20,7 +20,7 @@ from .. import __version__
 from ..integrations import packages, patching
 from ..integrations.lines import DISTRIBUTIONS, LINES
 from ..models import forward
-from ..models.forward import Request
+from ..models.state import ForwardOptions
 from ..ops.attention import backends
 from ..ops.attention import trials as attention_trials
 from ..ops.attention.calls import AttentionOptions
@@ -249,7 +249,9 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
     labels = ids.clone()
     labels[:, :16] = IGNORE_INDEX
     batches = []
-    forward.install(model, Request(NAME, "policy"), lambda batch, kwargs: batches.append(batch), prior_scores=False)
+    forward.install(
+        model, ForwardOptions(NAME, "policy"), lambda batch, kwargs: batches.append(batch), prior_scores=False
+    )
     was_training = model.training
     try:
         with torch.no_grad():

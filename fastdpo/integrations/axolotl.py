@@ -17,7 +17,8 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
-from ..models import fallback
+from ..logs import report
+from ..models.calls import calls_line
 from ..reasons import Reason
 from .bypass import STATE
 from .patching import PatchReport, patch
@@ -47,13 +48,13 @@ class FastDPOPlugin(BasePlugin):
         """Prints the report, or says that the trainer is another one, such as that of `rl: kto`."""
         if STATE not in vars(trainer):
             reason = Reason("other-trainer", trainer=TRAINER)
-            fallback.report(f"{TRAINER} ({type(trainer).__name__}): not fused, {reason.named}")
+            report(f"{TRAINER} ({type(trainer).__name__}): not fused, {reason.named}")
         elif vars(trainer)[STATE] is not None:  # else its line has said why
             _print(self._report)
 
     def post_train_unload(self, cfg: Any) -> None:
         """Prints how many calls of models took which path."""
-        line = fallback.calls_line(TRAINER)
+        line = calls_line(TRAINER)
         if line is not None:
             _print(line)
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ..logs import logger
-from ..models import fallback, forward
+from ..logs import logger, report
+from ..models import forward
+from ..models.calls import calls_line
 from ..models.functions import closure_contents, inner_function
 from ..reasons import Reason
 
@@ -77,7 +78,7 @@ def report_skipped_init(trainer: Any, integration: str, stock: type, path: tuple
 def leave_unpatched(trainer: Any, integration: str, reason: Reason) -> None:
     """Marks a trainer as unpatched, and reports why."""
     vars(trainer)[STATE] = None
-    fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
+    report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
 
 
 def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
@@ -87,7 +88,7 @@ def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
     """
     if not forward.was_called(policy, integration):
         reason = Reason("no-call")
-        fallback.report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
+        report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
 
 
 def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
@@ -120,7 +121,7 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
                 _log_calls(state)
 
     def _log_calls(state: TrainerState) -> None:
-        line = fallback.calls_line(integration)
+        line = calls_line(integration)
         if line is not None and state.is_world_process_zero:
             logger.info(line)
 

@@ -21,9 +21,9 @@ from torch import nn
 
 from ..logs import logger
 from ..models import forward
-from ..models.forward import MakeOutput, Request
 from ..models.language_model import text_config
 from ..models.layouts import Groups
+from ..models.state import ForwardOptions, MakeOutput
 from ..models.wrapped import base_of
 from ..reasons import Reason
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
@@ -74,7 +74,7 @@ class TrainerLine:
         module_parameters: those of functions of its module.
         exact: whether these functions may have no further parameters.
         path: the functions that lead to the fused call (see `bypass.bypass_reason`).
-        groups: which rows of a batch may share what they begin with (see `forward.Request`).
+        groups: which rows of a batch may share what they begin with (see `ForwardOptions`).
         options: of `patch()`.
         replacements: the attributes that are replaced while the trainer is patched.
     """
@@ -148,9 +148,9 @@ class TrainerLine:
         """The statistics of the policy's tokens, next to their log-probabilities (see `ops.linear_logps`)."""
         return ()
 
-    def request(self, trainer: Any, role: str) -> Request:
+    def request(self, trainer: Any, role: str) -> ForwardOptions:
         """What the fused forward of a model computes."""
-        return Request(
+        return ForwardOptions(
             self.name,
             role,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics

@@ -120,7 +120,7 @@ class PatchOptions:
     changed: tuple[str, ...] = ()
 
     def of_forward(self) -> dict[str, Any]:
-        """Those that are options of a fused forward (`models.forward.Request`)."""
+        """Those that are options of a fused forward (`models.state.ForwardOptions`)."""
         names = ("share_prompts", "memory_budget", "verify", "changed")
         return {name: getattr(self, name) for name in names}
 

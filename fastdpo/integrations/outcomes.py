@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..models import fallback
+from ..models.calls import calls, calls_line, outcomes
 from . import patching
 from .options import OPTIONS, PatchOptions, applies
 
 
 def line(trainer: str) -> str | None:
     """The counters of a trainer and the outcomes of its options, or None if none of its models was called."""
-    calls = fallback.calls_line(trainer)
+    counted = calls_line(trainer)
     options = patching.options_of(trainer)
-    if calls is None or options is None:
-        return calls
+    if counted is None or options is None:
+        return counted
     given = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in given.items() if value != getattr(PatchOptions, name)}
-    return "; ".join([calls, *_outcomes(trainer, given)])
+    return "; ".join([counted, *_outcomes(trainer, given)])
 
 
 def line_without_calls(trainers: Sequence[str], given: Mapping[str, object]) -> str:
     """What to print of options that were given, if no model of any of these patched trainers was called."""
-    outcomes = dict.fromkeys(outcome for trainer in trainers for outcome in _outcomes(trainer, given))
-    return "; ".join([f"fastdpo: {', '.join(trainers)} calls: none", *outcomes])
+    named = dict.fromkeys(outcome for trainer in trainers for outcome in _outcomes(trainer, given))
+    return "; ".join([f"fastdpo: {', '.join(trainers)} calls: none", *named])
 
 
 def _outcomes(trainer: str, given: Mapping[str, object]) -> list[str]:
@@ -34,12 +34,12 @@ def _outcomes(trainer: str, given: Mapping[str, object]) -> list[str]:
 
 def _outcome(trainer: str, option: str) -> str:
     if option == "verify":
-        verified = fallback.outcomes[trainer, "verified"]
+        verified = outcomes[trainer, "verified"]
         return f" (first calls that agreed with stock ones: {verified})" if verified else " (no call was compared)"
     if option == "max_tokens":
-        steps, parts = (fallback.outcomes[trainer, x] for x in ("steps", "micro-batches"))
+        steps, parts = (outcomes[trainer, x] for x in ("steps", "micro-batches"))
         return f" ({steps} steps in {parts} micro-batches)"
     if option == "reference_memory":
-        avoided = sum(n for (name, _, path), n in fallback.calls.items() if (name, path) == (trainer, "remembered"))
+        avoided = sum(n for (name, _, path), n in calls.items() if (name, path) == (trainer, "remembered"))
         return f" ({avoided} reference runs avoided)"
     return ""

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, ParamSpec, Unpack, cast
 
-from ..logs import logger, warn
-from ..models import fallback, forward
+from ..logs import logger, strict, warn
+from ..models import forward
 from ..reasons import Reason
 from . import evidence, packages
 from .bypass import STATE
@@ -210,7 +210,7 @@ def _patch(
     report = PatchReport(tuple(x.current_seam() for x in examined.values()))
     if is_targeted and not all(seam.on for seam in report.seams):
         raise PatchError(f"patch: {report}")
-    if fallback.strict() and not all(seam.on and not seam.stock_trainers for seam in report.seams):
+    if strict() and not all(seam.on and not seam.stock_trainers for seam in report.seams):
         raise PatchError(f"patch: {report} (FASTDPO_STRICT=1)")
 
     for name, found in examined.items():

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..models import forward
-from ..models.forward import ScoredBatch
 from ..models.router import router_loss
+from ..models.state import ScoredBatch
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason
 

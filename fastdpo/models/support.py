@@ -73,7 +73,7 @@ def call_unsupported_reason(
 ) -> Reason | None:
     """Returns why the fused forward cannot take the arguments of a call, or None if it can.
 
-    `float32_head` is that of the `Request`. `others` are arguments that are examined elsewhere.
+    `float32_head` is that of the `ForwardOptions`. `others` are arguments that are examined elsewhere.
     """
     if args:
         return Reason("positional-arguments")

@@ -25,12 +25,18 @@ def base_of(model: nn.Module, op: str) -> PreTrainedModel:
     Raises:
         TypeError: there is none.
     """
+    base = find_base(model)
+    if base is None:
+        raise TypeError(f"{op}: model must be or hold a transformers.PreTrainedModel; got {type(model).__name__}")
+    return base
+
+
+def find_base(model: nn.Module) -> PreTrainedModel | None:
+    """As `base_of`, or None if there is no transformers model."""
     from transformers import PreTrainedModel
 
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise TypeError(f"{op}: model must be or hold a transformers.PreTrainedModel; got {type(model).__name__}")
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
 
 
 def without_engines(model: nn.Module) -> nn.Module:

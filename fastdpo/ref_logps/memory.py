@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import gather_objects, largest_of_ranks
-from ..logs import logger, warn
-from ..models import fallback
-from ..models.fallback import calls
+from ..logs import logger, report, warn
+from ..models import calls
 from ..models.structure import Structure
 from ..models.support import rope_reason
 from ..reasons import Reason
@@ -97,7 +96,7 @@ class Memory:
 
     def _disable(self, reason: Reason) -> None:
         self.enabled, self._values, self._new = False, {}, {}
-        fallback.report(f"{self._integration}: reference_memory is disabled, {reason.named}")
+        report(f"{self._integration}: reference_memory is disabled, {reason.named}")
 
     def log_probs(
         self, reference: PreTrainedModel, digests: list[bytes], compute: Callable[[list[int]], Tensor], tokens: int
@@ -120,7 +119,7 @@ class Memory:
             return None
         missing = [i for i, digest in enumerate(digests) if digest not in self._values]
         run = missing or ([0] if others_run else [])
-        fallback.count_tokens(self._integration, tokens * (len(digests) - len(run)) // len(digests), 0)
+        calls.count_tokens(self._integration, tokens * (len(digests) - len(run)) // len(digests), 0)
         if run:
             before = _random_states(reference.device)
             computed = compute(run).double().tolist()
@@ -133,7 +132,7 @@ class Memory:
                 self._values |= finite
                 self._new |= finite
         else:
-            calls[self._integration, "reference", "remembered"] += 1
+            calls.calls[self._integration, "reference", "remembered"] += 1
             values = [self._values[digest] for digest in digests]
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 

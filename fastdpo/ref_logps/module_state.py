@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
-from ..models.forward import ATTRIBUTE as FUSED_FORWARD
 from ..models.functions import closure_contents, inner_function
 from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
+from ..models.state import ATTRIBUTE as FUSED_FORWARD
 from .digests import config_digest
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from ..data.pairs import Pairs, batches
 from ..distributed import gather_objects, rank_and_world_size
-from ..logs import warn
-from ..models import fallback
+from ..logs import strict, warn
 from ..reasons import Reason
 from .ranks import cache_disabled, merge, read_on_all_ranks
 from .shards import MISSING, Shards, missing
@@ -90,7 +89,7 @@ def run(
         values = merge(values, device)
         if shards is not None and failure is None and rank_and_world_size()[0] == 0:
             failure = _failure(partial(shards.merge, values))
-    if fallback.strict():
+    if strict():
         cache_disabled(failure)
     return _split(values)
 
@@ -175,7 +174,7 @@ def _failure(write: Callable[[], None]) -> Reason | None:
         write()
     except (OSError, ValueError) as error:  # ValueError: a stored file cannot be read any more
         reason = Reason("cache-file", done="written any more", error=error)
-        if not fallback.strict():  # every rank raises it at the end
+        if not strict():  # every rank raises it at the end
             warn(f"reference log-probabilities: not cached, {reason.named}")
         return reason
     return None

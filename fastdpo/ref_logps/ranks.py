@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import gather_objects, rank_and_world_size
-from ..models import fallback
+from ..logs import report, strict
 from ..reasons import Reason
 
 
@@ -34,8 +34,8 @@ def cache_disabled(reason: Reason | None) -> bool:
     it once, or raises in strict mode.
     """
     reasons = sorted({each.named for each in gather_objects(reason) if each is not None})
-    if reasons and (fallback.strict() or rank_and_world_size()[0] == 0):
-        fallback.report(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
+    if reasons and (strict() or rank_and_world_size()[0] == 0):
+        report(f"reference log-probabilities: not cached, {'; '.join(reasons)}")
     return bool(reasons)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..data.pairs import Pairs
 from ..models import forward
+from ..models.state import ForwardOptions, state_of
 from ..models.wrapped import base_of, input_device_of
 from ..ops import length_desensitized_logps, token_logps
 from ..packing import IGNORE_INDEX
@@ -26,17 +27,17 @@ NAME = "fastdpo.ref_logps"
 def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[Score]:
     """Yields a function that scores rows of pairs with the model, valid during the block."""
     base = base_of(model, "precompute")
-    if forward.ATTRIBUTE in vars(base):
+    if state_of(base) is not None:
         raise ValueError(
             "precompute: model must not belong to a patched trainer; got one that does. Call precompute before the "
             "trainer is created, or let the trainer do it (precompute_ref_log_probs=True)"
         )
     device = input_device_of(base)
-    options = {"output_router_logits": False} if hasattr(base.config, "output_router_logits") else {}
+    arguments = {"output_router_logits": False} if hasattr(base.config, "output_router_logits") else {}
 
     def score(rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
         batch = {name: x.to(device) for name, x in pairs.collate(rows).items()}
-        output = model(**batch, **options, use_cache=False, fused_lm_head=True)
+        output = model(**batch, **arguments, use_cache=False, fused_lm_head=True)
         logps = output if isinstance(output, Tensor) else _from_logits(output.logits, batch["labels"])  # [2B, L-1]
         if ld_alpha is None:
             sums = logps.sum(1)
@@ -47,8 +48,8 @@ def scoring(model: nn.Module, pairs: Pairs, ld_alpha: float | None) -> Iterator[
         return chosen, rejected
 
     try:
-        request = forward.Request(NAME, "reference")
-        forward.install(base, request, lambda scored, _: scored.logps.logps, prior_scores=False)
+        options = ForwardOptions(NAME, "reference")
+        forward.install(base, options, lambda scored, _: scored.logps.logps, prior_scores=False)
         with torch.no_grad():
             yield score
     finally:

@@ -20,7 +20,7 @@ from fastdpo.commands import doctor
 from fastdpo.integrations import evidence, fingerprints
 from fastdpo.integrations.lines import LINES
 from fastdpo.integrations.patching import examine
-from fastdpo.models import fallback
+from fastdpo.models import calls as counters
 from tests.support import ROOT
 from tests.support.comparison import double
 from tests.support.documents import tested_code
@@ -186,7 +186,7 @@ def test_what_depends_on_a_changed_function_is_left_to_trl(changed, trainer, tmp
     assert {path for _, path in patched.calls} == {"fused"}
     if line.compared:
         assert_same(stock, patched)
-        assert fallback.outcomes[trainer, "verified"] >= 2
+        assert counters.outcomes[trainer, "verified"] >= 2
 
 
 @pytest.mark.parametrize("trainer", ["trl.OnlineDPOTrainer", "trl.CPOTrainer", "trl.ORPOTrainer"])

@@ -9,7 +9,7 @@ import torch
 
 from fastdpo.integrations.merged_rows import equal_when_merged
 from fastdpo.models import forward
-from fastdpo.models.forward import Request
+from fastdpo.models.state import ForwardOptions
 from fastdpo.ref_logps.memory import Memory
 from tests.support.models.families import tiny_family
 
@@ -34,7 +34,7 @@ def test_a_wide_batch_disables_a_reference_memory(name, caplog):
 @each_model
 def test_batches_are_merged_only_where_none_becomes_wider_than_the_limit(name):
     model, limit = tiny_family(name).eval(), LIMITS[name]
-    forward.install(model, Request("a trainer", "reference"), lambda scored, _: scored.logps.logps)
+    forward.install(model, ForwardOptions("a trainer", "reference"), lambda scored, _: scored.logps.logps)
 
     def merges(a: int, b: int) -> bool:
         return equal_when_merged(model, torch.zeros(2, a, dtype=torch.long), torch.zeros(2, b, dtype=torch.long))
@@ -47,5 +47,5 @@ def test_batches_are_merged_only_where_none_becomes_wider_than_the_limit(name):
 
 def test_batches_of_other_models_are_merged_whatever_their_widths():
     model = tiny_family("llama").eval()
-    forward.install(model, Request("a trainer", "reference"), lambda scored, _: scored.logps.logps)
+    forward.install(model, ForwardOptions("a trainer", "reference"), lambda scored, _: scored.logps.logps)
     assert equal_when_merged(model, torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 500, dtype=torch.long))

@@ -14,7 +14,7 @@ import fastdpo
 from fastdpo.integrations import scored_rows
 from fastdpo.integrations.scored_rows import ScoredRows
 from fastdpo.models import forward
-from fastdpo.models.forward import Request
+from fastdpo.models.state import ForwardOptions
 from fastdpo.packing import IGNORE_INDEX
 from fastdpo.reasons import Reason
 from tests.support.comparison import assert_same_gradients
@@ -73,7 +73,7 @@ def train(case: str, rank: int, shard: bool) -> tuple[list[torch.Tensor], dict[s
         mesh = init_device_mesh("cpu", (2,))
         for unit in (*model.model.layers, model):
             fully_shard(unit, mesh=mesh)
-        request = Request(TRAINER, "policy", outputs=("mean_logits",))
+        request = ForwardOptions(TRAINER, "policy", outputs=("mean_logits",))
         output = functools.partial(ScoredRows.of, model.config)
         forward.install(model, request, output, prior_scores=False)
     results, paths = [], []

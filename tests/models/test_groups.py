@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from fastdpo.models import forward
-from fastdpo.models.forward import Request
 from fastdpo.models.router import router_loss
+from fastdpo.models.state import ForwardOptions
 from fastdpo.ops import packed_attention
 from fastdpo.packing import IGNORE_INDEX
 from tests.support.comparison import double
@@ -92,7 +92,9 @@ def stock(model: PreTrainedModel, batch: dict[str, torch.Tensor], **options: boo
 def fused(model: PreTrainedModel, batch: dict[str, torch.Tensor], request: dict, **options: bool):
     """Also returns how many rows have the most common token."""
     scored = []
-    forward.install(model, Request("test", "policy", **request), lambda x, _: scored.append(x), prior_scores=False)
+    forward.install(
+        model, ForwardOptions("test", "policy", **request), lambda x, _: scored.append(x), prior_scores=False
+    )
     model(**batch, fused_lm_head=True, use_cache=False, **options)
     (result,) = scored
     routers = result.router_logits

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ...accuracy import layers_of, perturbed, random_rounding, training_unit
 from ...data.files import load_preferences
 from ...integrations.patching import patched
-from ...models import fallback, forward, gradients
+from ...models import calls, forward, gradients
 from ...models.language_model import backbone
 from ...models.wrapped import base_of
 from ...plain_checks import suggested
@@ -170,7 +170,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
     with ExitStack() as stack:
         if side == PATCHED:
             stack.enter_context(patched(TRAINER))
-        before = Counter(fallback.calls)
+        before = Counter(calls.calls)
         trainer = _trainer(settings, in_float64=side == FLOAT64)
         trainer.remove_callback(PrinterCallback)
         if side == FLOAT64:
@@ -192,7 +192,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         peak = PeakMemory()
         with peak.watched(), _perturbed(trainer) if side == PERTURBED else nullcontext():
             trainer.train()
-        calls = Counter(fallback.calls) - before
+        counted = Counter(calls.calls) - before
         return {
             "model": type(policy).__name__,
             "dtype": str(dtype).removeprefix("torch."),
@@ -204,7 +204,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "logps": {role: torch.cat(x) for role, x in recorder.logps.items() if x},
             "gradients": recorder.gradients,
             "logs": recorder.logs,
-            "calls": {f"{kind} {path}": n for (name, kind, path), n in calls.items() if name == TRAINER},
+            "calls": {f"{kind} {path}": n for (name, kind, path), n in counted.items() if name == TRAINER},
             "reasons": sorted(_reasons(trainer)),
             "tokens": recorder.tokens / settings.batches,
             "seconds": median(seconds[1:]) if len(seconds) >= TIMED_BATCHES else None,

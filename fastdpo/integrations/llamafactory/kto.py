@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...models.fallback import counting_calls_as
+from ...models.calls import counting_calls_as
 from ..bypass import is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..scored_rows import ScoredRows, label_mask, masked_mean

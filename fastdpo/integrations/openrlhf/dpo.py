@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import forward
-from ...models.forward import Request
+from ...models.state import ForwardOptions
 from ...reasons import Reason
 from ...ref_logps.memory import Memory
 from ..line import TrainerLine, TrainerState
@@ -63,7 +63,7 @@ class OpenRLHFLine(TrainerLine):
     def new_state(self) -> _OpenRLHFState:
         return _OpenRLHFState(name=self.name, memory=Memory(self.options.reference_memory, self.name))
 
-    def request(self, trainer: DPOTrainer, role: str) -> Request:
+    def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
         actor = trainer.model if role == "policy" else trainer.ref_model
         return super().request(trainer, role)._replace(temperature=actor.temperature)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from ...models.fallback import counting_calls_as
+from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ..scored_rows import ScoredRows
 from .batches import OutputOfRows

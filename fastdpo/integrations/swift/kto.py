@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...models import forward
-from ...models.fallback import counting_calls_as
-from ...models.forward import MakeOutput, ScoredBatch
+from ...models.calls import counting_calls_as
 from ...models.language_model import text_config
+from ...models.state import MakeOutput, ScoredBatch
 from ...models.wrapped import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...logs import warn
 from ...models import forward
-from ...models.fallback import counting_calls_as
+from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ...ref_logps.memory import Memory
 from ..gathering import of_all_ranks

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...models import forward
-from ...models.forward import MakeOutput, ScoredBatch
 from ...models.language_model import text_config
+from ...models.state import MakeOutput, ScoredBatch
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..line import liger_reason

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...models import forward
-from ...models.forward import Request, ScoredBatch
 from ...models.language_model import text_config
+from ...models.state import ForwardOptions, ScoredBatch
 from ...reasons import Reason
 from .. import evidence
 from ..line import TrainerLine
@@ -37,7 +37,7 @@ class FusedHeadLine(TrainerLine):
 
     Attributes:
         kind_without_gradient: the kind that calls of the policy without gradients are counted as (see
-            `Request`), as are `images`.
+            `ForwardOptions`), as are `images`.
     """
 
     kind_without_gradient: ClassVar[str] = "reference"
@@ -82,7 +82,7 @@ class FusedHeadLine(TrainerLine):
         stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)
         if _leaves_models.get():
             return
-        request = Request(
+        request = ForwardOptions(
             self.name,
             role="policy" if len(outputs) > 1 else "reference",  # only the policy's statistics feed metrics
             kind_without_gradient=self.kind_without_gradient,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from ...models.fallback import counting_calls_as
+from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ..line import option_reason
 from .fused_head import FusedHeadLine

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...models.fallback import counting_calls_as
+from ...models.calls import counting_calls_as
 from .. import evidence
 from ..bypass import STATE, is_overridden
 from ..merged_rows import equal_when_merged, merged

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from ...logs import warn
-from ...models import fallback, forward, wrapped
+from ...logs import report, warn
+from ...models import forward, wrapped
 from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
 from ...storage import Directory, directory_at
@@ -49,7 +49,7 @@ def is_supported(trainer: DPOTrainer, dataset: Dataset) -> bool:
         return False
     reason = _unsupported_reason(trainer) or _width_reason(trainer, dataset)
     if reason is not None:
-        fallback.report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
+        report(f"{DPO}: TRL's own pass precomputes the reference log-probabilities, {reason.named}")
     return reason is None
 
 

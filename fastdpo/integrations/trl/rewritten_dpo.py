@@ -9,7 +9,7 @@ from typing import Any
 
 from ...logs import warn
 from ...models import forward
-from ...models.fallback import counting_calls_as
+from ...models.calls import counting_calls_as
 from ..gathering import of_all_ranks
 from ..line import TrainerLine, TrainerState, arguments_of
 from ..lines import DPO

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import fastdpo
 from fastdpo import NotFused
-from fastdpo.models import fallback
+from fastdpo.models import calls as counters
 from fastdpo.ref_logps.memory import digests_of_pairs
 from tests.support.comparison import assert_close
 from tests.support.trl.dpo import LORA, assert_same, assert_same_bits, build, pairs, run_two_ranks, tiny_model, train
@@ -87,10 +87,10 @@ def test_only_new_pairs_are_computed(tmp_path):
 def test_the_tokens_of_avoided_runs_were_given(tmp_path):
     counts = {}
     for memory in (False, True):
-        fallback.tokens.clear()
+        counters.tokens.clear()
         options = dict(data=pairs(4), evaluate=0, max_steps=2)
         remembering(tmp_path / str(memory), tiny_model(), tiny_model(seed=1), memory, **options)
-        counts[memory] = [fallback.tokens["trl.DPOTrainer", name] for name in ("given", "computed")]
+        counts[memory] = [counters.tokens["trl.DPOTrainer", name] for name in ("given", "computed")]
     given, computed = counts[False]
     assert counts[True] == [given, computed * 3 // 4]  # one of the four runs over the same batch is avoided
 

@@ -18,7 +18,7 @@ from fastdpo.batching import StepPlanner
 from fastdpo.integrations.trl.batches import budgeted_loader
 from fastdpo.integrations.trl.batches.step_metrics import StepMetrics
 from fastdpo.lengths import PairLengths
-from fastdpo.models import fallback
+from fastdpo.models import calls as counters
 from tests.support.comparison import double
 from tests.support.trl.dpo import adapter, assert_same, build, long_pairs, pairs, tiny_model, train
 from tests.support.trl.resuming import assert_resumes
@@ -53,13 +53,13 @@ def assert_same_as_stock(directory, expected: dict, *, max_tokens: int = MAX_TOK
 def computed(monkeypatch):
     """The packed tokens of every call of a model."""
     tokens = []
-    count = fallback.count_tokens
+    count = counters.count_tokens
 
     def counting(integration, padded, packed):
         tokens.append(packed)
         count(integration, padded, packed)
 
-    monkeypatch.setattr(fallback, "count_tokens", counting)
+    monkeypatch.setattr(counters, "count_tokens", counting)
     return tokens
 
 

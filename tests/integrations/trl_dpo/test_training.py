@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.models import fallback
+from fastdpo.models import calls as counters
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.families import FUSED, kind, tiny_family
@@ -42,7 +42,7 @@ def test_the_log_says_how_much_was_computed(tmp_path, caplog):
             Dataset.from_list(rows), trainer.processing_class, trainer.args, "train"
         )
         fastdpo.calls.clear()
-        fallback.tokens.clear()
+        counters.tokens.clear()
         trainer.train()
     padded, distinct = 2 * (3 + 2 + 1), 3 + 2 + 1  # of a pair; nothing is scored behind its end tokens
     given, computed = (2 * 2 * n for n in (padded, distinct))  # models and pairs of a step
@@ -56,8 +56,8 @@ def test_the_log_says_how_much_was_computed(tmp_path, caplog):
 
 def test_a_line_of_calls_that_fell_back(monkeypatch):
     calls = Counter({("x", "policy", "fused"): 3, ("x", "eval", "stock"): 1, ("x", "reference", "remembered"): 4})
-    monkeypatch.setattr(fallback, "calls", calls)
-    assert fallback.calls_line("x") == (
+    monkeypatch.setattr(counters, "calls", calls)
+    assert counters.calls_line("x") == (
         "fastdpo: x calls: policy fused 3, eval stock 1, reference remembered 4; "
         "75% of calls fused, 4 reference runs avoided"
     )

@@ -30,7 +30,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 import fastdpo
-from fastdpo.models import forward
+from fastdpo.models import laying_out
 from fastdpo.models.layouts import SharePrompts
 from fastdpo.packing import Layout
 from tests.support import ROOT
@@ -265,13 +265,13 @@ def train_both(
 
 def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     """A list to which the layout of each following call is appended."""
-    stock, recorded = forward.layout_of, []
+    stock, recorded = laying_out.layout_of, []
 
     def layout_of(*args, **options):
         recorded.append(stock(*args, **options))
         return recorded[-1]
 
-    monkeypatch.setattr(forward, "layout_of", layout_of)
+    monkeypatch.setattr(laying_out, "layout_of", layout_of)
     return recorded
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ....logs import logger
-from ....models import fallback
+from ....models.calls import outcomes
 from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
 from ....models.wrapped import base_of
@@ -101,8 +101,8 @@ class TokenBudget:
         loss = torch.zeros((), device=trainer.args.device)
         ends_step = trainer.accelerator.sync_gradients
         is_patched = STATE in vars(trainer)
-        fallback.outcomes[DPO, "steps"] += ends_step
-        fallback.outcomes[DPO, "micro-batches"] += len(inputs)
+        outcomes[DPO, "steps"] += ends_step
+        outcomes[DPO, "micro-batches"] += len(inputs)
         for i, (batch, share) in enumerate(inputs):
             is_last = i == len(inputs) - 1
             with (

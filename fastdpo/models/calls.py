@@ -1,4 +1,4 @@
-"""How often each path ran, and why a fused path did not: counters, logged reasons and strict mode."""
+"""Counters: which path the calls of models took, how many tokens they computed, and what options have done."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-
-from ..logs import STRICT as STRICT
-from ..logs import NotFused as NotFused
-from ..logs import report as report
-from ..logs import strict as strict
 
 calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).

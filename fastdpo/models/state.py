@@ -1,0 +1,202 @@
+"""The state of a model's fused forward: its options, what has been found out about the model, and which
+parts of the model have been replaced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..ops.head.results import TokenLogps
+from ..packing import Layout
+from ..reasons import Reason
+from . import attention, head, images, output_dtypes
+from .layouts import Groups, SharePrompts
+from .probe import ProbeResult
+from .structure import Structure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTRIBUTE = "_fastdpo_forward"
+"""The attribute of a model that holds its `FusedForward`."""
+
+
+class ForwardOptions(NamedTuple):
+    """The options of a model's fused forward.
+
+    Attributes:
+        integration: name under which calls are counted and logged, such as "trl.DPOTrainer".
+        role: "policy" or "reference".
+        kind_without_gradient: the kind that calls of a policy in training mode without gradients are
+            counted as (see `calls.calls`).
+        outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
+        temperature: divides the logits.
+        float32_head: whether the head computes in float32.
+        share_prompts: whether tokens that rows of the same group begin with are computed once;
+            "deterministic": unless dropout or other noise is active.
+        groups: which rows of a batch are a group. In batches with images, pairs are.
+        images: whether batches may hold images, those of the first rows of all pairs first.
+        memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
+            for the default of `ops.linear_logps`.
+        verify: whether the first fused call with gradients and the first one without are compared
+            with the prior forward.
+        changed: functions of the prior forward's package that have changed since it was tested. Calls are
+            then compared, too, and go there from then on if they differ.
+    """
+
+    integration: str
+    role: str
+    kind_without_gradient: str = "reference"
+    outputs: tuple[str, ...] = ()
+    temperature: float = 1.0
+    float32_head: bool = False
+    share_prompts: SharePrompts = True
+    groups: Groups = "content"
+    images: bool = False
+    memory_budget: int | None = None
+    verify: bool = False
+    changed: tuple[str, ...] = ()
+
+    @property
+    def is_compared(self) -> bool:
+        return self.verify or bool(self.changed)
+
+
+class ScoredBatch(NamedTuple):
+    """Result of one fused call.
+
+    Attributes:
+        logps: per-token results, [R, W] each, zero where nothing is scored.
+        label_mask: bool [R, W], where a token is scored.
+        router_logits: of each layer, [T, experts] for T packed tokens; None if they were not
+            requested.
+        multiplicity: [1, T], how often each packed token occurs in the batch.
+    """
+
+    logps: TokenLogps
+    label_mask: Tensor
+    router_logits: tuple[Tensor, ...] | None
+    multiplicity: Tensor
+
+
+MakeOutput = Callable[[ScoredBatch, dict], object]
+"""Makes a model's output from a scored batch and the keyword arguments of the call."""
+
+
+class RunnableBatch(NamedTuple):
+    """How a call runs: packed by its layout, or padded as it came, with
+    a layout that says what is scored.
+
+    Attributes:
+        layout: of the batch.
+        inputs: arguments of the backbone.
+        images: the image tensors of a packed batch.
+        args: positional arguments of the backbone.
+        bare_head: whether hooks and a forward that other code has given the head are left out.
+    """
+
+    layout: Layout
+    inputs: dict[str, Any]
+    images: dict[str, Tensor]
+    args: tuple = ()
+    bare_head: bool = False
+
+
+@dataclass
+class FusedForward:
+    """The state of a model's fused forward.
+
+    Attributes:
+        options: what it computes.
+        make_output: makes the output of fused calls.
+        prior_forward: the forward before ours.
+        prior_scores: whether the prior forward takes `fused_lm_head` and labels.
+        logit_transform: (softcap, logit_scale) of the model.
+        disabled_reason: why all calls go to the prior forward, whatever becomes of the model.
+        choose: `deciding.choose`, excluded from compilation.
+        examine: `deciding.model_reason`, excluded from compilation.
+        inner: an earlier fused forward, if other code has wrapped it since.
+        prior_attention: the attention implementation to restore; None if the model is not switched.
+        forward: the function that is the model's forward now.
+        probe_results: by the hash of the structure that the model had when it was probed.
+        probe_result: of the model as it is; None before its first call.
+        examined: the hash of the structure that the model has.
+        image_batches: packs batches with images.
+        logged: reasons that have been logged, for which calls have fallen back.
+        was_called: whether an integration has called the model, or has left a call to its trainer.
+        is_awaited: whether other ranks may examine the model in a call that this rank has left to its
+            trainer.
+        verified: the kinds of calls, with gradients (True) and without (False), that are not to be
+            verified any more.
+        has_logged_dropout: whether it was logged that prompts are not shared.
+    """
+
+    options: ForwardOptions
+    make_output: MakeOutput
+    prior_forward: Callable
+    prior_scores: bool
+    logit_transform: tuple[float | None, float]
+    disabled_reason: Reason | None
+    choose: Callable[..., RunnableBatch | None]
+    examine: Callable[..., Reason | None]
+    inner: FusedForward | None
+    prior_attention: str | None = None
+    forward: Callable | None = None
+    structure: Structure = field(default_factory=Structure)
+    probe_results: dict[int, ProbeResult] = field(default_factory=dict)
+    probe_result: ProbeResult | None = None
+    examined: int = 0
+    image_batches: images.ImageBatches = field(default_factory=images.ImageBatches)
+    logged: set[Reason] = field(default_factory=set)
+    was_called: bool = False
+    is_awaited: bool = False
+    verified: set[bool] = field(default_factory=set)
+    has_logged_dropout: bool = False
+
+    def unsupported_reason(self) -> Reason | None:
+        """Why all calls fall back, as far as is known."""
+        if self.disabled_reason is not None or self.probe_result is None:
+            return self.disabled_reason
+        return self.probe_result.unsupported_reason
+
+
+MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""The models that have a fused forward. A copy of one has its state, and is not among them."""
+
+
+def state_of(model: nn.Module) -> FusedForward | None:
+    """The state of a model's fused forward, if it has one."""
+    return vars(model).get(ATTRIBUTE)
+
+
+def disabled_reason(model: PreTrainedModel, fused: FusedForward) -> Reason | None:
+    """Why all calls of a model fall back, whatever becomes of it."""
+    return fused.disabled_reason or (None if model in MODELS else Reason("copied-model"))
+
+
+def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
+    """Makes a model take packed batches, once."""
+    if not attention.is_switched(model):
+        fused.prior_attention = attention.switch(model)
+
+
+def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
+    """Makes a model's head score, for a model whose structure is known."""
+    head.install(head.head_of(model))
+    if next(fused.structure.modules_of(FSDPModule), None) is not None:
+        output_dtypes.keep(model, head.head_of(model))
+
+
+def restore(model: PreTrainedModel, fused: FusedForward) -> None:
+    """Gives a model its own attention and its own head back."""
+    if fused.prior_attention is not None:
+        attention.restore(model, fused.prior_attention)
+        fused.prior_attention = None
+    head.restore(head.head_of(model))
+    output_dtypes.restore(model, head.head_of(model))
