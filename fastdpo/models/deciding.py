@@ -138,21 +138,21 @@ def kind_of_call(model: PreTrainedModel, fused: FusedForward) -> str:
     kind = calls.kind_of_calls()
     if kind is not None:
         return kind
-    if fused.options.role == "reference" or _adapter_is_reference(model):
+    if fused.options.role == "reference" or _adapter_is_reference(model, fused):
         return "reference"
     if torch.is_grad_enabled():
         return "policy"
     return fused.options.kind_without_gradient if model.training else "eval"
 
 
-def _adapter_is_reference(model: PreTrainedModel) -> bool:
+def _adapter_is_reference(model: PreTrainedModel, fused: FusedForward) -> bool:
     """Whether PEFT's adapters are disabled, or switched to the copy that TRL names "ref"."""
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layer = next((m for m in model.modules() if isinstance(m, BaseTunerLayer)), None)
-    return layer is not None and (layer.disable_adapters or "ref" in layer.active_adapters)
+    layers = cast("list[BaseTunerLayer]", fused.structure.modules_of(model, BaseTunerLayer))
+    return bool(layers) and (layers[0].disable_adapters or "ref" in layers[0].active_adapters)
 
 
 def log_once(fused: FusedForward, reason: Reason) -> None:

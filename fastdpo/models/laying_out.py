@@ -91,4 +91,4 @@ def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:
     adapter whose weights are still zero.
     """
     seen = fused.probe_result is not None and fused.probe_result.is_random
-    return seen or any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    return seen or any(cast(nn.Dropout, x).p > 0 for x in fused.structure.modules_of(model, nn.Dropout))

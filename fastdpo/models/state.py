@@ -189,7 +189,7 @@ def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
 def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
     """Makes a model's head score, for a model whose structure is known."""
     head.install(head.head_of(model))
-    if next(fused.structure.modules_of(FSDPModule), None) is not None:
+    if fused.structure.modules_of(model, FSDPModule):
         output_dtypes.keep(model, head.head_of(model))
 
 

@@ -5,12 +5,16 @@ The probe's result for a model, and log-probabilities remembered from it, are va
 structure stays the same. The hash is needed for every call. It is computed again only if the modules
 differ from all of its latest snapshots, and then the part that each module adds to it is cached until
 the module's attributes change.
+
+The comparison with a snapshot reads all modules in every call, in a few loops that run in C, and looks
+at nothing else that could be out of date: writes to `vars(module)` and `module._modules` are seen as
+well as those by `setattr`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, compress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +31,8 @@ PLAIN = (bool, int, float, str, type(None))
 MAX_SNAPSHOTS = 4
 """Number of snapshots of a model that are kept: in training and in evaluation, with adapters and without."""
 
-_children, _registries = itemgetter("_modules"), itemgetter("_modules", *head.HOOKS)
+_children = itemgetter("_modules")
+_registries = itemgetter("_modules", *head.HOOKS)
 
 
 class _Snapshot(NamedTuple):
@@ -39,34 +44,47 @@ class _Snapshot(NamedTuple):
         implementation: of the model's attention.
         modules: in the order of `nn.Module.modules`, the model first.
         kinds: their classes.
+        attributes: of the other modules. Children and hooks are in dictionaries, which are compared by
+            identity if they are the same objects as before.
+        empty: those of these dictionaries that had no entry.
         children: of the model.
-        attributes: of the other modules.
-        registries: children and hooks of the other modules.
-        names: of all of these children, in order, in which `nn.Sequential` calls them.
+        parents: takes those of the attributes whose modules have children.
+        names: of all of their children, in order, in which `nn.Sequential` calls them.
+        inner: these children.
         additions: of the modules that have any. A hook may close over values that have changed.
         hash: of the structure.
+        of_kinds: modules by a class that was asked for.
     """
 
     implementation: str
     modules: list[nn.Module]
     kinds: list[type]
-    children: dict[str, nn.Module | None]
     attributes: list[dict[str, Any]]
-    registries: list[tuple[dict, ...]]
+    empty: list[dict]
+    children: dict[str, nn.Module | None]
+    parents: Callable[[list], Iterable[dict[str, Any]]]
     names: list[str]
+    inner: list[nn.Module | None]
     additions: list[tuple[nn.Module, tuple[object, ...]]]
     hash: int
+    of_kinds: dict[type, list[nn.Module]]
 
-    def describes(self, model: PreTrainedModel) -> bool:
-        attributes = [*map(vars, self.modules[1:])]
+    def describes(self, model: PreTrainedModel, attributes: list[dict[str, Any]]) -> bool:
+        """Whether a model is as it was.
+
+        Args:
+            model: a model whose modules may have changed.
+            attributes: of all `modules` but the first, as they are now.
+        """
+        if not _equal(self.attributes, attributes) or any(self.empty) or self.children != model._modules:
+            return False
+        registered = [*map(_children, self.parents(attributes))]
         return (
-            self.modules[0] is model
+            self.names == [*chain.from_iterable(registered)]
+            and self.inner == [*chain.from_iterable(map(dict.values, registered))]
+            and self.modules[0] is model
             and self.implementation == attention.implementation(model)
             and self.kinds == [*map(type, self.modules)]
-            and self.children == model._modules
-            and self.registries == [*map(_registries, attributes)]
-            and self.names == [*chain.from_iterable(map(_children, attributes))]
-            and _equal(self.attributes, attributes)
             and all(additions == tuple(additions_to(module)) for module, additions in self.additions)
         )
 
@@ -79,39 +97,53 @@ class Structure:
     def __init__(self) -> None:
         # By id of a module: the module, its class, its attributes, and the hash of plain ones.
         self._cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
-        self._snapshots: list[_Snapshot] = []  # the most recently used first
+        self._snapshots: list[_Snapshot] = []  # of the same modules, the most recently used first
 
     def hash(self, model: PreTrainedModel) -> int:
         """The hash of the model's structure, valid in this process.
 
         Leaves out hooks on the model itself, because they run around its wrapped forward.
         """
-        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model)), None)
+        attributes = [*map(vars, self._snapshots[0].modules[1:])] if self._snapshots else []
+        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model, attributes)), None)
         if latest is None:
             latest = self._snapshot(model)
             self._snapshots = [x for x in self._snapshots if x.modules == latest.modules]  # keeps no replaced module
         self._snapshots = [latest, *(x for x in self._snapshots if x is not latest)][:MAX_SNAPSHOTS]
         return latest.hash
 
-    def modules_of(self, kind: type) -> Iterator[nn.Module]:
-        """The modules of a class that the model had when its hash was last asked for."""
-        return (module for module in self._snapshots[0].modules if isinstance(module, kind))
+    def modules_of(self, model: nn.Module, kind: type) -> list[nn.Module]:
+        """The modules of a class that the model had when its hash was last asked for, or those that it has
+        now if its hash is not known yet.
+        """
+        if not self._snapshots:
+            return [module for module in model.modules() if isinstance(module, kind)]
+        latest = self._snapshots[0]
+        if kind not in latest.of_kinds:
+            latest.of_kinds[kind] = [module for module in latest.modules if isinstance(module, kind)]
+        return latest.of_kinds[kind]
 
     def _snapshot(self, model: PreTrainedModel) -> _Snapshot:
         implementation, modules = attention.implementation(model), [*model.modules()]
         hashed, others = [self._hash_of(module, is_model=module is model) for module in modules], modules[1:]
         if len(self._cache) > 2 * len(modules):
             self._cache = {id(module): self._cache[id(module)] for module in modules}
+        attributes = [*map(vars, others)]
+        with_children = [bool(x["_modules"]) for x in attributes]
+        registered = [x["_modules"] for x in attributes if x["_modules"]]
         return _Snapshot(
             implementation,
             modules,
             kinds=[*map(type, modules)],
+            attributes=[*map(dict, attributes)],
+            empty=[registry for x in attributes for registry in _registries(x) if not registry],
             children=dict(model._modules),
-            attributes=[dict(vars(module)) for module in others],
-            registries=[tuple(map(dict, _registries(vars(module)))) for module in others],
-            names=[name for module in others for name in module._modules],
+            parents=lambda attributes: compress(attributes, with_children),
+            names=[*chain.from_iterable(registered)],
+            inner=[*chain.from_iterable(map(dict.values, registered))],
             additions=[(module, tuple(additions_to(module))) for module in others if _has_additions(module)],
             hash=hash((implementation, *hashed)),
+            of_kinds={},
         )
 
     def _hash_of(self, module: nn.Module, is_model: bool) -> int:

@@ -12,6 +12,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.models import probe
+from tests.support.models import surgeries
 from tests.support.models.surgeries import SURGERIES
 from tests.support.trl.dpo import LORA, assert_same, pairs, tiny_model, train
 
@@ -61,6 +62,53 @@ def test_surgery(tmp_path, caplog, surgery):
         assert line.startswith(f"fastdpo: trl.DPOTrainer (policy): not fused, {surgery.reason}")
         assert patched.calls["policy", "fused"] == BEFORE
         assert patched.calls["policy", "stock"] == STEPS - BEFORE
+
+
+class OperateAfterThePolicy(TrainerCallback):
+    """Changes a policy with adapters after its call of a step, before it is called as its own reference."""
+
+    def __init__(self, operate):
+        self.operate = operate
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == BEFORE:
+
+            def once(module, args, output):
+                hook.remove()
+                self.operate(module.get_base_model())
+
+            hook = model.register_forward_hook(once)
+
+
+BETWEEN = [
+    surgeries.layer_written_to_modules,
+    surgeries.forward_written_to_attributes,
+    surgeries.hooks_written_to_attributes,
+    surgeries.layer_of_another_class,
+]
+
+
+@pytest.mark.parametrize("operate", BETWEEN, ids=lambda operate: operate.__name__)
+def test_surgery_between_the_calls_of_policy_and_reference(tmp_path, caplog, operate):
+    class Operated(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(OperateAfterThePolicy(operate))
+
+    def options() -> dict:
+        torch.manual_seed(3)
+        adapter = LoraConfig(**LORA)
+        return dict(model=tiny_model(), reference=None, peft_config=adapter, trainer_class=Operated, max_steps=STEPS)
+
+    stock = train(tmp_path / "stock", **options())
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer"):
+        patched = train(tmp_path / "patched", **options())
+    assert_same(stock, patched)
+    assert "not fused, the packed hidden states of LlamaForCausalLM differ" in caplog.text
+    assert patched.calls["policy", "fused"] == BEFORE + 1, "the call before the change"
+    assert patched.calls["reference", "fused"] == BEFORE
+    assert patched.calls["policy", "stock"] == STEPS - BEFORE - 1
+    assert patched.calls["reference", "stock"] == STEPS - BEFORE
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,6 +117,25 @@ def layer_in_the_same_place(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = MixesTokens()
 
 
+def layer_written_to_modules(model: PreTrainedModel) -> None:
+    model.model.layers[0]._modules["mlp"] = MixesTokens()
+
+
+def forward_written_to_attributes(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[0].mlp
+    stock = mlp.forward
+    vars(mlp)["forward"] = lambda hidden: stock(hidden).roll(1, 1)
+
+
+def hooks_written_to_attributes(model: PreTrainedModel) -> None:
+    vars(model.model.layers[0].mlp)["_forward_hooks"] = OrderedDict({0: lambda module, args, output: output.roll(1, 1)})
+
+
+def dropout_written_to_attributes(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        vars(layer.self_attn)["attention_dropout"] = 1e-9  # so small that nothing is dropped
+
+
 def attention_dropout(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 1e-9  # so small that nothing is dropped
@@ -221,6 +241,24 @@ SURGERIES = [
     Surgery(layer_of_another_class, "class of a layer changed", "the packed hidden states of LlamaForCausalLM differ"),
     Surgery(
         layer_in_the_same_place, "layer deleted and set again", "the packed hidden states of LlamaForCausalLM differ"
+    ),
+    Surgery(
+        layer_written_to_modules, "layer written to `_modules`", "the packed hidden states of LlamaForCausalLM differ"
+    ),
+    Surgery(
+        forward_written_to_attributes,
+        "forward of a layer written to `vars(module)`",
+        "the packed hidden states of LlamaForCausalLM differ",
+    ),
+    Surgery(
+        hooks_written_to_attributes,
+        "hooks of a layer written to `vars(module)`",
+        "the packed hidden states of LlamaForCausalLM differ",
+    ),
+    Surgery(
+        dropout_written_to_attributes,
+        "attention dropout written to `vars(module)`",
+        "attention dropout is active",
     ),
     Surgery(attention_dropout, "attention dropout set on layers", "attention dropout is active"),
     Surgery(eager, '`set_attn_implementation("eager")`'),
