@@ -115,14 +115,19 @@ def another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "prefix_tree", prefix_tree)
 
 
+def in_attention(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Callable], Callable]) -> None:
+    """A fault in the attention of every model, with and without the checks of its arguments."""
+    for name in ("attend", "packed_attention"):
+        monkeypatch.setattr(attention, name, edit(getattr(attention, name)))
+
+
 def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention scores are too large by a thousandth."""
-    right = attention.packed_attention
 
-    def wrong(*args, scale, **options):
-        return right(*args, scale=scale * 1.001, **options)
+    def scaled(right):
+        return lambda *args, scale, **options: right(*args, scale=scale * 1.001, **options)
 
-    monkeypatch.setattr(attention, "packed_attention", wrong)
+    in_attention(monkeypatch, scaled)
 
 
 def no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:

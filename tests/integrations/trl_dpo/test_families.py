@@ -13,6 +13,7 @@ from trl.trainer import dpo_trainer
 import fastdpo
 from fastdpo import attention
 from fastdpo.models import probe
+from tests.support import faults
 from tests.support.comparison import RELATIVE, assert_close
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, WINDOW, kind, tiny_family
 from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits, assert_same_error
@@ -95,12 +96,7 @@ def test_probe_accepts_half_precision(name, dtype):
 
 
 def _drop(name):
-    stock = attention.packed_attention
-
-    def dropped(*args, **options):
-        return stock(*args, **{**options, name: None})
-
-    return dropped
+    return lambda right: lambda *args, **options: right(*args, **{**options, name: None})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,7 @@ def _drop(name):
 def test_probe_detects_an_attention_that_drops_a_feature(monkeypatch, name, feature, dtype):
     model = tiny_family(name).to(dtype)
     attention.switch(model)
-    monkeypatch.setattr(attention, "packed_attention", _drop(feature))
+    faults.in_attention(monkeypatch, _drop(feature))
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
@@ -128,8 +124,7 @@ def test_probe_detects_differences_slightly_above_rounding(monkeypatch, name):
     """Gemma 2's softcap, which sdpa omits in some versions, changes states by only 3.5e-4."""
     model = tiny_family(name)
     attention.switch(model)
-    stock = attention.packed_attention
-    monkeypatch.setattr(attention, "packed_attention", lambda *args, **options: stock(*args, **options) * 1.0003)
+    faults.in_attention(monkeypatch, lambda right: lambda *args, **options: right(*args, **options) * 1.0003)
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 

@@ -122,10 +122,7 @@ def test_probe_reads_the_window_of_the_text(monkeypatch, name, dtype):
     """The probe's rows are longer than the window, so that an attention without it is noticed."""
     model = tiny_multimodal(name).to(dtype)
     attention.switch(model)
-    stock = attention.packed_attention
-    monkeypatch.setattr(
-        attention, "packed_attention", lambda *args, **options: stock(*args, **{**options, "window": None})
-    )
+    faults.in_attention(monkeypatch, lambda right: lambda *args, **options: right(*args, **{**options, "window": None}))
     assert "differ from its padded ones" in str(probe.probe(model, CPU).unsupported_reason)
 
 
