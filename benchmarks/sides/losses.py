@@ -16,7 +16,6 @@ from torch import Tensor
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.heads import ExactHead, HeadInputs, HeadWorkload
 from fastdpo import ops
-from fastdpo.ops import definitions
 
 IGNORED = -100
 BETA = 0.1
@@ -206,7 +205,7 @@ class ExactLoss:
             of_tokens = torch.from_numpy(logps[f"{kind}/log-probs"]).requires_grad_()
             sums = torch.stack([x.sum() for x in of_tokens.split(self.workload.lengths)]).chunk(2)
             zeros = torch.zeros_like(sums[0])
-            loss = definitions.preference_loss(*sums, zeros, zeros).loss
+            loss = ops.preference_loss(*sums, zeros, zeros).loss
             (gradient,) = torch.autograd.grad(loss, of_tokens)
             self.head.inputs.grad_logps = gradient.float().to(self.head.inputs.hidden.device)
             arrays[f"{kind}/loss"] = loss.detach().numpy()
