@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastdpo.ops import definitions, linear_logps, linear_sequence_logps, token_logps
-from fastdpo.ops.losses import sequence_logps
+from fastdpo.ops import definitions, linear_logps, linear_sequence_logps, sequence_logps, token_logps
 from fastdpo.testing import assert_as_accurate_as, error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
