@@ -133,7 +133,8 @@ def description(package: str) -> str:
     """Whether the installed version was tested, or what is known of it, for the report of the doctor."""
     tested = PACKAGES[package].tested
     if not is_newer(package):
-        return "tested" if version_of(package) == tested else f"up to the newest tested version, {tested}"
+        same = Version(version_of(package) or "0").public == tested
+        return "tested" if same else f"older than the newest tested version, {tested}"
     names = changed((package,)).get(package)
     known = "whose code is the same" if PACKAGES[package].compared else "which has the same names"
     if names:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard  # FSDP2's of a tensor that is a shard already
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
 from ..ops import VocabularyGroup
 from .functions import closure_contents, inner_function, module_of, name_of
+
+_StridedShard = getattr(placement_types, "_StridedShard", Replicate)
+"""The placement by FSDP2 of a tensor that is a shard already. It has no public name."""
 
 FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
