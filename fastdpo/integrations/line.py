@@ -99,6 +99,7 @@ class TrainerLine:
         """Both are those of the class if they are not given."""
         self.name, self.modules = name or self.name, modules or self.modules
         self.replacements = Replacements()
+        self._patched_class: Any = None
         # By their ids: a trainer class that is a dataclass has instances without a hash.
         self._trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -240,12 +241,16 @@ class TrainerLine:
         return importlib.import_module(last)
 
     def trainer_class(self) -> Any:
-        """The trainer class. `enable` leaves its existing instances as they are."""
-        return getattr(self.module(), self.class_name or self.name.rpartition(".")[2])
+        """The trainer class. While it is patched it is known, since programs may put a subclass in its place.
+
+        `enable` leaves its existing instances as they are.
+        """
+        return self._patched_class or getattr(self.module(), self.class_name or self.name.rpartition(".")[2])
 
     def enable(self, options: PatchOptions) -> None:
         """Patches the trainer class. Called only if `unsupported_reason` has returned None."""
         self.options = options
+        self._patched_class = self.trainer_class()
         self.wrap("__init__", self._init)
         if hasattr(self.trainer_class(), _CREATE_ACCELERATOR):
             self.wrap(_CREATE_ACCELERATOR, self._create_accelerator)
@@ -255,6 +260,7 @@ class TrainerLine:
     def disable(self) -> None:
         """Restores the trainer class, and the trainers that were created since `enable`."""
         self.replacements.undo()
+        self._patched_class = None
         for trainer in list(self._trainers.values()):
             vars(trainer).pop(STATE, None)
         self._trainers.clear()

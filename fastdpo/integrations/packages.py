@@ -51,10 +51,9 @@ PACKAGES = {
             "transformers.configuration_utils": (
                 *("PretrainedConfig._attn_implementation", "PretrainedConfig.get_text_config"),
             ),
-            "transformers.integrations.flash_attention": ("get_target_dtype",),
             "transformers.models.mixtral.modeling_mixtral": ("load_balancing_loss_func",),
         },
-        ("PreTrainedModel._can_set_attn_implementation", "get_target_dtype", "load_balancing_loss_func"),
+        ("PreTrainedModel._can_set_attn_implementation", "load_balancing_loss_func"),
     ),
     "accelerate": Package(
         "1.15.0",

@@ -281,10 +281,21 @@ class _WithAttributes:
 
 def _in_flash_dtype(module: nn.Module, *tensors: Tensor) -> Iterator[Tensor]:
     """Casts as transformers does for flash attention: layers in float32 may return a wider dtype."""
-    from transformers.integrations.flash_attention import get_target_dtype
+    from transformers.integrations import flash_attention
 
-    dtype = get_target_dtype(tensors[0], module)
+    dtype = getattr(flash_attention, "get_target_dtype", _target_dtype)(tensors[0], module)
     return (x if dtype is None else x.to(dtype) for x in tensors)
+
+
+def _target_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
+    """What `get_target_dtype` returns, which transformers 4 does not have: a dtype if the query is in float32."""
+    if query.dtype != torch.float32:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    quantized = getattr(module.config, "_pre_quantization_dtype", None)
+    linear = next(layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    return quantized or linear.weight.dtype
 
 
 def _packed_forward(
