@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IRRELEVANT = ATTRIBUTES | OTHER_ATTRIBUTES | {FUSED_FORWARD}
+
+_TENSOR_PARALLELISM = ("transformers.distributed", "transformers.integrations.tensor_parallel")
+"""The modules of transformers whose objects run a layer's part on each rank. Their attributes say how."""
 
 PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
@@ -212,6 +216,10 @@ class ModuleStates:
             return self._functions(where, x) or _NEUTRAL
         if isinstance(x, torch.device) or is_of(_source(type(x)), MODULES):
             return _NEUTRAL
+        if isinstance(x, Placement):
+            return repr(x)
+        if is_of(_source(type(x)), _TENSOR_PARALLELISM):
+            return [self._class(where, type(x)), self._value(where, vars(x))]
         raise NotCacheable(f"{where} holds a {type(x).__qualname__}")
 
 
