@@ -293,9 +293,10 @@ def _target_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
         return None
     if torch.is_autocast_enabled(query.device.type):
         return torch.get_autocast_dtype(query.device.type)
-    quantized = getattr(module.config, "_pre_quantization_dtype", None)
-    linear = next(layer for layer in module.modules() if isinstance(layer, nn.Linear))
-    return quantized or linear.weight.dtype
+    config: Any = module.config
+    if hasattr(config, "_pre_quantization_dtype"):  # quantized layers may be of another class
+        return config._pre_quantization_dtype
+    return next(layer for layer in module.modules() if isinstance(layer, nn.Linear)).weight.dtype
 
 
 def _packed_forward(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastdpo import attention, ops
@@ -99,3 +100,27 @@ def test_gradients_of_a_model_are_not_copied_into_zeros():
         "torch::autograd::AccumulateGrad",
     }
     out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("module", "autocast", "dtype"),
+    [
+        (torch.nn.Linear(2, 2, dtype=torch.bfloat16), False, torch.bfloat16),
+        (torch.nn.Linear(2, 2), True, torch.bfloat16),
+        (torch.nn.Identity(), False, torch.float16),  # a quantized layer of another class
+    ],
+    ids=["of a linear layer", "of autocast", "before quantization"],
+)
+def test_the_dtype_for_flash_attention_in_transformers_4(monkeypatch, module, autocast, dtype):
+    """Which has no `get_target_dtype`."""
+    model = MODELS["llama"]().eval()
+    model.config._attn_implementation = "flash_attention_2"
+    attention.switch(model)
+    packed = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    monkeypatch.delattr(flash_attention, "get_target_dtype", raising=False)
+    module.is_causal = True
+    module.config = SimpleNamespace(**({} if dtype == torch.bfloat16 else {"_pre_quantization_dtype": dtype}))
+    tensors = torch.randn(3, 1, 2, LAYOUT.token_index.shape[0], 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, _ = packed(module, *tensors, LAYOUT.mask)
+    assert out.dtype == dtype
