@@ -122,7 +122,7 @@ test-openrlhf: $(OPENRLHF)/.ready
 # Real programs, each in an environment of its own, started by their own commands.
 test-programs: test-llamafactory test-swift test-axolotl
 
-# The rows of docs/programs.md: longer trainings, of which each is repeated.
+# The rows of docs/notes/programs.md: longer trainings, of which each is repeated.
 measure-programs: ARGS := --measure $(abspath out/programs)
 measure-programs: test-llamafactory test-axolotl $(SWIFT)/.ready $(READY)
 	$(BIN)/python -m pytest tests/programs/trl $(ARGS)

@@ -1,4 +1,4 @@
-"""Accuracy of LM-head implementations in bfloat16. Writes docs/accuracy.md.
+"""Accuracy of LM-head implementations in bfloat16. Writes docs/notes/accuracy.md.
 
     python -m benchmarks.accuracy [--json OUT] [--quick]
 
@@ -29,7 +29,7 @@ from benchmarks.tables import lost_note, short_commit, wrap
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
-RESULT, PAGE = ROOT / "benchmarks" / "results" / "accuracy.json", ROOT / "docs" / "accuracy.md"
+RESULT, PAGE = ROOT / "benchmarks" / "results" / "accuracy.json", ROOT / "docs" / "notes" / "accuracy.md"
 SEQUENCES, TOKENS, V, D = 8, 256, 4000, 256
 NOISE = 0.25  # standard deviation of hidden states around a multiple of their target's weight row
 REGIMES = {  # that multiple: the larger it is, the more likely the target
@@ -117,7 +117,7 @@ COLUMNS = {  # a key of the errors: header and format of its column
 
 
 def page(result: dict[str, Any]) -> str:
-    """The text of docs/accuracy.md."""
+    """The text of docs/notes/accuracy.md."""
     sections = []
     for regime, measured in result["regimes"].items():
         rows = [

@@ -1,4 +1,4 @@
-"""The numbers in the prose of README.md and docs/performance.md, with the expressions that compute them.
+"""The numbers in the prose of README.md and docs/notes/performance.md, with the expressions that compute them.
 
     python -m benchmarks.report
 
@@ -112,7 +112,7 @@ def _compiled_with_entropy(n: Numbers) -> tuple[float, ...]:
     return *n.range("head", [COMPILED], *ENTROPY_GROUPS), min(memory), max(memory)
 
 
-README, PERFORMANCE = "README.md", "docs/performance.md"
+README, PERFORMANCE = "README.md", "docs/notes/performance.md"
 ENTROPY_GROUPS = ("trainable, with entropy", "frozen, with entropy")
 COMPILED = "plain PyTorch, compiled"
 STATISTICS_GROUPS = ("trainable, with statistics", "frozen, with statistics")

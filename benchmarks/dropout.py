@@ -2,7 +2,7 @@
 
     python -m benchmarks.dropout [--json OUT]
 
-Writes the tables of docs/numerics.md.
+Writes the tables of docs/notes/numerics.md.
 
 A draw is one forward pass with new dropout masks. A batch holds many copies of a few pairs, each of
 which is a draw of its own.
@@ -36,7 +36,7 @@ from fastdpo.models.state import ForwardOptions
 from fastdpo.packing import IGNORE_INDEX
 
 ROOT = Path(__file__).parents[1]
-RESULT, PAGE = ROOT / "benchmarks" / "results" / "dropout.json", ROOT / "docs" / "numerics.md"
+RESULT, PAGE = ROOT / "benchmarks" / "results" / "dropout.json", ROOT / "docs" / "notes" / "numerics.md"
 BEGIN, END = "<!-- dropout:begin -->", "<!-- dropout:end -->"
 TEXT = ROOT / "benchmarks" / "demo" / "preferences.jsonl"
 BETA = 0.1
@@ -259,7 +259,7 @@ def measure() -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """What docs/numerics.md shows of a result."""
+    """What docs/notes/numerics.md shows of a result."""
     models = result["models"]
     means = [
         [name, *(f"{x[key]:.2f}" for key in ("distributions", "log-probs", "their gradient", "the loss's gradient"))]

@@ -5,7 +5,7 @@
 The cases and sides are those of the suite `step`. Operators are classified by their inputs:
 an operator on a tensor whose last dimension is the vocabulary is a pass over logits. The profiler
 slows small operators down. `--save` adds the case to benchmarks/results/profile.json, from which
-`python -m benchmarks.report` makes a table of docs/performance.md.
+`python -m benchmarks.report` makes a table of docs/notes/performance.md.
 """
 
 from __future__ import annotations

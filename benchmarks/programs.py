@@ -1,4 +1,4 @@
-"""Writes docs/programs.md from trainings of real programs, stock and by `fastdpo run`.
+"""Writes docs/notes/programs.md from trainings of real programs, stock and by `fastdpo run`.
 
     make measure-programs                         # writes a row for each training to out/programs
     python -m benchmarks.programs out/programs    # adds the rows to benchmarks/results/programs.json
@@ -21,7 +21,7 @@ from benchmarks.machine import commit
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "programs.json"
-PAGE = ROOT / "docs" / "programs.md"
+PAGE = ROOT / "docs" / "notes" / "programs.md"
 COLUMNS = (
     "program",
     "version",
@@ -35,9 +35,10 @@ COLUMNS = (
 )
 TEXT = """# Real programs
 
-Written by `python -m benchmarks.programs` from [benchmarks/results/programs.json](../benchmarks/results/programs.json).
+Written by `python -m benchmarks.programs` from
+[benchmarks/results/programs.json](../../benchmarks/results/programs.json).
 `make test-programs` builds an environment for each program and runs its own command twice on the same
-model and data, as it is and by [`fastdpo run`](run.md). The tests compare every logged number and
+model and data, as it is and by [`fastdpo run`](../run.md). The tests compare every logged number and
 every saved weight. `make measure-programs` does so with longer trainings.
 
 {table}

@@ -1,8 +1,9 @@
-"""Updates README.md, docs/benchmarks.md, docs/performance.md, docs/gpu.md and docs/plots from the committed results.
+"""Updates README.md, docs/notes/benchmarks.md, docs/notes/performance.md, docs/gpu.md and docs/plots from the
+committed results.
 
     python -m benchmarks.report
 
-docs/benchmarks.md is generated as a whole. The other pages contain generated text between markers such as
+docs/notes/benchmarks.md is generated as a whole. The other pages contain generated text between markers such as
 `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, and sentences with numbers (`benchmarks.claims`).
 """
 
@@ -21,16 +22,16 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_RESULTS = RESULTS / "gpu"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "notes" / "benchmarks.md"
 GPU_PAGE = ROOT / "docs" / "gpu.md"
 PLOTS = ROOT / "docs" / "plots"
-PERFORMANCE = ROOT / "docs" / "performance.md"
+PERFORMANCE = ROOT / "docs" / "notes" / "performance.md"
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 HEADER = """# Benchmarks
 
-Written by `python -m benchmarks.report` from [benchmarks/results](../benchmarks/results), which
+Written by `python -m benchmarks.report` from [benchmarks/results](../../benchmarks/results), which
 holds every sample. Each suite compares several sides on the same cases
-([benchmarks/suites](../benchmarks/suites)). The sides of a case take turns, each in its own process.
+([benchmarks/suites](../../benchmarks/suites)). The sides of a case take turns, each in its own process.
 Before a side is timed, its numbers are compared with float64; an incorrect side gets no time.
 Parentheses hold 95 % bootstrap intervals.
 
@@ -44,7 +45,7 @@ make bench-ops                                # single ops, by pytest-benchmark
 
 Results are written to `out/`. Copy them to `benchmarks/results` and run `python -m benchmarks.report`
 to show them here. `python -m benchmarks.run --help` lists the options of a suite, among them `--cases`
-for a part of it and `--resume` to continue a run. [gpu.md](gpu.md) says how to measure a GPU.
+for a part of it and `--resume` to continue a run. [gpu.md](../gpu.md) says how to measure a GPU.
 
 ## Overview
 
@@ -85,9 +86,9 @@ def section(result: Result, level: str) -> str:
 
 
 def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
-    """The text of docs/benchmarks.md."""
+    """The text of docs/notes/benchmarks.md."""
     sections = [
-        f"{section(result, '##')}\n\n![{result['title']}](plots/{name}.svg)" for name, result in by_suite.items()
+        f"{section(result, '##')}\n\n![{result['title']}](../plots/{name}.svg)" for name, result in by_suite.items()
     ]
     if (directory / MICRO_FILE).exists():
         sections.append(f"## Packing\n\n{tables.packing_table(micro.read(directory / MICRO_FILE))}")
@@ -126,7 +127,7 @@ def readme(text: str, by_suite: dict[str, Result], of_sentences: claims.Numbers)
 
 
 def performance(text: str, of_sentences: claims.Numbers) -> str:
-    """The text of docs/performance.md, given that of now."""
+    """The text of docs/notes/performance.md, given that of now."""
     blocks = {
         "runs": tables.runs_list(of_sentences.results, of_sentences.others),
         "profile": tables.profile_table(of_sentences.others["profile"]),

@@ -391,7 +391,7 @@ def _readme_note(results: list[Result], origins: Origins) -> str:
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
         "every position; the last column makes it score labelled positions only, as it does on CUDA. "
         f"In {'; '.join(sorted(environments))}. {origins.note()} "
-        "Intervals, memory and every other table: [docs/benchmarks.md](docs/benchmarks.md)."
+        "Intervals, memory and every other table: [docs/notes/benchmarks.md](docs/notes/benchmarks.md)."
     )
 
 
@@ -421,7 +421,7 @@ def packing_table(micro: Result) -> str:
 
 
 def runs_list(results: dict[str, Result], others: dict[str, Result]) -> str:
-    """The runs that docs/performance.md shows figures of, with their machines and commits."""
+    """The runs that docs/notes/performance.md shows figures of, with their machines and commits."""
     shown = {f"suite `{name}`": results[name] for name in ("step", "evaluation", "bf16", "head", "attention")}
     shown |= {
         "`make bench-ops`": others["ops"] | {"cases": []},

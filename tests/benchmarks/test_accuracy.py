@@ -1,4 +1,4 @@
-"""docs/accuracy.md is up to date, and fastdpo's summed log-probs are the most accurate."""
+"""docs/notes/accuracy.md is up to date, and fastdpo's summed log-probs are the most accurate."""
 
 import json
 

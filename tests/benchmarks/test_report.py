@@ -1,4 +1,4 @@
-"""The generated parts of README.md, docs/benchmarks.md and docs/gpu.md, and the plots."""
+"""The generated parts of README.md, docs/notes/benchmarks.md and docs/gpu.md, and the plots."""
 
 import copy
 import json
@@ -184,7 +184,7 @@ def test_the_page_shows_measurements_and_reasons_for_missing_ones(result, tmp_pa
     assert "4.00x (3.60 to 4.40)" in text
     assert "`python -m benchmarks.run --suite head --rounds 3` on cpu a processor, threads 2;" in text
     assert "python 3.11, torch 2.13; 2026-01-02, commit 0123456." in text.replace("\n", " ")
-    assert "](plots/head.svg)" in text
+    assert "](../plots/head.svg)" in text
 
 
 def samples(*seconds: float) -> dict:
@@ -287,18 +287,18 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     (directory / "step.json").write_text(json.dumps(step_result))
     markers = "<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n"
     readme.write_text(markers)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "notes").mkdir(parents=True)
     (tmp_path / "docs" / "gpu.md").write_text(markers)
-    (tmp_path / "docs" / "performance.md").write_text("")
+    (tmp_path / "docs" / "notes" / "performance.md").write_text("")
     (directory / "gpu").mkdir()
     machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
     (directory / "gpu" / "step.json").write_text(json.dumps(result | machine | {"suite": "step", "title": "Steps"}))
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "README", readme)
-    monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
+    monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "notes" / "benchmarks.md")
     monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
-    monkeypatch.setattr(report, "PERFORMANCE", tmp_path / "docs" / "performance.md")
+    monkeypatch.setattr(report, "PERFORMANCE", tmp_path / "docs" / "notes" / "performance.md")
     monkeypatch.setattr(report, "performance", lambda text, numbers: text)
     monkeypatch.setattr(report, "numbers", lambda results: None)
     monkeypatch.setattr(claims, "CLAIMS", ())
@@ -307,7 +307,7 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     report.main()
     row = "Training step, LoRA (6 datasets)"
     assert cells(readme.read_text(), row) == [row, "4.0x, 5 of 6 (Capybara missing)", "2.5x", "A, 0123456"]
-    assert "| a case" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "| a case" in (tmp_path / "docs" / "notes" / "benchmarks.md").read_text()
     gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
     assert "### Steps" in gpu_page
     assert "2.00 s, 4.00x, 8 MiB" in gpu_page
