@@ -29,9 +29,6 @@ _noted: ContextVar[dict[str, Callable] | None] = ContextVar("fastdpo_noted_funct
 _newer: set[str] = set()
 """The packages that were found in a version newer than the tested ones."""
 
-_differences: dict[object, list[str]] = {}
-"""What differs in the reach of a function, as it was found last."""
-
 
 def is_allowed() -> bool:
     """Whether versions newer than the tested ones may be supported."""
@@ -79,11 +76,11 @@ def is_newer(function: Any) -> bool:
 
 def changed(functions: dict[str, Callable], package: str) -> dict[str, list[str]]:
     """By the names of those functions of a package that differ from the tested ones: what differs in
-    their reach.
+    their reach, which ends where that of another one begins.
     """
-    _differences.clear()
+    differences.cache_clear()
     own = {name: function for name, function in functions.items() if package_of(name) == package}
-    return {name: found for name, function in own.items() if (found := differences(function))}
+    return {name: found for name, function in own.items() if (found := differences(function, frozenset(own)))}
 
 
 def is_tested(function: Callable) -> bool:
@@ -91,13 +88,17 @@ def is_tested(function: Callable) -> bool:
     return not is_newer(function) or not differences(function)
 
 
-def differences(function: Callable) -> list[str]:
-    """The names of the functions and constants in the reach of a function that are not as they were tested."""
+@functools.cache
+def differences(function: Callable, ends: frozenset[str] = frozenset()) -> list[str]:
+    """The names of the functions and constants in the reach of a function that are not as they were tested.
+
+    Args:
+        function: the function.
+        ends: the names of other functions, at which its reach ends.
+    """
     found = inner(function)
-    if found not in _differences:
-        reach = reached(found) if isinstance(found, FunctionType) else {name_of(found): found}
-        _differences[found] = [name for name, value in reach.items() if not is_recorded(name, value)]
-    return _differences[found]
+    reach = reached(found, ends) if isinstance(found, FunctionType) else {name_of(found): found}
+    return [name for name, value in reach.items() if not is_recorded(name, value)]
 
 
 def is_recorded(name: str, value: object) -> bool:

@@ -8,8 +8,9 @@ import hashlib
 import inspect
 import linecache
 import re
+import symtable
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -49,11 +50,12 @@ def package_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def reached(function: FunctionType) -> dict[str, object]:
+def reached(function: FunctionType, ends: Collection[str] = ()) -> dict[str, object]:
     """A function, and the functions and constants of its package that compute with it, by name.
 
     Those are what its code names: global functions, methods of global classes, what is named of global
-    modules, and methods of `self`; and what their code names in turn.
+    modules, and methods of `self`; and what their code names in turn. Other functions whose names are
+    among `ends` are left out, with what only they name.
     """
     package = package_of(function.__module__)
     found: dict[str, object] = {}
@@ -61,7 +63,7 @@ def reached(function: FunctionType) -> dict[str, object]:
     while waiting and len(found) < LARGEST_REACH:
         each = waiting.pop()
         name = name_of(each.function)
-        if name not in found:
+        if name not in found and (name not in ends or each.function is function):
             found[name] = each.function
             for other, value in _named(each, package):
                 if isinstance(value, _Method):
@@ -187,11 +189,18 @@ def normalized(source: str) -> object:
     tree = ast.parse(textwrap.dedent(source))
     nodes = list(ast.walk(tree))
     private = {id(x) for node in nodes if isinstance(node, ast.Lambda) for x in ast.walk(node.args)}
-    interface = {node.arg for node in nodes if isinstance(node, ast.arg) and id(node) not in private}
-    interface |= {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-    own = [node for node in nodes if node not in tree.body]  # without the name of the function itself
-    names = (name for node in own if (name := _name_given_by(node)) is not None and name not in interface)
+    kept = {node.arg for node in nodes if isinstance(node, ast.arg) and id(node) not in private}
+    kept |= {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}
+    kept |= set(_global_names(symtable.symtable(textwrap.dedent(source), "", "exec")))
+    names = (name for node in nodes if (name := _name_given_by(node)) is not None and name not in kept)
     return _normalized(tree, {name: f"local {i}" for i, name in enumerate(dict.fromkeys(names))})
+
+
+def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that are global in a part of a function, its own name among them."""
+    yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global())
+    for child in table.get_children():
+        yield from _global_names(child)
 
 
 def _name_given_by(node: ast.AST) -> str | None:
@@ -212,6 +221,8 @@ def _normalized(node: object, local: dict[str, str]) -> object:
         return local.get(node.id, node.id)
     if not isinstance(node, ast.AST):
         return node
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        node = ast.Assign([node.target], node.value)
     fields = {name: value for name, value in ast.iter_fields(node) if name not in _WITHOUT_EFFECT}
     if isinstance(node, ast.FunctionDef | ast.ExceptHandler | ast.arg):
         field = "arg" if isinstance(node, ast.arg) else "name"
