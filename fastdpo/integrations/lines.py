@@ -43,13 +43,18 @@ class Line(NamedTuple):
     def package(self) -> str:
         return self.trainer.partition(".")[0]
 
+    @property
+    def distribution(self) -> str:
+        return DISTRIBUTIONS.get(self.package, self.package)
+
     def supports(self, version: str) -> bool:
         return SpecifierSet(self.versions).contains(Version(version), prereleases=True)
 
     def precedes(self, version: str) -> bool:
-        """Whether a version is newer than all of the line's."""
+        """Whether a version, which may be a pre-release, is newer than all of the line's."""
         ends = (Version(x.version) for x in SpecifierSet(self.versions) if x.operator in ("<", "<=", "=="))
-        return all(Version(version) >= end for end in ends) and not self.supports(version)
+        release = Version(Version(version).base_version)
+        return all(release >= end for end in ends) and not self.supports(version)
 
     def load(self) -> TrainerLine:
         """The trainer line itself. Imports torch."""
@@ -86,12 +91,30 @@ LINES = (
     Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, SCORING),
     Line("trl.CPOTrainer", TRL, "trl.reference_free:CPOLine", ("trl.experimental.cpo.cpo_trainer",), False),
     Line("trl.ORPOTrainer", TRL, "trl.reference_free:ORPOLine", ("trl.experimental.orpo.orpo_trainer",), False),
-    Line("openrlhf.DPOTrainer", ">=0.9.10,<0.12", "openrlhf.dpo:OpenRLHFLine", ("openrlhf.trainer.dpo_trainer",)),
-    Line("swift.DPOTrainer", SWIFT, "swift.dpo:SwiftDPOLine", (f"{SWIFT_MODULES}.dpo_trainer",)),
+    Line(
+        "openrlhf.DPOTrainer",
+        ">=0.9.10,<0.12",
+        "openrlhf.dpo:OpenRLHFLine",
+        ("openrlhf.trainer.dpo_trainer",),
+        compared=("save_logs_and_checkpoints",),
+    ),
+    Line(
+        "swift.DPOTrainer",
+        SWIFT,
+        "swift.dpo:SwiftDPOLine",
+        (f"{SWIFT_MODULES}.dpo_trainer",),
+        compared=("get_batch_loss_metrics",),
+    ),
     Line("swift.CPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.cpo_trainer",)),
     Line("swift.ORPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.orpo_trainer",)),
     Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", (f"{SWIFT_MODULES}.kto_trainer",)),
-    Line("llamafactory.DPOTrainer", "==0.9.5", "llamafactory.dpo:FactoryDPOLine", ("llamafactory.train.dpo.trainer",)),
+    Line(
+        "llamafactory.DPOTrainer",
+        "==0.9.5",
+        "llamafactory.dpo:FactoryDPOLine",
+        ("llamafactory.train.dpo.trainer",),
+        compared=("compute_preference_loss",),
+    ),
     Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
 )
 """Those of one trainer from the newest versions to the oldest."""

@@ -17,7 +17,7 @@ from ..reasons import Reason
 from . import evidence, packages
 from .bypass import STATE
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, DISTRIBUTIONS, Target, all_lines, installed_version, targeted_trainers
+from .lines import CHANGING_OTHERS, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
 from .replacements import existing_instances
 from .versions import unsupported_version_reason
@@ -259,12 +259,11 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     seam, reason = examined.seam, None
     relying = [name for name, option in OPTIONS.items() if option.trainers is not None and getattr(options, name)]
     lines = [line for line in all_lines() if line.trainer == seam.name]
-    package = lines[0].package
-    relied_on = [name for name in seam.changed if name.startswith((f"{package}.", "accelerate.data_loader."))]
+    relied_on = [name for name in seam.changed if name.startswith((f"{lines[0].package}.", "accelerate.data_loader."))]
     is_newer = seam.on and not any(line.supports(seam.version or "") for line in lines)
     if is_newer and not options.provisional:
         supported = [line.versions for line in lines]
-        reason = unsupported_version_reason(DISTRIBUTIONS.get(package, package), seam.version or "", supported)
+        reason = unsupported_version_reason(lines[0].distribution, seam.version or "", supported)
     elif relied_on and relying:
         functions = f"{', '.join(relied_on)}, on which {' and '.join(relying)} relies"
         reason = Reason("changed-code", functions=functions)
@@ -393,8 +392,7 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
     if name in _patched:
         return _patched[name].examined
     lines = [line for line in all_lines() if line.trainer == name]
-    package = lines[0].package
-    distribution = DISTRIBUTIONS.get(package, package)
+    package, distribution = lines[0].package, lines[0].distribution
     version = installed_version(package)
     if version is None:
         return off(None, Reason("not-installed", distribution=distribution))

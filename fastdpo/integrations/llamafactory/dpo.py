@@ -31,7 +31,17 @@ _LOGITS = ("chosen_logits", "rejected_logits")
 
 class FactoryDPOLine(ScoringLine):
     class_name = "CustomDPOTrainer"
-    parameters = MappingProxyType({**PARAMETERS, "concatenated_forward": ["self", "model", "batch", "is_ref_model"]})
+    parameters = MappingProxyType(
+        {
+            **PARAMETERS,
+            "concatenated_forward": ["self", "model", "batch", "is_ref_model"],
+            "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],  # reads what takes the place of logits
+            "compute_preference_loss": [
+                *("self", "policy_chosen_logps", "policy_rejected_logps"),
+                *("reference_chosen_logps", "reference_rejected_logps"),
+            ],
+        }
+    )
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:

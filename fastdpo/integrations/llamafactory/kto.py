@@ -37,6 +37,7 @@ class FactoryKTOLine(ScoringLine):
             **PARAMETERS,
             "concatenated_forward": ["self", "model", "batch"],
             "forward": ["self", "model", "batch", "prefix"],
+            "get_batch_loss_metrics": ["self", "model", "batch"],  # reads what takes the place of logits
         }
     )
     path = ("get_batch_loss_metrics", "concatenated_forward", "forward")

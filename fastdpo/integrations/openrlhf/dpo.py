@@ -40,6 +40,7 @@ _PARAMETERS = {
     "save_logs_and_checkpoints": ["self"],
 }
 _STRATEGY_PARAMETERS = {"all_reduce": ["self", "data", "op"]}
+_ACTOR_PARAMETERS = {"forward": ["self", "sequences"]}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,9 +54,12 @@ class OpenRLHFLine(TrainerLine):
     path = ("concatenated_forward",)
 
     def unsupported_reason(self) -> Reason | None:
+        from openrlhf.models import Actor
         from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-        return super().unsupported_reason() or first_difference(DeepspeedStrategy, _STRATEGY_PARAMETERS, exact=False)
+        others = {DeepspeedStrategy: _STRATEGY_PARAMETERS, Actor: _ACTOR_PARAMETERS}
+        differences = (first_difference(owner, functions, exact=False) for owner, functions in others.items())
+        return super().unsupported_reason() or next(filter(None, differences), None)
 
     def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
         return {"policy": trainer.model, "reference": trainer.ref_model}

@@ -8,16 +8,23 @@ means over the tokens that are scored, as in ms-swift's DPOTrainer.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from ...reasons import Reason
+from .. import evidence
 from ..bypass import is_overridden
 from ..scored_rows import ScoredRows
+from ..versions import unsupported_version_reason
 from .batches import OutputOfRows
 from .line import SwiftLine
+
+_TRL = ">=0.28,<0.30"
+"""The tested versions of TRL, whose losses read means of logits in place of logits."""
 
 _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch"],
@@ -30,6 +37,14 @@ class SwiftReferenceFreeLine(SwiftLine):
 
     parameters = _PARAMETERS
     path = ("get_batch_loss_metrics", "concatenated_forward")
+
+    def unsupported_reason(self) -> Reason | None:
+        reason = super().unsupported_reason()
+        if reason is None and evidence.is_newer(self.trainer_class()):
+            version = importlib.metadata.version("trl")
+            if version not in SpecifierSet(_TRL):
+                return unsupported_version_reason("trl", version, [_TRL])
+        return reason
 
     def replace(self) -> None:
         self.wrap("concatenated_forward", self.concatenated_forward)

@@ -217,10 +217,10 @@ def test_another_signature_is_off(monkeypatch):
     assert "concatenated_forward must have the parameters" in seam.reason
 
 
-def test_another_version_is_off_with_one_reason(tmp_path, monkeypatch, caplog):
+def test_an_older_version_is_off_with_one_reason(tmp_path, monkeypatch, caplog):
     """In the report, and when a trainer is built if the line of TRL's trainer is on."""
     version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "ms-swift" else version(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.5" if name == "ms-swift" else version(name))
     with fastdpo.patched() as report:
         run = train(tmp_path)
     assert not run.calls

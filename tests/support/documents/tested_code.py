@@ -2,7 +2,8 @@
 
     python -m tests.support.documents.tested_code
 
-writes fastdpo/integrations/tested_code.json from the packages that are installed.
+writes fastdpo/integrations/tested_code.json from the packages that are installed. In that of OpenRLHF,
+tests/openrlhf/stand_ins is on the path.
 """
 
 from __future__ import annotations

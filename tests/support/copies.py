@@ -1,0 +1,76 @@
+"""Copies of an installed package that have a newer version, and some of them other code, and trainings with them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from fastdpo.integrations.lines import DISTRIBUTIONS
+from tests.support.comparison import assert_same_training
+
+Change = tuple[str, str, str]
+"""A file of the package, a text in it, and what replaces the text."""
+
+
+class Copy(NamedTuple):
+    """A copy of a package, and the trainer that trains with it."""
+
+    trainer: str
+    changes: list[Change]
+
+
+def make_copy(package: str, version: str, changes: list[Change], directory: Path) -> None:
+    """Copies an installed package and its compiled files into a directory, with the metadata of a version."""
+    source = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+    shutil.copytree(source, directory / package)
+    for file, text, replacement in changes:
+        path = directory / package / file
+        assert text in path.read_text(), (file, text)
+        path.write_text(path.read_text().replace(text, replacement))
+    distribution = DISTRIBUTIONS.get(package, package)
+    metadata = directory / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+
+def train_copies(version: str, copies: Mapping[str, Copy], directory: Path) -> dict[str, dict[str, Any]]:
+    """The results of `workers.newer_copies` by the names of the copies.
+
+    They are the runs "stock" and "patched", the "report" on the trainer, the "messages" that were logged, and the
+    names of the functions that were "parsed".
+    """
+    arguments = []
+    for name, (trainer, changes) in copies.items():
+        make_copy(trainer.partition(".")[0], version, changes, directory / name.replace(" ", "_"))
+        arguments += [trainer, str(directory / name.replace(" ", "_"))]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    worker = [sys.executable, "-m", "tests.support.workers.newer_copies", *arguments]
+    subprocess.run(worker, env=path, check=True, timeout=600)
+    results = {}
+    for name in copies:
+        result = torch.load(directory / name.replace(" ", "_") / "result.pt", weights_only=False)
+        runs = {side: SimpleNamespace(**result[side], in_float64=None) for side in ("stock", "patched")}
+        results[name] = {**result, **runs}
+    return results
+
+
+def assert_trains_as_its_stock(result: Mapping[str, Any], *, fused: bool) -> None:
+    """Asserts that a copy trains what its stock trains: up to rounding if it is fused, else to the last bit."""
+    stock, patched = result["stock"], result["patched"]
+    assert len(stock.gradients) == len(patched.gradients) > 0
+    assert {path for _, path in patched.calls} == ({"fused"} if fused else set())
+    if fused:
+        assert_same_training(stock, patched)
+        return
+    for a, b in zip(stock.gradients, patched.gradients, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
