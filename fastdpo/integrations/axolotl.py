@@ -21,9 +21,10 @@ from ..logs import report
 from ..models.calls import calls_line
 from ..reasons import Reason
 from .bypass import STATE
-from .patching import PatchReport, patch
+from .patching import PatchError, PatchReport, patch
 
 TRAINER = "trl.DPOTrainer"
+_HOOKS = ("pre_model_load", "post_trainer_create", "post_train_unload")
 
 
 class FastDPOPlugin(BasePlugin):
@@ -32,11 +33,16 @@ class FastDPOPlugin(BasePlugin):
     Rank 0 prints the report when the trainer has been created, and the number of calls at the end.
 
     Raises:
-        PatchError: the installed version of TRL cannot be patched.
+        PatchError: the installed version of TRL cannot be patched, or that of axolotl has other hooks.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        missing = [name for name in _HOOKS if not hasattr(BasePlugin, name)]
+        if missing:  # axolotl would not call it, and train unpatched
+            raise PatchError(
+                f"{type(self).__name__}: axolotl's plugins must have {', '.join(missing)}; use `fastdpo run`"
+            )
         self._report: PatchReport | None = None
 
     def pre_model_load(self, cfg: Any) -> None:

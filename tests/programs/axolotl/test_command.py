@@ -117,6 +117,21 @@ def test_the_comparison_detects_another_loss(train_both):
         assert_same(stock, other, units=math.inf)
 
 
+def test_a_plugin_that_axolotl_would_not_call_raises(monkeypatch):
+    from fastdpo.integrations import axolotl
+
+    axolotl.FastDPOPlugin()
+    monkeypatch.delattr(axolotl.BasePlugin, "pre_model_load")
+    with pytest.raises(axolotl.PatchError, match="axolotl's plugins must have pre_model_load; use `fastdpo run`"):
+        axolotl.FastDPOPlugin()
+
+
+def test_the_doctor_names_the_trainer_that_axolotl_trains_with():
+    from fastdpo.commands import doctor
+
+    assert doctor.Finding("ok", "axolotl", "0.19.0: trains with trl.DPOTrainer") in [*doctor.package_findings()]
+
+
 def test_the_plugin_says_that_another_trainer_is_not_fused(tmp_path):
     output = tmp_path / "kto"
     kto = run(command(output, TINY, rl="kto", **PLUGIN), output, fused=False, **OFFLINE)
