@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from .. import __version__
 from ..integrations import packages, patching
-from ..integrations.lines import DISTRIBUTIONS, LINES
+from ..integrations.lines import TRAINS_WITH, all_lines
 from ..models import forward
 from ..models.state import ForwardOptions
 from ..ops.attention import backends
@@ -127,7 +127,7 @@ def package_findings() -> Iterator[Finding]:
             yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
-    for package in OPTIONAL:
+    for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines()))):
         version = _version(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 
@@ -139,12 +139,15 @@ def _optional(package: str, version: str) -> Finding:
         return Finding(OFF, package, f"{version}: off, {reason.named}")
     if package in packages.PACKAGES:
         return Finding(OK, package, f"{version}: {packages.description(package)}")
-    lines = [line for line in LINES if DISTRIBUTIONS.get(line.package, line.package) == package]
+    lines = [line for line in all_lines() if line.distribution == package]
     if not lines:
-        return Finding(OK, package, version)
+        return Finding(
+            OK, package, version + (f": trains with {TRAINS_WITH[package]}" if package in TRAINS_WITH else "")
+        )
     if any(line.supports(version) for line in lines):
         return Finding(OK, package, f"{version}: tested")
-    (found,) = patching.examine(lines[0].trainer).seams
+    seams = patching.examine([line.trainer for line in lines]).seams
+    found = next((seam for seam in seams if seam.on), seams[0])
     known = f"provisionally, {found.provisional}" if found.reason is None else f"off, {found.reason.named}"
     return Finding(OK if found.on else OFF, package, f"{version}: {known}")
 

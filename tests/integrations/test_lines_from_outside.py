@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import fastdpo
+from fastdpo.commands import doctor
+from fastdpo.commands.doctor import OFF, OK
 from fastdpo.integrations import lines
 from fastdpo.integrations.patching import examine
 from fastdpo.packing import IGNORE_INDEX
@@ -204,3 +206,27 @@ def test_a_class_that_is_no_line_is_refused(attributes, error, match):
         fastdpo.register(type("Line", (fastdpo.TrainerLine,), attributes))
     with pytest.raises(TypeError, match="must be a subclass"):
         fastdpo.register("toy.PairTrainer")
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "detail"),
+    [
+        ("1.3", OK, "1.3: tested"),
+        ("2.1", OFF, "2.1: off, this version is not supported: install 'toy>=1.2,<2' [unsupported-version]"),
+    ],
+)
+def test_the_doctor_shows_lines_from_outside(install, version, status, detail):
+    install(version, line=True)
+    lines.register_entry_points.cache_clear()
+    try:
+        report = doctor.examine()
+    finally:
+        lines.register_entry_points.cache_clear()
+    assert doctor.Finding(status, "toy", detail) in report["packages"]
+    assert {x.name: x.status for x in report["trainers"]}[NAME] == status
+
+
+def test_the_doctor_shows_a_registered_line_whose_package_is_not_installed(monkeypatch):
+    monkeypatch.setattr(lines, "registered", {})
+    fastdpo.register(type("Line", (fastdpo.TrainerLine,), dict(name=NAME, versions=">=1.2", modules=("toy",))))
+    assert doctor.Finding(OFF, "toy", "not installed") in [*doctor.package_findings()]
