@@ -212,7 +212,7 @@ def _token_logps_bwd_kernel(
     shift_ptr,  # [N] float32, from the forward
     others_ptr,  # [N] float32, from the forward
     total_ptr,  # [N] float32, from the forward
-    mean_offset_ptr,  # [N] float32, of `logit_rows.logit_gradient`, if V is a part of a vocabulary; or None
+    mean_offset_ptr,  # [N] float32, of `logit_rows.GradientInputs`, if V is a part of a vocabulary; or None
     stride,
     grad_stride,
     V,
@@ -341,58 +341,23 @@ def token_logps_bwd(
     grad_entropy: Tensor | None,  # [N] float32
     logits: Tensor,  # [N, V], last stride 1
     targets: Tensor,  # [N]
-    sums: Sequence[Tensor],  # shift, others, total, [N] each
+    sums: Sequence[Tensor],  # shift, others, total of the forward, [N] each
     softcap: float | None,
     logit_scale: float,
     temperature: float,
     mean_offset: Tensor | None = None,  # [N] float32
 ) -> None:
-    """Writes d loss / d logits to grad."""
-    if grad_logps is None and grad_entropy is None:
-        grad.zero_()
-    else:
-        upstream, transform = (grad_logps, grad_entropy), (softcap, logit_scale, temperature)
-        _launch_bwd(grad, *upstream, logits, targets, sums, *transform, mean_offset)
-
-
-def token_logps_tile(
-    tile: Tensor,  # [N, V], last stride 1, overwritten; may be the logits
-    logits: Tensor,  # [N, V], last stride 1
-    targets: Tensor,  # [N]
-    sums: Sequence[Tensor],  # shift, others, total, [N] each
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> None:
-    """Writes the gradient tile from the sums of the forward."""
-    _launch_bwd(tile, None, None, logits, targets, sums, softcap, logit_scale, temperature)
-
-
-def _launch_bwd(
-    grad: Tensor,
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    sums: Sequence[Tensor],
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    mean_offset: Tensor | None = None,
-) -> None:
+    """Writes d loss / d logits to grad, or the gradient tile if no upstream gradient is given."""
     n, vocabulary = logits.shape
-    shift, others, total = sums
     programs = 1 if grad_entropy is not None else triton.cdiv(vocabulary, BLOCK_V)
+    upstream = (None if g is None else g.contiguous() for g in (grad_logps, grad_entropy))
     with torch.cuda.device_of(logits):
         _token_logps_bwd_kernel[(n, programs)](
             grad,
-            None if grad_logps is None else grad_logps.contiguous(),
-            None if grad_entropy is None else grad_entropy.contiguous(),
+            *upstream,
             logits,
             targets.contiguous(),
-            shift,
-            others,
-            total,
+            *sums,
             None if mean_offset is None else mean_offset.contiguous(),
             logits.stride(0),
             grad.stride(0),

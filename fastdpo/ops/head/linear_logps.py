@@ -6,6 +6,7 @@ Dimensions: N scored tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,34 +14,26 @@ from torch import Tensor
 from ... import checks
 from ..devices import accumulation_dtype
 from .budget import default_budget
-from .formats import TileFormat
+from .formats import OP, TileFormat
 from .gradient_sums import empty_gradients
 from .passes import backward_pass, empty_outputs, forward_pass, number_of_sums, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
-from .tiles import HeadCall
-from .vocabulary_parallel import OP, VocabularyGroup, backward_of_part, forward_of_part, require_group
+from .tiles import HEAD, HeadCall
+from .vocabulary_parallel import VocabularyGroup, backward_of_part, forward_of_part, require_group
 
-WHOLE = ("", None, 0)
-"""The fields that stand for no `VocabularyGroup`."""
+GROUP = 'str name="", SymInt[]? sizes=None, SymInt rank=0'
+"""The fields of a `VocabularyGroup`, as custom ops declare them."""
+
+WHOLE: tuple[Any, ...] = ("", None, 0)
+"""Those that stand for no group."""
 
 
-@torch.library.custom_op("fastdpo::linear_logps_fwd", mutates_args=())
-def linear_logps_fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    statistics: str,
-    keep: int,
-    form_jacobian: bool,
-    name: str = "",
-    sizes: Sequence[int] | None = None,
-    rank: int = 0,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "fastdpo::linear_logps_fwd",
+    mutates_args=(),
+    schema=f"({HEAD}, str statistics, SymInt keep, bool form_jacobian, {GROUP}) -> Tensor[]",
+)
+def linear_logps_fwd(*args: Any) -> list[Tensor]:
     """The forward, of a whole vocabulary, or of a rank's part with the fields of a `VocabularyGroup`.
 
     Returns:
@@ -48,67 +41,41 @@ def linear_logps_fwd(
         [N, D], or [0, D] if not `form_jacobian`; then logps, the vectors of `number_of_sums` and the
         statistics, [N] each.
     """
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    if sizes is None:
-        return forward_pass(OP, call, statistics, keep, form_jacobian)
-    return forward_of_part(call, VocabularyGroup(name, tuple(sizes), rank), statistics, keep, form_jacobian)
+    call, group = _call_and_group(args[:8], args[11:])
+    return forward_pass(call, *args[8:11]) if group is None else forward_of_part(call, group, *args[8:11])
 
 
 @linear_logps_fwd.register_fake
-def _(
-    hidden,
-    weight,
-    bias,
-    targets,
-    softcap,
-    logit_scale,
-    temperature,
-    compute_dtype,
-    statistics,
-    keep,
-    form_jacobian,
-    name="",
-    sizes=None,
-    rank=0,
-):
-    return empty_outputs(hidden, weight, compute_dtype, statistics, keep, form_jacobian, is_part=sizes is not None)
+def _(*args):
+    call, _ = _call_and_group(args[:8], args[11:])
+    return empty_outputs(call, *args[8:11])
 
 
-@torch.library.custom_op("fastdpo::linear_logps_bwd", mutates_args=("main_grad",))
-def linear_logps_bwd(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    kept: Tensor,
-    jacobian: Tensor,
-    sums: Sequence[Tensor],
-    needs: Sequence[bool],
-    main_grad: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    name: str = "",
-    sizes: Sequence[int] | None = None,
-    rank: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # compilers do not take a list from an op that mutates an argument
+@torch.library.custom_op(
+    "fastdpo::linear_logps_bwd",
+    mutates_args=("main_grad",),
+    schema="(Tensor? grad_logps, Tensor? grad_entropy, Tensor kept, Tensor jacobian, Tensor[] sums, bool[] needs, "
+    f"Tensor(a6!)? main_grad, {HEAD}, {GROUP}) -> (Tensor, Tensor, Tensor)",
+)
+def linear_logps_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, without elements where not needed.
 
     The gradient of the weight is added to `main_grad` if it is given.
     """
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
-    if sizes is None:
-        return backward_pass(OP, call, *given)
-    return backward_of_part(call, VocabularyGroup(name, tuple(sizes), rank), *given)
+    call, group = _call_and_group(args[7:15], args[15:])
+    return backward_pass(call, *args[:7]) if group is None else backward_of_part(call, group, *args[:7])
 
 
 @linear_logps_bwd.register_fake
 def _(grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad, hidden, weight, bias, *rest):
     return empty_gradients(hidden, weight, bias, needs)
+
+
+def _call_and_group(head: Sequence[Any], cut: Sequence[Any]) -> tuple[HeadCall, VocabularyGroup | None]:
+    """From the arguments of a custom op: the head's, and a group's fields without the last ones that have defaults."""
+    name, sizes, rank = (*cut, *WHOLE[len(cut) :])
+    group = None if sizes is None else VocabularyGroup(name, tuple(sizes), rank)
+    return HeadCall(*head, part=None if group is None else group.part), group
 
 
 class _LinearLogps(torch.autograd.Function):

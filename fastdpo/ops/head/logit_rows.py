@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..transform import Transform
 from .results import empty_results, statistic_names
-from .targets import TileTargets
+from .targets import Targets
 
 TILE_BYTES = 64 << 20
 KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes
@@ -55,22 +55,38 @@ def kernel_tile_rows(vocabulary: int, dtype: torch.dtype, device_memory: int | N
     return max(MIN_TILE_ROWS, max(KERNEL_TILE_BYTES, full) // row_bytes // MIN_TILE_ROWS * MIN_TILE_ROWS)
 
 
-def block_slices(n: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
-    """Slices of [0, n) over which several passes are made.
+def block_slices(logits: Tensor, dtype: torch.dtype) -> list[slice]:
+    """Slices of the rows of logits [n, V] over which several passes are made in `dtype`.
 
     On a CPU they fit in its caches; on other devices they are whole tiles.
     """
-    if device.type != "cpu":
+    n, vocabulary = logits.shape
+    if logits.device.type != "cpu":
         return row_slices(n, tile_rows(vocabulary, dtype))
     return row_slices(n, max(1, BLOCK_BYTES // (vocabulary * dtype.itemsize)))
 
 
-class RowSums(NamedTuple):
-    """Sums that the gradient needs besides the logits, [n] each, in the dtype of the tile."""
+class GradientInputs(NamedTuple):
+    """What the gradient of each row of logits is computed from besides the logits, [n] each, in the dtype of
+    the tile.
 
-    shift: Tensor  # m
+    Attributes:
+        shift: m.
+        others, total: the sums.
+        grad_logps, grad_entropy: upstream gradients. Without any, the result is the gradient tile.
+        mean_offset: what to subtract from the mean of `log p` over the tile to get that over the whole
+            vocabulary, if the tile is a part of it.
+    """
+
+    shift: Tensor
     others: Tensor
     total: Tensor
+    grad_logps: Tensor | None = None
+    grad_entropy: Tensor | None = None
+    mean_offset: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> GradientInputs:
+        return GradientInputs(*(None if x is None else x[rows] for x in self))  # pyright: ignore[reportArgumentType]
 
 
 class BlockSums(NamedTuple):
@@ -94,7 +110,7 @@ class BlockSums(NamedTuple):
         return BlockSums(*fields)
 
 
-def sum_block_(z: Tensor, targets: TileTargets, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
+def sum_block_(z: Tensor, targets: Targets, target_logits: Tensor, statistics: str) -> tuple[BlockSums, Tensor]:
     """All passes over a block of logits.
 
     Args:
@@ -132,16 +148,13 @@ def sum_block_(z: Tensor, targets: TileTargets, target_logits: Tensor, statistic
     return sums, exponentials
 
 
-def finish_sums(sums: BlockSums, statistics: str) -> tuple[Tensor, RowSums, list[Tensor]]:
-    """The log-probabilities, the sums of their gradient, and the requested statistics.
-
-    The statistics are in the order of `STATISTICS`.
-    """
+def finish_sums(sums: BlockSums, statistics: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The log-probabilities; shift, others and total; and the requested statistics in the order of `STATISTICS`."""
     target_logits, tile_target_logits, shift, others, weighted, mean, is_top1, squares = sums
     # A logit of +inf would have probability 1 and no gradient, and its overflow would go unnoticed:
     # make it NaN.
     gap = torch.where(target_logits == torch.inf, torch.nan, target_logits - shift)
-    logps, row_sums = F.logsigmoid(gap - others.log()), RowSums(shift, others, others + gap.exp())
+    logps, of_gradient = F.logsigmoid(gap - others.log()), [shift, others, others + gap.exp()]
 
     # Statistics include the target: sums over the vocabulary, relative to the larger of m and the
     # target's logit.
@@ -157,7 +170,7 @@ def finish_sums(sums: BlockSums, statistics: str) -> tuple[Tensor, RowSums, list
         values["entropy"] = log_total - total_weighted / total
     if squares is not None:
         values["log_sum_sq_probs"] = (squares * ratio.square() + target_exp.square()).log() - 2 * log_total
-    return logps, row_sums, [values[name] for name in statistic_names(statistics)]
+    return logps, of_gradient, [values[name] for name in statistic_names(statistics)]
 
 
 def _is_top1(z: Tensor, targets: Tensor, target_logits: Tensor, peak: Tensor) -> Tensor:
@@ -198,7 +211,7 @@ def normalize(shift: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return normalized, others * factor, factor
 
 
-def gradient_tile_(exponentials: Tensor, targets: TileTargets, others: Tensor, slope: Tensor | None) -> Tensor:
+def gradient_tile_(exponentials: Tensor, targets: Targets, others: Tensor, slope: Tensor | None) -> Tensor:
     """Turns `exp(z - m)` [n, V] into the gradient tile, in place.
 
     Multiplied by `-gain / total` per row, the tile is `d logp / d x`.
@@ -210,11 +223,6 @@ def gradient_tile_(exponentials: Tensor, targets: TileTargets, others: Tensor, s
     return exponentials if slope is None else exponentials.mul_(slope)
 
 
-def gradient_tile_from_logits_(z: Tensor, targets: TileTargets, sums: RowSums, slope: Tensor | None) -> Tensor:
-    """Turns recomputed logits z [n, V] into the gradient tile, in place."""
-    return gradient_tile_(z.sub_(sums.shift[:, None]).exp_(), targets, sums.others, slope)
-
-
 def upstream_scale(upstream: Tensor, total: Tensor, transform: Transform) -> Tensor:
     """The factors [n] from rows of the gradient tile to `d loss / d x`.
 
@@ -223,20 +231,9 @@ def upstream_scale(upstream: Tensor, total: Tensor, transform: Transform) -> Ten
     return torch.where(upstream == 0, 0.0, upstream * (-transform.gain / total))
 
 
-def logit_gradient(
-    z: Tensor,  # [n, V] overwritten
-    targets: TileTargets,
-    sums: RowSums,
-    grad_logps: Tensor | None,  # [n]
-    grad_entropy: Tensor | None,  # [n]
-    transform: Transform,
-    mean_offset: Tensor | None = None,  # [n]
-) -> Tensor:
-    """`d loss / d x` [n, V] from transformed logits and upstream gradients.
-
-    `mean_offset` is what to subtract from the mean of `log p` over the tile to get that over the
-    whole vocabulary, if the tile is a part of it.
-    """
+def logit_gradient(z: Tensor, targets: Targets, inputs: GradientInputs, transform: Transform) -> Tensor:
+    """`d loss / d x` [n, V] from transformed logits z, which are overwritten, or the gradient tile."""
+    shift, others, row_total, grad_logps, grad_entropy, mean_offset = inputs
     slope = transform.slope(z)
     gradient = None
     if grad_entropy is not None:
@@ -244,21 +241,22 @@ def logit_gradient(
         # minus its mean, which keeps the digits that log p_v loses to the logarithm of the sum
         # where logits are large.
         target_logits = targets.read(z)
-        top = torch.maximum(sums.shift, target_logits)
-        total = sums.others * (sums.shift - top).exp() + (target_logits - top).exp()
+        top = torch.maximum(shift, target_logits)
+        total = others * (shift - top).exp() + (target_logits - top).exp()
         gradient = torch.sub(z, top[:, None]).clamp_(min=MIN_EXPONENT)  # d
         exponentials = gradient.exp()
         mean = gradient.mul_(exponentials).sum(-1) / total
         if mean_offset is not None:  # a part of the vocabulary may have no finite logit
             mean = torch.where(total == 0, 0.0, mean) - mean_offset
-        total = total.masked_fill(sums.total.isnan(), torch.nan)  # unknown targets
+        total = total.masked_fill(row_total.isnan(), torch.nan)  # unknown targets
         scale = upstream_scale(grad_entropy, total, transform)
         gradient.addcmul_(exponentials, mean[:, None], value=-1).mul_(scale[:, None])
         del exponentials
         if slope is not None:
             gradient.mul_(slope)
+        if grad_logps is None:
+            return gradient
+    tile = gradient_tile_(z.sub_(shift[:, None]).exp_(), targets, others, slope)
     if grad_logps is not None:
-        scale = upstream_scale(grad_logps, sums.total, transform)
-        logps_gradient = gradient_tile_from_logits_(z, targets, sums, slope).mul_(scale[:, None])
-        gradient = logps_gradient if gradient is None else gradient.add_(logps_gradient)
-    return torch.zeros_like(z) if gradient is None else gradient
+        tile.mul_(upstream_scale(grad_logps, row_total, transform)[:, None])
+    return tile if gradient is None else gradient.add_(tile)

@@ -18,7 +18,6 @@ follow from those of a part's own results, which the part computes as if it were
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,44 +29,9 @@ EXCHANGED = ("own_logits", "top_logits")
 """The results of a part that merging needs next to the requested statistics (see `logit_rows.finish_sums`)."""
 
 
-class MergedParts(NamedTuple):
-    """Results over the whole vocabulary, and one part's share of their gradients, [N] each.
-
-    Attributes:
-        logps: log-probability of the target.
-        statistics: those that were requested, in the order of `STATISTICS`.
-        target_logits: t. The logits of all targets, whichever part has them.
-        share: the probability of the part's entries.
-        rest: the probability of all other entries.
-        entropy_share: `share` for the entropy, of the tile's distribution. None without an entropy.
-        mean_offset: that of `logit_rows.logit_gradient`. None without an entropy.
-    """
-
-    logps: Tensor
-    statistics: list[Tensor]
-    target_logits: Tensor
-    share: Tensor
-    rest: Tensor
-    entropy_share: Tensor | None
-    mean_offset: Tensor | None
-
-
-class _Masses(NamedTuple):
-    """Sums of exponentials of each part, [R, N], relative to the largest logit of all parts."""
-
-    mass: Tensor  # of the part
-    rest: Tensor  # of the other parts
-    total: Tensor  # [N]
-
-    @property
-    def log_share(self) -> Tensor:
-        """The logarithm of each part's probability, -inf where it is 0."""
-        return -(self.rest / self.mass).log1p()
-
-
 def merge_parts(
     results: dict[str, Tensor], targets: Tensor, sizes: Sequence[int], rank: int, statistics: str
-) -> MergedParts:
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor, list[Tensor]]:
     """Merges the results of all parts.
 
     Args:
@@ -77,6 +41,12 @@ def merge_parts(
         sizes: the number of entries of each part, in the order of the vocabulary.
         rank: the part whose gradients are asked for.
         statistics: names from `results.STATISTICS`, comma-separated.
+
+    Returns:
+        Over the whole vocabulary, the log-probabilities of the targets, the statistics in the order of `STATISTICS`,
+        and the targets' logits t. For the gradients, the probability of the part's entries, and that of all others.
+        With the entropy, the former by the tiles' logits, and the `mean_offset` of `logit_rows.GradientInputs`.
+        [N] each.
     """
     is_owner = _owners(targets, sizes)
     shifts, others = results["shift"], results["others"]
@@ -87,17 +57,22 @@ def merge_parts(
     log_others = _masses(others, shifts, shift).sum(0).log()
     logps = F.logsigmoid(target - shift - log_others)
 
-    masses = _with_targets(others, shifts, torch.maximum(shift, target), target, is_owner)
-    names, values = statistic_names(statistics), dict[str, Tensor]()
-    entropy_share = mean_offset = None
+    mass, rest = _with_targets(others, shifts, torch.maximum(shift, target), target, is_owner)
+    total = mass.sum(0)
+    probability, other_probability = (x[rank] / total for x in (mass, rest))
+    names, values, of_entropy = statistic_names(statistics), dict[str, Tensor](), list[Tensor]()
     if "entropy" in names or "log_sum_sq_probs" in names:  # of the tiles' logits, those of the targets included
         own = results["own_logits"].amax(0)
-        in_tile = _with_targets(others, shifts, torch.maximum(shift, own), own, is_owner)
+        mass, rest = _with_targets(others, shifts, torch.maximum(shift, own), own, is_owner)
+        is_empty, log_share = mass == 0, -(rest / mass).log1p()  # -inf where the share is 0
         if "entropy" in names:
-            values["entropy"], entropy_share, mean_offset = _entropy(in_tile, results["entropy"], rank)
+            share, entropies = mass / mass.sum(0), results["entropy"]
+            entropy = values["entropy"] = torch.where(is_empty, 0.0, share * (entropies - log_share)).sum(0)
+            offset = entropy - entropies[rank] + log_share[rank]
+            of_entropy = [share[rank], torch.where(is_empty[rank], 0.0, offset)]
         if "log_sum_sq_probs" in names:
-            terms = 2 * in_tile.log_share + results["log_sum_sq_probs"]
-            values["log_sum_sq_probs"] = torch.where(in_tile.mass == 0, -torch.inf, terms).logsumexp(0)
+            terms = 2 * log_share + results["log_sum_sq_probs"]
+            values["log_sum_sq_probs"] = torch.where(is_empty, -torch.inf, terms).logsumexp(0)
     if "mean_logits" in names:
         weighted = (mean * (size / sum(sizes)) for mean, size in zip(results["mean_logits"], sizes, strict=True))
         values["mean_logits"] = torch.stack([*weighted]).sum(0)
@@ -105,8 +80,7 @@ def merge_parts(
         # The shift of a part without other possible entries is not one of its logits.
         tops = torch.where(others == 0, results["own_logits"], results["top_logits"])
         values["is_top1"] = _are_top1(results["is_top1"] != 0, tops, is_owner)
-    share, rest = (x[rank] / masses.total for x in (masses.mass, masses.rest))
-    return MergedParts(logps, [values[name] for name in names], target, share, rest, entropy_share, mean_offset)
+    return logps, [values[name] for name in names], target, probability, other_probability, of_entropy
 
 
 def _owners(targets: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -120,20 +94,14 @@ def _masses(others: Tensor, shifts: Tensor, shift: Tensor) -> Tensor:
     return torch.where(others == 0, 0.0, others * (shifts - shift).exp())
 
 
-def _with_targets(others: Tensor, shifts: Tensor, top: Tensor, target: Tensor, is_owner: Tensor) -> _Masses:
-    """The sums of all entries of each part, relative to the logit `top` [N]."""
+def _with_targets(
+    others: Tensor, shifts: Tensor, top: Tensor, target: Tensor, is_owner: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[R, N] the sums of all entries of each part, and of those of the other parts, relative to the logit `top` [N]."""
     mass = _masses(others, shifts, top) + torch.where(is_owner, (target - top).exp(), 0.0)
     parts = len(mass)
     rest = [sum((mass[q] for q in range(parts) if q != r), torch.zeros_like(top)) for r in range(parts)]
-    return _Masses(mass, torch.stack(rest), mass.sum(0))
-
-
-def _entropy(masses: _Masses, entropies: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The entropy, and the share and the mean offset of one part, [N] each, from the parts' entropies [R, N]."""
-    is_empty, log_share, shares = masses.mass == 0, masses.log_share, masses.mass / masses.total
-    entropy = torch.where(is_empty, 0.0, shares * (entropies - log_share)).sum(0)
-    offset = entropy - entropies[rank] + log_share[rank]
-    return entropy, shares[rank], torch.where(is_empty[rank], 0.0, offset)
+    return mass, torch.stack(rest)
 
 
 def _are_top1(is_top1: Tensor, tops: Tensor, is_owner: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Dimensions: N scored tokens, V vocabulary (of the weight that is given), D hidde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,42 +16,18 @@ from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
 from .formats import TileFormat
 from .gradient_sums import GradientSum, empty_gradients, split_row_scale, wide_product
-from .logit_rows import RowSums, upstream_scale
+from .logit_rows import GradientInputs, upstream_scale
 from .results import empty_results, statistic_names
-from .targets import VocabularyPart
 from .tiles import Head, HeadCall
 
 
-class PartGradients(NamedTuple):
-    """What the gradients of a part of the vocabulary need besides those of the part's distribution.
-
-    Attributes:
-        part: the entries that the weight has.
-        targets: [N] the gradients of the targets' raw logits that come from the other parts, 0 where
-            the target is in one of them.
-        mean_offset: [N] that of `logit_rows.logit_gradient`. None without a gradient of the entropy.
-    """
-
-    part: VocabularyPart
-    targets: Tensor
-    mean_offset: Tensor | None
-
-
-def empty_outputs(
-    hidden: Tensor,
-    weight: Tensor,
-    compute_dtype: torch.dtype,
-    statistics: str,
-    keep: int,
-    form_jacobian: bool,
-    *,
-    is_part: bool = False,
-) -> list[Tensor]:
+def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
     """Uninitialized outputs of the forward of a head."""
-    kept = TileFormat.of(weight, compute_dtype, is_part=is_part).allocate(keep, weight)
-    n, d = hidden.shape
-    jacobian = hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(compute_dtype))
-    logps, shift, others, total, *extra = empty_results(hidden, statistics)
+    is_part, (n, d) = call.part is not None, call.hidden.shape
+    kept = TileFormat.of(call.weight, call.compute_dtype, is_part=is_part).allocate(keep, call.weight)
+    dtype = accumulation_dtype(call.compute_dtype)
+    jacobian = call.hidden.new_empty(n if form_jacobian else 0, d, dtype=dtype)
+    logps, shift, others, total, *extra = empty_results(call.hidden, statistics)
     of_parts = [torch.empty_like(logps) for _ in range(number_of_sums(statistics, is_part) - 3)]
     return [kept, jacobian, logps, shift, others, total, *of_parts, *extra]
 
@@ -67,19 +43,16 @@ def number_of_sums(statistics: str, is_part: bool) -> int:
     return 7 if "entropy" in statistic_names(statistics) else 5
 
 
-def forward_pass(
-    op: str, call: HeadCall, statistics: str, keep: int, form_jacobian: bool, part: VocabularyPart | None = None
-) -> list[Tensor]:
+def forward_pass(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
     """Results of a head, and what its backward needs.
 
     Returns:
         Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
         [N, D], or [0, D] if not `form_jacobian`; then the results of `Head.results`, [N] each.
     """
-    options = (call.compute_dtype, statistics, keep, form_jacobian)
-    kept, jacobian, *empty = empty_outputs(call.hidden, call.weight, *options, is_part=part is not None)
+    kept, jacobian, *empty = empty_outputs(call, statistics, keep, form_jacobian)
     with torch.autocast(call.hidden.device.type, enabled=False):
-        head = Head(op, call, part)
+        head = Head(call)
         tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # widened for float16 on a CPU
         tiles: list[list[Tensor]] = []
         for rows in head.tiles():
@@ -96,7 +69,6 @@ def forward_pass(
 
 
 def backward_pass(
-    op: str,
     call: HeadCall,
     grad_logps: Tensor | None,
     grad_entropy: Tensor | None,
@@ -105,41 +77,41 @@ def backward_pass(
     sums: Sequence[Tensor],
     needs: Sequence[bool],
     main_grad: Tensor | None,
-    of_part: PartGradients | None = None,
+    target_gradients: Tensor | None = None,
+    mean_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, without elements where not needed.
 
     The gradient of the weight is added to `main_grad` if it is given. Of a part, upstream gradients
-    are those of the part's own results.
+    are those of the part's own results, and two more are needed: `target_gradients` [N] of the targets' raw
+    logits, which come from the other parts and are 0 where the target is in one of them, and with a gradient
+    of the entropy the `mean_offset` [N] of `GradientInputs`.
     """
     hidden, weight, bias, targets, *_ = call
     grads = grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
     needs_hidden, needs_weight, needs_bias = needs
-    wide, row_sums = accumulation_dtype(call.compute_dtype), RowSums(*sums)
+    wide, inputs = accumulation_dtype(call.compute_dtype), GradientInputs(*sums)
     with torch.autocast(hidden.device.type, enabled=False):
         upstream_logps, upstream_entropy = (
-            torch.zeros_like(row_sums.total) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
+            torch.zeros_like(inputs.total) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
             for grad in (grad_logps, grad_entropy)
         )
-        scale = upstream_scale(upstream_logps, row_sums.total, call.transform)  # [N]
+        scale = upstream_scale(upstream_logps, inputs.total, call.transform)  # [N]
         if len(jacobian) and grad_entropy is None:
             torch.mul(jacobian, scale[:, None], out=grad_hidden)
-            if of_part is not None:
-                head = Head(op, call, of_part.part)
-                _add_targets(head, of_part.targets, grad_hidden, None, None)
+            if target_gradients is not None:
+                _add_targets(Head(call), target_gradients, grad_hidden, None, None)
             return grads
         if not len(hidden):
             for grad in grads:
                 grad.zero_()
             return grads
 
-        head, dtype = Head(op, call, None if of_part is None else of_part.part), kept.dtype
-        if grad_entropy is None:
-            tiles = head.gradient_tiles(kept, row_sums)
-        else:  # these tiles are scaled already, by upstream gradients that may be too small for float16
+        head, dtype = Head(call), kept.dtype
+        if grad_entropy is not None:  # scaled already, by upstream gradients that may be too small for float16
             dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
-            mean_offset = None if of_part is None else of_part.mean_offset
-            tiles = head.logit_gradients(row_sums, upstream_logps, upstream_entropy, dtype, mean_offset)
+            upstream = dict(grad_logps=upstream_logps, grad_entropy=upstream_entropy, mean_offset=mean_offset)
+            inputs = GradientInputs(*sums, **upstream)
         row_scale, common_scale = split_row_scale(scale, dtype)
         tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
         weight_sum = bias_sum = None
@@ -149,7 +121,7 @@ def backward_pass(
             weight_sum = GradientSum(grad_weight, wide, common_scale)
         if needs_bias:
             bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
-        for rows, tile in tiles:
+        for rows, tile in head.gradients(kept, inputs, dtype):
             if needs_hidden:
                 place = grad_hidden[rows]
                 product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
@@ -159,8 +131,8 @@ def backward_pass(
                 weight_sum.add(tile, scaled_rows.to(dtype))
             if bias_sum is not None:
                 bias_sum.add(tile, row_scale[rows, None])
-        if of_part is not None:
-            _add_targets(head, of_part.targets, grad_hidden if needs_hidden else None, weight_sum, bias_sum)
+        if target_gradients is not None:
+            _add_targets(head, target_gradients, grad_hidden if needs_hidden else None, weight_sum, bias_sum)
         for gradient_sum in (weight_sum, bias_sum):
             if gradient_sum is not None:
                 gradient_sum.finish()
@@ -176,7 +148,7 @@ def _add_targets(
 ) -> None:
     """Adds the gradients that reach hidden, weight and bias through the targets' logits alone."""
     for rows in head.tiles():
-        index, gradient = head.columns.index[rows], gradients[rows, None]
+        index, gradient = head.targets.index[rows], gradients[rows, None]
         if grad_hidden is not None:
             grad_hidden[rows] += scaled(head.weight[index], gradient)
         if weight_sum is not None:

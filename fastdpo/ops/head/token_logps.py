@@ -6,6 +6,7 @@ Dimensions: N scored tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,42 +16,69 @@ from ..choice.verdicts import Kernel, works
 from ..devices import accumulation_dtype, suits_triton
 from ..transform import Transform
 from . import trials
-from .logit_rows import RowSums, block_slices, join_results, logit_gradient, sum_block_
+from .logit_rows import GradientInputs, block_slices, join_results, logit_gradient, sum_block_
 from .results import TokenLogps, empty_results, named_results, requested_statistics, statistic_names
-from .targets import TileTargets, split_targets
+from .targets import Targets
 
 OP = "token_logps"
 
 
-@torch.library.custom_op("fastdpo::token_logps_fwd", mutates_args=())
-def _fwd(
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    statistics: str,
-) -> list[Tensor]:
+TRANSFORM = "float? softcap, float logit_scale, float temperature"
+BACKWARD = f"Tensor targets, Tensor[] sums, {TRANSFORM}"
+
+
+@torch.library.custom_op(
+    "fastdpo::token_logps_fwd",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor targets, {TRANSFORM}, str statistics) -> Tensor[]",
+)
+def _fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tensor]:
     """logps, shift, others, total and the statistics, [N] each."""
-    transform = Transform(softcap, logit_scale, temperature)
+    *transform, statistics = options
+    transform = Transform(*transform)
     if _takes_kernels(logits):
         from ...kernels.token_logps import token_logps_fwd
 
         return token_logps_fwd(logits, targets, *transform, statistics)
     dtype = accumulation_dtype(logits.dtype)
-    ignored, unknown, index = split_targets(OP, targets, logits.shape[1])
-    parts = []
-    for rows in block_slices(len(logits), logits.shape[1], dtype, logits.device):
-        z = transform.apply_(logits[rows].to(dtype, copy=True))
-        target_logits = z.gather(1, index[rows, None])[:, 0].masked_fill_(unknown[rows], torch.nan)
-        parts.append(sum_block_(z, TileTargets(index[rows]), target_logits, statistics)[0])
+    split, parts = Targets.of(OP, targets, logits.shape[1]), []
+    for rows in block_slices(logits, dtype):
+        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), split.of_rows(rows)
+        target_logits = of_rows.read(z).masked_fill_(of_rows.unknown, torch.nan)
+        parts.append(sum_block_(z, of_rows, target_logits, statistics)[0])
         del z  # frees the block before the next one is allocated
-    return join_results(parts, logits, ignored, statistics)
+    return join_results(parts, logits, split.ignored, statistics)
 
 
 @_fwd.register_fake
-def _(logits, targets, softcap, logit_scale, temperature, statistics):
-    return empty_results(logits, statistics)
+def _(logits, targets, *options):
+    return empty_results(logits, options[-1])
+
+
+@torch.library.custom_op(
+    "fastdpo::token_logps_bwd",
+    mutates_args=(),
+    schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor logits, {BACKWARD}) -> Tensor",
+)
+def _bwd(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _write_gradient(grad, grad_logps, grad_entropy, logits, *rest)
+    return grad
+
+
+@_bwd.register_fake
+def _(grad_logps, grad_entropy, logits, *rest):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "fastdpo::token_logps_bwd_",
+    mutates_args=("logits",),
+    schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor(a2!) logits, {BACKWARD}) -> ()",
+)
+def _bwd_(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> None:
+    """Overwrites the logits with their gradient."""
+    _write_gradient(logits, grad_logps, grad_entropy, logits, *rest)
 
 
 def _write_gradient(
@@ -60,62 +88,27 @@ def _write_gradient(
     logits: Tensor,
     targets: Tensor,
     sums: Sequence[Tensor],
-    transform: Transform,
+    *options: Any,
 ) -> None:
     """Writes `d loss / d logits` to grad [N, V], which may be the logits themselves."""
+    transform = Transform(*options)
+    if grad_logps is None and grad_entropy is None:
+        grad.zero_()
+        return
     if _takes_kernels(logits):
         from ...kernels.token_logps import token_logps_bwd
 
         token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
         return
     dtype = accumulation_dtype(logits.dtype)
-    ignored, _, index = split_targets(OP, targets, logits.shape[1])
-    for rows in block_slices(len(logits), logits.shape[1], dtype, logits.device):
-        z = transform.apply_(logits[rows].to(dtype, copy=True))
-        block_logps, block_entropy = (None if g is None else g[rows].to(dtype) for g in (grad_logps, grad_entropy))
-        block_sums = RowSums(*(x[rows] for x in sums))
-        block_targets = TileTargets(index[rows])
-        block = logit_gradient(z, block_targets, block_sums, block_logps, block_entropy, transform)
-        grad[rows] = block.masked_fill_(ignored[rows, None], 0)
+    upstream = (None if g is None else g.to(dtype) for g in (grad_logps, grad_entropy))
+    inputs = GradientInputs(*sums, *upstream)
+    split = Targets.of(OP, targets, logits.shape[1])
+    for rows in block_slices(logits, dtype):
+        z, of_rows = transform.apply_(logits[rows].to(dtype, copy=True)), split.of_rows(rows)
+        block = logit_gradient(z, of_rows, inputs.of_rows(rows), transform)
+        grad[rows] = block.masked_fill_(of_rows.ignored[:, None], 0)
         del z, block  # frees the block before the next one is allocated
-
-
-@torch.library.custom_op("fastdpo::token_logps_bwd", mutates_args=())
-def _bwd(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    sums: Sequence[Tensor],
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> Tensor:
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    transform = Transform(softcap, logit_scale, temperature)
-    _write_gradient(grad, grad_logps, grad_entropy, logits, targets, sums, transform)
-    return grad
-
-
-@_bwd.register_fake
-def _(grad_logps, grad_entropy, logits, targets, sums, softcap, logit_scale, temperature):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("fastdpo::token_logps_bwd_", mutates_args=("logits",))
-def _bwd_(
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    sums: Sequence[Tensor],
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> None:
-    """Overwrites the logits with their gradient."""
-    transform = Transform(softcap, logit_scale, temperature)
-    _write_gradient(logits, grad_logps, grad_entropy, logits, targets, sums, transform)
 
 
 class _TokenLogps(torch.autograd.Function):

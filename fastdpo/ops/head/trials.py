@@ -32,7 +32,7 @@ def _targets(vocabulary: int, tokens: int = TOKENS) -> Tensor:
 
 def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = None) -> Iterator[Comparison]:
     """Forward, gradient tile and backward of `kernels/token_logps.py`."""
-    from ...kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd, token_logps_tile
+    from ...kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd
 
     vocabulary = VOCABULARY if warps is None else VOCABULARY * warps // NUM_WARPS
     x = (3 * random_values(TOKENS, vocabulary)).to(dtype).double().requires_grad_()
@@ -47,7 +47,7 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
     yield Comparison("logps", logps, exact.logps)
     yield from _tile("the tile of the forward", tile, sums[2], plain, slope)
     tile = Result.like(x, device, dtype)
-    token_logps_tile(tile.inside, logits, on_device, sums, *plain)
+    token_logps_bwd(tile.inside, None, None, logits, on_device, sums, *plain)
     yield from _tile("the tile of the backward", tile, sums[2], plain, slope)
 
     softcap, logit_scale, temperature = capped

@@ -23,12 +23,9 @@ from ... import checks
 from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
 from .merged_parts import EXCHANGED, merge_parts
-from .passes import PartGradients, backward_pass, empty_outputs, forward_pass, scaled
+from .passes import backward_pass, empty_outputs, forward_pass, scaled
 from .results import statistic_names
-from .targets import VocabularyPart
-from .tiles import HeadCall
-
-OP = "linear_logps"
+from .tiles import HeadCall, Part
 
 
 @dataclass(frozen=True)
@@ -62,18 +59,18 @@ class VocabularyGroup:
         group = process_group or dist.group.WORLD
         sizes: list[int] = [0] * dist.get_world_size(group)
         dist.all_gather_object(sizes, int(rows), group)
-        return cls(_name_of(group), tuple(sizes), dist.get_rank(group))
+        return cls.of_sizes(sizes, group)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], process_group: dist.ProcessGroup) -> VocabularyGroup:
         """The group of a head whose numbers of rows are known. Makes no collective."""
-        return cls(_name_of(process_group), tuple(sizes), dist.get_rank(process_group))
+        return cls(process_group.group_name, tuple(sizes), dist.get_rank(process_group))
 
     @property
-    def part(self) -> VocabularyPart:
-        """The vocabulary entries of this rank."""
+    def part(self) -> Part:
+        """The vocabulary entries of this rank, and their number on all ranks."""
         start = sum(self.sizes[: self.rank])
-        return VocabularyPart(start, start + self.sizes[self.rank], sum(self.sizes))
+        return start, start + self.sizes[self.rank], sum(self.sizes)
 
 
 def require_group(op: str, group: object, weight: Tensor) -> None:
@@ -84,10 +81,6 @@ def require_group(op: str, group: object, weight: Tensor) -> None:
     checks.require(
         len(weight) == group.sizes[group.rank], op, "weight", rule, len(weight), group.sizes[group.rank], group.rank
     )
-
-
-def _name_of(group: dist.ProcessGroup | None) -> str:
-    return group.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -104,12 +97,11 @@ def forward_of_part(
         and total of the part, and the other vectors of `number_of_sums`; then the statistics over the
         whole vocabulary. [N] each
     """
-    hidden, weight, _, targets, *_ = call
-    if not len(hidden):
-        return empty_outputs(hidden, weight, call.compute_dtype, statistics, keep, form_jacobian, is_part=True)
-    part = group.part
+    targets, (start, stop, _) = call.targets, group.part
+    if not len(targets):
+        return empty_outputs(call, statistics, keep, form_jacobian)
     names = [*statistic_names(statistics), *EXCHANGED]
-    kept, jacobian, *results = forward_pass(OP, call, ",".join(names), keep, form_jacobian, part)
+    kept, jacobian, *results = forward_pass(call, ",".join(names), keep, form_jacobian)
     _, shift, others, total, *extra, target_logits = results
     of_part = dict(zip(names, extra, strict=True)) | dict(target_logits=target_logits, shift=shift, others=others)
     gathered = torch.stack([x.to(others.dtype) for x in of_part.values()])  # [F, N]
@@ -118,14 +110,14 @@ def forward_of_part(
     fields = dict(zip(of_part, of_all.unbind(1), strict=True))
 
     merged = merge_parts(fields, targets, group.sizes, group.rank, statistics)
+    logps, whole, target_logits, share, rest, of_entropy = merged
     ignored = targets == IGNORE_INDEX
-    has_target = (targets >= part.start) & (targets < part.stop)
-    slope = call.transform.slope(merged.target_logits)
+    has_target = (targets >= start) & (targets < stop)
+    slope = call.transform.slope(target_logits)
     gain = call.transform.gain if slope is None else call.transform.gain * slope
-    of_targets = torch.where(has_target, merged.rest * gain, 0.0)
-    of_entropy = [x for x in (merged.entropy_share, merged.mean_offset) if x is not None]
-    logps, *whole = (x.masked_fill_(ignored, 0) for x in (merged.logps, *merged.statistics))
-    return [kept, jacobian, logps, shift, others, total, merged.share, of_targets, *of_entropy, *whole]
+    of_targets = torch.where(has_target, rest * gain, 0.0)
+    logps, *whole = (x.masked_fill_(ignored, 0) for x in (logps, *whole))
+    return [kept, jacobian, logps, shift, others, total, share, of_targets, *of_entropy, *whole]
 
 
 def backward_of_part(
@@ -149,12 +141,10 @@ def backward_of_part(
         grad_entropy = grad_entropy.masked_fill(ignored, 0)
         entropy_of_part = scaled(entropy_share, grad_entropy)
         mean_offset = mean_offset.masked_fill(grad_entropy == 0, 0)  # NaN where the target is unknown
-    gradients = PartGradients(group.part, scaled(of_targets, upstream), mean_offset)
     if needs[0]:  # partial gradients of hidden are summed before they are rounded
         call = call._replace(hidden=hidden.to(accumulation_dtype(call.compute_dtype)))
-    grad_hidden, grad_weight, grad_bias = backward_pass(
-        OP, call, scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad, gradients
-    )
+    of_part = (scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad)
+    grad_hidden, grad_weight, grad_bias = backward_pass(call, *of_part, scaled(of_targets, upstream), mean_offset)
     if len(grad_hidden):
         dist.all_reduce(grad_hidden, group=process_group(group.name))
     return grad_hidden.to(hidden.dtype), grad_weight, grad_bias

@@ -19,7 +19,7 @@ from ..head.formats import TileFormat
 from ..head.linear_logps import check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd
 from ..head.passes import take_kept
 from ..head.results import empty_results, named_results, requested_statistics
-from ..head.targets import split_targets
+from ..head.targets import Targets
 from ..head.tiles import HeadCall
 from .objectives import DPO, SORTED, PreferenceObjective, require_objective
 from .preference_loss import PreferenceLoss, loss_dtype, preference_loss
@@ -129,7 +129,7 @@ class _Visit:
         self.format = TileFormat.of(call.weight, call.compute_dtype)
         self.chunk_bytes, self.budget = chunk_bytes, memory_budget
         self.bounds: list[int] = pairs.cu_seqlens.tolist()
-        split_targets(OP, call.targets, len(call.weight))  # names this op where a target is unknown
+        Targets.of(OP, call.targets, len(call.weight))  # names this op where a target is unknown
         self.lengths = target_counts(call.targets, pairs.cu_seqlens.to(call.targets.device)).chunk(2)
         self.gradients = _zero_gradients(call, needs)
         self.tokens = _empty_tokens(call.hidden, statistics)
@@ -172,7 +172,7 @@ class _Visit:
         if self._trains_head:
             keep = n if n <= self.format.rows else self.format.rows_within(n, self.budget)
         forms_jacobian = self.needs[0] and not self._trains_head
-        kept, jacobian, logps, *results = linear_logps_fwd(*call, self.statistics, keep, forms_jacobian)
+        kept, jacobian, logps, *results = linear_logps_fwd(*call[:8], self.statistics, keep, forms_jacobian)
         sums, tokens = results[:3], (logps, *results[3:])
         for mine, values in zip(self.tokens, tokens, strict=True):
             _scatter(mine, spans, values)
@@ -191,7 +191,7 @@ class _Visit:
         needs_hidden, needs_weight, needs_bias = self.needs
         main_grad = grad_weight if needs_weight else None
         needs = [needs_hidden, False, needs_bias]
-        gradients = linear_logps_bwd(upstream, None, kept, jacobian, sums, needs, main_grad, *call)
+        gradients = linear_logps_bwd(upstream, None, kept, jacobian, sums, needs, main_grad, *call[:8])
         if needs_hidden:
             _scatter(grad_hidden, spans, gradients[0])
         if needs_bias:
@@ -405,6 +405,6 @@ def linear_preference_loss(
     )
     given = memory_budget is not None
     budgets = (memory_budget, memory_budget) if given else (MEMORY_BUDGET, default_budget(weight))
-    results = _LinearPreferenceLoss.apply(*head, *constants, statistics, needs, *budgets)
+    results = _LinearPreferenceLoss.apply(*head[:8], *constants, statistics, needs, *budgets)
     tokens = named_results(results[6], results[7:], statistics, targets.shape)
     return LinearPreferenceLoss(PreferenceLoss(*results[:4]), results[4], results[5], tokens)

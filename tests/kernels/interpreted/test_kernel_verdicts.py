@@ -70,10 +70,10 @@ def writes_behind_its_result(args, results):
 FAULTS = {  # module, launcher, what happens instead, part of the reason
     "wrong values": (token_logps, "token_logps_fwd", off_by_a_percent, "wrong values on a small case: logps is off by"),
     "reads neighbours": (token_logps, "token_logps_fwd", past_the_end, "logps is off by nan"),
-    "writes neighbours": (token_logps, "token_logps_bwd", writes_behind_its_result, "memory around the gradient"),
+    "writes neighbours": (token_logps, "token_logps_bwd", writes_behind_its_result, "memory around the tile"),
     "does not compile": (token_logps, "token_logps_fwd", TypeError("at 12:4: tl.dot"), "TypeError: at 12:4: tl.dot"),
     "does not fit": (token_logps, "token_logps_bwd", OutOfResources("shared memory"), "OutOfResources: shared memory"),
-    "does not launch": (token_logps, "token_logps_tile", RuntimeError("invalid argument"), "invalid argument"),
+    "does not launch": (token_logps, "token_logps_bwd", RuntimeError("invalid argument"), "invalid argument"),
 }
 
 
