@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -12,6 +15,7 @@ TRITON_DEVICES = ("cuda",) if find_spec("triton") else ()  # AMD's devices have 
 
 
 F = TypeVar("F", bound=Any)
+T = TypeVar("T")
 
 
 def constant_while_tracing(function: F) -> F:
@@ -68,6 +72,21 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def in_new_thread(run: Callable[[], T], device: torch.device) -> T:
+    """Runs a function in a thread of its own, on the current stream of a device.
+
+    Autograd, autocast, modes and the default device are there those of a new process.
+    """
+    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+
+    def run_on_stream() -> T:
+        with stream:
+            return run()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run_on_stream).result()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -26,26 +26,22 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from textwrap import shorten
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._guards import detect_fake_mode
 
 from ...logs import logger
-from ..devices import constant_while_tracing, is_capturing
+from ..devices import constant_while_tracing, in_new_thread, is_capturing
 from . import notes
 from .verdicts import Kernel
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-T = TypeVar("T")
 
 VARIABLE = "FASTDPO_TUNE"
 TUNED_DEVICES = ("cuda",)
@@ -179,7 +175,8 @@ def _chosen(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choi
     def decide() -> Choice:
         choice = _kept(call, names)
         if choice is None:
-            choice = _in_thread(partial(_measured, builtin, candidates, call.device), call.device)
+            # A mode of the call, such as that of selective checkpointing, must not see what is run to be timed.
+            choice = in_new_thread(partial(_measured, builtin, candidates, call.device), call.device)
             logger.info("fastdpo: %s: %s", call.noted, choice)
         return choice
 
@@ -204,22 +201,6 @@ def _choice_of(note: Any) -> Choice | None:
         return choice if choice.name in choice.timed else None
     except (TypeError, AttributeError):
         return None
-
-
-def _in_thread(run: Callable[[], T], device: torch.device) -> T:
-    """Runs a function in a thread of its own, on the current stream of a device.
-
-    Autograd, autocast, modes and the default device are there those of a new process. A mode of the
-    call, such as that of selective checkpointing, must not see what is run to be timed.
-    """
-    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
-
-    def run_on_stream() -> T:
-        with stream:
-            return run()
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(run_on_stream).result()
 
 
 def _measured(builtin: str, candidates: Sequence[Candidate], device: torch.device) -> Choice:

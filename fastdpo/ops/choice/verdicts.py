@@ -14,7 +14,7 @@ Nothing is tried on a CPU, nor while a CUDA graph is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import RLock
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...accuracy import error, kernel_bound
 from ...logs import report, strict
-from ..devices import architecture, is_capturing
+from ..devices import architecture, in_new_thread, is_capturing
 from . import notes
 
 TRIED_DEVICES = ("cuda",)
@@ -121,13 +121,8 @@ def is_tried(device: torch.device) -> bool:
 
 
 def outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Runs a trial and says what is wrong with it, if anything.
-
-    It runs in a thread of its own, where autograd, autocast, modes and the default device are those
-    of a new process, wherever the kernel is first used.
-    """
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(_outcome, trial, device, dtype).result()
+    """Runs a trial, wherever the kernel is first used, and says what is wrong with it, if anything."""
+    return in_new_thread(partial(_outcome, trial, device, dtype), device)
 
 
 def _outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | None:

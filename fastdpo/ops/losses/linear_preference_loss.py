@@ -6,21 +6,22 @@ Dimensions: P pairs, N scored tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype
+from ..devices import accumulation_dtype, in_new_thread
 from ..head.budget import MEMORY_BUDGET, default_budget
 from ..head.formats import TileFormat
-from ..head.linear_logps import check_head, compute_dtype_of, linear_logps_bwd, linear_logps_fwd
-from ..head.passes import take_kept
+from ..head.linear_logps import check_head, compute_dtype_of
+from ..head.passes import backward_pass, forward_pass, take_kept
 from ..head.results import empty_results, named_results, requested_statistics
 from ..head.targets import Targets
-from ..head.tiles import HeadCall
+from ..head.tiles import HEAD, HeadCall
 from .objectives import DPO, SORTED, PreferenceObjective, require_objective
 from .preference_loss import PreferenceLoss, loss_dtype, preference_loss
 from .results import LinearPreferenceLoss
@@ -28,229 +29,109 @@ from .sequence_logps import require_bounds, segment_sums, target_counts
 
 OP = "linear_preference_loss"
 
-
-class _Pairs(NamedTuple):
-    """The pairs of a call, flat, as custom ops take arguments."""
-
-    cu_seqlens: Tensor  # [2P + 1]
-    ref_chosen_logps: Tensor  # [P]
-    ref_rejected_logps: Tensor  # [P]
-    weights: Tensor | None  # [P]
-    loss_type: str  # comma-separated
-    loss_weights: Sequence[float] | None
-    beta: float
-    label_smoothing: float
-    f_divergence_type: str
-    f_alpha_divergence_coef: float
-    discopop_tau: float
-
-    @property
-    def objective(self) -> PreferenceObjective:
-        return PreferenceObjective(self.loss_type.split(","), *self[5:])
+PAIRS = "Tensor cu_seqlens, Tensor ref_chosen_logps, Tensor ref_rejected_logps, Tensor? weights"
+OBJECTIVE = (
+    "str loss_type, float[]? loss_weights, float beta, float label_smoothing, str f_divergence_type, "
+    "float f_alpha_divergence_coef, float discopop_tau"
+)
 
 
-@torch.library.custom_op("fastdpo::linear_preference_loss", mutates_args=())
-def _fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    compute_dtype: torch.dtype,
-    cu_seqlens: Tensor,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    weights: Tensor | None,
-    loss_type: str,
-    loss_weights: Sequence[float] | None,
-    beta: float,
-    label_smoothing: float,
-    f_divergence_type: str,
-    f_alpha_divergence_coef: float,
-    discopop_tau: float,
-    statistics: str,
-    needs: Sequence[bool],
-    chunk_bytes: int,
-    memory_budget: int,
-) -> list[Tensor]:
-    """The loss, and its gradients.
+@torch.library.custom_op(
+    f"fastdpo::{OP}",
+    mutates_args=(),
+    schema=f"({HEAD}, {PAIRS}, {OBJECTIVE}, str statistics, bool[] needs, SymInt chunk_bytes, SymInt memory_budget) "
+    "-> Tensor[]",
+)
+def _fwd(*args: Any) -> list[Tensor]:
+    """The loss, and its gradients. Chunks of pairs are scored and differentiated one after the other.
 
     Returns:
         Gradients of hidden, weight and bias in the dtype of sums, without elements where not
         needed; the fields of `PreferenceLoss`; chosen_logps and rejected_logps; logps and
         statistics of the tokens.
     """
-    weight = weight.to(compute_dtype)
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    pairs = _Pairs(
-        cu_seqlens,
-        ref_chosen_logps,
-        ref_rejected_logps,
-        weights,
-        loss_type,
-        loss_weights,
-        beta,
-        label_smoothing,
-        f_divergence_type,
-        f_alpha_divergence_coef,
-        discopop_tau,
-    )
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _Visit(call, pairs, statistics, needs, chunk_bytes, memory_budget).results()
+    call, (cu_seqlens, *references, weights), objective = HeadCall(*args[:8]), args[8:12], args[12:19]
+    statistics, needs, chunk_bytes, memory_budget = args[19:]
+    call, wide = call._replace(weight=call.weight.to(call.compute_dtype)), accumulation_dtype(call.compute_dtype)
+    objective = PreferenceObjective(objective[0].split(","), *objective[1:])
+    n_pairs, bounds, device = len(references[0]), cu_seqlens.tolist(), call.targets.device
+    Targets.of(OP, call.targets, len(call.weight))  # names this op where a target is unknown
+    chosen_lengths, rejected_lengths = target_counts(call.targets, cu_seqlens.to(device)).chunk(2)
+
+    def loss(*logps: Tensor) -> PreferenceLoss:
+        options = dict(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths, weights=weights)
+        return preference_loss(*logps, *references, objective=objective, **options)
+
+    def slopes(chunk: slice) -> tuple[Tensor, ...]:
+        """Gradients of the loss of all pairs by the chosen and rejected sums of a chunk, [p] each."""
+        leaves = [x.detach().requires_grad_() for x in logps]
+        total = loss(*leaves).losses[chunk].sum() / n_pairs
+        return tuple(x[chunk] for x in torch.autograd.grad(total, leaves, materialize_grads=True))
+
+    grad_hidden, grad_weight, grad_bias = gradients = _zero_gradients(call, needs)
+    needs_hidden, needs_weight, needs_bias = needs
+    tokens = _empty_tokens(call.hidden, statistics)
+    # Pairs that are not scored yet have the reference's log-probabilities. No loss of a pair depends on them.
+    logps = [x.to(accumulation_dtype(call.hidden.dtype), copy=True) for x in references]
+    format, capacity = TileFormat.of(call.weight, call.compute_dtype), None
+    if needs_weight or needs_bias:
+        capacity = max(chunk_bytes // (format.columns * format.dtype.itemsize), format.rows)
+
+    def visit(chunk: slice) -> None:
+        """Fills the results and gradients of a chunk of pairs, and frees its tiles."""
+        spans = [(bounds[chunk.start + i], bounds[chunk.stop + i]) for i in (0, n_pairs)]
+        index = torch.cat([torch.arange(*span, device=device) for span in spans])  # of the chunk's tokens
+        counts = cu_seqlens.diff().view(2, n_pairs)[:, chunk].flatten().to(device)
+        # The inputs are wide, so that gradients are, which are rounded after they have met the upstream gradient.
+        hidden, bias = call.hidden[index].to(wide), None if call.bias is None else call.bias.to(wide)
+        part, n, keep = call._replace(hidden=hidden, bias=bias, targets=call.targets[index]), len(index), 0
+        if capacity is not None:
+            keep = n if n <= format.rows else format.rows_within(n, memory_budget)
+        kept, jacobian, *results = forward_pass(part, statistics, keep, needs_hidden and capacity is None)
+        sums = results[1:4]
+        for of_all, values in zip(tokens, (results[0], *results[4:]), strict=True):
+            of_all[index] = values
+        of_sequences = segment_sums(results[0], F.pad(counts.cumsum(0), (1, 0)))
+        for of_all, values in zip(logps, of_sequences.chunk(2), strict=True):
+            of_all[chunk] = values
+        if not any(needs):
+            return
+
+        of_pairs = in_new_thread(partial(slopes, chunk), device)  # autograd records nothing inside of a custom op
+        upstream = torch.cat(of_pairs).repeat_interleave(counts, output_size=n)
+        of_part, main_grad = [needs_hidden, False, needs_bias], grad_weight if needs_weight else None
+        found = backward_pass(part, upstream, None, kept, jacobian, sums, of_part, main_grad)
+        if needs_hidden:
+            grad_hidden[index] = found[0]
+        if needs_bias:
+            grad_bias.add_(found[2])
+
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        for chunk in _chunks(bounds, n_pairs, capacity):
+            visit(chunk)
+        return [*gradients, *loss(*logps), *logps, *tokens]
 
 
 @_fwd.register_fake
-def _(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype, *options):
-    call = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    *options, statistics, needs, _, _ = options
-    pairs = _Pairs(*options)
-    dtype = loss_dtype(hidden, pairs.ref_chosen_logps, pairs.ref_rejected_logps, pairs.weights)
-    vectors = [torch.empty_like(pairs.ref_chosen_logps, dtype=dtype) for _ in range(3)]
-    sums = [torch.empty_like(x, dtype=accumulation_dtype(hidden.dtype)) for x in vectors[:2]]
+def _(*args):
+    call, references, (statistics, needs, _, _) = HeadCall(*args[:8]), args[9:12], args[19:]
+    dtype = loss_dtype(call.hidden, *references)
+    vectors = [torch.empty_like(references[0], dtype=dtype) for _ in range(3)]
+    sums = [torch.empty_like(x, dtype=accumulation_dtype(call.hidden.dtype)) for x in vectors[:2]]
     gradients = [torch.empty_like(x) for x in _zero_gradients(call, needs)]
-    return [*gradients, vectors[0].new_empty(()), *vectors, *sums, *_empty_tokens(hidden, statistics)]
+    return [*gradients, vectors[0].new_empty(()), *vectors, *sums, *_empty_tokens(call.hidden, statistics)]
 
 
-class _Visit:
-    """One call: chunks of pairs, each of which is scored and differentiated before the next one."""
-
-    def __init__(
-        self,
-        call: HeadCall,
-        pairs: _Pairs,
-        statistics: str,
-        needs: Sequence[bool],
-        chunk_bytes: int,
-        memory_budget: int,
-    ) -> None:
-        self.call, self.pairs, self.statistics, self.needs = call, pairs, statistics, needs
-        self.format = TileFormat.of(call.weight, call.compute_dtype)
-        self.chunk_bytes, self.budget = chunk_bytes, memory_budget
-        self.bounds: list[int] = pairs.cu_seqlens.tolist()
-        Targets.of(OP, call.targets, len(call.weight))  # names this op where a target is unknown
-        self.lengths = target_counts(call.targets, pairs.cu_seqlens.to(call.targets.device)).chunk(2)
-        self.gradients = _zero_gradients(call, needs)
-        self.tokens = _empty_tokens(call.hidden, statistics)
-        # Pairs that are not scored yet have the reference's log-probabilities. No loss of a pair
-        # depends on them.
-        sums = accumulation_dtype(call.hidden.dtype)
-        self.logps = [x.to(sums, copy=True) for x in (pairs.ref_chosen_logps, pairs.ref_rejected_logps)]
-
-    def results(self) -> list[Tensor]:
-        for chunk in self._chunks():
-            self._visit(chunk)
-        return [*self.gradients, *self._loss(self.logps), *self.logps, *self.tokens]
-
-    def _chunks(self) -> Iterator[slice]:
-        """Pairs whose gradient tiles fit in `chunk_bytes`, or in one tile. All of them if none are kept."""
-        n_pairs = len(self.pairs.ref_chosen_logps)
-        row_bytes = self.format.columns * self.format.dtype.itemsize
-        capacity = max(self.chunk_bytes // row_bytes, self.format.rows)
-        start = size = 0
-        for pair in range(n_pairs):
-            tokens = sum(self.bounds[i + 1] - self.bounds[i] for i in (pair, n_pairs + pair))
-            if self._trains_head and pair > start and size + tokens > capacity:
-                yield slice(start, pair)
-                start, size = pair, 0
-            size += tokens
-        yield slice(start, n_pairs)
-
-    @property
-    def _trains_head(self) -> bool:
-        return any(self.needs[1:])
-
-    def _visit(self, chunk: slice) -> None:
-        """Fills the results and gradients of a chunk of pairs."""
-        n_pairs = len(self.pairs.ref_chosen_logps)
-        rows = [slice(chunk.start + x, chunk.stop + x + 1) for x in (0, n_pairs)]  # their bounds
-        spans = [slice(self.bounds[x.start], self.bounds[x.stop - 1]) for x in rows]
-        cu_seqlens = [self.pairs.cu_seqlens[x].to(self.call.targets.device) for x in rows]
-        call, n = self._call_of(spans), sum(span.stop - span.start for span in spans)
-        keep = 0
-        if self._trains_head:
-            keep = n if n <= self.format.rows else self.format.rows_within(n, self.budget)
-        forms_jacobian = self.needs[0] and not self._trains_head
-        kept, jacobian, logps, *results = linear_logps_fwd(*call[:8], self.statistics, keep, forms_jacobian)
-        sums, tokens = results[:3], (logps, *results[3:])
-        for mine, values in zip(self.tokens, tokens, strict=True):
-            _scatter(mine, spans, values)
-        for mine, span, bounds in zip(self.logps, spans, cu_seqlens, strict=True):
-            mine[chunk] = segment_sums(self.tokens[0][span], bounds - bounds[0])
-        if not any(self.needs):
-            return
-
-        upstream = torch.cat(
-            [
-                gradient.repeat_interleave(bounds.diff(), output_size=span.stop - span.start)
-                for gradient, bounds, span in zip(self._gradients_of_sums(chunk), cu_seqlens, spans, strict=True)
-            ]
-        )
-        grad_hidden, grad_weight, grad_bias = self.gradients
-        needs_hidden, needs_weight, needs_bias = self.needs
-        main_grad = grad_weight if needs_weight else None
-        needs = [needs_hidden, False, needs_bias]
-        gradients = linear_logps_bwd(upstream, None, kept, jacobian, sums, needs, main_grad, *call[:8])
-        if needs_hidden:
-            _scatter(grad_hidden, spans, gradients[0])
-        if needs_bias:
-            grad_bias += gradients[2]
-
-    def _call_of(self, spans: Sequence[slice]) -> HeadCall:
-        """The head on the tokens of some spans. Its inputs are wide, so that their gradients are, which
-        are rounded after they have met the upstream gradient.
-        """
-        hidden, _, bias, targets, *_ = self.call
-        wide = accumulation_dtype(self.call.compute_dtype)
-        return self.call._replace(
-            hidden=torch.cat([hidden[span] for span in spans]).to(wide),
-            bias=None if bias is None else bias.to(wide),
-            targets=torch.cat([targets[span] for span in spans]),
-        )
-
-    def _gradients_of_sums(self, chunk: slice) -> list[Tensor]:
-        """Gradients of the loss of all pairs by the chosen and rejected sums of a chunk, [p] each."""
-        with _autograd():
-            sums = [x.detach().requires_grad_() for x in self.logps]
-            losses = self._loss(sums).losses
-            gradients = torch.autograd.grad(losses[chunk].sum() / len(losses), sums, materialize_grads=True)
-        return [x[chunk] for x in gradients]
-
-    def _loss(self, sums: Sequence[Tensor]) -> PreferenceLoss:
-        pairs, (chosen_lengths, rejected_lengths) = self.pairs, self.lengths
-        chosen_logps, rejected_logps = sums
-        return preference_loss(
-            chosen_logps,
-            rejected_logps,
-            pairs.ref_chosen_logps,
-            pairs.ref_rejected_logps,
-            pairs.objective,
-            chosen_lengths=chosen_lengths,
-            rejected_lengths=rejected_lengths,
-            weights=pairs.weights,
-        )
-
-
-def _scatter(out: Tensor, spans: Sequence[slice], values: Tensor) -> None:
-    """Writes values to spans of `out`, one after the other."""
-    start = 0
-    for span in spans:
-        size = span.stop - span.start
-        out[span] = values[start : start + size]
-        start += size
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Records operations inside of a custom op, below which autograd is excluded from dispatch."""
-    keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutogradFunctionality, keys.ADInplaceOrView, keys.AutogradOther, keys.AutogradNestedTensor):
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set().add(keys.ADInplaceOrView)
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
+def _chunks(bounds: Sequence[int], n_pairs: int, capacity: int | None) -> Iterator[slice]:
+    """Slices of the pairs with up to `capacity` tokens, or of one pair with more."""
+    start = size = 0
+    for pair in range(n_pairs):
+        tokens = sum(bounds[i + 1] - bounds[i] for i in (pair, n_pairs + pair))
+        if capacity is not None and pair > start and size + tokens > capacity:
+            yield slice(start, pair)
+            start, size = pair, 0
+        size += tokens
+    yield slice(start, n_pairs)
 
 
 def _zero_gradients(call: HeadCall, needs: Sequence[bool]) -> list[Tensor]:
@@ -286,21 +167,13 @@ class _LinearPreferenceLoss(torch.autograd.Function):
         kept, is_reused = take_kept(ctx), ctx.kept is None
         if kept is None:
             raise RuntimeError(f"{OP}: the gradients were freed by an earlier backward without retain_graph=True")
-        arguments = [None] * (len(ctx.needs_input_grad) - 3)
-        if grad_loss is None:
-            return None, None, None, *arguments
-        gradients = [
-            _scaled(x, grad_loss, dtype, is_reused) if needed else None
-            for x, dtype, needed in zip(kept, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
-        ]
-        return *gradients, *arguments
-
-
-def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype, is_reused: bool) -> Tensor:
-    """`x * scale`, rounded once to `dtype`. Overwrites x if it has that dtype and its memory `is_reused`."""
-    if x.dtype == dtype:
-        return x.mul_(scale) if is_reused else x * scale
-    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype)) if is_reused else (x * scale).to(dtype)
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if grad_loss is not None:
+            for i, (x, dtype) in enumerate(zip(kept, ctx.dtypes, strict=True)):
+                if ctx.needs_input_grad[i]:
+                    out = x if is_reused and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+                    gradients[i] = torch.mul(x, grad_loss, out=out)
+        return tuple(gradients)
 
 
 def linear_preference_loss(
@@ -377,34 +250,32 @@ def linear_preference_loss(
     require_objective(OP, objective)
     checks.require_floating(OP, **references, weights=weights)
     require_bounds(OP, cu_seqlens, len(targets))
-    pairs = (len(cu_seqlens) - 1) // 2
-    even = len(cu_seqlens) == 2 * pairs + 1 and pairs > 0
+    n_pairs = (len(cu_seqlens) - 1) // 2
+    even = len(cu_seqlens) == 2 * n_pairs + 1 and n_pairs > 0
     checks.require(even, OP, "cu_seqlens", "be [2P + 1], P > 0", list(cu_seqlens.shape))
     for name, x in (*references.items(), ("weights", weights)):
         if x is not None:
-            checks.require(tuple(x.shape) == (pairs,), OP, name, "be [{}]", list(x.shape), pairs)
+            checks.require(tuple(x.shape) == (n_pairs,), OP, name, "be [{}]", list(x.shape), n_pairs)
     checks.require_same_device(OP, hidden=hidden, **references, weights=weights)
     separable = not any(loss in SORTED for loss in objective.losses)
     rule = f"have a loss_type without {' and '.join(SORTED)}, which compare pairs with each other"
     checks.require(separable, OP, "objective", rule, objective.loss_type)
     statistics = requested_statistics(OP, outputs)
 
-    compute_dtype = compute_dtype_of(hidden)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    head = HeadCall(hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype)
-    loss_type, loss_weights = ",".join(objective.losses), objective.loss_weights
-    constants = _Pairs(
-        cu_seqlens,
-        ref_chosen_logps.detach(),
-        ref_rejected_logps.detach(),
-        weights,
-        loss_type,
-        None if loss_weights is None else [float(x) for x in loss_weights],
+    head = (hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype_of(hidden))
+    constants = (
+        *(
+            ",".join(objective.losses),
+            None if objective.loss_weights is None else [*map(float, objective.loss_weights)],
+        ),
         *(float(objective.beta), float(objective.label_smoothing), objective.f_divergence_type),
         *(float(objective.f_alpha_divergence_coef), float(objective.discopop_tau)),
     )
-    given = memory_budget is not None
-    budgets = (memory_budget, memory_budget) if given else (MEMORY_BUDGET, default_budget(weight))
-    results = _LinearPreferenceLoss.apply(*head[:8], *constants, statistics, needs, *budgets)
+    chunk_bytes, budget = MEMORY_BUDGET, default_budget(weight)
+    if memory_budget is not None:
+        chunk_bytes = budget = memory_budget
+    pairs = (cu_seqlens, ref_chosen_logps.detach(), ref_rejected_logps.detach(), weights)
+    results = _LinearPreferenceLoss.apply(*head, *pairs, *constants, statistics, needs, chunk_bytes, budget)
     tokens = named_results(results[6], results[7:], statistics, targets.shape)
     return LinearPreferenceLoss(PreferenceLoss(*results[:4]), results[4], results[5], tokens)
