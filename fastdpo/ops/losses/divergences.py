@@ -42,10 +42,6 @@ def _alpha_divergence(logratios: Tensor, alpha: float) -> Tensor:
     return ((order * logratios).clamp(max=MAX_EXPONENT).exp() - 1) / order
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": _reverse_kl,
-    "forward_kl": _forward_kl,
-    "js_divergence": _js_divergence,
-    "alpha_divergence": _alpha_divergence,
-}
+_DIVERGENCES = (_reverse_kl, _forward_kl, _js_divergence, _alpha_divergence)
+DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {x.__name__[1:]: x for x in _DIVERGENCES}
 """Scores of log-ratios by the name of the divergence. Only that of alpha_divergence depends on alpha."""

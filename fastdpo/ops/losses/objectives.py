@@ -210,23 +210,12 @@ def _sigmoid_norm(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return -F.logsigmoid(objective.beta * (chosen - rejected))
 
 
-LOSSES: dict[str, Callable[[Pairs, PreferenceObjective], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "sft": _sft,
-    "sigmoid_norm": _sigmoid_norm,
-}
+_LOSSES = (
+    *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _aot, _aot_unpaired, _apo_zero),
+    *(_apo_down, _discopop, _sft, _sigmoid_norm),
+)
+LOSSES: dict[str, Callable[[Pairs, PreferenceObjective], Tensor]] = {x.__name__[1:]: x for x in _LOSSES}
+"""By the names of TRL, which are those of the functions."""
 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 """The losses that use label smoothing.
