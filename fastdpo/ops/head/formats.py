@@ -6,7 +6,7 @@ Dimensions: V vocabulary, D hidden size.
 from __future__ import annotations
 
 import operator
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,10 @@ DEFAULT_WARPS = "8 warps"
 WHOLE_MULTIPROCESSOR = 32
 """Warps that occupy a multiprocessor of NVIDIA's at 64 registers a thread. The rows that the device works on are then
 so few that most vocabularies' fit its L2 cache, from which the second pass reads them."""
+ROW_WARPS: dict[str, int | None] = {DEFAULT_WARPS: None}
+"""By name, the numbers of warps for a row, one of which may be faster."""
+if torch.version.hip is None:
+    ROW_WARPS[f"{WHOLE_MULTIPROCESSOR} warps"] = WHOLE_MULTIPROCESSOR
 TUNED_STATISTICS = "entropy,mean_logits,is_top1"  # those that TRL logs
 
 
@@ -102,11 +106,11 @@ class TileFormat(NamedTuple):
         reason = f"{type(error).__name__}: {error}"
         if has_warps:
             call = _tuned_call(weight.device, self.dtype, *weight.shape)
-            failed = next(name for name, warps in _row_warps().items() if warps == self.row_warps)
+            failed = next(name for name, warps in ROW_WARPS.items() if warps == self.row_warps)
             tuning.withdraw(call, failed, reason)
             for name in tuning.timed(call):
                 warn(f"{OP}: the kernel with {failed} has failed and is replaced by that with {name}: {reason}")
-                return self._replace(row_warps=_row_warps()[name])
+                return self._replace(row_warps=ROW_WARPS[name])
         disable(Kernel(kernel, weight.device, self.dtype), reason)
         return self._replace(triton=False)
 
@@ -130,28 +134,22 @@ def _tuned_warps(format: TileFormat, weight: Tensor) -> int | None:
                 Candidate(
                     name,
                     run=partial(_run_tile, format._replace(row_warps=warps), weight),
-                    failure=partial(_row_kernel_failure, device, dtype, warps),
+                    failure=partial(failure_of_candidate, *_row_kernel_and_trial(device, dtype, warps)),
                 )
-                for name, warps in _row_warps().items()
+                for name, warps in ROW_WARPS.items()
             ]
 
-        warps = _row_warps()[tuning.choose(_tuned_call(*call), DEFAULT_WARPS, candidates)]
+        warps = ROW_WARPS[tuning.choose(_tuned_call(*call), DEFAULT_WARPS, candidates)]
     return warps if _takes_row_kernel(device, dtype, warps) else None
 
 
 @constant_while_tracing
 def _settled_warps(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> int | None:
     """As `_tuned_warps`, where nothing can be run."""
-    choices = _row_warps()
-    return choices[tuning.settled(_tuned_call(device, dtype, vocabulary, width), DEFAULT_WARPS, [*choices])]
+    return ROW_WARPS[tuning.settled(_tuned_call(device, dtype, vocabulary, width), DEFAULT_WARPS, [*ROW_WARPS])]
 
 
-def _row_warps() -> dict[str, int | None]:
-    """By name, the numbers of warps for a row, one of which may be faster."""
-    whole = {} if torch.version.hip is not None else {f"{WHOLE_MULTIPROCESSOR} warps": WHOLE_MULTIPROCESSOR}
-    return {DEFAULT_WARPS: None, **whole}
-
-
+@lru_cache
 def _tuned_call(device: torch.device, dtype: torch.dtype, vocabulary: int, width: int) -> Kernel:
     return Kernel(OP, device, dtype, (f"V {vocabulary}", f"D {width}"))
 
@@ -164,10 +162,6 @@ def _row_kernel_and_trial(device: torch.device, dtype: torch.dtype, warps: int |
 @constant_while_tracing
 def _takes_row_kernel(device: torch.device, dtype: torch.dtype, warps: int | None) -> bool:
     return works(*_row_kernel_and_trial(device, dtype, warps))
-
-
-def _row_kernel_failure(device: torch.device, dtype: torch.dtype, warps: int | None) -> str | None:
-    return failure_of_candidate(*_row_kernel_and_trial(device, dtype, warps))
 
 
 def _run_tile(format: TileFormat, weight: Tensor) -> None:
