@@ -24,13 +24,13 @@ from ..models import forward
 from ..models.language_model import text_config
 from ..models.layouts import Groups
 from ..models.state import ForwardOptions, MakeOutput
-from ..models.wrapped import base_of
+from ..models.wrapped import base_of, find_base
 from ..reasons import Reason
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
 from .last_result import LastResult
 from .options import PatchOptions
 from .replacements import Replacements
-from .scored_rows import Inputs, ScoredRows, score
+from .scored_rows import Inputs, ScoredRows, output_of_scores, score
 from .signatures import first_difference
 
 T = TypeVar("T")
@@ -110,6 +110,10 @@ class TrainerLine:
         have wrapped them.
         """
         raise NotImplementedError
+
+    def reward_models(self, trainer: Any) -> Iterable[nn.Module]:
+        """The reward models that score a trainer's completions. Those that are no transformers models run as before."""
+        return ()
 
     def replace(self) -> None:
         """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
@@ -218,6 +222,12 @@ class TrainerLine:
                 if model not in state.models:
                     state.models.add(model)
                     self.install(trainer, role, model)
+            for model in self.reward_models(trainer):
+                base = find_base(model)
+                if base is not None and base not in state.models:
+                    state.models.add(base)
+                    options = ForwardOptions(self.name, "reward", rewards=True, **self.options.of_forward())
+                    forward.install(base, options, output_of_scores, prior_scores=False)
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
         """Makes the causal LM in a model score batches."""

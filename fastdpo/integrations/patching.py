@@ -372,8 +372,7 @@ def _trl_last(name: str) -> bool:
 
 def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
-    newer = packages.newer()
-    examined = {name: _examine(name, is_targeted, newer) for name in sorted(names, key=_trl_last)}
+    examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
     kinds = {
         name: x.line.trainer_class() for name, x in examined.items() if x.line is not None and name not in _patched
     }
@@ -384,11 +383,8 @@ def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     return {name: examined[name] for name in names}
 
 
-def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
-    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched.
-
-    `newer` are the packages that all trainers rely on and that are newer than the tested versions.
-    """
+def _examine(name: str, is_targeted: bool) -> _Examined:
+    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched."""
 
     def off(version: str | None, reason: Reason) -> _Examined:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
@@ -431,7 +427,7 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
             reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
     if reason is not None or trainer_line is None:
         return off(version, cast(Reason, reason))
-    others = packages.changed(newer)
+    others = packages.changed()
     tested = [] if is_tested else [f"{distribution}{line.versions}"]
     tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
     changed_functions = tuple(_each_once({**changed, **others}))

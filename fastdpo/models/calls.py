@@ -11,7 +11,8 @@ calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).
 
 The kind is "policy", "reference" or "eval". Trainers that compute the policy's log-probabilities of
-completions before they train on them count those calls as "old_policy".
+completions before they train on them count those calls as "old_policy", and those of the models that
+score completions as "reward".
 
 The path is one of
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..logs import report, strict
 from ..packing import NotPackable
 from ..reasons import Reason
-from . import calls, head, images, probe, support
+from . import calls, head, images, probe, reward_head, support
 from .laying_out import packed_call, padded_call
 from .probe import ProbeResult
 from .scoring import verify
@@ -65,8 +65,8 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
     """Why the fused forward cannot take a call."""
     options = fused.options
-    others = images.ARGUMENTS if options.images else ()
-    reason = support.call_unsupported_reason(model, args, kwargs, float32_head=options.float32_head, others=others)
+    others = reward_head.IGNORED_ARGUMENTS if options.rewards else images.ARGUMENTS if options.images else ()
+    reason = support.call_unsupported_reason(model, args, kwargs, others=others, **options.of_head)
     return reason or images.unsupported_reason(model, kwargs)
 
 
@@ -107,7 +107,7 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         model,
         disabled_reason(model, fused)
         or support.unsupported_reason(model)
-        or support.scoring_unsupported_reason(model, float32_head=fused.options.float32_head),
+        or support.scoring_unsupported_reason(model, **fused.options.of_head),
     )
     if reason is not None:
         return ProbeResult(reason)
@@ -116,7 +116,8 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         return ProbeResult(reason)
     result = probe.probe(model, device)
     if result.unsupported_reason is None and not fused.prior_scores:
-        reason = support.shared_reason(model, probe.head_difference(model, device))
+        differs = probe.score_difference if fused.options.rewards else probe.head_difference
+        reason = support.shared_reason(model, differs(model, device))
         result = result._replace(unsupported_reason=reason)
     return result
 
@@ -125,7 +126,8 @@ def _installing_reason(model: PreTrainedModel, fused: FusedForward) -> Reason | 
     """Why the packed attention or the head cannot be installed: the package has other names than the tested ones."""
     try:
         switch_attention(model, fused)
-        head.install(head.head_of(model))
+        if not fused.options.rewards:
+            head.install(head.head_of(model))
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         return Reason("cannot-install", model=type(model).__name__, error=f"{type(error).__name__}: {error}")
     finally:
@@ -138,6 +140,8 @@ def kind_of_call(model: PreTrainedModel, fused: FusedForward) -> str:
     kind = calls.kind_of_calls()
     if kind is not None:
         return kind
+    if fused.options.role == "reward":
+        return "reward"
     if fused.options.role == "reference" or _adapter_is_reference(model, fused):
         return "reference"
     if torch.is_grad_enabled():

@@ -61,7 +61,7 @@ def padded_call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs
     mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
     layout = packing.padded_layout(labels, mask, labels, shifted)
-    bare = support.scoring_unsupported_reason(model, float32_head=fused.options.float32_head) is not None
+    bare = support.scoring_unsupported_reason(model, **fused.options.of_head) is not None
     if not bare:
         install_head(model, fused)
     return RunnableBatch(layout, images.padded_inputs(kwargs), {}, args, bare)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import packing
 from ..accuracy import PROBE_FACTOR, fixed_rounding, model_unit, perturbed, probe_bound, row_errors
 from ..reasons import Reason
-from . import attention
+from . import attention, reward_head
 from .language_model import backbone, text_config
 from .mixers import finding, function_probe
 from .support import attention_window, logit_transform, rope_reason, shared_reason
@@ -205,6 +205,25 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     if error <= PROBE_FACTOR * unit:
         return None
     return Reason("different-logits", model=type(model).__name__, error=error)
+
+
+def score_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
+    """Returns how the score of a reward model's class differs from its `score` at the last token, or None
+    if it does not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(text_config(model).vocab_size, (4, 1, 4), generator=generator, device="cpu").to(device)
+    expected, found = [], []
+    plainly = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
+        for row in ids:
+            batch = dict(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)
+            is_scored = reward_head.with_scored_tokens(model, batch)["shift_labels"] != packing.IGNORE_INDEX
+            expected.append(type(model).forward(model, **batch).logits.flatten())
+            found.append(reward_head.scores(model, backbone(model)(**batch).last_hidden_state[is_scored]))
+        unit = max(model_unit(model, device), torch.finfo(expected[0].dtype).eps)
+    error = row_errors(torch.cat(found), torch.cat(expected)).item()
+    return None if error <= PROBE_FACTOR * unit else Reason("different-scores", model=type(model).__name__, error=error)
 
 
 def _rounded(x: Any, unit: float) -> Any:

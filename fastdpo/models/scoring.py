@@ -14,7 +14,7 @@ from ..logs import report
 from ..ops import definitions
 from ..ops.head.results import TokenLogps
 from ..reasons import Reason
-from . import calls, head, support, towers, verification
+from . import calls, head, reward_head, support, towers, verification
 from .language_model import backbone
 from .router import returns_router_logits
 from .state import FusedForward, RunnableBatch, ScoredBatch, install_head, restore, switch_attention
@@ -35,9 +35,19 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
     routing = {"output_router_logits": True} if routed else {}
     with towers.sharing(model, batch.images):
         output = backbone(model)(*batch.args, **batch.inputs, **routing)
-    lm_head = head.head_of(model)
-    hidden = output.last_hidden_state.flatten(0, 1)  # [T, D]
-    hidden = hidden.index_select(0, layout.score_index).to(head.device_of(lm_head))  # [N, D]
+    hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
+    if options.rewards:
+        logps = TokenLogps(layout.unpack(reward_head.scores(model, hidden)))
+    else:
+        logps = _logps(model, fused, batch, hidden)
+    label_mask = _shifted_labels(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
+    return ScoredBatch(logps, label_mask, output.router_logits if routed else None, layout.multiplicity[None])
+
+
+def _logps(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:
+    """What the LM head computes of the scored positions, in the padded shape [R, W]."""
+    options, lm_head = fused.options, head.head_of(model)
+    hidden = hidden.to(head.device_of(lm_head))
     autocast = nullcontext()
     if options.float32_head:
         hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
@@ -45,16 +55,15 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
     with autocast, head.bare(lm_head) if batch.bare_head else nullcontext():
         scored = lm_head(
             hidden,
-            fastdpo_targets=layout.targets.to(hidden.device),
+            fastdpo_targets=batch.layout.targets.to(hidden.device),
             softcap=softcap,
             logit_scale=logit_scale,
             temperature=options.temperature,
             outputs=options.outputs,
             memory_budget=options.memory_budget,
         )
-    logps = TokenLogps(**{name: layout.unpack(x) for name, x in scored._asdict().items() if x is not None})
-    label_mask = _shifted_labels(kwargs).to(hidden.device) != packing.IGNORE_INDEX
-    return ScoredBatch(logps, label_mask, output.router_logits if routed else None, layout.multiplicity[None])
+    results = {name: batch.layout.unpack(x) for name, x in scored._asdict().items() if x is not None}
+    return TokenLogps(**results)
 
 
 def _shifted_labels(kwargs: dict) -> Tensor:
@@ -100,6 +109,7 @@ def verify(
                 fused=lambda: _fused_results(model, fused, batch, kwargs),
                 as_before=as_before,
                 is_random=fused.probe_result is not None and fused.probe_result.is_random,
+                scores="rewards" if options.rewards else "log-probabilities",
             )
             calls.outcomes[fused.options.integration, "verified"] += 1
         except verification.NotComparable:
@@ -141,6 +151,8 @@ def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> tuple[Toke
         logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in statistics})
         return logps, _other_results(fused, output)
     logits = prior_logits(fused, args, kwargs).logits
+    if fused.options.rewards:
+        return TokenLogps(logits * (kwargs["shift_labels"] != packing.IGNORE_INDEX)), {}
     logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
     targets = _shifted_labels(kwargs).to(logits.device)
     temperature = fused.options.temperature

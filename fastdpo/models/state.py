@@ -32,7 +32,9 @@ class ForwardOptions(NamedTuple):
 
     Attributes:
         integration: name under which calls are counted and logged, such as "trl.DPOTrainer".
-        role: "policy" or "reference".
+        role: "policy", "reference" or "reward".
+        rewards: whether the model is a reward model: each of its calls returns the score of each row's last
+            token (see `reward_head`).
         kind_without_gradient: the kind that calls of a policy in training mode without gradients are
             counted as (see `calls.calls`).
         outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
@@ -52,6 +54,7 @@ class ForwardOptions(NamedTuple):
 
     integration: str
     role: str
+    rewards: bool = False
     kind_without_gradient: str = "reference"
     outputs: tuple[str, ...] = ()
     temperature: float = 1.0
@@ -64,6 +67,11 @@ class ForwardOptions(NamedTuple):
     changed: tuple[str, ...] = ()
 
     @property
+    def of_head(self) -> dict[str, bool]:
+        """Those that say whether the model's head can score (`support.scoring_unsupported_reason`)."""
+        return {"rewards": self.rewards, "float32_head": self.float32_head}
+
+    @property
     def is_compared(self) -> bool:
         return self.verify or bool(self.changed)
 
@@ -72,7 +80,8 @@ class ScoredBatch(NamedTuple):
     """Result of one fused call.
 
     Attributes:
-        logps: per-token results, [R, W] each, zero where nothing is scored.
+        logps: per-token results, [R, W] each, zero where nothing is scored. Those of a reward model hold the
+            scores in the place of log-probabilities.
         label_mask: bool [R, W], where a token is scored.
         router_logits: of each layer, [T, experts] for T packed tokens; None if they were not
             requested.
@@ -187,7 +196,9 @@ def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
 
 
 def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Makes a model's head score, for a model whose structure is known."""
+    """Makes a model's LM head score, for a model whose structure is known."""
+    if fused.options.rewards:
+        return
     head.install(head.head_of(model))
     if fused.structure.modules_of(model, FSDPModule):
         output_dtypes.keep(model, head.head_of(model))

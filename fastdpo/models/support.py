@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_objects
 from ..reasons import Reason
-from . import attention, head
+from . import attention, head, reward_head
 from .functions import inner_function, module_of, name_of
 from .harmless import FORWARD_WRAPPERS, is_of
 from .language_model import language_model, text_config
@@ -69,17 +69,25 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
 
 
 def call_unsupported_reason(
-    model: PreTrainedModel, args: tuple, kwargs: dict, *, float32_head: bool = False, others: Collection[str] = ()
+    model: PreTrainedModel,
+    args: tuple,
+    kwargs: dict,
+    *,
+    rewards: bool = False,
+    float32_head: bool = False,
+    others: Collection[str] = (),
 ) -> Reason | None:
     """Returns why the fused forward cannot take the arguments of a call, or None if it can.
 
-    `float32_head` is that of the `ForwardOptions`. `others` are arguments that are examined elsewhere.
+    `rewards` and `float32_head` are those of the `ForwardOptions`. `others` are arguments that are examined elsewhere.
     """
     if args:
         return Reason("positional-arguments")
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if ids is None or mask is None:
         return Reason("no-input-ids")
+    if rewards and kwargs.get("labels") is not None:
+        return Reason("unsupported-argument", names="labels")
     if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
         return Reason("no-labels")
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
@@ -91,13 +99,17 @@ def call_unsupported_reason(
         return Reason("attention-mask", given=kind)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
-    return scoring_unsupported_reason(model, float32_head=float32_head)
+    return scoring_unsupported_reason(model, rewards=rewards, float32_head=float32_head)
 
 
-def scoring_unsupported_reason(model: PreTrainedModel, *, float32_head: bool = False) -> Reason | None:
+def scoring_unsupported_reason(
+    model: PreTrainedModel, *, rewards: bool = False, float32_head: bool = False
+) -> Reason | None:
     """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
     if _sequences_are_split():
         return Reason("split-sequences", method="context or sequence parallelism")
+    if rewards:
+        return reward_head.unsupported_reason(model)
     return head.unsupported_reason(head.head_of(model), float32=float32_head)
 
 

@@ -28,7 +28,7 @@ from . import gradients
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LABELS = {"logps": "log-probabilities", "mean_logits": "mean logits", "log_sum_sq_probs": "sums of squares"}
+_LABELS = {"mean_logits": "mean logits", "log_sum_sq_probs": "sums of squares"}
 
 
 class VerificationError(RuntimeError):
@@ -91,6 +91,7 @@ def verify(
     fused: Score,
     as_before: Callable[[], AbstractContextManager[None]],
     is_random: bool = False,
+    scores: str = "log-probabilities",
 ) -> None:
     """Verifies one call, with gradients if they are enabled.
 
@@ -103,6 +104,7 @@ def verify(
             results and gradients are computed in it.
         is_random: whether the model draws random numbers outside of dropout modules. It is then
             verified in evaluation mode.
+        scores: what is scored, in words.
 
     Raises:
         VerificationError: a difference is beyond rounding.
@@ -116,10 +118,10 @@ def verify(
         stack.enter_context(_without_gradients(model))
         stack.enter_context(_without_reentrant_checkpoints())
         with as_before():
-            expected = _outcome(model, label_mask, stock)
+            expected = _outcome(model, label_mask, stock, scores)
             with perturbed(layers_of(model), random_rounding, unit):
-                rounded = _outcome(model, label_mask, stock)
-        found = _outcome(model, label_mask, fused)
+                rounded = _outcome(model, label_mask, stock, scores)
+        found = _outcome(model, label_mask, fused, scores)
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
     raise_if_unexplained(name, differences)
     logger.info("fastdpo: %s: verified; differs in %s", name, ", ".join(map(str, differences)))
@@ -186,12 +188,13 @@ class _NotReentrant:
         return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score) -> _Outcome:
+def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score, scores: str) -> _Outcome:
     torch.manual_seed(0)
     scored, others = score()
     others = {name: x.detach().double().cpu().flatten() for name, x in others.items()}
     values = {name: x for name, x in scored._asdict().items() if x is not None and x.is_floating_point()}
-    values = {_LABELS.get(name, name): x.detach()[label_mask].double().cpu() for name, x in values.items()}
+    labels = {"logps": scores, **_LABELS}
+    values = {labels.get(name, name): x.detach()[label_mask].double().cpu() for name, x in values.items()}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not torch.is_grad_enabled() or not scored.logps.requires_grad or not trained:
         return _Outcome(values, {}, others)

@@ -19,8 +19,8 @@ from tests.support import ROOT
 from tests.support.comparison import double
 from tests.support.copies import Copy, train_copies
 from tests.support.documents import tested_code
-from tests.support.trl.dpo import assert_same, assert_same_bits, tiny_model
-from tests.support.workers.trainings import TRAIN
+from tests.support.trl.dpo import assert_same, assert_same_bits
+from tests.support.workers.trainings import TRAIN, model_of
 
 DPO, UTILS, KERNEL = "trainer/dpo_trainer.py", "trainer/utils.py", "kernels/chunked_logprob.py"
 TOKENS = '        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]\n'
@@ -157,7 +157,7 @@ def changed(newer, monkeypatch):
 @pytest.mark.parametrize("trainer", TRAIN)
 def test_what_depends_on_a_changed_function_is_left_to_trl(changed, trainer, tmp_path):
     def run(name, cast=lambda model: model):
-        return TRAIN[trainer](tmp_path / name, *(cast(tiny_model(seed=seed)) for seed in range(2)), evaluate=6)
+        return TRAIN[trainer](tmp_path / name, *(cast(model_of(trainer, seed)) for seed in range(2)), evaluate=6)
 
     stock = run("stock")
     stock.in_float64 = lambda: run("float64", double)

@@ -31,7 +31,7 @@ from tests.support.trl.groups import (
     train_both_groups,
     train_group,
 )
-from tests.support.trl.online import writer
+from tests.support.trl.online import reward_model, writer
 from tests.support.workers import groups
 from tests.support.workers.processes import run_ranks
 
@@ -92,6 +92,14 @@ def test_odd_batches(kind):
             assert_close(a, b)
         assert_same_gradients([{"all": stock[-1]}], [{"all": patched[-1]}])
     assert fastdpo.calls - before == Counter({("trl.GRPOTrainer", "policy", "fused"): 60})
+
+
+@BOTH
+def test_a_reward_model(both, trainer_class):
+    stock, patched = both(trainer_class, reward_model=reward_model, max_steps=2)
+    assert patched.calls["reward", "fused"] >= 1
+    assert {path for _, path in patched.calls} == {"fused"}
+    assert_same_groups(stock, patched)
 
 
 @BOTH

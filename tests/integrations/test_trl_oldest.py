@@ -14,6 +14,7 @@ from tests.support.workers import trainings, vision
 CALLS = {
     "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
     "trl.KTOTrainer": dict(policy=6, reference=3 + 2, eval=4),
+    "trl.RewardTrainer": dict(policy=3, eval=2),
     "trl.SFTTrainer": dict(policy=3, eval=2),
     "trl.CPOTrainer": dict(policy=3, eval=2),
     "trl.ORPOTrainer": dict(policy=3, eval=2),

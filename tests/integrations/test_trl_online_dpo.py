@@ -62,8 +62,8 @@ OPTIONS = {
     "prompts cut": (dict(max_length=12, data=LONG), FULL),
     "prompts cut away": (dict(max_length=4, data=LONG, generation_kwargs={"min_new_tokens": 4}), FULL),
     # rewards
-    "reward model": (dict(rewards=reward_model), FULL),
-    "rewards": (dict(rewards=lambda: [reward_model(), reward], reward_weights=[3.0, 0.1]), FULL),
+    "reward model": (dict(rewards=reward_model), FULL | dict(reward=3)),
+    "rewards": (dict(rewards=lambda: [reward_model(), reward], reward_weights=[3.0, 0.1]), FULL | dict(reward=3)),
     # reference
     "copied reference": (dict(reference=False, learning_rate=0.1), FULL),
     "adapter": (dict(reference=False, peft_config=LoraConfig(**LORA)), FULL),

@@ -9,6 +9,7 @@ from tests.support.workers.processes import run_ranks
 
 CALLS = {
     "trl.KTOTrainer": dict(policy=2 * 3, reference=3 + 1, eval=2),
+    "trl.RewardTrainer": dict(policy=3, eval=1),
     "trl.SFTTrainer": dict(policy=3, eval=1),
     "trl.CPOTrainer": dict(policy=3, eval=1),
     "trl.ORPOTrainer": dict(policy=3, eval=1),

@@ -39,6 +39,7 @@ from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
 from tests.support.trl.dpo import dataset, pairs, tiny_model
+from tests.support.trl.reward import reward_model
 
 PAIRS = 24
 
@@ -73,6 +74,7 @@ class Case:
         changed_on: a predicate of the rank and the number of ranks.
         data: creates the training data, from a directory that all ranks share and the kind.
         trainer_class: the class of the trainer.
+        rewards: whether a reward model is trained, by `trl.reward.train_reward`.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class Case:
     changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
     data: Callable[[Path, str], Any] = lambda directory, kind: pairs(PAIRS)
     trainer_class: type[DPOTrainer] = DPOTrainer
+    rewards: bool = False
 
 
 @dataclass(kw_only=True)
@@ -332,6 +335,11 @@ CASES = {
     "fsdp2 fails the probe on the last rank": Case(fsdp2(), prepare=spoil_packed, changed_on=on_last),
     "fsdp2 not qualified on the last rank": Case(fsdp2(), prepare=disqualify, changed_on=on_last),
     "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
+    **{
+        f"{engine} reward{' lora' if lora else ''}": Case(options, make_model=reward_model, lora=lora, rewards=True)
+        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
+        for lora in (False, True)
+    },
     "ddp multimodal": Case(FEW_STEPS, MULTIMODAL, tiny_multimodal, kinds=("stock",)),
     "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),
     "zero2": Case(zero(2), kinds=SABOTAGED),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from peft import TaskType
 from rank_cases import CASES, OPTIONS, Case, collator
 from rank_launch import SECONDS_A_CASE, SECONDS_A_COLLECTIVE, result
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import fastdpo
 from tests.support.trl.dpo import adapter, train
+from tests.support.trl.reward import train_reward
 
 ENVIRONMENT = dict(os.environ)
 RANK = int(ENVIRONMENT["RANK"])
@@ -102,7 +104,7 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     """
     forget_engines()
     model = build(directory, case, seed=0)
-    reference = None if case.lora else build(directory, case, seed=1)
+    reference = None if case.lora or case.rewards else build(directory, case, seed=1)
     if case.prepare is not None and case.changed_on(RANK, dist.get_world_size()):
         for each in filter(None, (model, reference)):
             case.prepare(each)
@@ -111,17 +113,14 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     messages = recorded_messages()
     memory = directory.parent / "memory"
     patch = case.patch | (dict(reference_memory=memory) if case.in_directory else {})
-    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", **patch):
-        done = train(
-            directory / f"rank{RANK}",
-            model,
-            reference,
-            peft_config=adapter()["peft_config"] if case.lora else None,
-            data=case.data(directory, kind),
-            trainer_class=case.trainer_class,
-            data_collator=collator(case, kind),
-            **options,
-        )
+    peft_config = adapter(task_type=TaskType.SEQ_CLS if case.rewards else None)["peft_config"] if case.lora else None
+    options |= dict(peft_config=peft_config, data=case.data(directory, kind))
+    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", "trl.RewardTrainer", **patch):
+        if case.rewards:
+            done = train_reward(directory / f"rank{RANK}", model, **options)
+        else:
+            of_dpo = dict(trainer_class=case.trainer_class, data_collator=collator(case, kind))
+            done = train(directory / f"rank{RANK}", model, reference, **of_dpo, **options)
     done.gradients = [{name: whole(x) for name, x in step.items()} for step in done.gradients]
     named = dict(model.named_parameters())
     sharded = sum(is_sharded(x) for x in named.values()) / len(named)

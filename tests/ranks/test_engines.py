@@ -39,6 +39,14 @@ def test_training_equals_stock(case, ranks, number_of_ranks):
         assert_calls(rank["patched"], batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
 
 
+@pytest.mark.parametrize("case", [f"{engine} reward{lora}" for engine in ENGINES for lora in ("", " lora")])
+def test_a_reward_model(case, ranks, number_of_ranks):
+    assert_trained(case, ranks, number_of_ranks)
+    for rank in ranks:
+        calls = {("policy", "fused"): 12 // number_of_ranks, ("eval", "fused"): 6 // number_of_ranks}
+        assert rank["patched"]["calls"] == calls
+
+
 @pytest.mark.parametrize("case", ["ddp without accumulation"])
 def test_without_accumulation(case, ranks, number_of_ranks):
     assert_trained(case, ranks, number_of_ranks)

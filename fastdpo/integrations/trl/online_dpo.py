@@ -29,7 +29,7 @@ from ...packing import IGNORE_INDEX
 from ..gathering import of_all_ranks
 from ..line import TrainerLine
 from ..scored_rows import ScoredRows
-from .models import models_of
+from .models import models_of, reward_models_of
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -46,6 +46,9 @@ class OnlineDPOLine(TrainerLine):
 
     def models(self, trainer: OnlineDPOTrainer) -> dict[str, nn.Module]:
         return models_of(trainer)
+
+    def reward_models(self, trainer: OnlineDPOTrainer) -> list[nn.Module]:
+        return reward_models_of(trainer)
 
     def replace(self) -> None:
         self.wrap("training_step", self.training_step)

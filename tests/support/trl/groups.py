@@ -111,6 +111,7 @@ def build_group(
     reference: PreTrainedModel | Path | None = None,
     data: list[dict] | None = None,
     rewards: Callable = reward,
+    reward_model: Callable[[], PreTrainedModel] | None = None,
     evaluate: int = 0,
     peft_config: PeftConfig | None = None,
     rollout_func: Callable | None = None,
@@ -118,6 +119,8 @@ def build_group(
     **overrides,
 ) -> GRPOTrainer | RLOOTrainer:
     """Creates a trainer. `overrides` are fields of its config.
+
+    `reward_model` makes a model that scores completions in the place of `rewards`.
 
     The trainer loads its reference from where its policy comes from: the folder `reference`, or one to which the model
     `reference` is saved.
@@ -131,7 +134,8 @@ def build_group(
     options = {"output_dir": str(directory / "out"), **OPTIONS, **GROUPS, **overrides}
     return trainer_class(
         model=model,
-        reward_funcs=rewards,
+        reward_funcs=rewards if reward_model is None else reward_model(),
+        reward_processing_classes=None if reward_model is None else tokenizer(),
         args=config(**options),
         train_dataset=Dataset.from_list(data or prompts()),
         eval_dataset=Dataset.from_list(prompts(evaluate, seed=1)) if evaluate else None,

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 import trl
+from transformers import PreTrainedModel
 
 import fastdpo
 from tests.support.trl.dpo import Run, tiny_model, train
 from tests.support.trl.groups import AGAIN, NAMES, train_group
 from tests.support.trl.kto import train_kto
 from tests.support.trl.reference_free import train_cpo, train_orpo
+from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
 from tests.support.workers import vision
 
@@ -28,6 +30,7 @@ def train_on_groups(trainer_class: type, directory: Path, model, reference, eval
 TRAIN = {
     "trl.DPOTrainer": train,
     "trl.KTOTrainer": train_kto,
+    "trl.RewardTrainer": train_reward,
     "trl.SFTTrainer": train_sft,
     "trl.CPOTrainer": train_cpo,
     "trl.ORPOTrainer": train_orpo,
@@ -36,9 +39,13 @@ TRAIN = {
 """Maps the name of a trainer to a function that trains with it, like `trl.dpo.train`."""
 
 
+def model_of(trainer: str, seed: int) -> PreTrainedModel:
+    return (reward_model if trainer == "trl.RewardTrainer" else tiny_model)(seed=seed)
+
+
 def patched_run(directory: Path, trainer: str) -> Run:
     with fastdpo.patched(trainer):
-        return TRAIN[trainer](directory, tiny_model(seed=0), tiny_model(seed=1), evaluate=6)
+        return TRAIN[trainer](directory, model_of(trainer, 0), model_of(trainer, 1), evaluate=6)
 
 
 def save(path: Path, run: Run) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 import fastdpo
-from tests.support.trl.dpo import tiny_model
-from tests.support.workers.trainings import TRAIN
+from tests.support.workers.trainings import TRAIN, model_of
 
 
 def train_rank(directory: Path, kind: str, trainer: str) -> None:
@@ -15,7 +14,7 @@ def train_rank(directory: Path, kind: str, trainer: str) -> None:
     rank = int(os.environ["RANK"])
     if kind == "patched":
         fastdpo.patch(trainer)
-    models = tiny_model(seed=0), tiny_model(seed=1)
+    models = [model_of(trainer, seed) for seed in range(2)]
     options = dict(per_device_train_batch_size=2, per_device_eval_batch_size=2)
     run = TRAIN[trainer](directory / f"of rank {rank}", *models, evaluate=4, **options)
     torch.save(vars(run), directory / f"rank{rank}.pt")

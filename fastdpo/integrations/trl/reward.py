@@ -1,0 +1,30 @@
+"""TRL's RewardTrainer. Its loss is computed from what its model returns, so that nothing of it is replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...models.state import ForwardOptions, MakeOutput
+from ..line import TrainerLine
+from ..scored_rows import output_of_scores
+from .models import models_of
+
+_PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]}
+
+
+class RewardLine(TrainerLine):
+    parameters = _PARAMETERS
+
+    def models(self, trainer: Any) -> dict[str, nn.Module]:
+        return models_of(trainer)
+
+    def replace(self) -> None:
+        """Nothing: each call of the model is a fused one."""
+
+    def request(self, trainer: Any, role: str) -> ForwardOptions:
+        return super().request(trainer, role)._replace(rewards=True)
+
+    def make_output(self, model: Any) -> MakeOutput:
+        return output_of_scores

@@ -1,0 +1,195 @@
+"""TRL's RewardTrainer, stock against patched: the same loss, metrics and gradients."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, TaskType
+from trl import RewardTrainer
+
+import fastdpo
+from fastdpo.models import reward_head
+from fastdpo.packing import IGNORE_INDEX
+from tests.support import faults
+from tests.support.comparison import assert_close, assert_far_from_same
+from tests.support.models.families import FUSED, kind
+from tests.support.trl.dpo import LORA, assert_fused, assert_same, assert_same_bits, pairs, recorded_layouts
+from tests.support.trl.reward import reward_model, train_both_rewards, train_reward
+
+FULL = dict(policy=3)
+
+
+@pytest.fixture
+def both(tmp_path):
+    return functools.partial(train_both_rewards, tmp_path)
+
+
+def adapter(**options) -> dict:
+    return dict(peft_config=LoraConfig(**{**LORA, "task_type": TaskType.SEQ_CLS, **options}))
+
+
+def with_margins(n: int) -> list[dict]:
+    return [{**row, "margin": 0.1 * i} for i, row in enumerate(pairs(n))]
+
+
+def implicit_prompts(n: int) -> list[dict]:
+    return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs(n)]
+
+
+# option: (changed arguments, number of calls of each kind)
+OPTIONS = {
+    "explicit_prompts": (dict(), FULL),
+    "implicit_prompts": (dict(data=implicit_prompts(16)), FULL),
+    "margins": (dict(data=with_margins(16)), FULL),
+    "centered": (dict(center_rewards_coefficient=0.3), FULL),
+    "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
+    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4)),
+    "batch_of_one": (dict(per_device_train_batch_size=1), FULL),
+    "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),
+    "filtered": (dict(max_length=14), FULL),
+    "pad_to_multiple_of": (dict(pad_to_multiple_of=16), FULL),
+    "padding_is_end": (dict(pad_token="<eos>"), FULL),  # the score is that of the token before the end
+    "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, eval=1)),  # PEFT trains and saves `score`
+    "adapter_without_score": (adapter(task_type=None), FULL),
+    "checkpointing": (dict(gradient_checkpointing=True), FULL),
+    "checkpointing_adapter": (dict(gradient_checkpointing=True, **adapter()), FULL),
+    "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1)),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(both, option):
+    options, calls = OPTIONS[option]
+    stock, patched = both(**options)
+    assert not stock.calls
+    assert_fused(patched, **calls)
+    assert_same(stock, patched)
+
+
+def test_prompts_are_computed_once(both, monkeypatch):
+    layouts = recorded_layouts(monkeypatch)
+    rows = [dict(prompt=f"w{i} w2 w3 ", chosen="w4 w5", rejected="w6") for i in range(10, 26)]
+    both(data=rows, max_steps=1)
+    (layout,) = layouts
+    assert layout.token_index.numel() == 4 * (3 + 2 + 1 + 1 + 1)  # an end token for each answer
+    assert len(layout.score_index) == 8
+
+
+CLASSIFIERS = (
+    *("llama-tied", "llama-eager", "llama-dynamic", "qwen2", "qwen2-window", "qwen3", "mistral", "starcoder2"),
+    *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "phi3-longrope", "olmo3", "exaone4", "smollm3", "gpt_oss"),
+    *("qwen3_moe", "mixtral", "deepseek_v3", "diffllama", "gpt2", "opt", "gpt_neox", "stablelm", "nemotron"),
+    *("qwen3_5_text", "qwen3_next", "zamba2", "jamba", "zamba", "minimax"),
+)
+"""The families that transformers has a classifier for."""
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_family(both, name):
+    without_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if name == "gpt2" else {}
+    stock, patched = both(kind=kind(name), tiny=FUSED[name][1] | without_dropout, max_steps=2)
+    assert_fused(patched, policy=2)
+    assert_same(stock, patched)
+
+
+def test_compute_metrics_receives_the_scores(both):
+    def compute_metrics(prediction) -> dict[str, float]:
+        assert prediction.predictions.shape[1:] == (1,)
+        return {"spread": float(prediction.predictions.std())}
+
+    stock, patched = both(evaluate=6, compute_metrics=compute_metrics)
+    assert_same(stock, patched)
+    assert "eval_spread" in patched.logs[-1]
+
+
+def test_verifying(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="fastdpo")
+    with fastdpo.patched("trl.RewardTrainer", verify=True):
+        train_reward(tmp_path / "right", reward_model(), evaluate=4)
+        assert caplog.text.count("trl.RewardTrainer (policy): verified; differs in rewards by") == 2
+        faults.unnoticed_by_probes(monkeypatch)
+        faults.targets_off_by_one(monkeypatch)
+        with pytest.raises(fastdpo.VerificationError, match="in rewards by"):
+            train_reward(tmp_path / "wrong", reward_model())
+
+
+@pytest.mark.parametrize("sabotage", [faults.targets_off_by_one, faults.late_positions, faults.no_prefix])
+def test_the_comparison_detects_sabotage(both, monkeypatch, sabotage):
+    faults.unnoticed_by_probes(monkeypatch)
+    sabotage(monkeypatch)
+    stock, patched = both(max_steps=1)
+    assert_fused(patched, policy=1)
+    with pytest.raises(AssertionError, match="step 0"):
+        assert_same(stock, patched)
+    assert_far_from_same(stock, patched, stock.in_float64)
+
+
+def test_attention_dropout_falls_back_to_stock(both, caplog):
+    stock, patched = both(tiny=dict(attention_dropout=0.1), disable_dropout=False)
+    assert patched.calls == {("policy", "stock"): 3}
+    assert caplog.text.count("trl.RewardTrainer (policy): not fused, attention dropout is active") == 1
+    assert_same_bits(stock, patched)
+
+
+def test_a_class_that_scores_otherwise_falls_back_to_stock(both, caplog):
+    def doubled(model):
+        stock = type(model).forward
+
+        class Doubled(type(model)):
+            def forward(self, *args, **kwargs):
+                output = stock(self, *args, **kwargs)
+                output.logits = 2 * output.logits
+                return output
+
+        model.__class__ = Doubled
+        return model
+
+    stock, patched = both(prepare=doubled)
+    assert patched.calls == {("policy", "stock"): 3}
+    assert "Doubled computes other scores than its layer `score`" in caplog.text
+    assert_same_bits(stock, patched)
+
+
+def test_subclasses(both):
+    """A loss of their own is computed from fused calls, too."""
+
+    class Own(RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs, use_cache=False).logits.square().mean()
+
+    stock, patched = both(trainer_class=Own)
+    assert_fused(patched, **FULL)
+    assert_same(stock, patched)
+
+
+def test_it_is_patched_by_default():
+    assert {seam.name: seam.on for seam in fastdpo.patch().seams}["trl.RewardTrainer"]
+
+
+def test_unpatching_restores_the_class_and_its_model(tmp_path):
+    stock = dict(vars(RewardTrainer))
+    fastdpo.patch("trl.RewardTrainer")
+    model = reward_model()
+    assert train_reward(tmp_path, model).calls
+    fastdpo.unpatch()
+    assert dict(vars(RewardTrainer)) == stock
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("fastdpo" in name for module in model.modules() for name in vars(module))
+    assert not train_reward(tmp_path / "again", model).calls
+
+
+IDS = torch.tensor([[0, 5, 6, 0, 7], [5, 6, 7, 0, 0], [0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(("padding", "rows", "last"), [(0, 3, [4, 2, 0]), (7, 3, [3, 4, 4]), (None, 1, [4])])
+def test_the_scored_token_is_that_of_the_class(padding, rows, last):
+    """The last one whose id is not that of padding, whatever the attention mask says."""
+    model = reward_model()
+    model.config.pad_token_id = padding
+    ids = IDS[:rows]
+    labels = reward_head.with_scored_tokens(model, dict(input_ids=ids))["shift_labels"]
+    assert (labels != IGNORE_INDEX).nonzero().tolist() == [[i, x] for i, x in enumerate(last)]
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        expected = model(ids).logits.flatten()
+        assert_close(reward_head.scores(model, hidden[range(rows), last]), expected)
