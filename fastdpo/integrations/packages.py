@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from packaging.version import Version
@@ -96,6 +96,11 @@ def is_newer(package: str) -> bool:
     return version is not None and Version(Version(version).public) > Version(PACKAGES[package].tested)
 
 
+def newer() -> list[str]:
+    """The packages that are installed in a version newer than the tested one."""
+    return [package for package in PACKAGES if is_newer(package)]
+
+
 def missing_reason(packages: tuple[str, ...] = tuple(PACKAGES)) -> Reason | None:
     """Which name is missing in the installed packages, or None. Looks into modules that have been imported."""
     for package in packages:
@@ -105,12 +110,12 @@ def missing_reason(packages: tuple[str, ...] = tuple(PACKAGES)) -> Reason | None
     return None
 
 
-def changed(packages: tuple[str, ...] = tuple(PACKAGES)) -> dict[str, list[str]]:
-    """By package, of those that are newer than the tested ones: the functions that differ.
+def changed(packages: Iterable[str]) -> dict[str, list[str]]:
+    """By package, of those in a newer version: the functions that differ.
 
     `evidence.is_allowed` does not matter here: these versions were supported before their code was known.
     """
-    found = {package: _changed_in(package) for package in packages if is_newer(package)}
+    found = {package: _changed_in(package) for package in packages}
     return {package: names for package, names in found.items() if names}
 
 

@@ -372,7 +372,8 @@ def _trl_last(name: str) -> bool:
 
 def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
-    examined = {name: _examine(name, is_targeted) for name in sorted(names, key=_trl_last)}
+    newer = packages.newer()
+    examined = {name: _examine(name, is_targeted, newer) for name in sorted(names, key=_trl_last)}
     kinds = {
         name: x.line.trainer_class() for name, x in examined.items() if x.line is not None and name not in _patched
     }
@@ -383,8 +384,11 @@ def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     return {name: examined[name] for name in names}
 
 
-def _examine(name: str, is_targeted: bool) -> _Examined:
-    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched."""
+def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
+    """Imports a trainer, which `fastdpo run` patches then, and examines it unless it is patched.
+
+    `newer` are the packages that all trainers rely on and that are newer than the tested versions.
+    """
 
     def off(version: str | None, reason: Reason) -> _Examined:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
@@ -427,7 +431,7 @@ def _examine(name: str, is_targeted: bool) -> _Examined:
             reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
     if reason is not None or trainer_line is None:
         return off(version, cast(Reason, reason))
-    others = packages.changed()
+    others = packages.changed(newer)
     tested = [] if is_tested else [f"{distribution}{line.versions}"]
     tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
     changed_functions = tuple(_each_once({**changed, **others}))
