@@ -96,7 +96,7 @@ def shift_halos(monkeypatch) -> None:
 
     def shifted(self, reach):
         index, keep = stock(self, reach - 1)
-        return stock(self, reach)._replace(index=nn.functional.pad(index, (1, 0), value=self.tokens), keep=keep + 1)
+        return nn.functional.pad(index, (1, 0), value=self.tokens), keep + 1
 
     monkeypatch.setattr(Segments, "halos", shifted)
 

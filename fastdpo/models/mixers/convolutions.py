@@ -24,8 +24,8 @@ class Convolution:
     def run(self, original: Callable, segments: Segments, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The function's result for the packed tokens x [1, D, T]."""
         weight = args[0] if args else kwargs["weight"]
-        halos = segments.halos(weight.shape[-1] - 1)
-        return original(gather(x, self.time, halos.index), *args, **kwargs).index_select(self.time, halos.keep)
+        index, keep = segments.halos(weight.shape[-1] - 1)
+        return original(gather(x, self.time, index), *args, **kwargs).index_select(self.time, keep)
 
     def example(self, tokens: int, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         return (random(1, 8, tokens), random(8, 4)), {}

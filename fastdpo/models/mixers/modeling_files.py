@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...packing import is_layout
 from ..language_model import language_model
@@ -21,23 +21,18 @@ CREATE_MASK = "create_recurrent_attention_mask"
 """The function by which modeling files make the masks of mixers."""
 
 
-class _Replaced(NamedTuple):
-    original: Callable
-    replacement: Callable
-
-
 @dataclass
 class _File:
     """A modeling file.
 
     Attributes:
         namespace: its globals.
-        replaced: functions by their names.
+        replaced: what takes the place of functions, by their names.
         users: ids of the models that need the replacements.
     """
 
     namespace: dict[str, Any]
-    replaced: dict[str, _Replaced] = field(default_factory=dict)
+    replaced: dict[str, Callable] = field(default_factory=dict)
     users: set[int] = field(default_factory=set)
 
     def replace(self) -> None:
@@ -46,13 +41,12 @@ class _File:
             if not isinstance(original, FunctionType):  # a module that holds a kernel
                 continue
             replacement = _passing_layouts(original) if name == CREATE_MASK else known.wrapper(name, original)
-            self.namespace[name] = replacement
-            self.replaced[name] = _Replaced(original, replacement)
+            self.namespace[name] = self.replaced[name] = replacement
 
     def restore(self) -> None:
-        for name, (original, replacement) in self.replaced.items():
+        for name, replacement in self.replaced.items():
             if self.namespace[name] is replacement:  # otherwise other code has replaced it since
-                self.namespace[name] = original
+                self.namespace[name] = vars(replacement)["__wrapped__"]
 
 
 _files: dict[int, _File] = {}

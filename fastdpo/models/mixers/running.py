@@ -33,17 +33,13 @@ class RunningMixer:
     called: set[str] = field(default_factory=set)
 
 
-class _Running(threading.local):
-    mixer: RunningMixer | None = None
-
-
-_running = _Running()
+_running = threading.local()
 _witnessed: ContextVar[set[nn.Module] | None] = ContextVar("fastdpo_witnessed_mixers", default=None)
 
 
 def running() -> RunningMixer | None:
     """The mixer that runs in this thread, which in a backward pass may be another one."""
-    return _running.mixer
+    return getattr(_running, "mixer", None)
 
 
 def begin(mixer: RunningMixer) -> None:
@@ -52,7 +48,7 @@ def begin(mixer: RunningMixer) -> None:
 
 def end() -> RunningMixer | None:
     """The mixer that ran until now."""
-    mixer = _running.mixer
+    mixer = running()
     _running.mixer = None
     return mixer
 

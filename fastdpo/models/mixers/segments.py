@@ -17,18 +17,6 @@ import torch
 from torch import Tensor
 
 
-class Halos(NamedTuple):
-    """The own tokens of all rows in one sequence, each behind the tokens that precede it in its row.
-
-    Attributes:
-        index: int64 [1, M], packed tokens; T, a token of zeros, before the first token of a row.
-        keep: int64 [T], where each packed token is among the own tokens of its row.
-    """
-
-    index: Tensor
-    keep: Tensor
-
-
 class Bounds(NamedTuple):
     """Where the sequences of one row begin and end, under the names of the kernels' arguments.
 
@@ -76,7 +64,7 @@ class Segments:
     def __init__(self, rows: list[list[int]], device: torch.device) -> None:
         self.tokens = rows[-1][2] + rows[-1][3]
         self._device = device
-        self._halos: dict[int, Halos] = {}
+        self._halos: dict[int, tuple[Tensor, Tensor]] = {}
         starts = [own for _, _, own, _ in rows]
         self._rows: list[np.ndarray] = []
         self._prefix_lengths = [length for _, length, _, _ in rows]
@@ -139,8 +127,13 @@ class Segments:
         both = (self.whole_rows_in_one, self.shared_in_one) if in_one_row else (self.whole_rows, self.shared)
         return min(both, key=lambda sequences: sequences.chunks(chunk))
 
-    def halos(self, reach: int) -> Halos:
-        """The own tokens of each row behind the `reach` tokens that precede them."""
+    def halos(self, reach: int) -> tuple[Tensor, Tensor]:
+        """The own tokens of all rows in one sequence, each row's behind the `reach` tokens that precede them.
+
+        Returns:
+            int64 [1, M], packed tokens, and T, a token of zeros, before the first token of a row; int64 [T],
+            where each packed token is among the own tokens of its row.
+        """
         if reach not in self._halos:
             pieces, keep, end = [], np.empty(self.tokens, dtype=np.int64), 0
             for row, length in zip(self._rows, self._prefix_lengths, strict=True):
@@ -149,7 +142,7 @@ class Segments:
                 pieces += [np.full(reach - len(halo), self.tokens), halo, segment]
                 keep[segment] = end + reach + np.arange(len(segment))
                 end += reach + len(segment)
-            self._halos[reach] = Halos(self._move(np.concatenate(pieces)[None]), self._move(keep))
+            self._halos[reach] = self._move(np.concatenate(pieces)[None]), self._move(keep)
         return self._halos[reach]
 
     def _in_one_row(self, *groups: list[np.ndarray]) -> Sequences:
