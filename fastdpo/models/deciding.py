@@ -93,7 +93,7 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
     if structure not in results and not (results and support.is_sharded(model)):
         if len(results) >= MAX_PROBE_RESULTS:
             results.clear()
-            fused.image_batches.results.clear()
+            fused.image_results.clear()
         results[structure] = _examine(model, fused, device)
     fused.probe_result = results.get(structure, fused.probe_result)
     reason = fused.unsupported_reason()

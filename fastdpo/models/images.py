@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -91,57 +90,6 @@ def padded_inputs(kwargs: dict) -> dict[str, Any]:
     return given | {"use_cache": False}
 
 
-@dataclass
-class ImageBatches:
-    """Packs the batches of a model, and examines the first of each kind before it is run.
-
-    Attributes:
-        results: by the structure of the model, the names of the arguments, and whether each pair's
-            images are run once.
-    """
-
-    results: dict[tuple[int, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
-
-    def pack(
-        self,
-        model: PreTrainedModel,
-        structure: int,
-        images: Images,
-        kwargs: dict,
-        make_layout: Callable[..., Layout],
-        *,
-        share_random: bool = True,
-    ) -> tuple[Layout, dict[str, Any]]:
-        """The layout of a batch, and the arguments of the model's backbone for its packed tokens.
-
-        Args:
-            model: a model that is switched to packed attention.
-            structure: hash of the model's structure.
-            images: in the batch.
-            kwargs: the arguments of the call on the padded batch.
-            make_layout: makes a layout, in which pairs share no prefix if it is called with
-                `share=False`.
-            share_random: whether pairs share images and prefixes in a model that is random, as with
-                dropout.
-
-        Raises:
-            NotPackable: the batch has no packed form.
-        """
-        packed = pack(model, images, kwargs, make_layout)
-        names = frozenset([*images.of_tokens, *images.of_images])
-        key = (structure, names, packed.shared)
-        if key not in self.results:
-            self.results[key] = _examine(model, images, packed, kwargs)
-        result = self.results[key]
-        if result.unsupported_reason is not None:
-            raise NotPackable(result.unsupported_reason)
-        if model.training and result.attention_dropout:
-            raise NotPackable(Reason("attention-dropout"))
-        if model.training and result.is_random and packed.shared and not share_random:
-            packed = pack(model, images, kwargs, functools.partial(make_layout, share=False))
-        return packed.layout, packed.inputs
-
-
 class Packed(NamedTuple):
     """A packed batch.
 
@@ -154,6 +102,53 @@ class Packed(NamedTuple):
     layout: Layout
     inputs: dict[str, Any]
     shared: bool
+
+
+ImageResults = dict[tuple[int, frozenset[str], bool], ProbeResult]
+"""What was found out about batches with images: by the structure of the model, the names of the arguments, and
+whether each pair's images are run once.
+"""
+
+
+def pack_examined(
+    model: PreTrainedModel,
+    structure: int,
+    results: ImageResults,
+    images: Images,
+    kwargs: dict,
+    make_layout: Callable[..., Layout],
+    *,
+    share_random: bool = True,
+) -> tuple[Layout, dict[str, Any]]:
+    """The layout of a batch, and the arguments of the model's backbone for its packed tokens. The first batch
+    of each kind is examined before it is run.
+
+    Args:
+        model: a model that is switched to packed attention.
+        structure: hash of the model's structure.
+        results: of the batches that have been examined.
+        images: in the batch.
+        kwargs: the arguments of the call on the padded batch.
+        make_layout: makes a layout, in which pairs share no prefix if it is called with
+            `share=False`.
+        share_random: whether pairs share images and prefixes in a model that is random, as with
+            dropout.
+
+    Raises:
+        NotPackable: the batch has no packed form.
+    """
+    packed = pack(model, images, kwargs, make_layout)
+    key = structure, frozenset([*images.of_tokens, *images.of_images]), packed.shared
+    if key not in results:
+        results[key] = _examine(model, images, packed, kwargs)
+    result = results[key]
+    if result.unsupported_reason is not None:
+        raise NotPackable(result.unsupported_reason)
+    if model.training and result.attention_dropout:
+        raise NotPackable(Reason("attention-dropout"))
+    if model.training and result.is_random and packed.shared and not share_random:
+        packed = pack(model, images, kwargs, functools.partial(make_layout, share=False))
+    return packed.layout, packed.inputs
 
 
 def pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> Packed:

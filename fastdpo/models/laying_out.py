@@ -43,7 +43,8 @@ def packed_call(model: PreTrainedModel, fused: FusedForward, kwargs: dict) -> Ru
 
     make_layout = functools.partial(call_layout, model, fused, kwargs, groups="pairs")
     share_random = fused.options.share_prompts != "deterministic"
-    prepared = fused.image_batches.pack(model, fused.examined, found, kwargs, make_layout, share_random=share_random)
+    results = fused.examined, fused.image_results
+    prepared = images.pack_examined(model, *results, found, kwargs, make_layout, share_random=share_random)
     return RunnableBatch(*prepared, found.of_images)
 
 

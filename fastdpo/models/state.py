@@ -136,7 +136,7 @@ class FusedForward:
         probe_results: by the hash of the structure that the model had when it was probed.
         probe_result: of the model as it is; None before its first call.
         examined: the hash of the structure that the model has.
-        image_batches: packs batches with images.
+        image_results: of batches with images.
         logged: reasons that have been logged, for which calls have fallen back.
         was_called: whether an integration has called the model, or has left a call to its trainer.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
@@ -161,7 +161,7 @@ class FusedForward:
     probe_results: dict[int, ProbeResult] = field(default_factory=dict)
     probe_result: ProbeResult | None = None
     examined: int = 0
-    image_batches: images.ImageBatches = field(default_factory=images.ImageBatches)
+    image_results: images.ImageResults = field(default_factory=dict)
     logged: set[Reason] = field(default_factory=set)
     was_called: bool = False
     is_awaited: bool = False
