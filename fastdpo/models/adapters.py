@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -34,8 +34,8 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def active_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the model would use now, which excludes those of inactive adapters."""
-    inactive = InactiveAdapters(model)
-    return [x for name, x in model.named_parameters() if unwrapped(name) not in inactive]
+    is_inactive = inactive_names(model)
+    return [x for name, x in model.named_parameters() if not is_inactive(unwrapped(name))]
 
 
 def active_adapters(model: nn.Module) -> dict[str, object]:
@@ -68,24 +68,24 @@ def adapter_states(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {**state, "class": type(module).__qualname__}
 
 
-class InactiveAdapters:
-    """The unwrapped names of the tensors and modules of inactive adapters:
+def inactive_names(model: nn.Module) -> Callable[[str], bool]:
+    """Tells whether an unwrapped name is that of a tensor or module of an inactive adapter:
     `module.container.adapter...`.
     """
+    modules: dict[str, tuple[set[str], set[str]]] = {}
+    for name, module in adapter_modules(model):
+        containers = (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
+        modules[name] = ({container.split(".")[0] for container in containers}, _active(module))
 
-    def __init__(self, model: nn.Module):
-        self.modules: dict[str, tuple[set[str], set[str]]] = {}
-        for name, module in adapter_modules(model):
-            containers = (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
-            self.modules[name] = ({container.split(".")[0] for container in containers}, _active(module))
-
-    def __contains__(self, name: str) -> bool:
+    def is_inactive(name: str) -> bool:
         parts = name.split(".")
         for i in range(len(parts) - 1, 0, -1):
-            containers, active = self.modules.get(".".join(parts[:i]), (set(), set()))
+            containers, active = modules.get(".".join(parts[:i]), (set(), set()))
             if parts[i] in containers:
                 return i + 1 == len(parts) or parts[i + 1] not in active
         return False
+
+    return is_inactive
 
 
 def _active(module: Any) -> set[str]:

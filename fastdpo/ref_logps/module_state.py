@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules import module as hooks_of_all_modules
 
-from ..models.adapters import WRAPPED, InactiveAdapters, adapter_modules, adapter_states
+from ..models.adapters import WRAPPED, adapter_modules, adapter_states, inactive_names
 from ..models.functions import closure_contents, inner_function
 from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from ..models.state import ATTRIBUTE as FUSED_FORWARD
@@ -101,7 +101,7 @@ class ModuleStates:
             self._add(name, "forward", [x for x in self._functions(name, forward) if x not in of_class])
 
     def _visit(self, model: nn.Module, prefix: str) -> None:
-        inactive = InactiveAdapters(model)
+        is_inactive = inactive_names(model)
         adapters = {id(module) for _, module in adapter_modules(model)}
         names, wrappers = {"": ""}, set()
         for path, module in model.named_modules(remove_duplicate=False):  # parents first
@@ -109,12 +109,12 @@ class ModuleStates:
                 parent, _, own = path.rpartition(".")
                 inside = parent in wrappers and own in WRAPPED
                 names[path] = names[parent] if inside else f"{names[parent]}.{own}".removeprefix(".")
-            if names[path] in inactive:
+            if is_inactive(names[path]):
                 continue
             name = prefix + names[path]
             for own, x in (*module._parameters.items(), *module._buffers.items()):
                 tensor = f"{names[path]}.{own}".removeprefix(".")
-                if x is not None and tensor not in inactive:
+                if x is not None and not is_inactive(tensor):
                     self.tensors[prefix + tensor] = x
             if id(module) in adapters or (WRAPPED & module._modules.keys() and is_of(_source(type(module)), MODULES)):
                 wrappers.add(path)
