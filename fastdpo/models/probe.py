@@ -84,7 +84,7 @@ def compare(
     try:
         with torch.no_grad(), preserved_buffers(model) as written:
             result = _compare(model, layout, padded, packed)
-    except _CannotRun as error:
+    except packing.NotPackable as error:
         return ProbeResult(error.reason)
     if result.unsupported_reason is not None:
         return result
@@ -132,17 +132,9 @@ def _compare(
     return ProbeResult(None, not torch.equal(first, second), recorded.dropout)
 
 
-class _CannotRun(Exception):
-    """A model has raised an error for the rows of the probe."""
-
-    def __init__(self, reason: Reason):
-        super().__init__(reason)
-        self.reason = reason
-
-
 @contextmanager
 def _running(model: PreTrainedModel, batch: str) -> Iterator[None]:
-    """Raises `_CannotRun` if the block raises an error, on this rank or on one that runs the model with it."""
+    """Raises `NotPackable` if the block raises an error, on this rank or on one that runs the model with it."""
     reason = cause = None
     try:
         yield
@@ -153,7 +145,7 @@ def _running(model: PreTrainedModel, batch: str) -> Iterator[None]:
         reason, cause = Reason("cannot-run", model=type(model).__name__, batch=batch, error=message), error
     reason = shared_reason(model, reason)
     if reason is not None:
-        raise _CannotRun(reason) from cause
+        raise packing.NotPackable(reason) from cause
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -170,7 +171,7 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
     whichever form is asked for, and through whatever functions.
     """
     reentrant = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _NotReentrant
+    checkpoint.CheckpointFunction = SimpleNamespace(apply=_not_reentrant)
     try:
         yield
     finally:
@@ -180,12 +181,9 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
 _checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant
 
 
-class _NotReentrant:
-    """Stands for torch's reentrant function."""
-
-    @staticmethod
-    def apply(function: Callable, preserve_rng_state: bool, *args: object) -> object:
-        return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+def _not_reentrant(function: Callable, preserve_rng_state: bool, *args: object) -> object:
+    """Stands for the method `apply` of torch's reentrant function."""
+    return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score, scores: str) -> _Outcome:
