@@ -76,28 +76,6 @@ def _add_keys(
     return acc, m, total
 
 
-@triton.jit
-def _attend(
-    acc, m, total, q, k_ptr, v_ptr, first, length, stride_kt, stride_vt, window, scale, cap,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys [0, length) of a piece to a block's running state.
-
-    `first` is the position of the block's first query relative to key 0.
-    """
-    off_q = first + tl.arange(0, BLOCK_Q)
-    begin, masked = unmasked_range(first, tl.minimum(first, length), window, BLOCK_K)
-    acc, m, total = _add_keys(
-        acc, m, total, q, k_ptr, v_ptr, off_q, begin, masked, stride_kt, stride_vt, window, scale, cap,
-        D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, False,
-    )  # fmt: skip
-    return _add_keys(
-        acc, m, total, q, k_ptr, v_ptr, off_q, masked, tl.minimum(first + BLOCK_Q, length), stride_kt, stride_vt,
-        window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, True,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["T"])
 def _packed_attention_fwd_kernel(
     out_ptr,  # [T, H, D_v] contiguous
@@ -150,10 +128,15 @@ def _packed_attention_fwd_kernel(
     piece, end = tl.load(first_piece_ptr + row), tl.load(first_piece_ptr + row + 1)
     while piece < end:  # a `for` would take more registers
         _, start, length, position = load_piece(pieces_ptr, piece)
-        acc, m, total = _attend(
-            acc, m, total, q, k_ptr + start * stride_kt, v_ptr + start * stride_vt, before + first - position, length,
-            stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
-        )  # fmt: skip
+        of_block = before + first - position  # of the block's first query relative to the piece's first key
+        begin, masked = unmasked_range(of_block, tl.minimum(of_block, length), window, BLOCK_K)
+        for MASKED in tl.static_range(2):  # most keys need no mask
+            acc, m, total = _add_keys(
+                acc, m, total, q, k_ptr + start * stride_kt, v_ptr + start * stride_vt,
+                of_block + tl.arange(0, BLOCK_Q), masked if MASKED else begin,
+                tl.minimum(of_block + BLOCK_Q, length) if MASKED else masked,
+                stride_kt, stride_vt, window, scale, cap, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_K, MASKED,
+            )  # fmt: skip
         piece += 1
     store_tokens(out_ptr + (own * H + head) * D_V, off_q, inside, H * D_V, acc / total[:, None], D_V, BLOCK_DV)
     tl.store(lse_ptr + head * T + own + off_q, (m + tl.log2(total)) * LN2, mask=inside)
