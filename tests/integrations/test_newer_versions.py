@@ -136,11 +136,15 @@ def test_the_fingerprints_are_those_of_the_installed_versions():
     assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
 
 
+def set_version(monkeypatch, trl):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: trl if name == "trl" else version(name))
+
+
 @pytest.fixture
 def newer(monkeypatch):
     """TRL as it is, with the version 1.17.0."""
-    version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.17.0" if name == "trl" else version(name))
+    set_version(monkeypatch, "1.17.0")
 
 
 @pytest.fixture
@@ -220,7 +224,8 @@ def test_an_option_refuses_newer_versions(newer, provisional):
             fastdpo.patch("trl.DPOTrainer", provisional=False)
 
 
-def test_an_option_does_not_change_tested_versions():
+def test_an_option_does_not_change_tested_versions(monkeypatch):
+    set_version(monkeypatch, "1.16.0")
     assert fastdpo.patch("trl.DPOTrainer", provisional=False).seams[0].on
 
 
