@@ -165,12 +165,6 @@ def _text_of(code: CodeType) -> str:
     return "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last])
 
 
-def forget() -> None:
-    """Forgets the texts and the syntax that were read."""
-    _text_of.cache_clear()
-    code_hash.cache_clear()
-
-
 def hash_of(source: str) -> str:
     """A hash of the source of a function.
 
