@@ -91,10 +91,10 @@ def _gather_keys_bwd_kernel(
 def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Gathered keys [M, H_kv, D] and values [M, H_v, D_v], contiguous."""
     (_, h_kv, d), (_, h_v, d_v) = key.shape, value.shape
-    shapes = ((len(index), *x.shape[1:]) for x in (key, value))
-    placed_key, placed_value = (torch.empty(shape, dtype=key.dtype, device=key.device) for shape in shapes)
+    places = len(index)
+    placed_key, placed_value = key.new_empty(places, h_kv, d), value.new_empty(places, h_v, d_v)
     with torch.cuda.device_of(key):
-        _gather_keys_fwd_kernel[(len(index),)](
+        _gather_keys_fwd_kernel[(places,)](
             placed_key,
             placed_value,
             key,
@@ -120,10 +120,9 @@ def gather_keys_bwd(
     first_reader: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of key [T, H_kv, D] and value [T, H_v, D_v]."""
-    tokens = len(first_reader) - 1
-    shapes = ((tokens, *x.shape[1:]) for x in (placed_key, placed_value))
-    key_grad, value_grad = (torch.empty(shape, dtype=placed_key.dtype, device=placed_key.device) for shape in shapes)
-    widths = [x.shape[1] * x.shape[2] for x in (placed_key, placed_value)]
+    (_, h_kv, d), (_, h_v, d_v) = placed_key.shape, placed_value.shape
+    tokens, widths = len(first_reader) - 1, (h_kv * d, h_v * d_v)
+    key_grad, value_grad = placed_key.new_empty(tokens, h_kv, d), placed_value.new_empty(tokens, h_v, d_v)
     with torch.cuda.device_of(placed_key):
         _gather_keys_bwd_kernel[(tokens,)](
             key_grad,

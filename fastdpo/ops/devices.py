@@ -70,6 +70,8 @@ def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of the device captures a CUDA graph."""
     if device.type != "cuda":
         return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
@@ -87,6 +89,18 @@ def in_new_thread(run: Callable[[], T], device: torch.device) -> T:
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(run_on_stream).result()
+
+
+def current_stream(device: torch.device) -> tuple | None:
+    """The current stream of a GPU, and whether it captures a CUDA graph; None for other devices."""
+    return (torch.cuda.current_stream(device), is_capturing(device)) if device.type == "cuda" else None
+
+
+def is_traced() -> bool:
+    """Whether calls are recorded or transformed: by a compiler, a dispatch mode or functorch."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

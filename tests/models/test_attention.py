@@ -1,14 +1,17 @@
 """Packed attention, registered as an attention implementation of transformers."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastdpo import attention, ops
+from fastdpo.ops.attention import backends
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 MODELS = {
@@ -95,11 +98,46 @@ def test_gradients_of_a_model_are_not_copied_into_zeros():
         node = pending.pop()
         names.add(node.name())
         pending += [parent for parent, _ in node.next_functions if parent is not None]
-    assert names == {
-        *("UnsqueezeBackward0", "_PackedAttentionBackward", "TransposeBackward0", "SqueezeBackward1"),
-        "torch::autograd::AccumulateGrad",
-    }
+    assert names == {"UnsqueezeBackward0", "_PackedAttentionBackward", "torch::autograd::AccumulateGrad"}
     out.sum().backward()
+
+
+def test_plans_of_a_mask_follow_its_rows_and_the_settings(monkeypatch):
+    """All layers of a call are given one mask, which has their plan at hand."""
+    packed, module, (query, key, value) = packed_attention_of("sdpa")
+    mask, asked = LAYOUT.mask.clone(), []
+    stock = backends.plan_of_rows
+    monkeypatch.setattr(backends, "plan_of_rows", lambda *args: asked.append(args) or stock(*args))
+    first, again = (packed(module, query, key, value, mask)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert len(asked) == 1
+    packed(module, query, key, value, mask, sliding_window=2)
+    assert len(asked) == 2
+    mask.copy_(torch.tensor([[0, 0, 0, 3], [0, 2, 3, 2]]))
+    changed, _ = packed(module, query, key, value, mask)
+    expected, _ = packed(module, query, key, value, mask.clone())
+    assert torch.equal(changed, expected)
+    assert not torch.equal(changed, first)
+
+
+def test_an_operator_runs_where_a_mode_looks_on():
+    """Selective checkpointing, for example, decides about each operator."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    packed, module, tensors = packed_attention_of("sdpa")
+    tensors = [x.clone().requires_grad_() for x in tensors]
+    results = []
+    for mode in (Mode(), nullcontext()):
+        with mode:
+            out, _ = packed(module, *tensors, LAYOUT.mask)
+            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    assert {"fastdpo.packed_attention_fwd.default", "fastdpo.packed_attention_bwd.default"} <= {*seen}
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(

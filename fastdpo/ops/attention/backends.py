@@ -34,7 +34,7 @@ from ...logs import report, warn
 from ..choice import tuning
 from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, failure_of_candidate, outcome
-from ..devices import is_capturing, suits_triton
+from ..devices import current_stream, is_capturing, suits_triton
 from . import islands, trials
 from .calls import OP, AttentionCall, AttentionOptions, Backend
 from .flash import LIBRARIES
@@ -94,55 +94,74 @@ class Plan(NamedTuple):
 
 KEPT_PLANS = 32  # those of the last batches, with two kinds of layers and gradient accumulation
 _plans: LayoutCache[Plan] = LayoutCache(KEPT_PLANS)
+_PLANS = "_fastdpo_plans"  # the attribute of a mask that holds those of its layout
 
 
 def compute(
-    run: Callable[[AttentionCall], T], query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+    run: Callable[[AttentionCall], T],
+    planned: Plan,
+    query: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    options: AttentionOptions,
 ) -> tuple[Plan, T | None]:
-    """The plan of a layout, and what `run` returns for the call of its backend, if it has one.
+    """What `run` returns for the call of a plan, if its backend has one, and the plan.
 
-    If the backend raises an error, the next one takes its place.
+    If the backend raises an error, the next one takes its place, and its plan that of the given one.
 
     Raises:
         ValueError, NotImplementedError: see `plan`.
         NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
     """
-    first = plan(query, value, rows, options)
-    if first.call is None:
-        return first, None
+    if planned.call is None:
+        return planned, None
     try:
-        return first, run(first.call)
+        return planned, run(planned.call)
     except torch.OutOfMemoryError:  # no fault of the backend
         raise
     except Exception as error:  # a library may raise anything
-        kind = Kind.of(query, value, first.options)
-        if kind in _replaced or os.environ.get(VARIABLE) or is_capturing(query.device):
+        kind, failed = Kind.of(query, value, planned.options), str(planned.backend)
+        is_known = _replaced.get(kind) == failed  # since the call was planned
+        if not is_known and (kind in _replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
             raise
-        reason, failed = f"{type(error).__name__}: {error}", str(first.backend)
-        _replaced[kind] = failed
-        tuning.withdraw(_tuned(query, value, first.options), failed, reason)
+        reason = f"{type(error).__name__}: {error}"
+        if not is_known:
+            _replaced[kind] = failed
+            tuning.withdraw(_tuned(query, value, planned.options), failed, reason)
         second = plan(query, value, rows, options)
-        message = f"{OP}: {failed} has failed and is replaced by {second.backend or 'plain matrix products'}: {reason}"
-        (report if second.call is None else warn)(message)
+        if not is_known:
+            message = f"{OP}: {failed} has failed and is replaced by {second.backend or 'plain matrix products'}"
+            (report if second.call is None else warn)(f"{message}: {reason}")
         return second, None if second.call is None else run(second.call)
 
 
 def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Plan:
-    """The plan of a layout [S, 4].
+    """The plan of a layout [S, 4], or of the mask [1, 1, S, 4] that a model's layers are given.
 
-    It is kept by the content of the rows, because gradient checkpointing passes on other tensors than it
-    was given, and by whatever decides on the backend.
+    It is kept by whatever decides on the backend and by the content of the rows, because gradient checkpointing
+    passes on other tensors than it was given. A mask has it at hand: usually, all layers are given the same one.
 
     Raises:
         ValueError, NotImplementedError: see `chosen`.
         ValueError: the rows do not tile the tokens, or a stream captures a CUDA graph and the layout has
             not been used before.
     """
-    rows = rows.cpu()
     settings = os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE), torch.are_deterministic_algorithms_enabled()
     decisive = *settings, len(_replaced), _is_trial.get()
-    content = rows.contiguous().numpy().tobytes()
-    key = content, query.device, query.dtype, query.shape, value.shape, options, decisive
+    of_call = query.device, query.dtype, query.shape, value.shape, options, decisive
+    if rows.dim() == 2:
+        return plan_of_rows(query, value, rows, options, of_call)
+    plans, key = vars(rows).setdefault(_PLANS, {}), (*of_call, rows._version, current_stream(query.device))
+    found = plans.get(key)
+    if found is None:
+        found = plans[key] = plan_of_rows(query, value, rows.flatten(0, 2), options, of_call)
+    return found
+
+
+def plan_of_rows(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions, of_call: tuple) -> Plan:
+    """The plan of a layout [S, 4], by its content and by what else decides on it."""
+    rows = rows.cpu()
+    key = rows.contiguous().numpy().tobytes(), *of_call
     return _plans.get(query.device, key, partial(_made_plan, query, value, rows, options))
 
 

@@ -333,21 +333,29 @@ class VarlenCall(NamedTuple):
     sizes: HeadSizes
     padded: HeadSizes
 
+    @property
+    def is_padded(self) -> bool:
+        return self.sizes != self.padded
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        k, v = self._gathered(key, value)
-        q, k, v = _padded(query, self.padded.d), _padded(k, self.padded.d), _padded(v, self.padded.d_v)
+        q, (k, v) = with_last_stride_1(query), self._gathered(key, value)
+        if self.is_padded:
+            q, k, v = self._pad(q, k, v)
         out, lse = self.functions.forward(q, k, v, self.arguments)
-        out = _cut(out, self.sizes.d_v)
+        out = (out[..., : self.sizes.d_v] if self.is_padded else out).contiguous()
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = self._gathered(key, value)
-        q, k = _padded(query, self.padded.d), _padded(k, self.padded.d)
-        g, v, o = (_padded(x, self.padded.d_v) for x in (grad, v, out))
-        dq, dk, dv = self.functions.backward(g, q, k, v, o, lse, self.arguments)
-        dq, dk, dv = _cut(dq, self.sizes.d), _cut(dk, self.sizes.d), _cut(dv, self.sizes.d_v)
+        g, q, (k, v) = with_last_stride_1(grad), with_last_stride_1(query), self._gathered(key, value)
+        if self.is_padded:
+            q, k, v = self._pad(q, k, v)
+            g, out = _padded(g, self.padded.d_v), _padded(out, self.padded.d_v)
+        dq, dk, dv = self.functions.backward(g, q, k, v, out, lse, self.arguments)
+        if self.is_padded:
+            dq, dk, dv = dq[..., : self.sizes.d], dk[..., : self.sizes.d], dv[..., : self.sizes.d_v]
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
         places = self.layout.places
         if places is None:
             return dq, dk, dv
@@ -355,23 +363,21 @@ class VarlenCall(NamedTuple):
 
         return dq, *gather_keys_bwd(dk, dv, places.readers, places.first_reader)
 
+    def _pad(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _padded(q, self.padded.d), _padded(k, self.padded.d), _padded(v, self.padded.d_v)
+
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of each row in one piece, behind those of its prefix."""
-        places = self.layout.places
+        key, value, places = with_last_stride_1(key), with_last_stride_1(value), self.layout.places
         if places is None:
             return key, value
         from ...kernels.gather_keys import gather_keys_fwd
 
-        return gather_keys_fwd(with_last_stride_1(key), with_last_stride_1(value), places.index)
+        return gather_keys_fwd(key, value, places.index)
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    missing = size - x.shape[2]
-    return F.pad(x, (0, missing)) if missing else with_last_stride_1(x)
-
-
-def _cut(x: Tensor, size: int) -> Tensor:
-    return (x if x.shape[2] == size else x[..., :size]).contiguous()
+    return F.pad(x, (0, size - x.shape[2]))
 
 
 def _window_sizes(options: AttentionOptions) -> tuple[int, int]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype
+from ..devices import accumulation_dtype, is_traced
 from . import backends
 from .backends import Plan
 from .calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
@@ -46,22 +46,26 @@ def _fwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included."""
-    return _forward(query, key, value, rows, sinks, AttentionOptions(scale, window, softcap))
+    out, lse, _ = _forward(query, key, value, rows, sinks, AttentionOptions(scale, window, softcap))
+    return out, lse
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """As `_fwd`."""
-    plan, results = backends.compute(lambda call: call.forward(query, key, value, sinks), query, value, rows, options)
+) -> tuple[Tensor, Tensor, Plan]:
+    """The results of `_fwd`, and how they were computed."""
+    plan = backends.plan(query, value, rows, options)
+    plan, results = backends.compute(
+        lambda call: call.forward(query, key, value, sinks), plan, query, value, rows, options
+    )
     out, lse = results or _forward_in_pieces(query, key, value, sinks, plan)
     if plan.ahead is None:
-        return out, lse
+        return out, lse, plan
     q, k, ahead = plan.ahead
-    seen, seen_lse = _forward(query[q], key[k], value[k], ahead, None, options._replace(window=None))
+    seen, seen_lse, _ = _forward(query[q], key[k], value[k], ahead, None, options._replace(window=None))
     merged, lse[:, q] = _merge((out[q].transpose(0, 1), lse[:, q]), (seen.transpose(0, 1), seen_lse))
     out[q] = merged.transpose(0, 1).to(out.dtype)
-    return out, lse
+    return out, lse, plan
 
 
 def _forward_in_pieces(
@@ -106,25 +110,33 @@ def _bwd(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
-    inputs = grad, query, key, value, out, lse
-    gradients = _backward(inputs, rows, AttentionOptions(scale, window, softcap))
-    dsinks = query.new_empty(0)
-    if sinks is not None:
-        wide = lse.dtype
-        p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
-        dsinks = -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
-    return *gradients, dsinks
+    options = AttentionOptions(scale, window, softcap)
+    plan = backends.plan(query, value, rows, options)
+    gradients = _backward((grad, query, key, value, out, lse), rows, options, plan)
+    return *gradients, _gradient_of_sinks(grad, out, lse, sinks, query)
 
 
-def _backward(inputs: Sequence[Tensor], rows: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, query: Tensor) -> Tensor:
+    if sinks is None:
+        return query.new_empty(0)
+    wide = lse.dtype
+    p = torch.exp(sinks.to(wide)[:, None] - lse)  # [H, T]
+    return -(p * torch.linalg.vecdot(grad.to(wide), out.to(wide)).t()).sum(1).to(sinks.dtype)
+
+
+def _backward(
+    inputs: Sequence[Tensor], rows: Tensor, options: AttentionOptions, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. The inputs are the first ones of `_bwd`."""
-    grad, query, key, value, out, lse = inputs
-    plan, gradients = backends.compute(lambda call: call.backward(*inputs), query, value, rows, options)
+    _, query, _, value, _, _ = inputs
+    plan, gradients = backends.compute(lambda call: call.backward(*inputs), plan, query, value, rows, options)
     gradients = gradients or _backward_in_pieces(inputs, plan)
     if plan.ahead is not None:
+        grad, query, key, value, out, lse = inputs
         q, k, ahead = plan.ahead
         inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
-        seen = _backward(inputs, ahead, options._replace(window=None))
+        options = options._replace(window=None)
+        seen = _backward(inputs, ahead, options, backends.plan(inputs[1], inputs[3], ahead, options))
         for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
             total[tokens] += gradient
     return gradients
@@ -170,18 +182,44 @@ _bwd_op = _registered("packed_attention_bwd", _bwd, _empty_gradients)
 
 
 class _PackedAttention(torch.autograd.Function):
+    """Query, key, value and rows are those of `packed_attention`, or those of a model (see `attend`).
+
+    Where nothing traces the call, operators would only take time. The backward then has the plan of the forward.
+    """
+
     @staticmethod
     def forward(ctx, query, key, value, rows, sinks, scale, window, softcap):
-        out, lse = _fwd_op(query, key, value, rows, sinks, scale, window, softcap)
+        ctx.options, ctx.plan = (scale, window, softcap), None
+        tensors = _by_token(query), _by_token(key), _by_token(value)
+        if is_traced():
+            out, lse = _fwd_op(*tensors, _in_rows(rows), sinks, *ctx.options)
+        else:
+            out, lse, ctx.plan = _forward(*tensors, rows, sinks, AttentionOptions(*ctx.options))
         ctx.save_for_backward(query, key, value, out, lse, rows, sinks)
-        ctx.options = scale, window, softcap
         return out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, lse, rows, sinks = ctx.saved_tensors
-        dquery, dkey, dvalue, dsinks = _bwd_op(grad, query, key, value, out, lse, rows, sinks, *ctx.options)
-        return dquery, dkey, dvalue, None, None if sinks is None else dsinks, None, None, None
+        inputs = grad, _by_token(query), _by_token(key), _by_token(value), out, lse
+        if ctx.plan is None or is_traced() or torch.is_grad_enabled():
+            *gradients, dsinks = _bwd_op(*inputs, _in_rows(rows), sinks, *ctx.options)
+        else:
+            gradients = _backward(inputs, rows, AttentionOptions(*ctx.options), ctx.plan)
+            dsinks = _gradient_of_sinks(grad, out, lse, sinks, query)
+        if query.dim() == 4:
+            gradients = (x.transpose(0, 1).unsqueeze(0) for x in gradients)
+        return *gradients, None, None if sinks is None else dsinks, None, None, None
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[T, H, D] of a tensor of this shape, or of [1, H, T, D]."""
+    return x if x.dim() == 3 else x.squeeze(0).transpose(0, 1)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """[S, 4] of rows of this shape, or of a mask [1, 1, S, 4]."""
+    return x if x.dim() == 2 else x.flatten(0, 2)
 
 
 def packed_attention(
@@ -273,7 +311,11 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`packed_attention` of arguments that keep its rules. Only the dtypes, which autocast changes, are checked."""
+    """`packed_attention` of arguments that keep its rules. Only the dtypes, which autocast changes, are checked.
+
+    Query, key and value may have the shapes that a model gives them, [1, H, T, D], and rows that of `Layout.mask`.
+    The gradients are views then.
+    """
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -281,8 +323,10 @@ def attend(
     checks.require(
         dtypes == {query.dtype}, OP, "key and value", "be {}, the dtype of query", dtypes, query.dtype, error=TypeError
     )
-    scale = query.shape[2] ** -0.5 if scale is None else scale
-    return _PackedAttention.apply(query, key, value, rows, sinks, scale, window, softcap)
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    if torch.is_grad_enabled() or is_traced():
+        return _PackedAttention.apply(query, key, value, rows, sinks, *options)
+    return _forward(_by_token(query), _by_token(key), _by_token(value), rows, sinks, options)[0]
 
 
 def _pieces(query: Tensor, value: Tensor, options: AttentionOptions) -> CpuFlashPieces | MatmulPieces:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype
+from ..devices import accumulation_dtype, is_traced
 from .budget import default_budget
 from .formats import OP, TileFormat
 from .gradient_sums import empty_gradients
@@ -84,7 +84,8 @@ class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, main_grad, *options):
         ctx.set_materialize_grads(False)
-        kept, jacobian, logps, *results = linear_logps_fwd(hidden, weight, bias, targets, *options)
+        forward = linear_logps_fwd if is_traced() else linear_logps_fwd._init_fn  # which takes less time
+        kept, jacobian, logps, *results = forward(hidden, weight, bias, targets, *options)
         scalars, statistics, cut = options[:4], options[4], options[7:]
         n_sums = number_of_sums(statistics, is_part=cut != WHOLE)
         sums, extra = results[:n_sums], results[n_sums:]
@@ -106,7 +107,9 @@ class _LinearLogps(torch.autograd.Function):
         main_grad = ctx.main_grad if needs_weight else None
         needs = [needs_hidden, needs_weight and main_grad is None, needs_bias]
         given = (grad_logps, grad_entropy, kept, jacobian, sums, needs, main_grad)
-        grads = linear_logps_bwd(*given, hidden, weight, bias, targets, *ctx.options)
+        is_op = is_traced() or torch.is_grad_enabled()
+        backward = linear_logps_bwd if is_op else linear_logps_bwd._init_fn
+        grads = backward(*given, hidden, weight, bias, targets, *ctx.options)
         return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *options
 
 
