@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...models import forward
 from ...packing import IGNORE_INDEX
 from ..gathering import of_all_ranks
 from ..line import TrainerLine
@@ -73,12 +72,14 @@ class OnlineDPOLine(TrainerLine):
         vision_inputs: Any = None,
     ) -> Tensor:
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
-        if not forward.is_installed(model, self.name):  # its trainer was created before patch()
+        if not self.calls(trainer, model):  # its trainer was created before patch()
             return stock(trainer, model, *inputs)
         padding = completion_mask == 0
         if vision_inputs is not None:  # the call falls back, and the model logs why
             return stock(trainer, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
-        output = model(**batch_of(trainer.max_length, *inputs[:4]), fused_lm_head=True)
+        # Policy and reference get the same batch, and so one layout.
+        batch = self.state_of(trainer).batches[""].get(inputs[:4], lambda: batch_of(trainer.max_length, *inputs[:4]))
+        output = model(**batch, fused_lm_head=True)
         if not isinstance(output, ScoredRows):  # logits, from which TRL computes log-probabilities
             return stock(trainer, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
         logps = output.log_probs
