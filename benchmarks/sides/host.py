@@ -1,26 +1,33 @@
 """A DPO step whose tensors are tiny: what remains is the time of the host.
 
-On a CPU, attention of fastdpo takes the path that it takes on a GPU, with a library of flash attention and kernels
-that launch nothing and return memory that exists. Steps are checked before, on the path of a CPU.
+On a CPU, the heads of both sides and fastdpo's attention take the path that they take on a GPU, with kernels and a
+library of flash attention that launch nothing. Steps are checked before, on the path of a CPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from cProfile import Profile
+from functools import partial
 from pstats import Stats
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
-from fastdpo.kernels import gather_keys
-from fastdpo.ops.attention import backends, calls
+from fastdpo.kernels import gather_keys, linear_logps, token_logps
+from fastdpo.ops import devices
+from fastdpo.ops.attention import backends
 from fastdpo.ops.attention.calls import AttentionOptions
 from fastdpo.ops.attention.flash import FlashAttention2, FlashLibrary
 from fastdpo.ops.attention.layout_cache import LayoutCache
@@ -52,6 +59,13 @@ class HostStep(TrainerStep):
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
         super().__init__(workload, mode)
+        self.collate = self.trainer.get_train_dataloader().collate_fn
+        self.examples = [self._examples(workload, i) for i in range(self.batches)]
+
+    def _run(self, batch: int) -> Tensor:
+        """Collating is a part of the step, as in a loader without workers."""
+        inputs = send_to_device(self.collate(self.examples[batch]), self.trainer.accelerator.device)
+        return self.trainer.training_step(self.model, inputs)
 
     def check(self) -> Arrays:
         arrays = super().check()
@@ -62,12 +76,12 @@ class HostStep(TrainerStep):
         return arrays
 
     def facts(self) -> dict[str, Any]:
-        """Adds the number of attention's launches in a step that were replaced, and the profile."""
+        """Adds the numbers of launches in a step that were replaced, and the profile."""
         facts = super().facts()
         self.launches.clear()
         self._run(0)
         self.reset()
-        return facts | {"launches": len(self.launches), "profile": self._profile()}
+        return facts | {"launches": Counter(self.launches), "profile": self._profile()}
 
     def _profile(self) -> dict[str, float]:
         """The share of each part, from Python's profiler. An operator is of the part that calls it."""
@@ -89,43 +103,54 @@ def part_of(path: str) -> str:
     return next((name for folder, name in PARTS if folder in path), OTHER)
 
 
-def replace_launches() -> list[str]:
-    """From now on, attention on the CPU takes the path of a GPU, without its launches, which are listed."""
-    launches: list[str] = []
-    memory: dict[tuple[int, ...], Tensor] = {}
+class _Launches(list[str]):
+    """The names of the kernels that would have been launched."""
 
-    def existing(*shape: int) -> Tensor:
-        if shape not in memory:
-            memory[shape] = torch.zeros(shape)
-        return memory[shape].detach()
+    def kernel(self, name: str) -> Any:
+        """Stands for a kernel of Triton."""
+        return _Kernel(partial(self.append, name))
+
+
+class _Kernel:
+    def __init__(self, launched: Callable[[], None]) -> None:
+        self.launched = launched
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launched()
+
+
+def replace_launches() -> list[str]:
+    """From now on, heads and fastdpo's attention take the path of a GPU on the CPU. Their launches are listed instead.
+
+    What kernels would write is left as it is. Attention of stock models is torch's, whose CPU kernels are short.
+    """
+    launches = _Launches()
 
     def forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size_left, window_size_right, softcap, alibi_slopes,
     ):  # fmt: skip
-        launches.append("forward")
-        return existing(len(q), q.shape[1], v.shape[2]), existing(q.shape[1], len(q))
+        launches.append("attention")
+        return torch.empty_like(q), torch.empty(q.shape[1], len(q))
 
     def backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
     ):  # fmt: skip
-        launches.append("backward")
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-
-    def gathered(places: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(existing(places, *x.shape[1:]) for x in tensors)
+        launches.append("attention")
 
     functions: Any = SimpleNamespace(**dict(zip(FlashAttention2.function_names, (forward, backward), strict=True)))
-    for module in (backends, calls):
-        module.suits_triton = lambda device, dtype: True
     backends._plans = LayoutCache(backends.KEPT_PLANS)  # those of the check are of a CPU
     backends.passes_probe = lambda name, kind: True  # pyright: ignore[reportAttributeAccessIssue]
     backends.BACKENDS.clear()
     backends.BACKENDS["flash-attn-2"] = _Library(lambda: FlashAttention2(functions), (None,))
-    gather_keys.gather_keys_fwd = lambda key, value, index: gathered(len(index), key, value)
-    gather_keys.gather_keys_bwd = lambda key, value, readers, first: gathered(len(first) - 1, key, value)
+    devices.TRITON_DEVICES = ("cpu",)
+    for module in (gather_keys, linear_logps, token_logps, chunked_logprob):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel") and isinstance(kernel, KernelInterface):
+                setattr(module, name, launches.kernel(name))
+    for module in (chunked_logprob, utils):
+        module._use_triton = lambda device: True
     return launches
 
 

@@ -34,8 +34,9 @@ SUITE = Suite(
     cases=build_cases,
     rounds=30,
     descriptions={
-        STOCK: "the trainer with its defaults, except that gradient checkpointing is off.",
-        SUBJECT: "the trainer after `fastdpo.patch()`. Attention takes the path of a GPU up to its launches, in whose "
-        "place memory that exists is returned; the head runs as on a CPU (`benchmarks/sides/host.py`).",
+        STOCK: "the trainer with its defaults, except that gradient checkpointing is off. Its head takes the path of a "
+        "GPU up to its launches, as fastdpo's does.",
+        SUBJECT: "the trainer after `fastdpo.patch()`. Attention takes the path of a GPU, too, with a library of flash "
+        "attention that launches nothing (`benchmarks/sides/host.py`).",
     },
 )
