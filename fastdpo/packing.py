@@ -7,7 +7,7 @@ scored positions, M scored labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from .reasons import Reason
 
 IGNORE_INDEX = -100
 MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
+ON_HOST = ("rows", "label_bounds")  # the tensors of a layout that stay on the CPU
 
 
 class NotPackable(ValueError):
@@ -108,6 +109,19 @@ class Layout:
         checks.require_same_device("Layout.unpack", output_index=self.output_index, scored=scored)
         padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
         return padded.index_copy(0, self.output_index, scored[self.output_source]).view(self.output_shape)
+
+    def to(self, device: torch.device) -> Layout:
+        """A layout whose tensors are on the CPU with those on the device that are not read on the host.
+
+        In at most one copy, without a synchronization.
+        """
+        if device.type == "cpu":
+            return self
+        of_device = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in ON_HOST}
+        flat = torch.cat([*of_device.values()])
+        flat = flat.pin_memory() if device.type == "cuda" else flat
+        parts = flat.to(device, non_blocking=True).split([len(x) for x in of_device.values()])
+        return replace(self, **dict(zip(of_device, parts, strict=True)))
 
     @property
     def mask(self) -> Tensor:
@@ -250,10 +264,7 @@ def pack(
     packed = paths[place, output_index - first]
     score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
-    tensors = (token_index, position_ids, score_index, score_targets, output_index, output_source, multiplicity)
-    tensors = _to_device(device, *tensors)
-    token_index, position_ids, score_index, score_targets, output_index, output_source, multiplicity = tensors
-    return Layout(
+    layout = Layout(
         token_index,
         position_ids,
         rows.int(),
@@ -266,6 +277,7 @@ def pack(
         multiplicity,
         _bounds(scored.sum(1)),
     )
+    return layout.to(device)
 
 
 def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shifted: bool = False) -> Layout:
@@ -411,12 +423,3 @@ def _to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     sizes = [ids.numel(), real.numel(), targets.numel()]
     flat = torch.cat([x.reshape(-1).long() for x in (ids, real, targets)]).cpu().split(sizes)
     return flat[0].view(ids.shape), flat[1].view(real.shape), flat[2].view(targets.shape)
-
-
-def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors on the device, in at most one copy, without a synchronization."""
-    if device.type == "cpu":
-        return tensors
-    flat = torch.cat(tensors)
-    flat = flat.pin_memory() if device.type == "cuda" else flat
-    return flat.to(device, non_blocking=True).split([len(t) for t in tensors])

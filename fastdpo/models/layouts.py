@@ -1,8 +1,14 @@
-"""The layout of a padded batch, computed once for all models that are called with the same tensors."""
+"""The layout of a padded batch, computed once for all models that are called with the same tensors.
+
+A batch may also come with a layout, which was made where the batch was collated: there the host has the ids.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,9 +19,11 @@ from .. import packing
 from ..packing import Layout
 
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cached layouts by the labels of their batch: weak references to its other tensors, what the
-layout depends on, and the layout.
+"""Layouts by the labels of their batch, or by its completion mask if they came with it: weak references to its
+other tensors, what the layout depends on, and the layout.
 """
+
+_completions: ContextVar[Tensor | None] = ContextVar("fastdpo_completions", default=None)
 
 
 class PaddedBatch(NamedTuple):
@@ -65,21 +73,63 @@ def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, rea
     Raises:
         NotPackable: the batch has no packed form.
     """
-    tensors = batch[:3]
-    if any(x.is_inference() for x in tensors):  # they have no version, so a write to them would be missed
-        return _pack(batch, groups, store_all, reach)
-    version = (batch.shifted, groups, store_all, reach, *(x._version for x in tensors))
-    cached = _layouts.get(batch.labels)
-    if cached is not None:
-        others, cached_version, layout = cached
-        if cached_version == version and others[0]() is batch.input_ids and others[1]() is batch.attention_mask:
-            return layout
-    layout = _pack(batch, groups, store_all, reach)
-    _layouts[batch.labels] = (weakref.ref(batch.input_ids), weakref.ref(batch.attention_mask)), version, layout
+    if any(x.is_inference() for x in batch[:3]):  # they have no version, so a write to them would be missed
+        return pack(batch, groups, store_all, reach)
+    how, completions = (batch.shifted, groups, store_all, reach), _completions.get()
+    layout = _kept(batch.labels, batch, how)
+    if layout is None and completions is not None:
+        layout = _kept(completions, batch, how)
+    if layout is None:
+        layout = pack(batch, groups, store_all, reach)
+    _keep(batch.labels, batch, how, layout)
     return layout
 
 
-def _pack(batch: PaddedBatch, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
+def keep(inputs: Mapping[str, Tensor], groups: Groups | None, layout: Layout) -> None:
+    """Keeps the layout that a batch has come with, for as long as its tensors exist and stay unmodified.
+
+    Args:
+        inputs: with "input_ids" and "attention_mask", and either the "labels" or the "completion_mask" (see
+            `labelling`).
+        groups: as in `layout_of`.
+        layout: on the device of the batch.
+    """
+    labels = inputs["labels" if "labels" in inputs else "completion_mask"]
+    batch = PaddedBatch(inputs["input_ids"], inputs["attention_mask"], labels, shifted=False)
+    if not any(x.is_inference() for x in batch[:3]):
+        _keep(labels, batch, (False, groups, False, None), layout)
+
+
+@contextmanager
+def labelling(completions: Tensor | None) -> Iterator[None]:
+    """In the block, the labels of a batch are its ids where this completion mask is not 0, if it is given."""
+    token = _completions.set(completions)
+    try:
+        yield
+    finally:
+        _completions.reset(token)
+
+
+def _kept(key: Tensor, batch: PaddedBatch, how: tuple) -> Layout | None:
+    kept = _layouts.get(key)
+    if kept is None:
+        return None
+    others, version, layout = kept
+    is_same = others[0]() is batch.input_ids and others[1]() is batch.attention_mask
+    return layout if is_same and version == _version(key, batch, how) else None
+
+
+def _keep(key: Tensor, batch: PaddedBatch, how: tuple, layout: Layout) -> None:
+    others = weakref.ref(batch.input_ids), weakref.ref(batch.attention_mask)
+    _layouts[key] = others, _version(key, batch, how), layout
+
+
+def _version(key: Tensor, batch: PaddedBatch, how: tuple) -> tuple:
+    return *how, *(x._version for x in (key, batch.input_ids, batch.attention_mask))
+
+
+def pack(batch: PaddedBatch, groups: Groups | None, store_all: bool = False, reach: int | None = None) -> Layout:
+    """A new layout of a batch. The arguments are those of `layout_of`."""
     rows = len(batch.input_ids)
     members: Tensor | Literal["content", "prompts"] | None = None if groups == "pairs" else groups
     if groups == "pairs" and rows and rows % 2 == 0:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from .functions import inner_function, module_of
+from .harmless import FORWARD_WRAPPERS, is_of
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+PASSING = (*FORWARD_WRAPPERS, "peft", "transformers")
+"""Packages whose hooks and wrappers of a causal LM pass the arguments of its calls on."""
 
 
 def base_of(model: nn.Module, op: str) -> PreTrainedModel:
@@ -33,10 +40,40 @@ def base_of(model: nn.Module, op: str) -> PreTrainedModel:
 
 def find_base(model: nn.Module) -> PreTrainedModel | None:
     """As `base_of`, or None if there is no transformers model."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return cast("PreTrainedModel | None", next(filter(is_transformers_model, modules), None))
+
+
+def is_transformers_model(module: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    return isinstance(module, PreTrainedModel)
+
+
+def passes_arguments_on(model: nn.Module) -> bool:
+    """Whether keyword arguments of a model reach the transformers model inside of it as they are.
+
+    So they do unless code that is not known has hooks on these modules, or has replaced their forward.
+    """
+    for module in model.modules():
+        is_base = is_transformers_model(module)
+        of_class = () if is_base else (type(module).forward,)
+        if not all(is_of(module_of(x), PASSING) for x in (*of_class, *_in_front_of(module))):
+            return False
+        if is_base:
+            return True
+    return False
+
+
+def _in_front_of(module: nn.Module) -> Iterator[Callable]:
+    """The hooks that may change keyword arguments of a module's call, and what has replaced its forward."""
+    for key in module._forward_pre_hooks_with_kwargs:
+        if key in module._forward_pre_hooks:
+            yield inspect.unwrap(inner_function(module._forward_pre_hooks[key]))
+    forward = vars(module).get("forward")
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def without_engines(model: nn.Module) -> nn.Module:

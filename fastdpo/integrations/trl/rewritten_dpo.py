@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...logs import warn
-from ...models import forward
+from ...models import forward, layouts
 from ...models.calls import counting_calls_as
+from ...models.wrapped import passes_arguments_on
+from .. import evidence
 from ..gathering import of_all_ranks
 from ..line import TrainerLine, TrainerState, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute
+from .batches.packed_where_collated import with_packed_batches
 from .batches.prompt_groups import PromptGroups
 from .batches.token_budget import TokenBudget
 from .memory import ReferenceMemory
+from .reference import reference_of
 
 DPOTrainer = Any  # of one of several versions
 
@@ -52,8 +56,12 @@ class RewrittenDPOLine(TrainerLine):
 
     def replace(self) -> None:
         self.wrap("_compute_loss", self.compute_loss)
+        self.wrap("get_train_dataloader", self.get_train_dataloader)
         self.wrap("compute_ref_log_probs", self.compute_ref_log_probs)
         self.wrap("_precompute_ref_logps", self.precompute_ref_logps)
+
+    def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
@@ -81,10 +89,13 @@ class RewrittenDPOLine(TrainerLine):
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         gather = None if state.budget is None else state.budget.metrics.gather
+        models = model, reference_of(trainer)
+        is_known = evidence.is_tested(stock) and all(map(passes_arguments_on, models))
         with (
             state.memory.serving(trainer, inputs) as inputs,
             of_all_ranks(trainer.accelerator, gather),
             self.scoring(trainer, inputs, return_outputs),
+            layouts.labelling(inputs.get("completion_mask") if is_known else None),
         ):
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
 

@@ -6,9 +6,11 @@ whose loss needs logits, is left unpatched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...reasons import Reason
+from .batches.packed_where_collated import with_packed_batches
 from .fused_head import FusedHeadLine
 
 _PARAMETERS = {
@@ -25,6 +27,13 @@ class SFTLine(FusedHeadLine):
     parameters = _PARAMETERS
     path = ("compute_loss", "fused_lm_head")
     groups = "prompts"
+
+    def replace(self) -> None:
+        super().replace()
+        self.wrap("get_train_dataloader", self.get_train_dataloader)
+
+    def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

@@ -1,0 +1,201 @@
+"""Batches that come with their layouts: equal to stock, whatever other code does to them on their way."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+import fastdpo
+from fastdpo import packing
+from fastdpo.integrations.trl.batches.packed_where_collated import CollatedBatch, PackingCollator
+from fastdpo.models import layouts
+from fastdpo.models.layouts import PaddedBatch
+from fastdpo.packing import IGNORE_INDEX, Layout
+from tests.support.trl.dpo import adapter, assert_fused, assert_same, tiny_model, train, train_both
+
+EXAMPLES = [
+    {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 1], "rejected_ids": [9, 10, 1]},
+    {"prompt_ids": [11], "chosen_ids": [12, 13, 14], "rejected_ids": [1]},
+]
+
+
+def collated(**options) -> CollatedBatch:
+    return PackingCollator(DataCollatorForPreference(pad_token_id=0), "content")(EXAMPLES, **options)
+
+
+def labels_of(batch: dict) -> torch.Tensor:
+    return batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
+
+
+def as_a_worker_sends_it(batch):
+    return pickle.loads(pickle.dumps(batch))
+
+
+def as_pinned_memory(batch):
+    clone = copy.copy(batch)  # as torch's loader does
+    clone.update({name: x.clone() for name, x in batch.items()})
+    return clone
+
+
+@pytest.fixture
+def packed(monkeypatch) -> list[int]:
+    """A list that grows whenever a batch is packed."""
+    stock, calls = packing.pack, []
+
+    def pack(*args, **options):
+        calls.append(len(args[0]))
+        return stock(*args, **options)
+
+    monkeypatch.setattr(packing, "pack", pack)
+    return calls
+
+
+def layout_in_a_call(batch: dict, labels: torch.Tensor, groups="content", reach=None) -> Layout:
+    padded = PaddedBatch(batch["input_ids"], batch["attention_mask"], labels, shifted=False)
+    return layouts.layout_of(padded, groups=groups, store_all=False, reach=reach)
+
+
+WAYS = {
+    "as it is": lambda batch: batch,
+    "from a worker": as_a_worker_sends_it,
+    "pinned": as_pinned_memory,
+    "from a worker, pinned": lambda batch: as_pinned_memory(as_a_worker_sends_it(batch)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_comes_with_its_layout(way, packed):
+    batch = WAYS[way](collated()).to(torch.device("cpu"))
+    assert type(batch) is dict
+    labels, before = labels_of(batch), len(packed)
+    with layouts.labelling(batch["completion_mask"]):
+        layout = layout_in_a_call(batch, labels)
+        assert layout_in_a_call(batch, labels) is layout
+    assert len(packed) == before
+    made = packing.pack(batch["input_ids"], batch["attention_mask"], labels, groups="content")
+    for name, x in vars(made).items():
+        assert torch.equal(x, getattr(layout, name)) if isinstance(x, torch.Tensor) else x == getattr(layout, name)
+
+
+CHANGES = {
+    "other labels": lambda batch: dict(labels=labels_of(batch).index_fill(1, torch.tensor([3]), IGNORE_INDEX)),
+    "ids that were written to": lambda batch: batch["input_ids"].add_(0) * 0,
+    "a mask that was written to": lambda batch: batch["completion_mask"].add_(0) * 0,
+    "a copy of the ids": lambda batch: batch.update(input_ids=batch["input_ids"].clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_batch_that_has_changed_is_packed_again(change, packed):
+    batch, before = collated().to(torch.device("cpu")), len(packed)
+    changed = CHANGES[change](batch)
+    if isinstance(changed, dict):
+        layout_in_a_call(batch, **changed)  # and nothing is known about labels
+    else:
+        with layouts.labelling(batch["completion_mask"]):
+            layout_in_a_call(batch, labels_of(batch))
+    assert len(packed) == before + 1
+
+
+@pytest.mark.parametrize("options", [dict(groups=None), dict(reach=40)], ids=str)
+def test_a_call_that_needs_another_layout_makes_it(options, packed):
+    batch, before = collated().to(torch.device("cpu")), len(packed)
+    with layouts.labelling(batch["completion_mask"]):
+        layout_in_a_call(batch, labels_of(batch), **options)
+    assert len(packed) == before + 1
+
+
+def test_batches_that_cannot_be_packed_are_left_as_they_are():
+    for batch in ({"input_ids": [[1]]}, torch.ones(2, 2), {"input_ids": torch.ones(2, 2)}):
+        assert PackingCollator(lambda examples, batch=batch: batch, "content")(EXAMPLES) is batch
+    holes = {name: torch.tensor([[1, 0, 1]]) for name in ("input_ids", "attention_mask", "completion_mask")}
+    assert PackingCollator(lambda examples: holes, "content")(EXAMPLES) is holes
+
+
+def without_some_labels(module, args, kwargs):
+    if kwargs.get("labels") is None:
+        return None
+    labels = kwargs["labels"].clone()
+    labels[:, ::2] = IGNORE_INDEX
+    return args, {**kwargs, "labels": labels}
+
+
+class Hooked(DPOTrainer):
+    """A hook of the user changes labels that TRL has computed."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                model.register_forward_pre_hook(without_some_labels, with_kwargs=True)
+
+
+class Wrapped(DPOTrainer):
+    """So does a forward of the user around the model's."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                forward = model.forward
+                model.forward = lambda *args, forward=forward, **kwargs: forward(
+                    *args, **without_some_labels(None, args, kwargs)[1]
+                )
+
+
+class Shortened(DPOTrainer):
+    """The user changes batches after their collation."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        inputs["completion_mask"][:, ::2] = 0
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class Renewed(DPOTrainer):
+    """The user makes new batches after their collation."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        completions = inputs["completion_mask"].clone()
+        completions[:, ::2] = 0
+        return super().training_step(model, {**inputs, "completion_mask": completions}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("options", [dict(), adapter()], ids=["full", "LoRA"])
+@pytest.mark.parametrize("trainer_class", [Hooked, Wrapped, Shortened, Renewed], ids=lambda x: x.__name__)
+def test_labels_that_other_code_has_changed(tmp_path, trainer_class, options):
+    stock, patched = train_both(tmp_path, trainer_class=trainer_class, **options)
+    assert_fused(patched, policy=3, reference=3)
+    assert_same(stock, patched)
+
+
+class OtherCompletions(DataCollatorForPreference):
+    """A collator of the user, which changes what TRL's has made."""
+
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        batch["completion_mask"][:, ::2] = 0
+        return {**batch, "attention_mask": batch["attention_mask"].clone()}
+
+
+def test_a_collator_of_the_user(tmp_path, packed):
+    collator = OtherCompletions(pad_token_id=0)
+    stock, patched = train_both(tmp_path, data_collator=collator)
+    assert_fused(patched, policy=3, reference=3)
+    assert_same(stock, patched)
+    assert packed.count(8) == 4  # once for each batch, of which one is ahead
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_layouts_that_workers_have_made(tmp_path, workers, packed):
+    """Packing in a worker is not seen here, so nothing is packed in this process."""
+    run = functools.partial(train, reference=tiny_model(seed=1), dataloader_num_workers=workers)
+    stock = run(tmp_path / "stock", tiny_model())
+    with fastdpo.patched("trl.DPOTrainer"):
+        patched = run(tmp_path / "patched", tiny_model())
+    assert_fused(patched, policy=3, reference=3)
+    assert_same(stock, patched)
+    assert (8 in packed) == (workers == 0)
