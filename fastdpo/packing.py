@@ -24,6 +24,9 @@ MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 ON_HOST = ("rows", "label_bounds")  # the tensors of a layout that stay on the CPU
 
 
+Ints = NDArray[np.int64]
+
+
 class NotPackable(ValueError):
     """The batch has no packed form and must be run padded.
 
@@ -211,71 +214,67 @@ def pack(
         raise NotPackable(Reason("no-tokens"))
 
     device = input_ids.device
-    ids, real, targets = _to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
-    if real.dtype != torch.bool and (real > 1).any():
+    on_host = _to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
+    ids, real, targets = (x.numpy() for x in on_host)
+    if real.dtype != np.bool_ and (real > 1).any():
         raise ValueError(
             "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value"
         )
-    real = real.bool()
     scored = targets != IGNORE_INDEX  # [R, W]
     target = targets[scored]  # [M]
     if (target < 0).any():
-        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids; got {int(target.min())}")
+        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids; got {target.min()}")
     if (target > MAX_ID).any():
-        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids below 2**31; got {int(target.max())}")
-    offset, need = _extents(real, scored, store_all)
+        raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids below 2**31; got {target.max()}")
+    offset, need = _extents(real != 0, scored, store_all)
     n_rows, length = ids.shape
 
-    if isinstance(groups, str):
-        groups = _rows_of_a_prompt(ids, offset, scored) if groups == "prompts" else torch.zeros_like(need)
-    elif groups is None:
-        groups = torch.arange(n_rows, device="cpu")
-    row = (need > 0).nonzero()[:, 0]  # [S] rows of the padded batch
-    tokens, ends = ids.numpy(), zip(row.tolist(), offset[row].tolist(), need[row].tolist(), strict=True)
-    stored = [tokens[i, start : start + n] for i, start, n in ends]
-    first_of: dict[int, int] = {}
-    first_rows = [first_of.setdefault(group, i) for i, group in enumerate(groups.tolist())]  # of their groups
-    group_of = [first_rows[i] for i in row.tolist()]
+    row = np.flatnonzero(need)  # [S] rows of the padded batch
+    stored = [ids[i, offset[i] : offset[i] + need[i]] for i in row]
+    first_of: dict[object, int] = {}
+    members = _groups_of_rows(groups, ids, offset, scored)
+    first_rows = [first_of.setdefault(group, i) for i, group in enumerate(members)]  # of their groups
+    group_of = [first_rows[i] for i in row]
     tree = prefix_tree(stored, group_of)
     order = sorted(range(len(row)), key=lambda i: (group_of[i], tree[i].root))  # rows that share are neighbours
     paths = _paths(stored, tree, order)  # [S, longest]
 
-    row, shared = row[order], torch.tensor([tree[i].shared for i in order], device="cpu")
+    row, shared = row[order], np.array([tree[i].shared for i in order])
     own_length = need[row] - shared
-    own_start = own_length.cumsum(0) - own_length
+    own_start = own_length.cumsum() - own_length
     last = paths[order, shared - 1]
-    n_tokens = int(own_length.sum())
-    position_ids = torch.arange(n_tokens, device="cpu") - _repeat(own_start - shared, own_length)  # [T]
-    token_index = _repeat(row * length + offset[row], own_length) + position_ids
-    prefix = torch.where(shared > 0, last - shared + 1, own_start)
-    rows = torch.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
-    multiplicity = paths[paths >= 0].bincount()
+    n_tokens = own_length.sum()
+    position_ids = np.arange(n_tokens) - np.repeat(own_start - shared, own_length)  # [T]
+    token_index = np.repeat(row * length + offset[row], own_length) + position_ids
+    prefix = np.where(shared > 0, last - shared + 1, own_start)
+    rows = np.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
+    multiplicity = np.bincount(paths[paths >= 0])
     if reach is not None and position_ids.max() < reach - 1:
-        rows = torch.cat([rows, rows.new_tensor([[n_tokens, 0, n_tokens, 1]])])
-        token_index = torch.cat([token_index, token_index[:1]])
-        position_ids = torch.cat([position_ids, position_ids.new_tensor([reach - 1])])
-        multiplicity = torch.cat([multiplicity, multiplicity.new_zeros(1)])
+        rows = np.append(rows, [[n_tokens, 0, n_tokens, 1]], 0)
+        token_index = np.append(token_index, token_index[0])
+        position_ids = np.append(position_ids, reach - 1)
+        multiplicity = np.append(multiplicity, 0)
 
     # Every scored (row, column) of the output, and the packed position that scores it.
-    output_index = torch.from_numpy(np.flatnonzero(scored.numpy()))  # [M]
-    place = row.new_zeros(n_rows).index_copy_(0, row, torch.tensor(order, device="cpu"))  # of each row in `paths`
-    first = torch.arange(n_rows, device="cpu") * scored.shape[1] + offset
-    place, first = (_repeat(x, scored.sum(1)) for x in (place, first))  # [M] each
-    packed = paths[place, output_index - first]
+    output_index, counts = np.flatnonzero(scored), scored.sum(1)  # [M], [R]
+    place = np.zeros(n_rows, dtype=np.int64)  # of each row in `paths`
+    place[row] = order
+    first = np.arange(n_rows) * scored.shape[1] + offset
+    packed = paths[np.repeat(place, counts), output_index - np.repeat(first, counts)]
     score_index, score_targets, output_source = _score_once(packed, target, multiplicity[packed] > 1)
 
     layout = Layout(
-        token_index,
-        position_ids,
-        rows.int(),
-        score_index,
-        score_targets,
-        output_index,
-        output_source,
+        torch.from_numpy(token_index),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(rows.astype(np.int32)),
+        torch.from_numpy(score_index),
+        torch.from_numpy(score_targets),
+        torch.from_numpy(output_index),
+        torch.from_numpy(output_source),
         (n_rows, length),
         (n_rows, scored.shape[1]),
-        multiplicity,
-        _bounds(scored.sum(1)),
+        torch.from_numpy(multiplicity),
+        _bounds(torch.from_numpy(counts)),
     )
     return layout.to(device)
 
@@ -340,7 +339,7 @@ def _real_tokens(attention_mask: Tensor) -> Tensor:
     return real.byte() + (real & (attention_mask != 1)) if attention_mask.dtype.is_floating_point else real
 
 
-def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Tensor]:
+def _extents(real: NDArray[np.bool_], scored: NDArray[np.bool_], store_all: bool) -> tuple[Ints, Ints]:
     """The first real column of each row [R], and how many tokens its scored positions need [R]."""
     lengths = real.sum(1)
     offset, end = _span(real)
@@ -352,33 +351,36 @@ def _extents(real: Tensor, scored: Tensor, store_all: bool) -> tuple[Tensor, Ten
         raise NotPackable(Reason("label-at-padding"))
     if not lengths.any():
         raise NotPackable(Reason("no-tokens"))
-    need = lengths if store_all else torch.where(any_scored, last - offset, 0)
+    need = lengths if store_all else np.where(any_scored, last - offset, 0)
     if not need.any():  # keep one token, so that a batch without labels has a differentiable zero
-        need = need.index_fill(0, lengths.argmax(), 1)
+        need[lengths.argmax()] = 1
     return offset, need
 
 
-def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _span(mask: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """The first column of each row where the mask is set, and the column after the last.
 
     The whole row if the mask is not set anywhere.
     """
     if not mask.shape[1]:
-        zeros = mask.new_zeros(len(mask), dtype=torch.long)
+        zeros = np.zeros(len(mask), dtype=np.int64)
         return zeros, zeros
-    columns = mask.numpy()  # NumPy's argmax of booleans stops at the first
-    return torch.from_numpy(columns.argmax(1)), torch.from_numpy(columns.shape[1] - columns[:, ::-1].argmax(1))
+    return mask.argmax(1), mask.shape[1] - mask[:, ::-1].argmax(1)  # which stops at the first
 
 
-def _rows_of_a_prompt(ids: Tensor, offset: Tensor, scored: Tensor) -> Tensor:
-    """[R] the first row with the same tokens up to the position that scores its first label."""
-    first_of: dict[bytes, int] = {}
-    first_scored = _span(scored)[0]
-    prompts = (ids[i, offset[i] : first_scored[i] + 1].numpy().tobytes() for i in range(len(ids)))
-    return torch.tensor([first_of.setdefault(x, i) for i, x in enumerate(prompts)], device="cpu")
+def _groups_of_rows(
+    groups: Tensor | str | None, ids: Ints, offset: Ints, scored: NDArray[np.bool_]
+) -> Sequence[object]:
+    """[R] what is equal for rows that may share a prefix. The arguments are those of `pack` and `_extents`."""
+    if isinstance(groups, Tensor):
+        return groups.tolist()
+    if groups == "prompts":  # the tokens up to the position that scores the first label
+        ends = _span(scored)[0] + 1
+        return [ids[i, offset[i] : ends[i]].tobytes() for i in range(len(ids))]
+    return range(len(ids)) if groups is None else [0] * len(ids)
 
 
-def _paths(rows: Sequence[NDArray[np.int64]], tree: Sequence[Branch], order: Sequence[int]) -> Tensor:
+def _paths(rows: Sequence[Ints], tree: Sequence[Branch], order: Sequence[int]) -> Ints:
     """[S, longest] the packed token of each token of the rows, -1 behind their ends.
 
     Args:
@@ -394,26 +396,21 @@ def _paths(rows: Sequence[NDArray[np.int64]], tree: Sequence[Branch], order: Seq
         paths[i, :shared] = paths[parent, :shared]
         paths[i, shared : shared + own] = np.arange(end, end + own)
         end += own
-    return torch.from_numpy(paths)
+    return paths
 
 
-def _repeat(values: Tensor, counts: Tensor) -> Tensor:
-    """`values.repeat_interleave(counts)`, about ten times as fast on a CPU."""
-    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-
-
-def _score_once(packed: Tensor, target: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _score_once(packed: Ints, target: Ints, shared: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
     """Merges equal pairs of packed position and target, which exist only where rows share the position.
 
     Returns:
         score_index [N], targets [N] and output_source [M] of the `Layout`.
     """
-    base = int(target.max()) + 1 if len(target) else 1
-    key, merged = torch.unique((packed * base + target)[shared], return_inverse=True)
+    base = target.max() + 1 if len(target) else 1
+    key, merged = np.unique((packed * base + target)[shared], return_inverse=True)
     unshared = ~shared
-    source = unshared.cumsum(0) - 1
-    source[shared] = int(unshared.sum()) + merged
-    return torch.cat([packed[unshared], key // base]), torch.cat([target[unshared], key % base]), source
+    source = unshared.cumsum() - 1
+    source[shared] = unshared.sum() + merged
+    return np.append(packed[unshared], key // base), np.append(target[unshared], key % base), source
 
 
 def _to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
