@@ -39,9 +39,10 @@ PACKAGING := .venv-packaging
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-# One worker a core, up to 4, each with up to 2 GiB of memory. One that is done takes tests over from the others.
-WORKERS ?= 4
-IN_PARALLEL := -n logical --maxprocesses $(WORKERS) --dist worksteal
+# A worker more than there are cores, since tests wait for processes, but at most 4: each takes up to 2 GiB of memory.
+# One that is done takes tests over from the others.
+WORKERS ?= $(shell python3 -c "import os; print(min(len(os.sched_getaffinity(0)) + 1, 4))")
+IN_PARALLEL := -n $(WORKERS) --dist worksteal
 TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Each value of each parameter at least once, without what is slow and guards little.
@@ -156,7 +157,7 @@ TORCH_NEXT ?= torch
 TESTED_VERSIONS := $(shell grep -E "^(trl|transformers|accelerate|peft)==" constraints/pins.txt)
 NEXT_TESTS := tests/integrations/trl_dpo/test_losses.py tests/integrations/test_newer_versions.py \
 	tests/integrations/test_packages.py tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py \
-	tests/integrations/test_trl_sft.py tests/integrations/test_trl_reference_free.py
+	tests/integrations/test_trl_sft.py tests/integrations/test_trl_reference_free.py tests/integrations/test_trl_reward.py
 # It needs a tested version of a package. What it would show has been printed.
 NOT_NEXT := tests/integrations/test_newer_versions.py::test_the_fingerprints_are_those_of_the_installed_versions
 test-next:

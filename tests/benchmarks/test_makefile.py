@@ -36,6 +36,7 @@ def test_bench_gpu(failing, steps, tmp_path):
     assert all(step in call for step, call in zip(steps, calls, strict=True))
 
 
+@pytest.mark.thorough  # each step has tests of its own
 def test_bench_gpu_without_a_gpu(tmp_path):
     """Each step runs, on a part of its cases."""
     given = {"GPU_PYTHON": sys.executable, "GPU_DEVICE": "cpu", "GPU_OUT": tmp_path, "GPU_SUITES": "head"}
