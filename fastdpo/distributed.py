@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,23 @@ def gather_objects(x: T) -> list[T]:
     if len(gathered) > 1:
         dist.all_gather_object(gathered, x)
     return gathered
+
+
+def raising_on_all(function: Callable[[], T], *errors: type[Exception]) -> T:
+    """What a function returns. If it raises one of these errors on any rank, it is raised on all, so that none waits
+    for that rank. Every rank must call this.
+    """
+    result, own = cast(T, None), None
+    try:
+        result = function()
+    except errors as caught:
+        own = caught
+    others = filter(None, gather_objects(own))
+    if own is not None:
+        raise own
+    for other in others:
+        raise other
+    return result
 
 
 def largest_of_ranks(x: int, device: torch.device) -> int:

@@ -119,7 +119,7 @@ def precompute(
         wrapped.with_adapter(model, adapter, "precompute"),
         scoring.scoring(model, pairs, ld_alpha) as score,
     ):
-        bounds = passes.Bounds(int(tokens_per_batch), None if forward.is_fused(base) else 1)
+        bounds = (int(tokens_per_batch), None if forward.is_fused(base) else 1)
         options = (pairs.max_length, truncation_mode, ld_alpha, bounds)
         ranks.require_equal_work(pairs.digest, *options, directory is None)
         shards = None

@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..distributed import gather_objects
+from ..distributed import raising_on_all
 from ..models.adapters import active_adapters
 from ..models.support import is_sharded
 from ..models.wrapped import base_of
@@ -59,7 +60,7 @@ def model_digest(model: PreTrainedModel) -> str:
         NotImplementedError: the values of a tensor cannot be read.
     """
     sharded = is_sharded(model)
-    states = _states_on_all_ranks(model) if sharded else ModuleStates(model)
+    states = raising_on_all(partial(ModuleStates, model), NotCacheable) if sharded else ModuleStates(model)
     tensors = sorted(states.tensors.items())
     different = list({id(x): (name, x) for name, x in reversed(tensors)}.values())[::-1]
     with ThreadPoolExecutor(1 if sharded else min(8, os.cpu_count() or 1)) as pool:
@@ -69,19 +70,6 @@ def model_digest(model: PreTrainedModel) -> str:
     entries = sorted(map(canonical_json, states.entries))
     whole = [config_digest(model.config), of_tensors, entries, active_adapters(model)]
     return hashlib.sha256(canonical_json(whole).encode()).hexdigest()
-
-
-def _states_on_all_ranks(model: PreTrainedModel) -> ModuleStates:
-    """The states of a model. An error on one rank is raised on all, so that none waits for it."""
-    try:
-        states = ModuleStates(model)
-    except NotCacheable as error:
-        gather_objects(error)
-        raise
-    none: NotCacheable | None = None
-    for error in filter(None, gather_objects(none)):
-        raise error
-    return states
 
 
 def uncacheable_reason(model: nn.Module) -> Reason | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from ..distributed import gather_objects, largest_of_ranks
+from ..distributed import gather_objects, largest_of_ranks, raising_on_all
 from ..logs import logger, report, warn
 from ..models import calls
 from ..models.structure import Structure
@@ -216,15 +216,15 @@ class Memory:
             self._keep_in_ram(Reason("no-key", error=error))
             return
         directory = None if self._directory is None else self._directory / self._key
-        error = None
+
+        def read() -> dict[bytes, Pair]:
+            return {} if directory is None else shards.read_by_content(directory, self._key)
+
         try:
-            self._values = {} if directory is None else shards.read_by_content(directory, self._key)
-        except (ValueError, OSError) as caught:
-            error = caught
-        error = next(filter(None, self._of_voters(error)), None)  # raised on all, so that none waits for the others
-        if error is not None:
+            self._values = read() if self._vote_on is None else raising_on_all(read, ValueError, OSError)
+        except (ValueError, OSError) as error:
             if not self._reference_has_changed:  # at the start, when raising loses no work
-                raise error
+                raise
             self._keep_in_ram(Reason("cache-file", done="read", error=error))
             return
         if directory is None:

@@ -29,6 +29,11 @@ SECONDS_BETWEEN_SHARDS = 30.0
 
 TOKENS_PER_BATCH = 16384
 
+Bounds = tuple[int, int | None]
+"""The packed tokens and the pairs, or None for any number of them, of the largest batch in one call of the model.
+A pair of more tokens is a batch of its own.
+"""
+
 Score = Callable[[list[dict[str, list[int]]]], Sequence[Tensor]]
 """Returns the log-probabilities [n] of the chosen and of the rejected
 completions of n rows of a dataset.
@@ -45,18 +50,6 @@ class RefLogps(NamedTuple):
 
     chosen: Tensor
     rejected: Tensor
-
-
-class Bounds(NamedTuple):
-    """The largest batch in one call of the model.
-
-    Attributes:
-        tokens: number of packed tokens. A longer pair is a batch of its own.
-        pairs: number of pairs, or None for any number.
-    """
-
-    tokens: int = TOKENS_PER_BATCH
-    pairs: int | None = None
 
 
 def run(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import gather_objects, rank_and_world_size
+from ..distributed import gather_objects, raising_on_all, rank_and_world_size
 from ..logs import report, strict
 from ..reasons import Reason
 
@@ -40,21 +40,8 @@ def cache_disabled(reason: Reason | None) -> bool:
 
 
 def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Merges what each rank has read. An error on one rank is raised
-    on all, so that none waits for it.
-    """
-    error = None
-    values = torch.empty(0, device="cpu")
-    try:
-        values = read()
-    except (ValueError, OSError) as caught:
-        error = caught
-    errors = gather_objects(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for other in filter(None, errors):
-        raise ValueError(other)
-    return merge(values, device)
+    """Merges what each rank has read. An error on one rank is raised on all."""
+    return merge(raising_on_all(read, ValueError, OSError), device)
 
 
 def merge(values: Tensor, device: torch.device) -> Tensor:

@@ -8,10 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Terminated(BaseException):
-    """Raised where SIGTERM arrives, as KeyboardInterrupt is for SIGINT."""
-
-
 @contextmanager
 def ending_by_sigterm() -> Iterator[None]:
     """Unwinds the block on SIGTERM, so that its `finally` clauses run, and then lets the signal
@@ -30,7 +26,7 @@ def ending_by_sigterm() -> Iterator[None]:
         nonlocal received
         if not received:  # a launcher may repeat the scheduler's signal
             received = True
-            raise _Terminated
+            raise SystemExit
 
     try:
         try:

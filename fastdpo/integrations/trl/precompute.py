@@ -108,8 +108,8 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     vocabulary = wrapped.vocabulary_of(wrapped.base_of(model, "precompute_ref_log_probs"))
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
     # A model that runs padded is given as many pairs as TRL would give it.
-    fused = forward.is_fused(model)
-    bounds = passes.Bounds(pairs=cast("DPOConfig", trainer.args).precompute_ref_batch_size if fused else batch_size)
+    most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if forward.is_fused(model) else batch_size
+    bounds = (passes.TOKENS_PER_BATCH, most)
     directory = _cache_directory(dataset)
     ranks.require_equal_work(rows.digest, bounds, directory is None)
     digest = None if directory is None else _cacheable_digest(trainer)
