@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -60,7 +59,8 @@ class StepPlanner:
         tokens, costs = lengths.packed(share=share_prompts), cost.costs(lengths, share=share_prompts)
         self._prompts = np.arange(len(lengths)) if prompts is None else prompts
         of_prompts = lengths.shared_prompt if share_prompts else np.zeros_like(tokens)
-        self._tokens, self._costs = _Amounts(tokens, of_prompts), _Amounts(costs, cost.of_prefixes(of_prompts))
+        # [N] each: of pairs by themselves, and of the prompt that others share with them.
+        self._tokens, self._costs = (tokens, of_prompts), (costs, cost.of_prefixes(of_prompts))
         self._op = op
         too_long = np.flatnonzero(tokens > max_tokens)
         if len(too_long):
@@ -109,11 +109,22 @@ class StepPlanner:
 
     def tokens_of(self, pairs: Sequence[int] | np.ndarray) -> int:
         """The distinct tokens of a micro-batch."""
-        return int(self._tokens.total(pairs, self._prompts))
+        return int(self._total(pairs, *self._tokens))
 
     def cost_of(self, pairs: Sequence[int] | np.ndarray) -> float:
         """The cost of a micro-batch."""
-        return float(self._costs.total(pairs, self._prompts))
+        return float(self._total(pairs, *self._costs))
+
+    def _total(self, pairs: Sequence[int] | np.ndarray, of_pairs: np.ndarray, of_prompts: np.ndarray) -> float:
+        """The tokens or costs of these pairs together, with each of their prompts once."""
+        pairs = np.asarray(pairs, dtype=np.int64)
+        total = of_pairs[pairs].sum()
+        if len(pairs) == 1:
+            return total
+        _, place, counts = np.unique(self._prompts[pairs], return_inverse=True, return_counts=True)
+        least = np.full(len(counts), np.inf)
+        np.minimum.at(least, place, of_prompts[pairs])
+        return total - ((counts - 1) * least).sum()
 
     def _groups(self, index: np.ndarray) -> list[list[int]]:
         """The places of pairs that stay together."""
@@ -126,24 +137,6 @@ class StepPlanner:
                 group.clear()
             group.append(place)
         return finished + list(groups.values())
-
-
-class _Amounts(NamedTuple):
-    """Tokens or costs, [N] each: of pairs by themselves, and of the prompt that others share with them."""
-
-    of_pairs: np.ndarray
-    of_prompts: np.ndarray
-
-    def total(self, pairs: Sequence[int] | np.ndarray, prompts: np.ndarray) -> float:
-        """The amount of these pairs together, with each of their prompts once."""
-        pairs = np.asarray(pairs, dtype=np.int64)
-        total = self.of_pairs[pairs].sum()
-        if len(pairs) == 1:
-            return total
-        _, place, counts = np.unique(prompts[pairs], return_inverse=True, return_counts=True)
-        least = np.full(len(counts), np.inf)
-        np.minimum.at(least, place, self.of_prompts[pairs])
-        return total - ((counts - 1) * least).sum()
 
 
 def _descending(values: Sequence[float]) -> list[int]:

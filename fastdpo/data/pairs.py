@@ -73,7 +73,7 @@ class Pairs:
         """Lists of ids by the names of `COLUMNS` for these rows, before truncation."""
         if self._arrow is None:
             rows = [self._dataset[int(i)] for i in indices]
-            return [{name: _as_list(row[name]) for name in COLUMNS} for row in rows]
+            return [{name: _ids_of("precompute", name, row) for name in COLUMNS} for row in rows]
         table = self._arrow.with_format(None)[[int(i) for i in indices]]
         return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*(table[name] for name in COLUMNS), strict=True)]
 
@@ -225,10 +225,6 @@ def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> 
             used, first = 0, i
         used += cost
     return np.split(order, ends) if len(order) else []
-
-
-def _as_list(ids: Sequence[int]) -> list[int]:
-    return ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[attr-defined]
 
 
 def _ids_of(op: str, name: str, row: Mapping) -> list[int]:
