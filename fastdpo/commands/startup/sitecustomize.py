@@ -23,26 +23,6 @@ IMPORTED, PATCHED, CALLED = "imported", "patched", "called"
 """What processes note of a trainer: of its module, its class and its models."""
 
 
-class _Loader(importlib.abc.Loader):
-    """Loads a module as its own loader does, and then patches its trainer."""
-
-    def __init__(self, inner: Any, trainer: str):
-        self._inner, self._trainer = inner, trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._inner
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        self._inner.exec_module(module)
-        _patch(self._trainer)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the modules of trainers, each once, by the finders that follow."""
 
@@ -55,8 +35,21 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, trainer)
+            _patch_after(spec.loader, fullname, trainer)
         return spec
+
+
+def _patch_after(loader: Any, name: str, trainer: str) -> None:
+    """Patches a trainer when its module has been loaded, once."""
+    exec_module = loader.exec_module
+
+    def exec_and_patch(module: ModuleType) -> None:
+        exec_module(module)
+        if module.__name__ == name:  # a loader may load others, too
+            del loader.exec_module
+            _patch(trainer)
+
+    loader.exec_module = exec_and_patch
 
 
 def _patch(trainer: str) -> None:
