@@ -16,13 +16,6 @@ Scratch = Callable[[tuple[Any, ...]], int]
 """Bytes that an op allocates and frees while it runs, from its arguments."""
 
 
-class Peak:
-    """A record of the bytes that are alive at once."""
-
-    def __init__(self, start: int) -> None:
-        self.start = self.largest = start
-
-
 class MemoryLedger(TorchDispatchMode):
     """Adds up the storages of all tensors that ops return inside of it, each until it is freed.
 
@@ -44,20 +37,18 @@ class MemoryLedger(TorchDispatchMode):
         self.live = 0
         self._scratch, self._mask_count = scratch, mask_count
         self._known = WeakIdKeyDictionary()
-        self._peaks: list[Peak] = []
+        self._peaks: dict[str, list[int]] = {}  # the bytes at the start of each, and the most since
         for tensor in held:
             self._known[tensor.untyped_storage()] = 0
 
-    def start_peak(self) -> Peak:
+    def start_peak(self, name: str) -> None:
         """Starts to record a peak, above what is alive now."""
-        peak = Peak(self.live)
-        self._peaks.append(peak)
-        return peak
+        self._peaks[name] = [self.live, self.live]
 
-    def stop_peak(self, peak: Peak) -> int:
+    def stop_peak(self, name: str) -> int:
         """Ends a record, and returns the largest number of bytes above those at its start."""
-        self._peaks.remove(peak)
-        return peak.largest - peak.start
+        start, largest = self._peaks.pop(name)
+        return largest - start
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten.index.Tensor and (mask := _mask_of(args[1])) is not None:
@@ -87,8 +78,8 @@ class MemoryLedger(TorchDispatchMode):
         self.live -= size
 
     def _record(self, size: int) -> None:
-        for peak in self._peaks:
-            peak.largest = max(peak.largest, size)
+        for peak in self._peaks.values():
+            peak[1] = max(peak[1], size)
 
 
 def _mask_of(indices: list[Tensor | None]) -> Tensor | None:

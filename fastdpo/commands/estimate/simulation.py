@@ -180,10 +180,10 @@ class _Step:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in trainable)
         hook = self.base.base_model.register_forward_hook(self._start_head)
-        step = self.ledger.start_peak()
+        self.ledger.start_peak("step")
         for _ in range(1 + self.setup.accumulates):
             loss = self._loss()
-            self._head_peak = self.ledger.start_peak()
+            self.ledger.start_peak("head")
             loss.backward()
             del loss
         hook.remove()
@@ -195,7 +195,7 @@ class _Step:
             self.activations,
             self.head,
             self.reference_run,
-            self.ledger.stop_peak(step),
+            self.ledger.stop_peak("step"),
         )
 
     def _loss(self) -> Tensor:
@@ -205,10 +205,10 @@ class _Step:
         self._end_head()
         reference: Any = 0.0
         if not self.setup.precomputed_reference:
-            peak = self.ledger.start_peak()
+            self.ledger.start_peak("reference")
             with torch.no_grad(), _without_adapters(self.policy) if self.reference is None else nullcontext():
                 reference = self._call(self.reference or self.policy).log_probs.sum(1)
-            self.reference_run = self.ledger.stop_peak(peak)
+            self.reference_run = self.ledger.stop_peak("reference")
         chosen, rejected = (output.log_probs.sum(1) - reference).chunk(2)
         loss = -nn.functional.logsigmoid(chosen - rejected).mean()
         return loss if output.aux_loss is None else loss + output.aux_loss
@@ -223,11 +223,11 @@ class _Step:
         hidden = output.last_hidden_state
         if hidden.requires_grad:
             self.activations = self.ledger.live - self._before
-            self._head_peak = self.ledger.start_peak()
+            self.ledger.start_peak("head")
             hidden.register_hook(lambda gradient: self._end_head())
 
     def _end_head(self) -> None:
-        self.head = max(self.head, self.ledger.stop_peak(self._head_peak))
+        self.head = max(self.head, self.ledger.stop_peak("head"))
 
 
 def _without_adapters(policy: Any) -> AbstractContextManager:
