@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import DPOConfig, DPOTrainer
 
 from benchmarks.machine import bfloat16, commit, machine, versions
-from fastdpo.commands.check.meters import PeakMemory, Stopwatch, TokenCounter, now
+from fastdpo.commands.check.meters import PeakMemory, TokenCounter, now, timed
 from fastdpo.data.files import load_preferences
 
 EXIT_NOT_FUSED = 3
@@ -30,8 +30,8 @@ LABELS = {"stock": "TRL as shipped", "fastdpo": "TRL with fastdpo"}
 class Recorder(TrainerCallback):
     """Records every step and updates the progress bar."""
 
-    def __init__(self, label: str, policy: TokenCounter, reference: TokenCounter, training_step: Stopwatch) -> None:
-        self.label, self.policy, self.reference, self.training_step = label, policy, reference, training_step
+    def __init__(self, label: str, policy: TokenCounter, reference: TokenCounter, seconds: list[float]) -> None:
+        self.label, self.policy, self.reference, self.seconds = label, policy, reference, seconds
         self.steps: list[dict[str, float]] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class Recorder(TrainerCallback):
         self.steps.append(
             {
                 "seconds": end - self.step_start,
-                "training_step_seconds": self.training_step.seconds,
+                "training_step_seconds": self.seconds[-1],
                 "policy_tokens": self.policy.take(),
                 "reference_tokens": self.reference.take(),
             }
@@ -106,10 +106,10 @@ def build_trainer(args: argparse.Namespace) -> DPOTrainer:
 
 def measure(trainer: DPOTrainer, label: str) -> dict[str, Any]:
     """Trains and returns the records of the steps and the peak memory."""
-    training_step = Stopwatch()
-    trainer.training_step = training_step.around(trainer.training_step)
+    seconds: list[float] = []
+    trainer.training_step = timed(trainer.training_step, seconds)
     counters = TokenCounter(trainer.model.base_model), TokenCounter(trainer.ref_model.base_model)
-    recorder = Recorder(label, *counters, training_step)
+    recorder = Recorder(label, *counters, seconds)
     trainer.add_callback(recorder)
     peak = PeakMemory()
     with peak.watched():

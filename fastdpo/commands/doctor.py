@@ -105,13 +105,6 @@ def as_json(report: Report) -> str:
     return json.dumps({"ok": not failed(report), "sections": sections}, indent=2)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def package_findings() -> Iterator[Finding]:
     yield Finding(OK, "fastdpo", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding(OK, "python", platform.python_version())
@@ -119,7 +112,7 @@ def package_findings() -> Iterator[Finding]:
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = _version(requirement.name)
+        version = packages.version_of(requirement.name)
         if version is None:
             yield Finding(FAILED, requirement.name, f"not installed; fastdpo requires {requirement.specifier}")
         elif requirement.specifier.contains(version, prereleases=True):
@@ -128,7 +121,7 @@ def package_findings() -> Iterator[Finding]:
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
     for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines()))):
-        version = _version(package)
+        version = packages.version_of(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 
 

@@ -8,6 +8,8 @@ trainer says so (`report_if_unused`). Neither check communicates or reads a tens
 
 from __future__ import annotations
 
+import gc
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
@@ -18,6 +20,8 @@ from ..models import forward
 from ..models.calls import calls_line
 from ..models.functions import closure_contents, inner_function
 from ..reasons import Reason
+from .callbacks import callback
+from .replacements import existing_instances
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState
@@ -95,37 +99,48 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
     """A callback that calls `report_if_unused` at the first log of a training. There and at the end,
     it logs how many calls took which path, and how many tokens were computed.
     """
-    from transformers import TrainerCallback
-
     reference = weakref.ref(trainer)  # which holds the callback
+    first_step = math.inf
 
-    class FirstLogCallback(TrainerCallback):
-        def __init__(self):
-            self.has_trained = self.has_logged = False
+    def on_train_begin(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        nonlocal first_step
+        first_step = state.global_step + 1
 
-        def on_step_end(self, args, state, control, **kwargs):
-            self.has_trained = True
+    def on_log(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer = reference()
+        patched = None if trainer is None else vars(trainer).get(STATE)
+        if trainer is not None and patched is not None and state.global_step >= first_step and not patched.has_logged:
+            patched.has_logged = True
+            report_if_unused(trainer, integration, trainer.model)
+            _log_calls(state)
 
-        def on_log(self, args, state, control, **kwargs):
-            trainer = reference()
-            if self.has_logged or not self.has_trained or trainer is None:
-                return
-            self.has_logged = True
-            if vars(trainer).get(STATE) is not None:  # still patched
-                report_if_unused(trainer, integration, trainer.model)
-                _log_calls(state)
-
-        def on_train_end(self, args, state, control, **kwargs):
-            trainer = reference()
-            if trainer is not None and vars(trainer).get(STATE) is not None:
-                _log_calls(state)
+    def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer = reference()
+        if trainer is not None and vars(trainer).get(STATE) is not None:
+            _log_calls(state)
 
     def _log_calls(state: TrainerState) -> None:
         line = calls_line(integration)
         if line is not None and state.is_world_process_zero:
             logger.info(line)
 
-    return FirstLogCallback()
+    return callback(on_train_begin=on_train_begin, on_log=on_log, on_train_end=on_train_end)
+
+
+def stock_trainers(*kinds: type) -> list[Any]:
+    """The trainers of some classes that exist and are not patched."""
+    if not kinds or not existing_instances(*kinds):
+        return []
+    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
+    # The line of a subclass may have patched a trainer already.
+    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
+
+
+def patched_trainers(kind: type) -> list[str]:
+    """The class names of the patched trainers of a class that exist."""
+    if existing_instances(kind):
+        gc.collect()
+    return sorted({type(x).__name__ for x in existing_instances(kind) if vars(x).get(STATE) is not None})
 
 
 def _reachable_names(function: Any, subclasses: tuple[type, ...]) -> set[str] | None:

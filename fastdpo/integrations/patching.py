@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 import weakref
@@ -15,11 +14,10 @@ from ..logs import logger, strict, warn
 from ..models import forward
 from ..reasons import Reason
 from . import evidence, packages
-from .bypass import STATE
+from .bypass import patched_trainers, stock_trainers
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
-from .replacements import existing_instances
 from .versions import unsupported_version_reason
 
 _P = ParamSpec("_P")
@@ -244,7 +242,7 @@ def _options_of(name: str, given: dict[str, Any]) -> PatchOptions:
             f"patch: options must be those that {name} is patched with, {had}; got {got}. "
             "Give an option once, or call fastdpo.unpatch() first"
         )
-    if changed and (trainers := _patched_trainers(before.line.trainer_class())):
+    if changed and (trainers := patched_trainers(before.line.trainer_class())):
         raise PatchError(
             f"patch: {', '.join(changed)} must be given before a trainer is created under {RUN}; "
             f"got {', '.join(trainers)}"
@@ -377,7 +375,7 @@ def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     kinds = {
         name: x.line.trainer_class() for name, x in examined.items() if x.line is not None and name not in _patched
     }
-    stock = _stock_trainers(*kinds.values())
+    stock = stock_trainers(*kinds.values())
     for name, kind in kinds.items():
         own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
         examined[name] = examined[name]._replace(stock=own)
@@ -441,19 +439,3 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
 
 def _each_once(names: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(name for found in names.values() for name in found))
-
-
-def _stock_trainers(*kinds: type) -> list[Any]:
-    """The trainers of some classes that exist and are not patched."""
-    if not kinds or not existing_instances(*kinds):
-        return []
-    gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
-    # The line of a subclass may have patched a trainer already.
-    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
-
-
-def _patched_trainers(kind: type) -> list[str]:
-    """The class names of the patched trainers of a class that exist."""
-    if existing_instances(kind):
-        gc.collect()
-    return sorted({type(x).__name__ for x in existing_instances(kind) if vars(x).get(STATE) is not None})

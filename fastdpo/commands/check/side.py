@@ -24,13 +24,14 @@ from tqdm import tqdm
 
 from ...accuracy import layers_of, perturbed, random_rounding, training_unit
 from ...data.files import load_preferences
+from ...integrations.callbacks import callback
 from ...integrations.patching import patched
 from ...models import calls, forward, gradients
 from ...models.language_model import backbone
 from ...models.wrapped import base_of
 from ...plain_checks import suggested
 from ...testing import float64_throughout
-from .meters import PeakMemory, Stopwatch, TokenCounter
+from .meters import PeakMemory, TokenCounter, timed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,8 +118,6 @@ class _Recorder:
     """Records what a trainer computes in each batch."""
 
     def __init__(self, trainer: DPOTrainer, bar: tqdm):
-        from transformers import TrainerCallback
-
         policy = base_of(trainer.model, "check")
         given = (trainer.model,) if trainer.ref_model is None else (trainer.model, trainer.ref_model)
         models = {id(x): x for x in (base_of(model, "check") for model in given)}
@@ -132,21 +131,19 @@ class _Recorder:
         for model in models.values():
             model.register_forward_hook(self._keep)
         groups = gradients.groups_of(policy)
-        recorder = self
 
-        class Callback(TrainerCallback):
-            def on_pre_optimizer_step(self, args, state, control, **kwargs):
-                named = ((name, p.grad) for name, p in policy.named_parameters() if p.grad is not None)
-                recorder.gradients.append(gradients.sketches(named, groups))
+        def on_pre_optimizer_step(*args: Any, **kwargs: Any) -> None:
+            named = ((name, p.grad) for name, p in policy.named_parameters() if p.grad is not None)
+            self.gradients.append(gradients.sketches(named, groups))
 
-            def on_log(self, args, state, control, logs=None, **kwargs):
-                numbers = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, int | float)}
-                numbers = {k: v for k, v in numbers.items() if not any(x in k for x in (*TIMES, "train_loss"))}
-                if numbers:
-                    recorder.logs.append(numbers)
-                    bar.update()
+        def on_log(*args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            numbers = {k: float(v) for k, v in (logs or {}).items() if isinstance(v, int | float)}
+            numbers = {k: v for k, v in numbers.items() if not any(x in k for x in (*TIMES, "train_loss"))}
+            if numbers:
+                self.logs.append(numbers)
+                bar.update()
 
-        trainer.add_callback(Callback())
+        trainer.add_callback(callback(on_pre_optimizer_step=on_pre_optimizer_step, on_log=on_log))
 
     def _keep(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         logps = getattr(output, "log_probs", None)
@@ -177,16 +174,8 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             stack.enter_context(float64_throughout())
         bar = stack.enter_context(tqdm(total=settings.batches, desc=LABELS[side], file=file, disable=file is None))
         recorder = _Recorder(trainer, bar)
-        step = Stopwatch()
         seconds: list[float] = []
-        timed = step.around(trainer.training_step)
-
-        def training_step(*args, **kwargs):
-            result = timed(*args, **kwargs)
-            seconds.append(step.seconds)
-            return result
-
-        trainer.training_step = training_step
+        trainer.training_step = timed(trainer.training_step, seconds)
         policy = base_of(trainer.model, "check")
         dtype = policy.dtype
         peak = PeakMemory()
