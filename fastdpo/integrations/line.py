@@ -24,11 +24,13 @@ from ..models import forward
 from ..models.language_model import text_config
 from ..models.layouts import Groups
 from ..models.state import ForwardOptions, MakeOutput
-from ..models.wrapped import base_of, find_base
+from ..models.wrapped import base_of, find_base, without_engines
 from ..reasons import Reason
+from ..ref_logps.memory import Memory
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
+from .gathering import Gather
 from .last_result import LastResult
-from .options import PatchOptions
+from .options import PatchOptions, applies
 from .replacements import Replacements
 from .scored_rows import Inputs, ScoredRows, output_of_scores, score
 from .signatures import first_difference
@@ -46,14 +48,22 @@ class TrainerState:
 
     Attributes:
         name: of the line that has made it, such as "trl.DPOTrainer".
+        memory: of its reference. Disabled where the option does not apply.
         models: the models that were examined, without the wrappers of engines.
         batches: what was made of the last batch, by its kind: the reference gets the tensors of the policy.
+        running: what the functions of the line tell each other while a batch is scored, otherwise None.
+        gather: gathers metrics in the place of accelerate while a micro-batch of a step runs.
+        has_fused: whether a call has been fused, if the line keeps it.
         has_logged: whether the trainer has logged a training step.
     """
 
     name: str
+    memory: Memory
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     batches: defaultdict[str, LastResult] = field(default_factory=lambda: defaultdict(LastResult))
+    running: Any = None
+    gather: Gather | None = None
+    has_fused: bool = False
     has_logged: bool = False
 
 
@@ -105,21 +115,22 @@ class TrainerLine:
 
     # What each line defines.
 
-    def models(self, trainer: Any) -> Mapping[str, nn.Module]:
-        """The models that a trainer has now, by role: "policy" and "reference". Engines and PEFT may
-        have wrapped them.
-        """
-        raise NotImplementedError
-
-    def reward_models(self, trainer: Any) -> Iterable[nn.Module]:
-        """The reward models that score a trainer's completions. Those that are no transformers models run as before."""
-        return ()
-
     def replace(self) -> None:
         """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
         raise NotImplementedError
 
     # What a line may define.
+
+    def models(self, trainer: Any) -> Mapping[str, nn.Module]:
+        """The models that a trainer has now, by role: "policy" and "reference". PEFT and engines may have
+        wrapped them. By default those of a trainer of transformers.
+        """
+        wrapped = {role: vars(trainer).get(name) for role, name in (("policy", "model"), ("reference", "ref_model"))}
+        return {role: without_engines(model) for role, model in wrapped.items() if model is not None}
+
+    def reward_models(self, trainer: Any) -> list[nn.Module]:
+        """The reward models that score a trainer's completions. Those that are no transformers models run as before."""
+        return [x for x in vars(trainer).get("reward_funcs") or () if isinstance(x, nn.Module)]
 
     def unsupported_reason(self) -> Reason | None:
         """How the functions that are replaced differ from those that were tested, or None.
@@ -139,7 +150,8 @@ class TrainerLine:
         """Why a trainer is left unpatched whose models are about to be prepared, or None."""
 
     def new_state(self) -> TrainerState:
-        return TrainerState(name=self.name)
+        option = self.options.reference_memory if applies("reference_memory", self.name) else False
+        return TrainerState(name=self.name, memory=Memory(option, self.name))
 
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Calls the `__init__` of a trainer that has a state."""

@@ -90,8 +90,10 @@ LINES = (
     Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, SCORING),
     Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False, SCORING),
     Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, SCORING),
-    Line("trl.CPOTrainer", TRL, "trl.reference_free:CPOLine", ("trl.experimental.cpo.cpo_trainer",), False),
-    Line("trl.ORPOTrainer", TRL, "trl.reference_free:ORPOLine", ("trl.experimental.orpo.orpo_trainer",), False),
+    Line("trl.CPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.cpo.cpo_trainer",), False),
+    Line(
+        "trl.ORPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.orpo.orpo_trainer",), False
+    ),
     Line(
         "openrlhf.DPOTrainer",
         ">=0.9.10,<0.12",

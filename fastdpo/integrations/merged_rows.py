@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from ..models import forward, support
 from ..models.wrapped import base_of
 from ..packing import IGNORE_INDEX
+from .scored_rows import ScoredRows
 
 
 def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
@@ -47,3 +50,21 @@ def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor
         return torch.cat([F.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
 
     return {name: of(name) for name in a}
+
+
+def parts_of(output: Any, a: Tensor, b: Tensor) -> list[Any]:
+    """The output of a model for `merged` rows, as one for each of the two batches: `ScoredRows`, or one with
+    `logits` if the call fell back.
+
+    Args:
+        output: of the model.
+        a, b: tokens of the batches, [R, L] and [R2, L2].
+    """
+    parts, start = [], 0
+    for rows, width in (a.shape, b.shape):
+        part = slice(start, start := start + rows)
+        if isinstance(output, ScoredRows):
+            parts.append(output.rows(part, width - 1))
+        else:
+            parts.append(SimpleNamespace(logits=output.logits[part, :width]))
+    return parts

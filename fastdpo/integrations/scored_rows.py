@@ -17,6 +17,7 @@ from ..models.router import router_loss
 from ..models.state import ScoredBatch
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason
+from .fused_logits import FusedLogits
 
 Inputs = dict[str, Any]
 """Arguments of a model call: `input_ids`, `attention_mask` and `labels`, [R, L] each, and options such
@@ -54,6 +55,11 @@ class ScoredRows(NamedTuple):
         results, routed = scored.logps._asdict(), scored.router_logits
         aux_loss = None if routed is None else router_loss(config, routed, scored.multiplicity)
         return cls(results.pop("logps"), scored.label_mask, **results, aux_loss=aux_loss)
+
+    @property
+    def logits(self) -> FusedLogits:
+        """What stands for the logits in a trainer's own code."""
+        return FusedLogits(self._replace(aux_loss=None))
 
     def counts(self) -> Tensor:
         """The number of scored tokens of each row, int64 [R]."""

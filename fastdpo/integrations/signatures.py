@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 
@@ -50,3 +51,12 @@ def first_difference(owner: object, parameters: Mapping[str, list[str]], *, exac
     """The first `signature_difference` among functions, given their parameters by name."""
     differences = (signature_difference(owner, name, expected, exact=exact) for name, expected in parameters.items())
     return next((each for each in differences if each is not None), None)
+
+
+def field_difference(kind: type, expected: set[str], *, may_have_more: bool = False) -> Reason | None:
+    """Returns how the fields of a dataclass differ from the expected ones, or None."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    if names == expected or (may_have_more and names > expected):
+        return None
+    difference = f"{kind.__name__} must have the fields {sorted(expected)}; got {sorted(names)}"
+    return Reason("different-code", difference=difference)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ...models.calls import counting_calls_as
 from ..bypass import is_overridden
-from ..merged_rows import equal_when_merged, merged
+from ..merged_rows import equal_when_merged, merged, parts_of
+from ..replacements import temporarily
 from ..scored_rows import ScoredRows, label_mask, masked_mean
 from .scoring import INPUTS, PARAMETERS, ScoringLine, mean_logits_of
 
@@ -57,12 +58,10 @@ class FactoryKTOLine(ScoringLine):
         if torch.is_grad_enabled():
             with counting_calls_as("policy"):  # the KL term's call has no gradients
                 return stock(trainer, model, batch)
-        if not is_overridden(trainer, self.trainer_class(), ("forward",)):  # which may call the model by itself
-            state.outputs = self._merged_outputs(trainer, model, batch)
-        try:
+        calls_by_itself = is_overridden(trainer, self.trainer_class(), ("forward",))
+        outputs = {} if calls_by_itself else self._merged_outputs(trainer, model, batch)
+        with temporarily(state, running=outputs):
             return stock(trainer, model, batch)
-        finally:
-            state.outputs = {}
 
     def score_rows(
         self,
@@ -73,7 +72,7 @@ class FactoryKTOLine(ScoringLine):
         prefix: str = "",
     ) -> Any:
         state = self.state_of(trainer)
-        output = None if state is None else state.outputs.get(prefix)
+        output = state.running.get(prefix) if state is not None and state.running else None
         if output is None:
             output = self.output_of(trainer, model, _rows(batch, prefix), batch.keys() - _KNOWN)
         if isinstance(output, ScoredRows):
@@ -93,23 +92,13 @@ class FactoryKTOLine(ScoringLine):
         Empty if the model's calls fall back.
         """
         parts = [_rows(batch, prefix) for prefix in _PREFIXES]
-        if batch.keys() - _KNOWN or not equal_when_merged(model, *(rows["input_ids"] for rows in parts)):
+        ids = [rows["input_ids"] for rows in parts]
+        if batch.keys() - _KNOWN or not equal_when_merged(model, *ids):
             return {}
         tensors = tuple(x for rows in parts for x in rows.values())
         inputs = self.state_of(trainer).batches["merged"].get(tensors, lambda: merged(*parts))
         output = self.output_of(trainer, model, inputs, set())
-        if output is None:
-            return {}
-        outputs: dict[str, Any] = {}
-        start = 0
-        for prefix in _PREFIXES:
-            rows, width = batch[f"{prefix}labels"].shape
-            part = slice(start, start := start + rows)
-            if isinstance(output, ScoredRows):
-                outputs[prefix] = output.rows(part, width - 1)
-            else:
-                outputs[prefix] = SimpleNamespace(logits=output.logits[part, :width])
-        return outputs
+        return {} if output is None else dict(zip(_PREFIXES, parts_of(output, *ids), strict=True))
 
 
 def _rows(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

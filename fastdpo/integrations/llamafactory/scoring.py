@@ -12,7 +12,6 @@ padding are not scored here, so those of a fused model are means over completion
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from ...models import forward
 from ...models.functions import module_of
 from ...models.wrapped import base_of
 from ...reasons import Reason
-from ..line import TrainerLine, TrainerState, arguments_of
+from ..line import TrainerLine, arguments_of
 from ..scored_rows import ScoredRows
 
 INPUTS = ("input_ids", "attention_mask", "labels")
@@ -38,27 +37,11 @@ _KERNELS = {
 }
 
 
-@dataclass(eq=False, kw_only=True)
-class ScoringState(TrainerState):
-    """The state of one trainer.
-
-    Attributes:
-        has_fused: whether a call of one of its models has been fused.
-        outputs: what the model has returned for the parts of a merged batch, while the trainer reads them.
-    """
-
-    has_fused: bool = False
-    outputs: dict[str, Any] = field(default_factory=dict)
-
-
 class ScoringLine(TrainerLine):
     """What the lines of LLaMA-Factory's trainers have in common."""
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return _replaced_kernels(arguments.get("kwargs", {}).get("args"), *_models(arguments).values())
-
-    def new_state(self) -> ScoringState:
-        return ScoringState(name=self.name)
 
     def models(self, trainer: Any) -> dict[str, nn.Module]:
         """None: `init` has prepared those that the trainer is created with."""

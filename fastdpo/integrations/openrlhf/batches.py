@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...models.wrapped import base_of
 from ...packing import IGNORE_INDEX
-from ..scored_rows import ScoredRows
+from ..scored_rows import Inputs, ScoredRows
 
 if TYPE_CHECKING:
     from openrlhf.models import Actor
@@ -25,24 +25,15 @@ Results = tuple[Tensor, Tensor, Any, Tensor]
 """
 
 
-class PairRows(NamedTuple):
-    """The rows of a batch, [2B, L] each, chosen ones first."""
-
-    ids: Tensor
-    mask: Tensor
-    labels: Tensor
-
-
-def rows_of(trainer: DPOTrainer, *batch: Any) -> PairRows:
+def rows_of(trainer: DPOTrainer, *batch: Any) -> Inputs:
     """The rows of a batch, given as the arguments of `concatenated_forward`."""
     ids, mask, _ = trainer.concatenated_inputs(*batch)
-    return PairRows(ids, mask, answer_labels(ids, mask, batch[-1]))
+    return {"input_ids": ids, "attention_mask": mask, "labels": answer_labels(ids, mask, batch[-1])}
 
 
-def score(trainer: DPOTrainer, actor: Actor, rows: PairRows, prompt_lengths: list[int]) -> Results:
+def score(trainer: DPOTrainer, actor: Actor, rows: Inputs, prompt_lengths: list[int]) -> Results:
     """What `concatenated_forward` returns for these rows, from one call of the actor's model."""
-    ids, mask, labels = rows
-    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    inputs = {**rows, "use_cache": False}
     config = base_of(actor, "openrlhf").config
     if hasattr(config, "output_router_logits"):  # the actor sets it, whether it is needed or not
         inputs["output_router_logits"] = trainer.aux_loss
@@ -53,8 +44,8 @@ def score(trainer: DPOTrainer, actor: Actor, rows: PairRows, prompt_lengths: lis
         from openrlhf.models.utils import log_probs_from_logits
 
         logits = output["logits"].float() / actor.temperature
-        logps = log_probs_from_logits(logits, ids.roll(-1, 1))[:, :-1]
-        sums, means = trainer._get_batch_logps(logps, mask, prompt_lengths * 2)
+        logps = log_probs_from_logits(logits, rows["input_ids"].roll(-1, 1))[:, :-1]
+        sums, means = trainer._get_batch_logps(logps, rows["attention_mask"], prompt_lengths * 2)
         aux_loss = output.get("aux_loss")
     chosen, rejected = sums.chunk(2)
     return chosen, rejected, [] if aux_loss is None else aux_loss, -means[: len(chosen)].mean()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.state import ForwardOptions
 from ...reasons import Reason
-from ...ref_logps.memory import Memory
-from ..line import TrainerLine, TrainerState
+from ..line import TrainerLine
+from ..scored_rows import Inputs
 from ..signatures import first_difference
-from .batches import PairRows, Results, rows_of, score
+from .batches import Results, rows_of, score
 from .memory import LoaderWithCallback, memory_enabled, remembered
 
 if TYPE_CHECKING:
@@ -41,11 +40,6 @@ _PARAMETERS = {
 }
 _STRATEGY_PARAMETERS = {"all_reduce": ["self", "data", "op"]}
 _ACTOR_PARAMETERS = {"forward": ["self", "sequences"]}
-
-
-@dataclass(eq=False, kw_only=True)
-class _OpenRLHFState(TrainerState):
-    memory: Memory
 
 
 class OpenRLHFLine(TrainerLine):
@@ -64,9 +58,6 @@ class OpenRLHFLine(TrainerLine):
     def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
         return {"policy": trainer.model, "reference": trainer.ref_model}
 
-    def new_state(self) -> _OpenRLHFState:
-        return _OpenRLHFState(name=self.name, memory=Memory(self.options.reference_memory, self.name))
-
     def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
         actor = trainer.model if role == "policy" else trainer.ref_model
         return super().request(trainer, role)._replace(temperature=actor.temperature)
@@ -81,7 +72,7 @@ class OpenRLHFLine(TrainerLine):
         self.replacements.wrap(DeepspeedStrategy, "all_reduce", _all_reduce)
 
     def fit(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
-        state: _OpenRLHFState | None = self.state_of(trainer)
+        state = self.state_of(trainer)
         if state is None or not state.memory.enabled:
             stock(trainer, *args, **kwargs)
             return
@@ -98,7 +89,7 @@ class OpenRLHFLine(TrainerLine):
 
     def evaluate(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
         stock(trainer, *args, **kwargs)
-        state: _OpenRLHFState | None = self.state_of(trainer)
+        state = self.state_of(trainer)
         if state is not None and state.memory.enabled:
             state.memory.exchange()
 
@@ -114,7 +105,7 @@ class OpenRLHFLine(TrainerLine):
         prompt_id_lens: list[int],
     ) -> Results:
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        state: _OpenRLHFState | None = self.state_of(trainer)
+        state = self.state_of(trainer)
         if state is None:  # created before patch()
             return stock(trainer, model, *batch)
         scored = functools.partial(self._scored, stock, trainer, model)
@@ -129,7 +120,7 @@ class OpenRLHFLine(TrainerLine):
             return stock(trainer, model, *batch)
         return score(trainer, model, self._rows_of(trainer, *batch), batch[-1])
 
-    def _rows_of(self, trainer: DPOTrainer, *batch: Any) -> PairRows:
+    def _rows_of(self, trainer: DPOTrainer, *batch: Any) -> Inputs:
         """`rows_of`, with the same tensors for policy and reference."""
         return self.state_of(trainer).batches[""].get(batch[:-1], lambda: rows_of(trainer, *batch))
 

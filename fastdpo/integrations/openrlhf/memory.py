@@ -15,7 +15,8 @@ from ...models.support import is_sharded
 from ...models.wrapped import base_of
 from ...packing import IGNORE_INDEX
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
-from .batches import PairRows, Results
+from ..scored_rows import Inputs
+from .batches import Results
 
 if TYPE_CHECKING:
     from openrlhf.trainer.dpo_trainer import DPOTrainer
@@ -56,7 +57,7 @@ def memory_enabled(trainer: DPOTrainer, memory: Memory, device: torch.device) ->
 
 
 def remembered(
-    trainer: DPOTrainer, memory: Memory, rows: PairRows, score: Callable[..., Results], *batch: Any
+    trainer: DPOTrainer, memory: Memory, rows: Inputs, score: Callable[..., Results], *batch: Any
 ) -> Results:
     """The results of `score` for a reference, which is run on the pairs that are not remembered.
 
@@ -68,8 +69,8 @@ def remembered(
         batch: the arguments of `concatenated_forward`.
     """
     *tensors, prompt_lengths = batch
-    scored = rows.labels != IGNORE_INDEX
-    digests = digests_of_pairs(rows.ids, rows.mask, scored)
+    ids, scored = rows["input_ids"], rows["labels"] != IGNORE_INDEX
+    digests = digests_of_pairs(ids, rows["attention_mask"], scored)
 
     def compute(missing: list[int]) -> Tensor:
         part = (*(x[missing] for x in tensors), [prompt_lengths[i] for i in missing])
@@ -77,9 +78,9 @@ def remembered(
         return torch.stack([chosen, rejected], 1)
 
     base = base_of(trainer.ref_model, "reference_memory")
-    memory.check(base, rows.ids.shape[1])
-    logps = memory.log_probs(base, digests, compute, rows.ids.numel())
+    memory.check(base, ids.shape[1])
+    logps = memory.log_probs(base, digests, compute, ids.numel())
     if logps is None:
         return score(*batch)
-    chosen, rejected = logps.to(rows.ids.device, torch.float32).unbind(1)
+    chosen, rejected = logps.to(ids.device, torch.float32).unbind(1)
     return chosen, rejected, [], -(chosen / scored[: len(chosen), 1:].sum(1)).mean()

@@ -11,9 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ...models.calls import counting_calls_as
-from ...reasons import Reason
 from ..scored_rows import ScoredRows
-from .batches import OutputOfRows
 from .line import SwiftLine
 
 _PARAMETERS = {
@@ -35,15 +33,15 @@ class SwiftDPOLine(SwiftLine):
         if not self.calls(trainer, model):  # created before patch()
             return stock(trainer, model, batch, is_ref_model)
         inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
-
-        def from_logits(of_rows):
-            if of_rows is not model and not isinstance(inputs, Reason):
-                of_rows = OutputOfRows(of_rows, inputs, trainer.template.padding_free)
-            return stock(trainer, of_rows, batch, is_ref_model)
-
-        ld_alpha = None if is_ref_model else trainer.args.ld_alpha
+        results = functools.partial(_results, None if is_ref_model else trainer.args.ld_alpha)
         with counting_calls_as("reference") if is_ref_model else nullcontext():
-            return self.score(model, inputs, functools.partial(_results, ld_alpha), from_logits)
+            return self.score_rows(
+                model,
+                inputs,
+                results,
+                lambda called: stock(trainer, called, batch, is_ref_model),
+                padding_free=trainer.template.padding_free,
+            )
 
 
 def _results(ld_alpha: float | None, rows: ScoredRows) -> dict[str, Any]:

@@ -7,30 +7,27 @@ gradients, both are one call.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...models import forward
 from ...models.calls import counting_calls_as
-from ...models.language_model import text_config
-from ...models.state import MakeOutput, ScoredBatch
 from ...models.wrapped import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden
-from ..line import TrainerState
-from ..merged_rows import equal_when_merged, merged
+from ..fused_logits import FusedLogits
+from ..merged_rows import equal_when_merged, merged, parts_of
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows
 from .line import SwiftLine
 
 _COMPLETIONS, _KL = "completion_", "KL_completion_"
 """What the names of the entries of a batch begin with."""
+_KL_OUTPUT = "KL_output"
 _ROWS = ("input_ids", "attention_mask", "labels")
 
 _PARAMETERS = {
@@ -41,51 +38,10 @@ _PARAMETERS = {
 }
 
 
-@dataclass(eq=False, kw_only=True)
-class _KTOState(TrainerState):
-    inputs: dict[str, Inputs] | None = None  # by the kind of batch, while `KTOTrainer.forward` scores them
-
-
-class _Output(NamedTuple):
-    """A model's output, with the names that ms-swift reads."""
-
-    logits: ScoredRows | Tensor
-    aux_loss: Tensor | None
-
-
-class _BothScored:
-    """Takes the place of a model that has been called once for both kinds of rows of a batch.
-
-    Args:
-        model: the model.
-        inputs: its inputs, by the prefix of their kind.
-
-    Attributes:
-        KL_logits: what takes the place of the logits of the rows of the KL term, or their logits.
-    """
-
-    def __init__(self, model: Any, inputs: Mapping[str, Any]):
-        completions, KL = inputs[_COMPLETIONS], inputs[_KL]
-        rows = merged({name: completions[name] for name in _ROWS}, KL)
-        logits = model(**{**completions, **rows}, fused_lm_head=True).logits
-        R, L = completions["input_ids"].shape
-        self._output = _Output(_rows_of(logits, slice(R), L), None)
-        self.KL_logits = _rows_of(logits, slice(R, None), KL["input_ids"].shape[1])
-
-    def __call__(self, **kwargs: Any) -> _Output:
-        return self._output
-
-
 class SwiftKTOLine(SwiftLine):
     parameters = _PARAMETERS
     path = ("get_batch_loss_metrics", "forward", "_get_model_kwargs")
     groups = "prompts"
-
-    def new_state(self) -> _KTOState:
-        return _KTOState(name=self.name)
-
-    def make_output(self, model: Any) -> MakeOutput:
-        return functools.partial(_make_output, text_config(model))
 
     def replace(self) -> None:
         self.wrap("forward", self.score_both)
@@ -104,36 +60,35 @@ class SwiftKTOLine(SwiftLine):
         if reason is not None:
             forward.record_fallback(model, self.name, reason)
             return stock(trainer, model, batch)
-        state = self.state_of(trainer)
-        state.inputs = inputs
-        try:
-            both = _BothScored(model, inputs) if self._merges(trainer, model, inputs) else model
-            return stock(trainer, both, batch)
-        finally:
-            state.inputs = None
+        with temporarily(self.state_of(trainer), running=inputs):
+            if not self._merges(trainer, model, inputs):
+                return stock(trainer, model, batch)
+            completions, inputs[_KL_OUTPUT] = _both_scored(model, inputs[_COMPLETIONS], inputs[_KL])
+            return stock(trainer, lambda **kwargs: completions, batch)
 
     def model_kwargs(self, stock: Callable, trainer: Any, inputs: dict[str, Any], prefix: str) -> Any:
         state = self.state_of(trainer)
-        if state is None or state.inputs is None:
+        if state is None or state.running is None:
             return stock(trainer, inputs, prefix)
-        rows = state.inputs[prefix]
+        rows = state.running[prefix]
         return {**rows, "fused_lm_head": True}, rows["labels"]
 
     def kl_logps(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         """Without a gradient, but called with gradients enabled for the policy in a training step only."""
-        if isinstance(model, _BothScored):
+        state = self.state_of(trainer)
+        if state is not None and state.running is not None and _KL_OUTPUT in state.running:
             kwargs, labels = trainer._get_model_kwargs(batch, _KL)
-            return trainer.get_batch_logps(kwargs, model.KL_logits, labels)[0]
+            return trainer.get_batch_logps(kwargs, state.running[_KL_OUTPUT].logits, labels)[0]
         with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
             return stock(trainer, model, batch)
 
     def batch_logps(self, stock: Callable, trainer: Any, inputs: dict[str, Any], logits: Any, labels: Tensor) -> Any:
-        if isinstance(logits, ScoredRows):
-            logps = logits.sums()
-            if logits.mean_logits is None:  # of the reference
-                return logps, torch.zeros_like(logps)
+        if isinstance(logits, FusedLogits):
+            rows: ScoredRows = logits.rows
+            if rows.mean_logits is None:  # of the reference
+                return rows.sums(), torch.zeros_like(rows.sums())
             head: Any = base_of(trainer.model, self.name).get_output_embeddings()
-            return logps, logits.mean_logits.sum(1) * head.out_features
+            return rows.sums(), rows.mean_logits.sum(1) * head.out_features
         # If the call fell back, the logits are those of padded rows.
         with temporarily(trainer.template, padding_free=False) if "fused_lm_head" in inputs else nullcontext():
             return stock(trainer, inputs, logits, labels)
@@ -152,11 +107,8 @@ class SwiftKTOLine(SwiftLine):
         return self.inputs_of(trainer, part, model, kind=prefix, router_logits=False)
 
 
-def _rows_of(logits: ScoredRows | Tensor, rows: slice, L: int) -> ScoredRows | Tensor:
-    """Some rows of a batch, cut to L tokens each."""
-    return logits.rows(rows, L - 1) if isinstance(logits, ScoredRows) else logits[rows, :L]
-
-
-def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> _Output:
-    rows = ScoredRows.of(config, scored)
-    return _Output(rows, rows.aux_loss)
+def _both_scored(model: Any, completions: Inputs, KL: Inputs) -> list[Any]:
+    """The outputs of a model for both kinds of rows of a batch, from one call."""
+    rows = merged({name: completions[name] for name in _ROWS}, KL)
+    output = model(**{**completions, **rows}, fused_lm_head=True)
+    return parts_of(output, completions["input_ids"], KL["input_ids"])

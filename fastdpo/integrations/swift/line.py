@@ -6,24 +6,23 @@ ms-swift has its state before functions of TRL run, so the line of TRL's own tra
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...models import forward
 from ...models.wrapped import without_adapters
 from ...reasons import Reason
 from ..line import TrainerLine, liger_reason
-from ..scored_rows import Inputs
-from ..trl.models import models_of
-from .batches import inputs_of
+from ..scored_rows import Inputs, ScoredRows
+from .batches import OutputOfRows, inputs_of
+
+T = TypeVar("T")
 
 
 class SwiftLine(TrainerLine):
     """One trainer line of ms-swift."""
-
-    def models(self, trainer: Any) -> dict[str, nn.Module]:
-        return models_of(trainer)
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)
@@ -47,6 +46,23 @@ class SwiftLine(TrainerLine):
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
         options = dict(padding_free=trainer.template.padding_free, router_logits=router_logits)
         return self.state_of(trainer).batches[kind].get(tensors, lambda: inputs_of(batch, **options))
+
+    def score_rows(
+        self,
+        model: Any,
+        inputs: Inputs | Reason,
+        results: Callable[[ScoredRows], T],
+        stock: Callable[[Any], T],
+        *,
+        padding_free: bool,
+    ) -> T:
+        """`score`, whose stock function gets the logits of the batch, with its rows joined if it has them so."""
+
+        def from_logits(called: Any) -> T:
+            # Called with the model if no call was made, and with the output of padded rows otherwise.
+            return stock(called if called is model else OutputOfRows(called, cast(Inputs, inputs), padding_free))
+
+        return self.score(model, inputs, results, from_logits)
 
     def prepared_reason(self, trainer: Any) -> Reason | None:
         from transformers import PreTrainedModel

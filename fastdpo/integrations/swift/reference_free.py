@@ -7,20 +7,17 @@ means over the tokens that are scored, as in ms-swift's DPOTrainer.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
-from torch import Tensor
 
 from ...reasons import Reason
 from .. import evidence
 from ..bypass import is_overridden
-from ..scored_rows import ScoredRows
+from ..trl.reference_free import results_of
 from ..versions import unsupported_version_reason
-from .batches import OutputOfRows
 from .line import SwiftLine
 
 _TRL = ">=0.28,<0.30"
@@ -55,20 +52,10 @@ class SwiftReferenceFreeLine(SwiftLine):
         inputs = self.inputs_of(trainer, batch, model, router_logits=trainer.aux_loss_enabled)
         if is_overridden(trainer, self.trainer_class(), ("get_batch_loss_metrics",)):
             inputs = Reason("may-read-logits", function=f"{type(trainer).__name__}.get_batch_loss_metrics")
-
-        def from_logits(of_rows):
-            if of_rows is not model and not isinstance(inputs, Reason):
-                of_rows = OutputOfRows(of_rows, inputs, padding_free=False)
-            return stock(trainer, of_rows, batch)
-
-        return self.score(model, inputs, functools.partial(_results, trainer), from_logits)
-
-
-def _results(trainer: Any, rows: ScoredRows) -> tuple[Tensor, ...]:
-    """The return value of TRL, with the means of the logits in place of the logits."""
-    averages = getattr(trainer, "loss_type", "orpo") in ("orpo", "ipo", "simpo")  # ORPOTrainer has no loss_type
-    logps = rows.means() if averages else rows.sums()
-    halves = rows.halves()
-    nll_loss = logps.new_zeros(()) if getattr(trainer, "cpo_alpha", None) == 0 else halves[0].nll()
-    means = (half.mean_logit() for half in halves)
-    return *logps.chunk(2), *means, nll_loss, *(() if rows.aux_loss is None else (rows.aux_loss,))
+        return self.score_rows(
+            model,
+            inputs,
+            lambda rows: results_of(self, trainer, rows.mask, rows),
+            lambda called: stock(trainer, called, batch),
+            padding_free=False,
+        )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from typing import cast
 
 from ...reasons import Reason
-from ..signatures import signature_difference
+from ..signatures import field_difference, signature_difference
 from .fused_head import FusedHeadLine
 from .rewritten_dpo import PARAMETERS, RewrittenDPOLine
 
@@ -23,19 +23,13 @@ class DPOLine(RewrittenDPOLine, FusedHeadLine):
     images = True
 
     def unsupported_reason(self) -> Reason | None:
-        difference = super().unsupported_reason()
-        difference = difference or signature_difference(self.trainer_class(), "__init__", _INIT_PARAMETERS, exact=False)
-        if difference is not None:
-            return difference
-        collator = self.module().DataCollatorForPreference
-        difference = signature_difference(collator, "torch_call", ["self", "examples"])
-        if difference is not None:
-            return difference
-        names = {field.name for field in fields(collator)}
-        if names != _COLLATOR_FIELDS:
-            rule = f"DataCollatorForPreference must have the fields {sorted(_COLLATOR_FIELDS)}"
-            return Reason("different-code", difference=f"{rule}; got {sorted(names)}")
-        return None
+        collator = getattr(self.module(), "DataCollatorForPreference", None)
+        return (
+            super().unsupported_reason()
+            or signature_difference(self.trainer_class(), "__init__", _INIT_PARAMETERS, exact=False)
+            or signature_difference(collator, "torch_call", ["self", "examples"])
+            or field_difference(cast(type, collator), _COLLATOR_FIELDS)
+        )
 
     def replace(self) -> None:
         FusedHeadLine.replace(self)

@@ -8,23 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...logs import warn
 from ...models import forward
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
-from ...ref_logps.memory import Memory
 from ..gathering import of_all_ranks
-from ..line import TrainerLine, TrainerState, arguments_of, liger_reason
+from ..line import TrainerLine, liger_reason
 from ..replacements import temporarily
 from ..scored_rows import Inputs
 from .dpo_legacy_batches import inputs_of, results_of
 from .dpo_legacy_memory import remembered
-from .models import models_of
+from .rewritten_dpo import init_padded
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -36,32 +34,18 @@ _PARAMETERS = {
 }
 
 
-@dataclass(eq=False, kw_only=True)
-class _LegacyDPOState(TrainerState):
-    memory: Memory
-
-
 class LegacyDPOLine(TrainerLine):
     parameters = _PARAMETERS
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
-        difference = super().unsupported_reason()
-        if difference is not None:
-            return difference
-        for name in ("flush_left", "flush_right"):
-            if not hasattr(self.module(), name):
-                return Reason("different-code", difference=f"trl.trainer.dpo_trainer must have {name}")
-        return None
+        missing = [name for name in ("flush_left", "flush_right") if not hasattr(self.module(), name)]
+        if missing:
+            return Reason("different-code", difference=f"trl.trainer.dpo_trainer must have {missing[0]}")
+        return super().unsupported_reason()
 
     def prepared_reason(self, trainer: DPOTrainer) -> Reason | None:
         return liger_reason(trainer.args)
-
-    def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
-        return models_of(trainer)
-
-    def new_state(self) -> _LegacyDPOState:
-        return _LegacyDPOState(name=self.name, memory=Memory(self.options.reference_memory, self.name))
 
     def statistics(self, trainer: DPOTrainer) -> tuple[str, ...]:
         return ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
@@ -74,16 +58,11 @@ class LegacyDPOLine(TrainerLine):
         self.wrap("get_batch_loss_metrics", self.get_batch_loss_metrics)
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
-        config = arguments_of(stock, trainer, *args, **kwargs).get("args")
-        if config is None or not config.padding_free:
-            stock(trainer, *args, **kwargs)
-            return
-        with temporarily(config, padding_free=False):  # TRL warns of other attention
-            stock(trainer, *args, **kwargs)
-        self.prepare(trainer)
-        trainer.padding_free = True
-        if not forward.is_fused(trainer.model):
-            warn(f"{self.name}: padding_free=True falls back to TRL for the reason logged above")
+        if init_padded(stock, trainer, *args, **kwargs):
+            self.prepare(trainer)
+            trainer.padding_free = True
+            if not forward.is_fused(trainer.model):
+                warn(f"{self.name}: padding_free=True falls back to TRL for the reason logged above")
 
     def concatenated_forward(
         self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], is_ref_model: bool = False

@@ -14,7 +14,7 @@ from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..scored_rows import Inputs
-from .memory import exchange_callback, memory_unsupported_reason, remembered_logps
+from .memory import memory_unsupported_reason, remembered_logps, start
 from .reference import precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
@@ -59,13 +59,12 @@ def _start(trainer: DPOTrainer, memory: Memory) -> None:
         normalized = "ipo" in trainer.loss_type
         return key_of("legacy", reference_digest(trainer, _as_reference), precision_of(trainer), normalized)
 
-    trainer.add_callback(exchange_callback(memory))  # on every rank, since all must take part
     reason = None
     if trainer.is_encoder_decoder:
         reason = Reason("encoder-decoder", model="the model")
     elif is_sharded(reference_of(trainer)):
         reason = Reason("reference-on-ranks")
-    memory.start(reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
+    start(memory, trainer, reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
 
 
 def _as_reference(trainer: Any) -> AbstractContextManager:

@@ -1,69 +1,31 @@
 """TRL's DPOTrainer from its rewrite in TRL 0.29 to TRL 1.14, which computes from logits.
 
 TRL's own functions run. While they do, the calls of their models are given the labels of the batch
-and return a `FusedOutput`, whose logits TRL reads as those of any other output.
+and return `ScoredRows`, whose `logits` TRL reads as those of any other output.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from ...models import forward
-from ...models.language_model import text_config
-from ...models.state import MakeOutput, ScoredBatch
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
+from ..fused_logits import replace_functions
 from ..line import liger_reason
-from ..scored_rows import ScoredRows
+from ..replacements import temporarily
 from ..signatures import first_difference, signature_difference
-from .memory import ReferenceMemory
-from .models import models_of
-from .rewritten_dpo import PARAMETERS, DPOState, DPOTrainer, RewrittenDPOLine
+from .rewritten_dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
 
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers"),
 ]
 _TRUNCATE_PARAMETERS = ["self", "input_ids", "attention_mask", "completion_mask"]
-
-
-@dataclass(eq=False, kw_only=True)
-class _LogitsState(DPOState):
-    """The state of one trainer.
-
-    Attributes:
-        labels: of the batch that is being scored, int64 [2B, L]; None between batches.
-        hooks: the hooks on models, which add the labels to a call.
-    """
-
-    labels: Tensor | None = None
-    hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=weakref.WeakKeyDictionary)
-
-    def hook(self, model: nn.Module) -> RemovableHandle:
-        """Adds the hook to a model."""
-
-        def add_labels(module, args, kwargs):
-            return None if self.labels is None else (args, {**kwargs, "labels": self.labels, "fused_lm_head": True})
-
-        self.hooks[model] = model.register_forward_pre_hook(add_labels, with_kwargs=True)
-        return self.hooks[model]
-
-    @contextmanager
-    def scoring(self, labels: Tensor) -> Iterator[None]:
-        self.labels = labels
-        try:
-            yield
-        finally:
-            self.labels = None
 
 
 class LogitsDPOLine(RewrittenDPOLine):
@@ -88,31 +50,21 @@ class LogitsDPOLine(RewrittenDPOLine):
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return liger_reason(arguments.get("args"))
 
-    def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
-        return models_of(trainer)
-
-    def new_state(self) -> _LogitsState:
-        return _LogitsState(name=self.name, memory=ReferenceMemory(self.options.reference_memory))
-
     def statistics(self, trainer: DPOTrainer) -> tuple[str, ...]:
         weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()
         return ("entropy", "mean_logits", "is_top1", *weighting)
 
-    def make_output(self, model: Any) -> MakeOutput:
-        return functools.partial(_make_output, text_config(model))
-
-    def prepare(self, trainer: DPOTrainer) -> None:
-        super().prepare(trainer)
+    def install(self, trainer: DPOTrainer, role: str, model: nn.Module) -> None:
+        """Has the calls of the model given the labels of the batch that is being scored."""
+        super().install(trainer, role, model)
         state = self.state_of(trainer)
-        if state is None:
-            return
-        for model in self.models(trainer).values():
-            if model not in state.hooks and forward.is_installed(model, self.name):
-                self.replacements.on_undo(state.hook(model).remove)
+
+        def add_labels(module, args, kwargs):
+            return None if state.running is None else (args, {**kwargs, "labels": state.running, "fused_lm_head": True})
+
+        self.replacements.on_undo(model.register_forward_pre_hook(add_labels, with_kwargs=True).remove)
 
     def replace(self) -> None:
-        from .fused_logits import replace_functions
-
         replace_functions(self.replacements, self.module())
         super().replace()
         self.replacements.put(self.trainer_class(), "ref_model", property(_reference_model, self.set_reference_model))
@@ -127,7 +79,7 @@ class LogitsDPOLine(RewrittenDPOLine):
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         state = self.state_of(trainer)
-        if state is None or not state.hooks:
+        if state is None:
             return nullcontext()
         if wants_output:
             forward.record_fallback(trainer.model, self.name, Reason("wants-output"))
@@ -135,14 +87,7 @@ class LogitsDPOLine(RewrittenDPOLine):
         ids, completion = inputs["input_ids"], inputs["completion_mask"]
         if hasattr(trainer, "_truncate_inputs"):  # TRL 0.29 truncates batches
             ids, _, completion = trainer._truncate_inputs(ids, inputs["attention_mask"], completion)
-        return state.scoring(ids.masked_fill(completion == 0, IGNORE_INDEX))
-
-
-def _make_output(config: Any, scored: ScoredBatch, kwargs: dict) -> object:
-    from .fused_logits import FusedOutput
-
-    rows = ScoredRows.of(config, scored)
-    return FusedOutput(**{field.name: getattr(rows, field.name) for field in fields(FusedOutput)})
+        return temporarily(state, running=ids.masked_fill(completion == 0, IGNORE_INDEX))
 
 
 def _reference_model(trainer: DPOTrainer) -> nn.Module | None:

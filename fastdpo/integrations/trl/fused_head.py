@@ -6,11 +6,8 @@ the fused forward, with TRL's own fused forward behind it for calls that are not
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...models import forward
@@ -19,8 +16,9 @@ from ...models.state import ForwardOptions, ScoredBatch
 from ...reasons import Reason
 from .. import evidence
 from ..line import TrainerLine
+from ..replacements import temporarily
 from ..scored_rows import ScoredRows
-from ..signatures import signature_difference
+from ..signatures import field_difference, signature_difference
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,8 +27,6 @@ _PARAMETERS = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 _STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _OUTPUT_FIELDS = {"loss", "log_probs", "label_mask", "aux_loss", *_STATISTICS}
 
-_leaves_models: ContextVar[bool] = ContextVar("fastdpo_leaves_models", default=False)
-
 
 class FusedHeadLine(TrainerLine):
     """A trainer that prepares its models by `add_fused_lm_head`, which its module imports.
@@ -38,31 +34,30 @@ class FusedHeadLine(TrainerLine):
     Attributes:
         kind_without_gradient: the kind that calls of the policy without gradients are counted as (see
             `ForwardOptions`), as are `images`.
+        leaves_models: whether models stay as TRL prepares them, while a trainer is created that is left unpatched.
     """
 
     kind_without_gradient: ClassVar[str] = "reference"
     images: ClassVar[bool] = False
+    leaves_models: bool = False
 
     def unsupported_reason(self) -> Reason | None:
         from trl.trainer import utils
 
-        difference = super().unsupported_reason()
-        difference = difference or signature_difference(self.module(), "add_fused_lm_head", _PARAMETERS)
-        if difference is not None:
-            return difference
-        fields = {field.name for field in dataclasses.fields(utils.FusedCausalLMOutput)}
-        # Those that a newer version adds have defaults, as all have. A call whose output holds one is not fused.
-        if fields != _OUTPUT_FIELDS and not (fields > _OUTPUT_FIELDS and evidence.is_newer(utils.FusedCausalLMOutput)):
-            difference = f"FusedCausalLMOutput must have the fields {sorted(_OUTPUT_FIELDS)}; got {sorted(fields)}"
-            return Reason("different-code", difference=difference)
-        return None
+        # Fields that a newer version adds have defaults, as all have. A call whose output holds one is not fused.
+        may_have_more = evidence.is_newer(utils.FusedCausalLMOutput)
+        return (
+            super().unsupported_reason()
+            or signature_difference(self.module(), "add_fused_lm_head", _PARAMETERS)
+            or field_difference(utils.FusedCausalLMOutput, _OUTPUT_FIELDS, may_have_more=may_have_more)
+        )
 
     def models(self, trainer: Any) -> dict[str, Any]:
         """None: TRL gives each model to `add_fused_lm_head`."""
         return {}
 
     def init_unpatched(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        with leaving_models():
+        with temporarily(self, leaves_models=True):
             stock(trainer, *args, **kwargs)
 
     def replace(self) -> None:
@@ -80,7 +75,7 @@ class FusedHeadLine(TrainerLine):
     ) -> None:
         forward.uninstall(model)  # otherwise the fused forward of another trainer would stay inside TRL's
         stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)
-        if _leaves_models.get():
+        if self.leaves_models:
             return
         request = ForwardOptions(
             self.name,
@@ -94,16 +89,6 @@ class FusedHeadLine(TrainerLine):
             **self.options.of_forward(),
         )
         forward.install(model, request, functools.partial(_make_output, text_config(model)))
-
-
-@contextmanager
-def leaving_models() -> Iterator[None]:
-    """Leaves the models as TRL prepares them, for a trainer whose class bypasses the fused call."""
-    token = _leaves_models.set(True)
-    try:
-        yield
-    finally:
-        _leaves_models.reset(token)
 
 
 def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:

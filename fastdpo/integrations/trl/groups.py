@@ -17,13 +17,10 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
-
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ..line import option_reason
 from .fused_head import FusedHeadLine
-from .models import reward_models_of
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
@@ -55,9 +52,6 @@ class GroupLine(FusedHeadLine):
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return option_reason(arguments.get("args"), DISABLING)
-
-    def reward_models(self, trainer: Any) -> list[nn.Module]:
-        return reward_models_of(trainer)
 
     def replace(self) -> None:
         super().replace()

@@ -23,95 +23,101 @@ from ...models.local_shards import reshard
 from ...models.wrapped import base_of
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
-from ..lines import DPO
+from ..callbacks import callback
 from ..replacements import temporarily
 from .reference import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
     from trl.trainer.dpo_trainer import DPOTrainer
 
 SUPPORTED_INPUTS = {"input_ids", "attention_mask", "completion_mask"}
 
 
-class ReferenceMemory(Memory):
-    """The reference memory of one DPOTrainer."""
+@contextmanager
+def serving(memory: Memory, trainer: DPOTrainer, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the batch with its reference log-probabilities, which the trainer uses during the block.
 
-    def __init__(self, option: bool | str):
-        super().__init__(option, DPO)
+    Yields the batch unchanged if the memory is disabled.
+    """
+    if memory.enabled and not memory.started:
+        _start(memory, trainer)
+    logps = _of_batch(memory, trainer, inputs) if memory.enabled else None
+    if logps is None:
+        yield inputs
+        return
+    chosen, rejected = logps.unbind(1)
+    with temporarily(trainer, precompute_ref_logps=True):
+        yield {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    @contextmanager
-    def serving(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the batch with its reference log-probabilities, which the trainer uses during the
-        block.
 
-        Yields the batch unchanged if the memory is disabled.
-        """
-        if self.enabled and not self.started:
-            self._start(trainer)
-        logps = self._of_batch(trainer, inputs) if self.enabled else None
-        if logps is None:
-            yield inputs
-            return
-        chosen, rejected = logps
-        with temporarily(trainer, precompute_ref_logps=True):
-            yield {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+def _start(memory: Memory, trainer: DPOTrainer) -> None:
+    from trl.trainer import dpo_trainer
 
-    def _start(self, trainer: DPOTrainer) -> None:
-        from trl.trainer import dpo_trainer
+    if trainer.precompute_ref_logps:  # nothing is left to remember
+        memory.enabled = False
+        return
 
-        if trainer.precompute_ref_logps:  # nothing is left to remember
-            self.enabled = False
-            return
+    def key() -> str:
+        digest = reference_digest(trainer, as_reference)
+        return key_of(digest, precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
 
-        def key() -> str:
-            digest = reference_digest(trainer, as_reference)
-            return key_of(digest, precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
+    reason = memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference)
+    # Ranks agree on running the reference on this device, unless each has a whole one.
+    vote_on = trainer.accelerator.device if support.is_sharded(reference_of(trainer)) else None
+    start(memory, trainer, reason, key, vote_on)
 
-        trainer.add_callback(exchange_callback(self))  # on every rank, since all must take part
-        reason = memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference)
-        self.start(reason, key, device_of_votes(trainer))
 
-    def _digests(self, trainer: DPOTrainer, inputs: dict[str, Any]) -> list[bytes] | Reason:
-        """The digests of the pairs of a batch, or why they have none."""
-        from trl.trainer import dpo_trainer
+def start(
+    memory: Memory, trainer: Any, reason: Reason | None, key: Callable[[], str], vote_on: torch.device | None = None
+) -> None:
+    """`Memory.start` for a trainer. Ranks exchange new entries at the end of each epoch and after each evaluation."""
 
-        given = {name for name, x in inputs.items() if x is not None}
-        takes_images = hasattr(dpo_trainer, "add_fused_lm_head")  # earlier versions of TRL are not tested with them
-        others = given - SUPPORTED_INPUTS - {*(ARGUMENTS if takes_images else ())}
-        if others:
-            return Reason("batch-entries", names=", ".join(sorted(others)))
-        contents = None
-        if given - SUPPORTED_INPUTS:
-            contents = digests_of_rows(base_of(reference_of(trainer), "reference_memory"), inputs)
-            if isinstance(contents, Reason):
-                return contents
-        return digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"], contents)
+    def exchange(*args: Any, **kwargs: Any) -> None:
+        memory.exchange()
 
-    def _of_batch(self, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The reference log-probabilities of chosen and rejected completions, [B] each. None if the
-        memory is disabled.
-        """
-        digests = self._digests(trainer, inputs)
-        if isinstance(digests, Reason):
-            self.disable(digests)
-            digests = []
-        device = inputs["input_ids"].device
+    # On every rank, since all must take part.
+    trainer.add_callback(callback(on_epoch_end=exchange, on_evaluate=exchange, on_train_end=exchange))
+    memory.start(reason, key, vote_on)
 
-        def compute(missing: list[int]) -> Tensor:
-            if inputs.keys() - SUPPORTED_INPUTS:  # images are not cut by rows
-                return torch.stack(list(reference_logps(trainer, inputs)), 1)[missing]
-            rows = torch.tensor([*missing, *(i + len(digests) for i in missing)], device=device)
-            all_missing = len(missing) == len(digests)
-            part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
-            return torch.stack(list(reference_logps(trainer, part)), 1)
 
-        logps = remembered_logps(self, trainer, as_reference, digests, compute, inputs["input_ids"].shape)
-        if logps is None:
-            return None
-        dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
-        chosen, rejected = logps.to(device, dtype).unbind(1)
-        return chosen, rejected
+def _digests(trainer: DPOTrainer, inputs: dict[str, Any]) -> list[bytes] | Reason:
+    """The digests of the pairs of a batch, or why they have none."""
+    from trl.trainer import dpo_trainer
+
+    given = {name for name, x in inputs.items() if x is not None}
+    takes_images = hasattr(dpo_trainer, "add_fused_lm_head")  # earlier versions of TRL are not tested with them
+    others = given - SUPPORTED_INPUTS - {*(ARGUMENTS if takes_images else ())}
+    if others:
+        return Reason("batch-entries", names=", ".join(sorted(others)))
+    contents = None
+    if given - SUPPORTED_INPUTS:
+        contents = digests_of_rows(base_of(reference_of(trainer), "reference_memory"), inputs)
+        if isinstance(contents, Reason):
+            return contents
+    return digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"], contents)
+
+
+def _of_batch(memory: Memory, trainer: DPOTrainer, inputs: dict[str, Tensor]) -> Tensor | None:
+    """The reference log-probabilities of chosen and rejected completions, [B, 2]. None if the memory is
+    disabled.
+    """
+    digests = _digests(trainer, inputs)
+    if isinstance(digests, Reason):
+        memory.disable(digests)
+        digests = []
+    device = inputs["input_ids"].device
+
+    def compute(missing: list[int]) -> Tensor:
+        if inputs.keys() - SUPPORTED_INPUTS:  # images are not cut by rows
+            return torch.stack(list(reference_logps(trainer, inputs)), 1)[missing]
+        rows = torch.tensor([*missing, *(i + len(digests) for i in missing)], device=device)
+        all_missing = len(missing) == len(digests)
+        part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
+        return torch.stack(list(reference_logps(trainer, part)), 1)
+
+    logps = remembered_logps(memory, trainer, as_reference, digests, compute, inputs["input_ids"].shape)
+    dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
+    return None if logps is None else logps.to(device, dtype)
 
 
 def _truncation(trainer: Any) -> tuple[object, ...]:
@@ -146,11 +152,6 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
     return None
 
 
-def device_of_votes(trainer: Any) -> torch.device | None:
-    """The device on which ranks agree on running the reference, or None if each has a whole one."""
-    return trainer.accelerator.device if support.is_sharded(reference_of(trainer)) else None
-
-
 def remembered_logps(
     memory: Memory,
     trainer: Any,
@@ -165,18 +166,3 @@ def remembered_logps(
     with as_reference(trainer):
         memory.check(base, padded_shape[1])
     return memory.log_probs(base, digests, compute, padded_shape.numel())
-
-
-def exchange_callback(memory: Memory) -> TrainerCallback:
-    """A callback by which ranks exchange new entries at the end of each
-    epoch and after each evaluation.
-    """
-    from transformers import TrainerCallback
-
-    class ExchangeCallback(TrainerCallback):
-        def on_epoch_end(self, args, state, control, **kwargs):
-            memory.exchange()
-
-        on_evaluate = on_train_end = on_epoch_end
-
-    return ExchangeCallback()

@@ -22,13 +22,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...packing import IGNORE_INDEX
 from ..gathering import of_all_ranks
 from ..line import TrainerLine
 from ..scored_rows import ScoredRows
-from .models import models_of, reward_models_of
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -42,12 +41,6 @@ _PARAMETERS = {
 class OnlineDPOLine(TrainerLine):
     parameters = _PARAMETERS
     path = ("training_step", "_forward")
-
-    def models(self, trainer: OnlineDPOTrainer) -> dict[str, nn.Module]:
-        return models_of(trainer)
-
-    def reward_models(self, trainer: OnlineDPOTrainer) -> list[nn.Module]:
-        return reward_models_of(trainer)
 
     def replace(self) -> None:
         self.wrap("training_step", self.training_step)

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...models import forward
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..line import TrainerLine
 from ..scored_rows import Inputs, ScoredRows, label_mask, masked_mean
-from .models import models_of
 
 _PARAMETERS = {
     "concatenated_forward": ["self", "model", "batch"],
@@ -33,31 +32,11 @@ _PARAMETERS = {
 }
 
 
-class LossInputs(NamedTuple):
-    """What a trainer's loss is computed from.
-
-    Attributes:
-        padding: the token id of padding.
-        averages: whether the log-probability of a row is the mean over its completion, not the sum.
-        nll: the tokens of the chosen rows whose negative log-likelihood is part of the loss.
-    """
-
-    padding: int
-    averages: bool
-    nll: str  # "none", "completion" or "row"
-
-
 class ReferenceFreeLine(TrainerLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
     path = ("get_batch_loss_metrics", "concatenated_forward")
-
-    def loss_inputs(self, trainer: Any) -> LossInputs:
-        raise NotImplementedError
-
-    def models(self, trainer: Any) -> dict[str, nn.Module]:
-        return models_of(trainer)
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)
@@ -71,8 +50,7 @@ class ReferenceFreeLine(TrainerLine):
         if trainer.is_encoder_decoder:
             forward.record_fallback(model, self.name, Reason("encoder-decoder", model="the model"))
             return stock(trainer, model, batch)
-        loss_inputs = self.loss_inputs(trainer)
-        rows = _rows(trainer, batch, loss_inputs.padding)
+        rows = self._rows(trainer, batch)
         completions = label_mask(rows["labels"])
 
         def from_logits(of_model: Any) -> tuple[Tensor, ...]:
@@ -82,50 +60,43 @@ class ReferenceFreeLine(TrainerLine):
             )
             return chosen, rejected, *_mean_logits(mean_logits, completions), *logits_and_others[2:]
 
-        results = functools.partial(_results, loss_inputs, completions)
-        return self.score(model, _inputs(trainer, rows, loss_inputs), results, from_logits)
+        results = functools.partial(results_of, self, trainer, completions)
+        return self.score(model, self._inputs(trainer, rows), results, from_logits)
+
+    def _rows(self, trainer: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Ids, mask and labels [2B, L], chosen rows first. Labels are the tokens of the completions."""
+        padding = trainer.padding_value if is_orpo(self) else trainer.pad_token_id
+        whole = trainer.concatenated_inputs(batch, padding_value=padding, device=trainer.accelerator.device)
+        return {name: whole[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels")}
+
+    def _inputs(self, trainer: Any, rows: dict[str, Tensor]) -> Inputs:
+        inputs: Inputs = {**rows, "use_cache": False}
+        if is_orpo(self):  # whose loss has the negative log-likelihood of the prompts of chosen rows, too
+            n = len(rows["labels"]) // 2
+            chosen = rows["input_ids"][:n].masked_fill(rows["attention_mask"][:n] == 0, IGNORE_INDEX)
+            inputs["labels"] = torch.cat([chosen, rows["labels"][n:]])
+        if trainer.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        return inputs
 
 
-class CPOLine(ReferenceFreeLine):
-    """Also for SimPO."""
-
-    def loss_inputs(self, trainer: Any) -> LossInputs:
-        nll = "completion" if trainer.cpo_alpha != 0 else "none"
-        return LossInputs(padding=trainer.pad_token_id, averages=trainer.loss_type in ("ipo", "simpo"), nll=nll)
+def is_orpo(line: TrainerLine) -> bool:
+    """Whether a line is of an ORPOTrainer, which has one loss. A CPOTrainer has several."""
+    return line.name.endswith(".ORPOTrainer")
 
 
-class ORPOLine(ReferenceFreeLine):
-    def loss_inputs(self, trainer: Any) -> LossInputs:
-        return LossInputs(padding=trainer.padding_value, averages=True, nll="row")
-
-
-def _rows(trainer: Any, batch: dict[str, Any], padding: int) -> dict[str, Tensor]:
-    """Ids, mask and labels [2B, L], chosen rows first. Labels are the tokens of the completions."""
-    whole = trainer.concatenated_inputs(batch, padding_value=padding, device=trainer.accelerator.device)
-    return {name: whole[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels")}
-
-
-def _inputs(trainer: Any, rows: dict[str, Tensor], loss_inputs: LossInputs) -> Inputs:
-    inputs: Inputs = {**rows, "use_cache": False}
-    if loss_inputs.nll == "row":
-        n = len(rows["labels"]) // 2
-        chosen = rows["input_ids"][:n].masked_fill(rows["attention_mask"][:n] == 0, IGNORE_INDEX)
-        inputs["labels"] = torch.cat([chosen, rows["labels"][n:]])
-    if trainer.aux_loss_enabled:
-        inputs["output_router_logits"] = True
-    return inputs
-
-
-def _results(loss_inputs: LossInputs, completions: Tensor, rows: ScoredRows) -> tuple[Tensor, ...]:
-    """The return value of TRL, with means in the place of logits.
+def results_of(line: TrainerLine, trainer: Any, completions: Tensor, rows: ScoredRows) -> tuple[Tensor, ...]:
+    """What `concatenated_forward` returns, with the means of the logits in place of the logits.
 
     `completions` are the tokens of the completions, bool [2B, L-1].
     """
     scored = rows.within(completions)
-    chosen, rejected = (scored.means() if loss_inputs.averages else scored.sums()).chunk(2)
-    nll = rows.halves()[0].nll() if loss_inputs.nll != "none" else torch.tensor(0.0, device=chosen.device)
+    averages = is_orpo(line) or trainer.loss_type in ("ipo", "simpo")
+    logps = scored.means() if averages else scored.sums()
+    without_nll = getattr(trainer, "cpo_alpha", None) == 0
+    nll = torch.tensor(0.0, device=logps.device) if without_nll else rows.halves()[0].nll()
     means = (half.mean_logit() for half in scored.halves())
-    return chosen, rejected, *means, nll, *(() if rows.aux_loss is None else (rows.aux_loss,))
+    return *logps.chunk(2), *means, nll, *(() if rows.aux_loss is None else (rows.aux_loss,))
 
 
 def _mean_logits(mean_logits: Tensor, completions: Tensor) -> tuple[Tensor, ...]:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ...models.state import ForwardOptions, MakeOutput
 from ..line import TrainerLine
 from ..scored_rows import output_of_scores
-from .models import models_of
 
 _PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]}
 
 
 class RewardLine(TrainerLine):
     parameters = _PARAMETERS
-
-    def models(self, trainer: Any) -> dict[str, nn.Module]:
-        return models_of(trainer)
 
     def replace(self) -> None:
         """Nothing: each call of the model is a fused one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from ...logs import warn
@@ -13,14 +12,14 @@ from ...models.calls import counting_calls_as
 from ...models.wrapped import passes_arguments_on
 from .. import evidence
 from ..gathering import of_all_ranks
-from ..line import TrainerLine, TrainerState, arguments_of
+from ..line import TrainerLine, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute
 from .batches.packed_where_collated import with_packed_batches
-from .batches.prompt_groups import PromptGroups
+from .batches.prompt_groups import group_prompts
 from .batches.token_budget import TokenBudget
-from .memory import ReferenceMemory
+from .memory import serving
 from .reference import reference_of
 
 DPOTrainer = Any  # of one of several versions
@@ -31,18 +30,8 @@ PARAMETERS = {
 }
 
 
-@dataclass(eq=False, kw_only=True)
-class DPOState(TrainerState):
-    memory: ReferenceMemory
-    budget: TokenBudget | None = None
-    prompt_groups: PromptGroups | None = None
-
-
 class RewrittenDPOLine(TrainerLine):
     """What the lines of these DPOTrainers share."""
-
-    def new_state(self) -> DPOState:
-        return DPOState(name=self.name, memory=ReferenceMemory(self.options.reference_memory))
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch.
@@ -88,34 +77,33 @@ class RewrittenDPOLine(TrainerLine):
         state = self.state_of(trainer)
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-        gather = None if state.budget is None else state.budget.metrics.gather
         models = model, reference_of(trainer)
         is_known = evidence.is_tested(stock) and all(map(passes_arguments_on, models))
         with (
-            state.memory.serving(trainer, inputs) as inputs,
-            of_all_ranks(trainer.accelerator, gather),
+            serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
+            of_all_ranks(trainer.accelerator, state.gather),
             self.scoring(trainer, inputs, return_outputs),
             layouts.labelling(inputs.get("completion_mask") if is_known else None),
         ):
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
-        config = arguments_of(stock, trainer, *args, **kwargs).get("args")
-        if config is None or not config.padding_free:
-            stock(trainer, *args, **kwargs)
+        if init_padded(stock, trainer, *args, **kwargs):
+            trainer.padding_free = forward.is_fused(trainer.model)
+            if not trainer.padding_free:
+                warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
+        if self.state_of(trainer) is None:
             return
-        with temporarily(config, padding_free=False):  # otherwise TRL would warn that it pads
-            stock(trainer, *args, **kwargs)
-        trainer.padding_free = forward.is_fused(trainer.model)
-        if not trainer.padding_free:
-            warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
+        if self.options.group_prompts:
+            group_prompts(trainer, whole_steps=self.options.max_tokens is not None)
+        if self.options.max_tokens is not None:
+            TokenBudget(self.options).install(trainer)
 
-    def prepare(self, trainer: DPOTrainer) -> None:
-        super().prepare(trainer)
-        state, options = self.state_of(trainer), self.options
-        if state is not None and state.prompt_groups is None and options.group_prompts:
-            state.prompt_groups = PromptGroups(whole_steps=options.max_tokens is not None)
-            state.prompt_groups.install(trainer)
-        if state is not None and state.budget is None and options.max_tokens is not None:
-            state.budget = TokenBudget(options.max_tokens, options.share_prompts, options.group_prompts)
-            state.budget.install(trainer)
+
+def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> bool:
+    """Calls `__init__` without the option `padding_free`, of which TRL would warn. Returns whether it was given."""
+    config = arguments_of(stock, trainer, *args, **kwargs).get("args")
+    is_given = config is not None and config.padding_free
+    with temporarily(config, padding_free=False) if is_given else nullcontext():
+        stock(trainer, *args, **kwargs)
+    return is_given

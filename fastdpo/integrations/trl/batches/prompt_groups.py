@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
@@ -14,25 +13,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class PromptGroups:
-    """Reorders the epochs of one trainer.
+def group_prompts(trainer: Any, whole_steps: bool) -> None:
+    """Reorders the epochs of a trainer.
 
     Args:
+        trainer: the trainer.
         whole_steps: whether a step of all ranks is one batch, which a budget of tokens cuts.
     """
+    from accelerate.data_loader import BatchSamplerShard
 
-    def __init__(self, whole_steps: bool):
-        self._whole_steps = whole_steps
+    from ....lengths import number_prompts
 
-    def install(self, trainer: Any) -> None:
-        stock = trainer.get_train_dataloader
-        vars(trainer)["get_train_dataloader"] = functools.partial(self._get_train_dataloader, trainer, stock)
+    stock = trainer.get_train_dataloader
 
-    def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
-        from accelerate.data_loader import BatchSamplerShard
-
-        from ....lengths import number_prompts
-
+    def get_train_dataloader() -> Any:
         loader = stock()
         if vars(trainer).get(STATE) is None:  # unpatched since
             return loader
@@ -43,10 +37,12 @@ class PromptGroups:
         if isinstance(batches, BatchSamplerShard):
             splits, batches = batches.split_batches, batches.batch_sampler
         size = batches.batch_size // ranks if splits else batches.batch_size
-        if self._whole_steps:
+        if whole_steps:
             size *= ranks * trainer.args.gradient_accumulation_steps
         batches.sampler = GroupedSampler(batches.sampler, number_prompts(loader.dataset, op="patch"), size)
         return loader
+
+    trainer.get_train_dataloader = get_train_dataloader
 
 
 class GroupedSampler(Sampler[int]):

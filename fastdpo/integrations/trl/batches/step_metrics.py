@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...bypass import STATE
 from ...gathering import Gather, is_replaced, rows_of_all_ranks
+from ...replacements import temporarily
 
 
 class StepMetrics:
@@ -19,13 +21,9 @@ class StepMetrics:
     In each micro-batch, TRL gathers the values of the whole step so far, and the metrics that it
     computes from them replace those of the micro-batch before. The last micro-batch of a step
     gathers them from all ranks, the others only from their own.
-
-    Attributes:
-        gather: gathers the values of the micro-batch that is running, or None.
     """
 
     def __init__(self) -> None:
-        self.gather: Gather | None = None
         self.start_step()
 
     def start_step(self) -> None:
@@ -43,11 +41,9 @@ class StepMetrics:
         lengths = {name: len(values) for name, values in trainer._metrics["train"].items()}
         tokens = trainer._total_train_tokens
         has_all_ranks = ends_step and trainer.accelerator.num_processes > 1
-        self.gather = self._gather_of_step(trainer.accelerator.gather if has_all_ranks else None)
-        try:
+        gather = self._gather_of_step(trainer.accelerator.gather if has_all_ranks else None)
+        with temporarily(vars(trainer)[STATE], gather=gather):
             yield
-        finally:
-            self.gather = None
         after = trainer._metrics["train"].items()
         self._added = {name: slice(lengths.get(name, 0), len(values)) for name, values in after}
         self._added_tokens = trainer._total_train_tokens - tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ....models.support import rope_reason
 from ....models.wrapped import base_of
 from ...bypass import STATE
 from ...lines import DPO
+from ...options import PatchOptions
 from ...replacements import temporarily
 from .prompt_groups import require_supported, unsupported_loader_reason
 from .step_metrics import StepMetrics
@@ -38,27 +39,18 @@ NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 
 
 class TokenBudget:
-    """Cuts the steps of one trainer.
+    """Cuts the steps of one trainer, by the options of `patch`."""
 
-    Args:
-        max_tokens: of a micro-batch.
-        share_prompts, group_prompts: the options of `patch`.
-
-    Attributes:
-        metrics: joins those of the micro-batches of a step.
-    """
-
-    def __init__(self, max_tokens: int, share_prompts: SharePrompts, group_prompts: bool):
-        self._max_tokens, self._group_prompts = max_tokens, group_prompts
-        self._share_prompts: SharePrompts = share_prompts
-        self.metrics = StepMetrics()
+    def __init__(self, options: PatchOptions):
+        self._options = options
+        self._metrics = StepMetrics()
 
     def install(self, trainer: Any) -> None:
         for name, function in {
             "get_train_dataloader": self._get_train_dataloader,
             "training_step": self._training_step,
-            "floating_point_ops": _floating_point_ops,
-            "_track_num_input_tokens": _track_num_input_tokens,
+            "floating_point_ops": _of_micro_batches,
+            "_track_num_input_tokens": _of_micro_batches,
         }.items():
             vars(trainer)[name] = functools.partial(function, trainer, getattr(trainer, name))
 
@@ -71,16 +63,17 @@ class TokenBudget:
         if vars(trainer).get(STATE) is None:  # unpatched since
             return loader
         require_supported("max_tokens", unsupported_reason(trainer, loader))
-        self.metrics.start_step()
+        self._metrics.start_step()
+        options = self._options
         lengths, model = lengths_of(trainer), base_of(trainer.model, "max_tokens")
         require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
             lengths,
-            self._max_tokens,
+            cast(int, options.max_tokens),
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
-            share_prompts=shares_prompts(self._share_prompts, trainer.model),
-            prompts=number_prompts(trainer.train_dataset, op="patch") if self._group_prompts else None,
+            share_prompts=shares_prompts(options.share_prompts, trainer.model),
+            prompts=number_prompts(trainer.train_dataset, op="patch") if options.group_prompts else None,
             op="patch",
         )
 
@@ -100,7 +93,7 @@ class TokenBudget:
             return stock(model, inputs, *args)
         loss = torch.zeros((), device=trainer.args.device)
         ends_step = trainer.accelerator.sync_gradients
-        is_patched = STATE in vars(trainer)
+        is_patched = vars(trainer).get(STATE) is not None
         outcomes[DPO, "steps"] += ends_step
         outcomes[DPO, "micro-batches"] += len(inputs)
         for i, (batch, share) in enumerate(inputs):
@@ -108,7 +101,7 @@ class TokenBudget:
             with (
                 temporarily(trainer, current_gradient_accumulation_steps=1 / share),  # the loss is divided by it
                 _without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
-                self.metrics.micro_batch(trainer, ends_step and is_last) if is_patched else nullcontext(),
+                self._metrics.micro_batch(trainer, ends_step and is_last) if is_patched else nullcontext(),
             ):
                 loss = loss + stock(model, batch, *args)
         return loss
@@ -126,17 +119,13 @@ def _without_sync(trainer: Any, model: nn.Module) -> Iterator[None]:
         accelerator.gradient_state._set_sync_gradients(True)
 
 
-def _floating_point_ops(trainer: Any, stock: Callable[[Any], int], inputs: Any) -> int:
+def _of_micro_batches(trainer: Any, stock: Callable[[Any], Any], inputs: Any) -> Any:
+    """Calls a function for each micro-batch, and adds up what it returns."""
     from .budgeted_loader import MicroBatches
 
-    return sum(stock(batch) for batch, _ in inputs) if isinstance(inputs, MicroBatches) else stock(inputs)
-
-
-def _track_num_input_tokens(trainer: Any, stock: Callable[[Any], None], inputs: Any) -> None:
-    from .budgeted_loader import MicroBatches
-
-    for batch in [batch for batch, _ in inputs] if isinstance(inputs, MicroBatches) else [inputs]:
-        stock(batch)
+    if not isinstance(inputs, MicroBatches):
+        return stock(inputs)
+    return sum(stock(batch) or 0 for batch, _ in inputs)
 
 
 def shows_progress(trainer: Any) -> bool:

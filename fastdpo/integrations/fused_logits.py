@@ -1,4 +1,4 @@
-"""A model's output whose logits were never computed, for trainers that read a few numbers per token.
+"""Logits that were never computed, for trainers whose own code reads a few numbers per token from them.
 
 TRL's `DPOTrainer` before 1.15 computes everything from `outputs.logits`, but reads only what
 `ops.linear_logps` returns for each token: its log-probability, the entropy, the mean logit, whether
@@ -11,60 +11,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.utils.generic import ModelOutput
 
-from ..replacements import Replacements
-
-FUNCTIONS = ("selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy")
-"""Functions of logits that TRL's trainer modules import."""
-
-
-@dataclass
-class FusedOutput(ModelOutput):
-    """The output of a fused call, a `ModelOutput` so that DDP, FSDP2 and autocast find its tensors.
-
-    Attributes:
-        log_probs: of the token after each position, float [R, L-1], zero where nothing is scored,
-            like the statistics.
-        entropy: float [R, L-1].
-        mean_logits: float [R, L-1].
-        is_top1: bool [R, L-1].
-        log_sum_sq_probs: float [R, L-1].
-        aux_loss: of a router, a scalar.
-    """
-
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    mean_logits: Tensor | None = None
-    is_top1: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-    @property
-    def logits(self) -> FusedLogits:
-        return FusedLogits({name: self[name] for name in _PER_TOKEN if self.get(name) is not None})
-
-
-_PER_TOKEN = [field.name for field in fields(FusedOutput) if field.name != "aux_loss"]
+from .replacements import Replacements
 
 
 class FusedLogits:
     """Stands for logits [R, L, V], of which only results per token are known, [R, L-1] each.
 
     Args:
-        results: by the names of `FusedOutput`.
+        rows: the `ScoredRows`, without an `aux_loss`.
         factor: by which the logits were multiplied.
     """
 
-    def __init__(self, results: dict[str, Tensor], factor: float = 1.0):
-        self._results, self._factor = results, factor
+    def __init__(self, rows: Any, factor: float = 1.0):
+        self.rows, self._factor = rows, factor
 
     def __getitem__(self, index: Any) -> FusedLogits:
         """`logits[..., :-1, :]`, for which the results are, or those of the tokens in a mask."""
@@ -75,13 +41,13 @@ class FusedLogits:
         return self
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            return vars(self)["_results"][name]
-        except KeyError:
-            raise AttributeError(f"fused logits have no {name!r}") from None
+        results = vars(self)["rows"]._asdict() if "rows" in vars(self) else {}
+        if results.get(name) is None:
+            raise AttributeError(f"fused logits have no {name!r}")
+        return results[name]
 
     def __rmul__(self, factor: float) -> FusedLogits:
-        return FusedLogits(self._results, factor * self._factor)
+        return FusedLogits(self.rows, factor * self._factor)
 
     def contiguous(self) -> FusedLogits:
         return self
@@ -93,8 +59,7 @@ class FusedLogits:
         return self.log_probs.size(dim)
 
     def chunk(self, chunks: int, dim: int) -> list[FusedLogits]:
-        parts = {name: x.chunk(chunks, dim) for name, x in self._results.items()}
-        return [FusedLogits(dict(zip(parts, part, strict=True))) for part in zip(*parts.values(), strict=True)]
+        return [self._each(lambda x, i=i: x.chunk(chunks, dim)[i]) for i in range(chunks)]
 
     def mean(self, dim: int) -> Tensor:
         return self.mean_logits
@@ -117,7 +82,7 @@ class FusedLogits:
         return self.log_sum_sq_probs
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> FusedLogits:
-        return FusedLogits({name: function(x) for name, x in self._results.items()})
+        return FusedLogits(self.rows._make(None if x is None else function(x) for x in self.rows))
 
 
 class _Predictions:
@@ -133,29 +98,20 @@ class _Predictions:
         raise TypeError("fused logits: predictions are not hashable")
 
 
+RESULTS: dict[str, Callable[[FusedLogits], Any]] = {
+    "selective_log_softmax": lambda logits: logits.log_probs,
+    "entropy_from_logits": lambda logits: logits.entropy,
+    "selective_log_softmax_and_entropy": lambda logits: (logits.log_probs, logits.entropy.detach()),
+}
+"""By the names of the functions of logits that TRL's trainer modules import, what they return for fused logits."""
+
+
 def replace_functions(replacements: Replacements, module: ModuleType) -> None:
     """Makes the functions of logits in a trainer's module take fused logits, too."""
-    results = dict(zip(FUNCTIONS, (_log_probs, _entropy, _log_probs_and_entropy), strict=True))
-    for name in FUNCTIONS:
+    for name, result in RESULTS.items():
         if hasattr(module, name):
-            replacements.put(module, name, _taking_fused_logits(getattr(module, name), results[name]))
+            replacements.wrap(module, name, functools.partial(_function, result))
 
 
-def _taking_fused_logits(stock: Callable, result: Callable[[FusedLogits], Any]) -> Callable:
-    @functools.wraps(stock)
-    def function(logits, *args, **kwargs):
-        return result(logits) if isinstance(logits, FusedLogits) else stock(logits, *args, **kwargs)
-
-    return function
-
-
-def _log_probs(logits: FusedLogits) -> Tensor:
-    return logits.log_probs
-
-
-def _entropy(logits: FusedLogits) -> Tensor:
-    return logits.entropy
-
-
-def _log_probs_and_entropy(logits: FusedLogits) -> tuple[Tensor, Tensor]:
-    return logits.log_probs, logits.entropy.detach()
+def _function(result: Callable[[FusedLogits], Any], stock: Callable, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    return result(logits) if isinstance(logits, FusedLogits) else stock(logits, *args, **kwargs)
