@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...models import forward
 from ...models.language_model import text_config
-from ...models.state import ForwardOptions, ScoredBatch
+from ...models.state import ScoredBatch
 from ...reasons import Reason
 from .. import evidence
 from ..line import TrainerLine
@@ -77,18 +77,15 @@ class FusedHeadLine(TrainerLine):
         stock(model, temperature, cast_lm_head_to_fp32, outputs, *args, **kwargs)
         if self.leaves_models:
             return
-        request = ForwardOptions(
-            self.name,
-            role="policy" if len(outputs) > 1 else "reference",  # only the policy's statistics feed metrics
+        role = "policy" if len(outputs) > 1 else "reference"  # only the policy's statistics feed metrics
+        options = self.request(None, role)._replace(
             kind_without_gradient=self.kind_without_gradient,
             outputs=tuple(name for name in outputs if name in _STATISTICS),
             temperature=temperature,
             float32_head=cast_lm_head_to_fp32,
-            groups=self.groups,
             images=self.images,
-            **self.options.of_forward(),
         )
-        forward.install(model, request, functools.partial(_make_output, text_config(model)))
+        forward.install(model, options, functools.partial(_make_output, text_config(model)))
 
 
 def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:

@@ -65,18 +65,21 @@ class OnlineDPOLine(TrainerLine):
         vision_inputs: Any = None,
     ) -> Tensor:
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
-        if not self.calls(trainer, model):  # its trainer was created before patch()
+        if not self.calls(trainer, model):  # created before patch()
             return stock(trainer, model, *inputs)
-        padding = completion_mask == 0
+
+        def from_logits(called: Any) -> Tensor:
+            return stock(trainer, called, *inputs).masked_fill(completion_mask == 0, 0)
+
+        def results(rows: ScoredRows) -> Tensor:
+            start = rows.log_probs.shape[1] - completion_ids.shape[1]
+            return rows.log_probs[:, start:].to(completion_ids.device)
+
         if vision_inputs is not None:  # the call falls back, and the model logs why
-            return stock(trainer, functools.partial(model, fused_lm_head=True), *inputs).masked_fill(padding, 0)
+            return from_logits(functools.partial(model, fused_lm_head=True))
         # Policy and reference get the same batch, and so one layout.
         batch = self.state_of(trainer).batches[""].get(inputs[:4], lambda: batch_of(trainer.max_length, *inputs[:4]))
-        output = model(**batch, fused_lm_head=True)
-        if not isinstance(output, ScoredRows):  # logits, from which TRL computes log-probabilities
-            return stock(trainer, lambda *args, **kwargs: output, *inputs).masked_fill(padding, 0)
-        logps = output.log_probs
-        return logps[:, logps.shape[1] - completion_ids.shape[1] :].to(completion_ids.device)
+        return self.score(model, batch, results, from_logits)
 
 
 def batch_of(
