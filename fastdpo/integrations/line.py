@@ -83,10 +83,13 @@ class TrainerLine:
         parameters: of the class's functions that are replaced or relied on, the names of their parameters.
         module_parameters: those of functions of its module.
         exact: whether these functions may have no further parameters.
+        replaced: the functions of the class that methods of the line with these names replace. Each is given the
+            stock function in front of the arguments of a call.
+        module_replaced: such functions of its module.
         path: the functions that lead to the fused call (see `bypass.bypass_reason`).
         groups: which rows of a batch may share what they begin with (see `ForwardOptions`).
         options: of `patch()`.
-        replacements: the attributes that are replaced while the trainer is patched.
+        replacements: all that is replaced while the trainer is patched.
     """
 
     name: str
@@ -100,6 +103,8 @@ class TrainerLine:
     parameters: ClassVar[Mapping[str, list[str]]] = {}
     module_parameters: ClassVar[Mapping[str, list[str]]] = {}
     exact: ClassVar[bool] = True
+    replaced: ClassVar[tuple[str, ...]] = ()
+    module_replaced: ClassVar[tuple[str, ...]] = ()
     path: ClassVar[tuple[str, ...]] = ()
     groups: ClassVar[Groups] = "content"
 
@@ -112,12 +117,6 @@ class TrainerLine:
         self._patched_class: Any = None
         # By their ids: a trainer class that is a dataclass has instances without a hash.
         self._trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    # What each line defines.
-
-    def replace(self) -> None:
-        """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
-        raise NotImplementedError
 
     # What a line may define.
 
@@ -148,6 +147,13 @@ class TrainerLine:
 
     def prepared_reason(self, trainer: Any) -> Reason | None:
         """Why a trainer is left unpatched whose models are about to be prepared, or None."""
+
+    def replace(self) -> None:
+        """Replaces the functions in which the trainer scores batches, by `self.replacements`."""
+        for name in self.replaced:
+            self.wrap(name, getattr(self, name))
+        for name in self.module_replaced:
+            self.replacements.wrap(self.module(), name, getattr(self, name))
 
     def new_state(self) -> TrainerState:
         option = self.options.reference_memory if applies("reference_memory", self.name) else False

@@ -42,16 +42,13 @@ class FactoryDPOLine(ScoringLine):
             ],
         }
     )
+    replaced = ("concatenated_forward", "log")
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
         from llamafactory.extras.misc import is_env_enabled
 
         return Reason("use-mca") if is_env_enabled("USE_MCA") else super().unsupported_reason()
-
-    def replace(self) -> None:
-        super().replace()
-        self.wrap("concatenated_forward", self.concatenated_forward)
 
     def concatenated_forward(
         self,

@@ -41,13 +41,9 @@ class FactoryKTOLine(ScoringLine):
             "get_batch_loss_metrics": ["self", "model", "batch"],  # reads what takes the place of logits
         }
     )
+    replaced = ("concatenated_forward", "forward", "log")
     path = ("get_batch_loss_metrics", "concatenated_forward", "forward")
     groups = "prompts"
-
-    def replace(self) -> None:
-        super().replace()
-        self.wrap("concatenated_forward", self.concatenated_forward)
-        self.wrap("forward", self.score_rows)
 
     def concatenated_forward(
         self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor]
@@ -63,7 +59,7 @@ class FactoryKTOLine(ScoringLine):
         with temporarily(state, running=outputs):
             return stock(trainer, model, batch)
 
-    def score_rows(
+    def forward(
         self,
         stock: Callable,
         trainer: CustomKTOTrainer,

@@ -58,9 +58,6 @@ class ScoringLine(TrainerLine):
     def watch_first_log(self, trainer: Any) -> None:
         """Nothing: `log` is replaced."""
 
-    def replace(self) -> None:
-        self.wrap("log", self.log)
-
     def log(self, stock: Callable, trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         state = self.state_of(trainer)
         if "loss" in logs:

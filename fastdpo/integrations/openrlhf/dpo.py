@@ -45,6 +45,7 @@ _ACTOR_PARAMETERS = {"forward": ["self", "sequences"]}
 class OpenRLHFLine(TrainerLine):
     parameters = _PARAMETERS
     exact = False  # some versions have more
+    replaced = ("concatenated_forward", "fit", "evaluate", "save_logs_and_checkpoints")
     path = ("concatenated_forward",)
 
     def unsupported_reason(self) -> Reason | None:
@@ -65,10 +66,7 @@ class OpenRLHFLine(TrainerLine):
     def replace(self) -> None:
         from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-        self.wrap("concatenated_forward", self.concatenated_forward)
-        self.wrap("fit", self.fit)
-        self.wrap("save_logs_and_checkpoints", self.log)
-        self.wrap("evaluate", self.evaluate)
+        super().replace()
         self.replacements.wrap(DeepspeedStrategy, "all_reduce", _all_reduce)
 
     def fit(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +81,7 @@ class OpenRLHFLine(TrainerLine):
         finally:
             trainer.train_dataloader = loader
 
-    def log(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+    def save_logs_and_checkpoints(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
         self.first_log(trainer)
         stock(trainer, *args, **kwargs)
 

@@ -22,10 +22,8 @@ _PARAMETERS = {
 
 class SwiftDPOLine(SwiftLine):
     parameters = _PARAMETERS
+    replaced = ("concatenated_forward",)
     path = ("get_batch_loss_metrics", "concatenated_forward")
-
-    def replace(self) -> None:
-        self.wrap("concatenated_forward", self.concatenated_forward)
 
     def concatenated_forward(
         self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any], is_ref_model: bool = False

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models import forward
 from ...models.calls import counting_calls_as
+from ...models.forward import record_fallback
 from ...models.wrapped import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden
@@ -40,25 +40,20 @@ _PARAMETERS = {
 
 class SwiftKTOLine(SwiftLine):
     parameters = _PARAMETERS
+    replaced = ("forward", "_get_model_kwargs", "_compute_kl_logps", "get_batch_logps")
     path = ("get_batch_loss_metrics", "forward", "_get_model_kwargs")
     groups = "prompts"
 
-    def replace(self) -> None:
-        self.wrap("forward", self.score_both)
-        self.wrap("_get_model_kwargs", self.model_kwargs)
-        self.wrap("_compute_kl_logps", self.kl_logps)
-        self.wrap("get_batch_logps", self.batch_logps)
-
-    def score_both(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
+    def forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         if not self.calls(trainer, model):  # created before patch()
             return stock(trainer, model, batch)
         prefixes = (prefix for prefix in (_COMPLETIONS, _KL) if f"{prefix}labels" in batch)
-        inputs = {prefix: self._inputs_of_kind(trainer, model, batch, prefix) for prefix in prefixes}
+        inputs: dict[str, Any] = {x: self._inputs_of_kind(trainer, model, batch, x) for x in prefixes}
         reason = next((x for x in inputs.values() if isinstance(x, Reason)), None)
         if is_overridden(trainer, self.trainer_class(), ("get_batch_logps",)):
             reason = Reason("may-read-logits", function=f"{type(trainer).__name__}.get_batch_logps")
         if reason is not None:
-            forward.record_fallback(model, self.name, reason)
+            record_fallback(model, self.name, reason)
             return stock(trainer, model, batch)
         with temporarily(self.state_of(trainer), running=inputs):
             if not self._merges(trainer, model, inputs):
@@ -66,14 +61,14 @@ class SwiftKTOLine(SwiftLine):
             completions, inputs[_KL_OUTPUT] = _both_scored(model, inputs[_COMPLETIONS], inputs[_KL])
             return stock(trainer, lambda **kwargs: completions, batch)
 
-    def model_kwargs(self, stock: Callable, trainer: Any, inputs: dict[str, Any], prefix: str) -> Any:
+    def _get_model_kwargs(self, stock: Callable, trainer: Any, inputs: dict[str, Any], prefix: str) -> Any:
         state = self.state_of(trainer)
         if state is None or state.running is None:
             return stock(trainer, inputs, prefix)
         rows = state.running[prefix]
         return {**rows, "fused_lm_head": True}, rows["labels"]
 
-    def kl_logps(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
+    def _compute_kl_logps(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         """Without a gradient, but called with gradients enabled for the policy in a training step only."""
         state = self.state_of(trainer)
         if state is not None and state.running is not None and _KL_OUTPUT in state.running:
@@ -82,7 +77,9 @@ class SwiftKTOLine(SwiftLine):
         with counting_calls_as("policy") if torch.is_grad_enabled() else nullcontext():
             return stock(trainer, model, batch)
 
-    def batch_logps(self, stock: Callable, trainer: Any, inputs: dict[str, Any], logits: Any, labels: Tensor) -> Any:
+    def get_batch_logps(
+        self, stock: Callable, trainer: Any, inputs: dict[str, Any], logits: Any, labels: Tensor
+    ) -> Any:
         if isinstance(logits, FusedLogits):
             rows: ScoredRows = logits.rows
             if rows.mean_logits is None:  # of the reference

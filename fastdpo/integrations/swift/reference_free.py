@@ -33,6 +33,7 @@ class SwiftReferenceFreeLine(SwiftLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
+    replaced = ("concatenated_forward",)
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
@@ -42,9 +43,6 @@ class SwiftReferenceFreeLine(SwiftLine):
             if version not in SpecifierSet(_TRL):
                 return unsupported_version_reason("trl", version, [_TRL])
         return reason
-
-    def replace(self) -> None:
-        self.wrap("concatenated_forward", self.concatenated_forward)
 
     def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         if not self.calls(trainer, model):  # created before patch()

@@ -30,7 +30,3 @@ class DPOLine(RewrittenDPOLine, FusedHeadLine):
             or signature_difference(collator, "torch_call", ["self", "examples"])
             or field_difference(cast(type, collator), _COLLATOR_FIELDS)
         )
-
-    def replace(self) -> None:
-        FusedHeadLine.replace(self)
-        RewrittenDPOLine.replace(self)

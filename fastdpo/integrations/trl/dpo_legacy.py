@@ -36,6 +36,7 @@ _PARAMETERS = {
 
 class LegacyDPOLine(TrainerLine):
     parameters = _PARAMETERS
+    replaced = ("concatenated_forward", "get_batch_loss_metrics")
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def unsupported_reason(self) -> Reason | None:
@@ -54,8 +55,7 @@ class LegacyDPOLine(TrainerLine):
         for option in ("max_tokens", "group_prompts"):
             if getattr(self.options, option):
                 warn(f"{self.name}: {option} requires TRL 1.8 or later")
-        self.wrap("concatenated_forward", self.concatenated_forward)
-        self.wrap("get_batch_loss_metrics", self.get_batch_loss_metrics)
+        super().replace()
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
         if init_padded(stock, trainer, *args, **kwargs):

@@ -37,6 +37,7 @@ class FusedHeadLine(TrainerLine):
         leaves_models: whether models stay as TRL prepares them, while a trainer is created that is left unpatched.
     """
 
+    module_replaced = ("add_fused_lm_head",)
     kind_without_gradient: ClassVar[str] = "reference"
     images: ClassVar[bool] = False
     leaves_models: bool = False
@@ -59,9 +60,6 @@ class FusedHeadLine(TrainerLine):
     def init_unpatched(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         with temporarily(self, leaves_models=True):
             stock(trainer, *args, **kwargs)
-
-    def replace(self) -> None:
-        self.replacements.wrap(self.module(), "add_fused_lm_head", self.add_fused_lm_head)
 
     def add_fused_lm_head(
         self,

@@ -46,16 +46,13 @@ class GroupLine(FusedHeadLine):
 
     parameters = _PARAMETERS
     module_parameters = MappingProxyType({"use_adapter": ["model", "adapter_name"]})
+    module_replaced = ("add_fused_lm_head", "use_adapter")
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     groups = "prompts"
     kind_without_gradient = "old_policy"
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return option_reason(arguments.get("args"), DISABLING)
-
-    def replace(self) -> None:
-        super().replace()
-        self.replacements.wrap(self.module(), "use_adapter", self.use_adapter)
 
     @contextmanager
     def use_adapter(

@@ -35,14 +35,10 @@ _INPUTS = {*_ROWS, *(f"KL_{name}" for name in _ROWS), "label"}
 
 class KTOLine(FusedHeadLine):
     parameters = _PARAMETERS
+    replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     groups = "prompts"
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
-
-    def replace(self) -> None:
-        super().replace()
-        self.wrap("compute_ref_log_probs", self.compute_ref_log_probs)
-        self.wrap("_compute_loss", self.compute_loss)
 
     def compute_ref_log_probs(
         self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
@@ -55,7 +51,7 @@ class KTOLine(FusedHeadLine):
         completion_logps, KL_logps = logps.chunk(2)
         return completion_logps, KL_logps
 
-    def compute_loss(
+    def _compute_loss(
         self,
         stock: Callable,
         trainer: KTOTrainer,

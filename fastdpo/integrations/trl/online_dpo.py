@@ -40,11 +40,8 @@ _PARAMETERS = {
 
 class OnlineDPOLine(TrainerLine):
     parameters = _PARAMETERS
+    replaced = ("training_step", "_forward")
     path = ("training_step", "_forward")
-
-    def replace(self) -> None:
-        self.wrap("training_step", self.training_step)
-        self.wrap("_forward", self.score_completions)
 
     def training_step(
         self, stock: Callable, trainer: OnlineDPOTrainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -53,7 +50,7 @@ class OnlineDPOLine(TrainerLine):
         with of_all_ranks(trainer.accelerator) if is_patched else nullcontext():
             return stock(trainer, model, inputs, *args, **kwargs)
 
-    def score_completions(
+    def _forward(
         self,
         stock: Callable,
         trainer: OnlineDPOTrainer,

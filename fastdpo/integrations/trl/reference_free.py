@@ -36,13 +36,11 @@ class ReferenceFreeLine(TrainerLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
+    replaced = ("concatenated_forward",)
     path = ("get_batch_loss_metrics", "concatenated_forward")
 
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)
-
-    def replace(self) -> None:
-        self.wrap("concatenated_forward", self.concatenated_forward)
 
     def concatenated_forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         if not self.calls(trainer, model):

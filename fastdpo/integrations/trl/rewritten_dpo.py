@@ -33,6 +33,8 @@ PARAMETERS = {
 class RewrittenDPOLine(TrainerLine):
     """What the lines of these DPOTrainers share."""
 
+    replaced = ("_compute_loss", "get_train_dataloader", "compute_ref_log_probs", "_precompute_ref_logps")
+
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch.
 
@@ -43,12 +45,6 @@ class RewrittenDPOLine(TrainerLine):
         """
         return nullcontext()
 
-    def replace(self) -> None:
-        self.wrap("_compute_loss", self.compute_loss)
-        self.wrap("get_train_dataloader", self.get_train_dataloader)
-        self.wrap("compute_ref_log_probs", self.compute_ref_log_probs)
-        self.wrap("_precompute_ref_logps", self.precompute_ref_logps)
-
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
@@ -57,14 +53,14 @@ class RewrittenDPOLine(TrainerLine):
         with counting_calls_as("reference"), self.scoring(trainer, inputs, False):
             return stock(trainer, *args, **kwargs)
 
-    def precompute_ref_logps(
+    def _precompute_ref_logps(
         self, stock: Callable, trainer: DPOTrainer, dataset: Any, name: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> Any:
         if not precompute.is_supported(trainer, dataset):
             return stock(trainer, dataset, name, batch_size, *args, **kwargs)
         return precompute.with_precomputed_logps(trainer, dataset, name, batch_size)
 
-    def compute_loss(
+    def _compute_loss(
         self,
         stock: Callable,
         trainer: DPOTrainer,

@@ -25,12 +25,9 @@ _PARAMETERS = {
 
 class SFTLine(FusedHeadLine):
     parameters = _PARAMETERS
+    replaced = ("get_train_dataloader",)
     path = ("compute_loss", "fused_lm_head")
     groups = "prompts"
-
-    def replace(self) -> None:
-        super().replace()
-        self.wrap("get_train_dataloader", self.get_train_dataloader)
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
