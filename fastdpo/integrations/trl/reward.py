@@ -14,9 +14,6 @@ _PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "nu
 class RewardLine(TrainerLine):
     parameters = _PARAMETERS
 
-    def replace(self) -> None:
-        """Nothing: each call of the model is a fused one."""
-
     def request(self, trainer: Any, role: str) -> ForwardOptions:
         return super().request(trainer, role)._replace(rewards=True)
 
