@@ -189,25 +189,25 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, rows, sinks, scale, window, softcap):
-        ctx.options, ctx.plan = (scale, window, softcap), None
+        ctx.options, ctx.plan, ctx.of_model = (scale, window, softcap), None, query.dim() == 4
         tensors = _by_token(query), _by_token(key), _by_token(value)
         if is_traced():
             out, lse = _fwd_op(*tensors, _in_rows(rows), sinks, *ctx.options)
         else:
             out, lse, ctx.plan = _forward(*tensors, rows, sinks, AttentionOptions(*ctx.options))
-        ctx.save_for_backward(query, key, value, out, lse, rows, sinks)
+        ctx.save_for_backward(*tensors, out, lse, rows, sinks)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, lse, rows, sinks = ctx.saved_tensors
-        inputs = grad, _by_token(query), _by_token(key), _by_token(value), out, lse
+        inputs = grad, query, key, value, out, lse
         if ctx.plan is None or is_traced() or torch.is_grad_enabled():
             *gradients, dsinks = _bwd_op(*inputs, _in_rows(rows), sinks, *ctx.options)
         else:
             gradients = _backward(inputs, rows, AttentionOptions(*ctx.options), ctx.plan)
             dsinks = _gradient_of_sinks(grad, out, lse, sinks, query)
-        if query.dim() == 4:
+        if ctx.of_model:
             gradients = (x.transpose(0, 1).unsqueeze(0) for x in gradients)
         return *gradients, None, None if sinks is None else dsinks, None, None, None
 
