@@ -31,9 +31,14 @@ PARAMETERS = {
 
 
 class RewrittenDPOLine(TrainerLine):
-    """What the lines of these DPOTrainers share."""
+    """What the lines of these DPOTrainers share.
+
+    Attributes:
+        loss_is_tested: whether the trainer's own `_compute_loss` is one that was tested.
+    """
 
     replaced = ("_compute_loss", "get_train_dataloader", "compute_ref_log_probs", "_precompute_ref_logps")
+    loss_is_tested: bool
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch.
@@ -44,6 +49,10 @@ class RewrittenDPOLine(TrainerLine):
             wants_output: whether the caller wants the output of the model.
         """
         return nullcontext()
+
+    def replace(self) -> None:
+        self.loss_is_tested = evidence.is_tested(self.trainer_class()._compute_loss)
+        super().replace()
 
     def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
@@ -74,7 +83,7 @@ class RewrittenDPOLine(TrainerLine):
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = model, reference_of(trainer)
-        is_known = evidence.is_tested(stock) and all(map(passes_arguments_on, models))
+        is_known = self.loss_is_tested and all(map(passes_arguments_on, models))
         with (
             serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
             of_all_ranks(trainer.accelerator, state.gather),
