@@ -56,8 +56,8 @@ def packed_attention(
         exact = definitions.packed_attention(query, key, value, ROWS[:-1], **options._asdict(), sinks=sink)
         call = prepare(q, v, ROWS, options)
         out, lse = call.forward(q, k, v, None if sink is None else sink.to(device, dtype))
-        yield Comparison("attention", out[:BEFORE_FOREIGN], exact)
+        yield "attention", out[:BEFORE_FOREIGN], exact
         gradients = torch.autograd.grad(exact, leaves, values[3][:BEFORE_FOREIGN])
         found = call.backward(grad, q, k, v, out, lse)
         for name, x, slope in zip(("queries", "keys", "values"), found, gradients, strict=True):
-            yield Comparison(f"gradient of {name}", x[:BEFORE_FOREIGN], slope)
+            yield f"gradient of {name}", x[:BEFORE_FOREIGN], slope

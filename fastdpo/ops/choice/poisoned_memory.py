@@ -35,7 +35,7 @@ class Result(NamedTuple):
     def margin(self, name: str) -> Comparison:
         """That the memory around the result is still NaN."""
         self.inside.fill_(torch.nan)
-        return Comparison(f"memory around {name}", self.memory, torch.full(self.memory.shape, torch.nan))
+        return f"memory around {name}", self.memory, torch.full(self.memory.shape, torch.nan)
 
 
 def _columns(width: int) -> int:

@@ -29,18 +29,8 @@ from . import notes
 TRIED_DEVICES = ("cuda",)
 
 
-class Comparison(NamedTuple):
-    """A result of a kernel, and what it must be.
-
-    Attributes:
-        name: of the result.
-        found: on the device.
-        exact: on the CPU. Where it is NaN, the result must be NaN, too.
-    """
-
-    name: str
-    found: Tensor
-    exact: Tensor
+Comparison = tuple[str, Tensor, Tensor]
+"""The name of a kernel's result, the result on the device, and what it must be on the CPU: NaN where that is NaN."""
 
 
 class Kernel(NamedTuple):
@@ -78,20 +68,15 @@ def works(kernel: Kernel, trial: Trial) -> bool:
     Raises:
         NotFused: it may not, and `FASTDPO_STRICT=1`.
     """
-    return failure(kernel, trial) is None
-
-
-def failure(kernel: Kernel, trial: Trial) -> str | None:
-    """Why a kernel may not be used, or None. See `works`."""
     if not is_tried(kernel.device):
-        return None
+        return True
     with _lock:
         if kernel not in _failures and is_capturing(kernel.device):
-            return None
+            return True
         reason = failure_of_candidate(kernel, trial)
         if reason is not None:
             _report(kernel, reason)
-        return reason
+        return reason is None
 
 
 def failure_of_candidate(kernel: Kernel, trial: Trial) -> str | None:

@@ -44,7 +44,7 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
     (slope,) = torch.autograd.grad(exact.logps.sum(), x)
     tile = Result.like(x, device, dtype)
     logps, *sums = token_logps_fwd(logits, on_device, *plain, "", tile=tile.inside, warps=warps)
-    yield Comparison("logps", logps, exact.logps)
+    yield "logps", logps, exact.logps
     yield from _tile("the tile of the forward", tile, sums[2], plain, slope)
     tile = Result.like(x, device, dtype)
     token_logps_bwd(tile.inside, None, None, logits, on_device, sums, *plain)
@@ -55,7 +55,7 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
     exact = definitions.token_logps(x, targets, **options, outputs=STATISTICS)
     logits = placed(x.detach(), device, dtype, aligned=False)
     logps, *found = token_logps_fwd(logits, on_device, *capped, ",".join(STATISTICS), warps=warps)
-    yield Comparison("logps", logps, exact.logps)
+    yield "logps", logps, exact.logps
     yield from _statistics(found[3:], exact, STATISTICS)
     of_logps, of_entropy = (g.to(device, torch.float32) for g in upstream)
     alone, both = (upstream[0] * exact.logps).sum(), (upstream * torch.stack([exact.logps, exact.entropy])).sum()
@@ -63,19 +63,19 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
         (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
         grad = Result.like(x, device, dtype)
         token_logps_bwd(grad.inside, of_logps, given, logits, on_device, found[:3], *capped)
-        yield Comparison(f"gradient of {name}", grad.inside, slope)
+        yield f"gradient of {name}", grad.inside, slope
         yield grad.margin("the gradient")
 
 
 def _tile(name: str, tile: Result, total: Tensor, transform: Transform, slope: Tensor) -> Iterator[Comparison]:
     scale = upstream_scale(torch.ones_like(total), total, transform)
-    yield Comparison(name, (tile.inside * scale[:, None]).to(tile.inside.dtype), slope)
+    yield name, (tile.inside * scale[:, None]).to(tile.inside.dtype), slope
     yield tile.margin(name)
 
 
 def _statistics(found: Sequence[Tensor], exact: TokenLogps, names: Sequence[str]) -> Iterator[Comparison]:
     for name, values in zip(names, found, strict=True):
-        yield Comparison(name, values.float(), getattr(exact, name))
+        yield name, values.float(), getattr(exact, name)
 
 
 def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
@@ -91,7 +91,7 @@ def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparis
     for bias, transform in zip((None, biases[0]), TRANSFORMS, strict=True):
         z = torch.linalg.vecdot(h, w[targets]) + (0 if bias is None else b[0, targets])
         found = launch(hidden, weight, bias, targets.to(device), *transform)
-        yield Comparison("target logits", found, transform.apply_(z))
+        yield "target logits", found, transform.apply_(z)
 
 
 OF_LOGITS = {"token_logps": token_logps, "target_logits": target_logits}
