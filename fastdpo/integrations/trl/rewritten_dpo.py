@@ -38,6 +38,7 @@ class RewrittenDPOLine(TrainerLine):
     """
 
     replaced = ("_compute_loss", "get_train_dataloader", "compute_ref_log_probs", "_precompute_ref_logps")
+    get_train_dataloader = with_packed_batches
     loss_is_tested: bool
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
@@ -53,9 +54,6 @@ class RewrittenDPOLine(TrainerLine):
     def replace(self) -> None:
         self.loss_is_tested = evidence.is_tested(self.trainer_class()._compute_loss)
         super().replace()
-
-    def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
-        return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model

@@ -6,7 +6,6 @@ whose loss needs logits, is left unpatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...reasons import Reason
@@ -26,11 +25,9 @@ _PARAMETERS = {
 class SFTLine(FusedHeadLine):
     parameters = _PARAMETERS
     replaced = ("get_train_dataloader",)
+    get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
     groups = "prompts"
-
-    def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")
