@@ -32,8 +32,9 @@ from fastdpo.ops.attention.calls import AttentionOptions
 from fastdpo.ops.attention.flash import FlashAttention2, FlashLibrary
 from fastdpo.ops.attention.layout_cache import LayoutCache
 
-PROFILED = 3  # steps
+PROFILED = 10  # steps
 PARTS = (  # of a path, and the name of a part; the first that fits
+    ("/fastdpo/kernels/", "fastdpo: launchers of kernels"),
     ("/fastdpo/ops/attention/", "fastdpo: attention"),
     ("/fastdpo/ops/", "fastdpo: head and loss"),
     ("/fastdpo/models/", "fastdpo: models"),
@@ -85,7 +86,7 @@ class HostStep(TrainerStep):
 
     def _profile(self) -> dict[str, float]:
         """The share of each part, from Python's profiler. An operator is of the part that calls it."""
-        profile = Profile()
+        profile = Profile(time.process_time)
         for _ in range(PROFILED):
             profile.runcall(self._run, 0)
             self.reset()
