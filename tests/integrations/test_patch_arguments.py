@@ -18,7 +18,7 @@ from fastdpo.integrations import options
 from fastdpo.integrations.options import OPTIONS, GivenOptions, PatchOptions
 from tests.support import ROOT
 
-ALL = ["trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer"]
+ALL = ["trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer", "trl.RewardTrainer"]
 
 
 def names(report: fastdpo.PatchReport) -> list[str]:
@@ -29,7 +29,7 @@ def names(report: fastdpo.PatchReport) -> list[str]:
     ("targets", "patched"),
     [
         ((DPOTrainer,), ALL[:1]),
-        ((OnlineDPOTrainer, KTOTrainer), ALL[1:]),
+        ((OnlineDPOTrainer, KTOTrainer), ALL[1:3]),
         (([DPOTrainer, "trl.KTOTrainer"],), [ALL[0], ALL[2]]),
         ((("trl.DPOTrainer",),), ALL[:1]),
         (({"trl.DPOTrainer"}, KTOTrainer), [ALL[0], ALL[2]]),

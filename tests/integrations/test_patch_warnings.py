@@ -131,7 +131,7 @@ fastdpo.patch()
     lines = [line for line in done.stderr.splitlines() if "fastdpo" in line]
     assert len(lines) == 1
     assert lines[0].startswith("fastdpo: trl.DPOTrainer")
-    assert lines[0].endswith(": it differs [different-code]")
+    assert ": it differs [different-code]" in lines[0]
 
 
 LEVELS = ("warning", "warn", "error", "exception", "critical")

@@ -52,7 +52,8 @@ def all_differ(some: tuple, others: tuple) -> bool:
 def test_patch_returns_a_report_and_logs_it_in_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         report = fastdpo.patch()
-    assert [seam.name for seam in report.seams] == ["trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.KTOTrainer"]
+    names = [f"trl.{name}Trainer" for name in ("DPO", "OnlineDPO", "KTO", "Reward")]
+    assert [seam.name for seam in report.seams] == names
     assert all(seam.version == "1.16.0" and seam.on for seam in report.seams)
     assert str(report) == "fastdpo: " + " | ".join(f"{seam.name} (1.16.0): on" for seam in report.seams)
     assert [record.message for record in caplog.records] == [str(report)]
@@ -73,7 +74,7 @@ def test_trainers_that_remember_no_reference_are_named(caplog):
 def test_trainers_without_a_token_budget_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         fastdpo.patch(max_tokens=8192)
-        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
+        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer, trl.RewardTrainer"
         assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.INFO, message)
         fastdpo.unpatch()
         fastdpo.patch("trl.KTOTrainer", max_tokens=8192)

@@ -151,6 +151,8 @@ def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) 
     of_call = query.device, query.dtype, query.shape, value.shape, options, decisive
     if rows.dim() == 2:
         return plan_of_rows(query, value, rows, options, of_call)
+    if rows.is_inference():  # it has no version, so a write to it would be missed
+        return plan_of_rows(query, value, rows.flatten(0, 2), options, of_call)
     plans, key = vars(rows).setdefault(_PLANS, {}), (*of_call, rows._version, current_stream(query.device))
     found = plans.get(key)
     if found is None:

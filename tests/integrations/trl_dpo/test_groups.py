@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdpo import packing
-from fastdpo.models import laying_out
+from tests.support import faults
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.families import FUSED, HYBRID, kind
 from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_layouts, train_both
@@ -111,17 +111,13 @@ def test_prompts_that_are_not_shared(both, layouts):
 
 
 def test_the_comparison_notices_a_prefix_that_is_too_long(both, monkeypatch):
-    stock_layout, stock_tree = laying_out.layout_of, packing.prefix_tree
+    stock_tree = packing.prefix_tree
 
     def longer(*args):
         return [branch._replace(shared=branch.shared + (branch.shared > 1)) for branch in stock_tree(*args)]
 
-    def layout_of(*args, **options):  # not in the probe, which would notice as well
-        with monkeypatch.context() as patch:
-            patch.setattr(packing, "prefix_tree", longer)
-            return stock_layout(*args, **options)
-
-    monkeypatch.setattr(laying_out, "layout_of", layout_of)
+    faults.unnoticed_by_probes(monkeypatch)
+    monkeypatch.setattr(packing, "prefix_tree", longer)
     stock, patched = both(data=pairs_of_prompts())
     assert_fused(patched, policy=2, reference=2)
     assert_far_from_same(stock, patched, stock.in_float64)
