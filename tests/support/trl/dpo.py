@@ -43,10 +43,15 @@ NOT_NUMBERS_OF_TRAINING = ("runtime", "per_second", "epoch", "flos", "step_time"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word. No special token is a prefix of a word."""
+    """A tokenizer with one token per word. No special token is a prefix of a word.
+
+    Like those of causal LMs, it returns no token types, which those of transformers 4 do by default.
+    """
     word_level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=word_level, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    inputs = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=word_level, model_input_names=inputs, **special)
 
 
 def pairs(n: int, seed: int = 0) -> list[dict[str, str]]:

@@ -198,5 +198,5 @@ def assert_option_trains_alike(directory: Path, **options) -> None:
     """Asserts that two steps with an option of `train_three` are fused and equal stock's."""
     runs = train_three(directory, max_steps=2, **options)
     calls = 2 * options.get("gradient_accumulation_steps", 1)
-    assert_fused(runs[-1], policy=calls, reference=calls)
+    assert_fused(runs[-1], policy=calls, reference=calls, reward=calls if "rewards" in options else 0)
     assert_all_same(*runs)
