@@ -173,11 +173,13 @@ class TrainerLine:
 
     def request(self, trainer: Any, role: str) -> ForwardOptions:
         """What the fused forward of a model computes."""
+        is_reward = role == "reward"  # whose only label is that of the last token, behind all that rows share
         return ForwardOptions(
             self.name,
             role,
+            rewards=is_reward,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
-            groups=self.groups,
+            groups="content" if is_reward else self.groups,
             **self.options.of_forward(),
         )
 
@@ -236,21 +238,17 @@ class TrainerLine:
         if reason is not None:
             leave_unpatched(trainer, self.name, reason)
         elif state is not None:
-            for role, model in self.models(trainer).items():
+            bases = filter(None, map(find_base, self.reward_models(trainer)))
+            for role, model in (*self.models(trainer).items(), *(("reward", base) for base in bases)):
                 if model not in state.models:
                     state.models.add(model)
                     self.install(trainer, role, model)
-            for model in self.reward_models(trainer):
-                base = find_base(model)
-                if base is not None and base not in state.models:
-                    state.models.add(base)
-                    options = ForwardOptions(self.name, "reward", rewards=True, **self.options.of_forward())
-                    forward.install(base, options, output_of_scores, prior_scores=False)
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
-        """Makes the causal LM in a model score batches."""
-        base = base_of(model, self.name)
-        forward.install(base, self.request(trainer, role), self.make_output(base), prior_scores=False)
+        """Makes the transformers model in a model score batches."""
+        base, options = base_of(model, self.name), self.request(trainer, role)
+        make_output = output_of_scores if options.rewards else self.make_output(base)
+        forward.install(base, options, make_output, prior_scores=False)
 
     # What `patch` calls.
 

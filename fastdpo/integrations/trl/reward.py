@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...models.state import ForwardOptions, MakeOutput
+from ...models.state import ForwardOptions
 from ..line import TrainerLine
-from ..scored_rows import output_of_scores
 
 _PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]}
 
@@ -16,6 +15,3 @@ class RewardLine(TrainerLine):
 
     def request(self, trainer: Any, role: str) -> ForwardOptions:
         return super().request(trainer, role)._replace(rewards=True)
-
-    def make_output(self, model: Any) -> MakeOutput:
-        return output_of_scores
