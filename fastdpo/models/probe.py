@@ -6,7 +6,7 @@ in ways that neither their configuration nor their modules reveal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -176,46 +176,58 @@ def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
 def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
     """Returns how logits of a model's class differ from its head and `logit_transform`, or None if
     they do not.
-
-    Compares with the forward of the class, since a trainer may have wrapped the model's own for
-    another precision.
     """
     softcap, logit_scale = logit_transform(text_config(model))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(text_config(model).vocab_size, (1, 4), generator=generator, device="cpu").to(device)
-    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    plainly = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
-        expected = type(model).forward(model, **batch).logits
-        unit = max(model_unit(model, device), torch.finfo(expected.dtype).eps)
-        expected = expected.float()
-        hidden = backbone(model)(**batch).last_hidden_state
+
+    def logits(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
         head = cast(nn.Linear, model.get_output_embeddings())
-        logits = head(hidden.to(head.weight.device)).float().to(expected.device) * logit_scale
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    error = row_errors(logits.flatten(), expected.flatten()).item()
-    if error <= PROBE_FACTOR * unit:
-        return None
-    return Reason("different-logits", model=type(model).__name__, error=error)
+        found = head(hidden.to(head.weight.device)).float() * logit_scale
+        return found if softcap is None else softcap * torch.tanh(found / softcap)
+
+    error = _unexplained_error(model, device, 1, logits)
+    return None if error is None else Reason("different-logits", model=type(model).__name__, error=error)
 
 
 def score_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
     """Returns how the score of a reward model's class differs from its `score` at the last token, or None
     if it does not.
     """
+
+    def scores(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
+        is_scored = reward_head.with_scored_tokens(model, batch)["shift_labels"] != packing.IGNORE_INDEX
+        return reward_head.scores(model, hidden[is_scored])
+
+    error = _unexplained_error(model, device, 4, scores)
+    return None if error is None else Reason("different-scores", model=type(model).__name__, error=error)
+
+
+def _unexplained_error(
+    model: PreTrainedModel, device: torch.device, calls: int, ending: Callable[[Tensor, dict[str, Any]], Tensor]
+) -> float | None:
+    """The relative error of what is computed from hidden states in the place of a model's `logits`, or None if
+    rounding explains it.
+
+    Compares with the forward of the class, since a trainer may have wrapped the model's own for
+    another precision.
+
+    Args:
+        model: the model.
+        device: of its inputs.
+        calls: the number of calls with a row each, whose results are compared together.
+        ending: given hidden states [1, L, D] and the arguments of the call.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(text_config(model).vocab_size, (4, 1, 4), generator=generator, device="cpu").to(device)
+    ids = torch.randint(text_config(model).vocab_size, (calls, 1, 4), generator=generator, device="cpu").to(device)
     expected, found = [], []
     plainly = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
         for row in ids:
             batch = dict(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)
-            is_scored = reward_head.with_scored_tokens(model, batch)["shift_labels"] != packing.IGNORE_INDEX
             expected.append(type(model).forward(model, **batch).logits.flatten())
-            found.append(reward_head.scores(model, backbone(model)(**batch).last_hidden_state[is_scored]))
+            found.append(ending(backbone(model)(**batch).last_hidden_state, batch).flatten().to(expected[0].device))
         unit = max(model_unit(model, device), torch.finfo(expected[0].dtype).eps)
     error = row_errors(torch.cat(found), torch.cat(expected)).item()
-    return None if error <= PROBE_FACTOR * unit else Reason("different-scores", model=type(model).__name__, error=error)
+    return None if error <= PROBE_FACTOR * unit else error
 
 
 def _rounded(x: Any, unit: float) -> Any:

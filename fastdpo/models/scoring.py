@@ -151,10 +151,10 @@ def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> tuple[Toke
         logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in statistics})
         return logps, _other_results(fused, output)
     logits = prior_logits(fused, args, kwargs).logits
-    if fused.options.rewards:
-        return TokenLogps(logits * (kwargs["shift_labels"] != packing.IGNORE_INDEX)), {}
-    logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
     targets = _shifted_labels(kwargs).to(logits.device)
+    if fused.options.rewards:
+        return TokenLogps(logits * (targets != packing.IGNORE_INDEX)), {}
+    logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
     temperature = fused.options.temperature
     return definitions.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics)), {}
 
