@@ -17,8 +17,7 @@ from fastdpo.integrations.patching import examine
 from fastdpo.models import calls as counters
 from tests.support import ROOT
 from tests.support.comparison import double
-from tests.support.copies import Copy, train_copies
-from tests.support.documents import tested_code
+from tests.support.copies import Copy, assert_recorded, train_copies
 from tests.support.trl.dpo import assert_same, assert_same_bits
 from tests.support.workers.trainings import TRAIN, model_of
 
@@ -131,9 +130,7 @@ def test_only_functions_whose_texts_differ_are_parsed(results, name):
 
 
 def test_the_fingerprints_are_those_of_the_installed_versions():
-    found = tested_code.found()
-    assert found, "no tested version is installed"
-    assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
+    assert_recorded()
 
 
 def set_version(monkeypatch, trl):

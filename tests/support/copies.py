@@ -7,15 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
+from fastdpo.integrations import evidence
 from fastdpo.integrations.lines import DISTRIBUTIONS
+from tests.support import ROOT
 from tests.support.comparison import assert_same_training
+from tests.support.documents import tested_code
 
 Change = tuple[str, str, str]
 """A file of the package, a text in it, and what replaces the text."""
@@ -61,6 +64,31 @@ def train_copies(version: str, copies: Mapping[str, Copy], directory: Path) -> d
         runs = {side: SimpleNamespace(**result[side], in_float64=None) for side in ("stock", "patched")}
         results[name] = {**result, **runs}
     return results
+
+
+def train_program(
+    trainer: str, version: str, changes: Mapping[str, list[Change]], directory: Path
+) -> dict[str, dict[str, Any]]:
+    """The results of `train_copies` for copies of one trainer's package, by the names of their changes."""
+    return train_copies(version, {name: Copy(trainer, each) for name, each in changes.items()}, directory)
+
+
+def assert_reported_and_trained(result: Mapping[str, Any], report: str) -> None:
+    """Asserts what the report says of a trainer, and that it trains what its stock trains: fused if it is on."""
+    assert result["report"] == report
+    assert_trains_as_its_stock(result, fused=": on" in report)
+
+
+def assert_documented(page: str, reports: Iterable[str]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert all(f"\nfastdpo: {report}\n" in text for report in reports)
+
+
+def assert_recorded(prefix: str = "") -> None:
+    """Asserts that tested_code.json has what lines rely on in the installed packages, names with a prefix among it."""
+    found = tested_code.found()
+    assert any(name.startswith(prefix) for name in found), "no tested version is installed"
+    assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
 
 
 def assert_trains_as_its_stock(result: Mapping[str, Any], *, fused: bool) -> None:

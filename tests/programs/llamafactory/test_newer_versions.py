@@ -2,10 +2,7 @@
 
 import pytest
 
-from fastdpo.integrations import evidence
-from tests.support import ROOT
-from tests.support.copies import Copy, assert_trains_as_its_stock, train_copies
-from tests.support.documents import tested_code
+from tests.support.copies import assert_documented, assert_recorded, assert_reported_and_trained, train_program
 
 NAME = "llamafactory.DPOTrainer"
 TRAINER, UTILS = "train/dpo/trainer.py", "train/trainer_utils.py"
@@ -29,22 +26,17 @@ REPORTS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    copies = {name: Copy(NAME, changes) for name, changes in COPIES.items()}
-    return train_copies("0.9.6", copies, tmp_path_factory.mktemp("copies"))
+    return train_program(NAME, "0.9.6", COPIES, tmp_path_factory.mktemp("copies"))
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_trains_what_its_stock_trains(results, name):
-    assert results[name]["report"] == REPORTS[name]
-    assert_trains_as_its_stock(results[name], fused=": on" in REPORTS[name])
+    assert_reported_and_trained(results[name], REPORTS[name])
 
 
 def test_the_reports_are_documented():
-    page = (ROOT / "docs" / "llamafactory.md").read_text()
-    assert all(f"\nfastdpo: {REPORTS[name]}\n" in page for name in COPIES if name != "logits in the loss")
+    assert_documented("llamafactory.md", (REPORTS[name] for name in COPIES if name != "logits in the loss"))
 
 
 def test_the_fingerprints_are_those_of_the_installed_version():
-    found = tested_code.found()
-    assert any(name.startswith("llamafactory.train.kto.") for name in found)
-    assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
+    assert_recorded("llamafactory.train.kto.")

@@ -4,11 +4,8 @@ import importlib.metadata
 
 import pytest
 
-from fastdpo.integrations import evidence
 from fastdpo.integrations.patching import examine
-from tests.support import ROOT
-from tests.support.copies import Copy, assert_trains_as_its_stock, train_copies
-from tests.support.documents import tested_code
+from tests.support.copies import assert_documented, assert_recorded, assert_reported_and_trained, train_program
 
 NAME = "swift.DPOTrainer"
 TRAINER, MIXIN = "rlhf_trainers/dpo_trainer.py", "rlhf_trainers/rlhf_mixin.py"
@@ -31,25 +28,20 @@ REPORTS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    copies = {name: Copy(NAME, changes) for name, changes in COPIES.items()}
-    return train_copies("4.7.0", copies, tmp_path_factory.mktemp("copies"))
+    return train_program(NAME, "4.7.0", COPIES, tmp_path_factory.mktemp("copies"))
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_trains_what_its_stock_trains(results, name):
-    assert results[name]["report"] == REPORTS[name]
-    assert_trains_as_its_stock(results[name], fused=": on" in REPORTS[name])
+    assert_reported_and_trained(results[name], REPORTS[name])
 
 
 def test_the_reports_are_documented():
-    page = (ROOT / "docs" / "swift.md").read_text()
-    assert all(f"\nfastdpo: {report}\n" in page for report in REPORTS.values())
+    assert_documented("swift.md", REPORTS.values())
 
 
 def test_the_fingerprints_are_those_of_the_installed_version():
-    found = tested_code.found()
-    assert any(name.startswith("swift.rlhf_trainers.kto_trainer.") for name in found)
-    assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
+    assert_recorded("swift.rlhf_trainers.kto_trainer.")
 
 
 @pytest.mark.parametrize("trl", ["0.29.1", "0.30.0"])
