@@ -42,7 +42,7 @@ demo: $(READY)
 # A worker more than there are cores, since tests wait for processes, but at most 4: each takes up to 2 GiB of memory.
 # One that is done takes tests over from the others.
 WORKERS ?= $(shell python3 -c "import os; print(min(len(os.sched_getaffinity(0)) + 1, 4))")
-IN_PARALLEL := -n $(WORKERS) --dist worksteal
+IN_PARALLEL = -n $(WORKERS) --dist worksteal
 TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Each value of each parameter at least once, without what is slow and guards little.

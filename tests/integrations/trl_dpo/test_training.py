@@ -2,8 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -33,15 +32,6 @@ def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
     assert run.logs[0]["rewards/margins"] == run.logs[0]["rewards/chosen"] == 0.0
 
 
-@contextmanager
-def counted_anew(counter: Counter) -> Iterator[None]:
-    """Counts from nothing, and keeps what was counted before: the session records which trainers have trained."""
-    before = counter.copy()
-    counter.clear()
-    yield
-    counter.update(before)
-
-
 def test_the_log_says_how_much_was_computed(tmp_path, caplog):
     caplog.set_level("INFO", logger="fastdpo")
     rows = [dict(prompt=f"w{i} w2 w3 ", chosen="w4 w5", rejected="w6") for i in range(10, 14)]
@@ -52,7 +42,8 @@ def test_the_log_says_how_much_was_computed(tmp_path, caplog):
         trainer.train_dataset = trainer._prepare_dataset(
             Dataset.from_list(rows), trainer.processing_class, trainer.args, "train"
         )
-        with counted_anew(counters.calls), counted_anew(counters.tokens):
+        # Restored afterwards: the session records which trainers have trained.
+        with mock.patch.dict(counters.calls, clear=True), mock.patch.dict(counters.tokens, clear=True):
             trainer.train()
     padded, distinct = 2 * (3 + 2 + 1), 3 + 2 + 1  # of a pair; nothing is scored behind its end tokens
     given, computed = (2 * 2 * n for n in (padded, distinct))  # models and pairs of a step
