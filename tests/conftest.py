@@ -83,12 +83,13 @@ def device(request, monkeypatch):
     if given in ("interpreter", "ptx"):
         monkeypatch.setenv("FASTDPO_STRICT", "1")  # a kernel that fails is an error, not replaced
     if given == "interpreter":
-        from tests.support.kernels.interpreted import accesses, bfloat16, calls
+        from tests.support.kernels.interpreted import accesses, bfloat16, calls, overflow
 
         monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
         bfloat16.install(monkeypatch)
         accesses.install(monkeypatch)
         calls.install(monkeypatch)
+        overflow.install(monkeypatch)
     if given == "ptx":
         from tests.support.kernels import executed
 

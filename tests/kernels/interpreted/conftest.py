@@ -1,6 +1,7 @@
 """Runs the public ops on CPU tensors through the Triton kernels.
 
-Memory that no kernel writes holds NaN. Accesses are checked, and bfloat16 is as on a GPU.
+Memory that no kernel writes holds NaN. Accesses and sums of integers are checked,
+and bfloat16 is as on a GPU.
 """
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from fastdpo.kernels import token_logps as kernels
 from fastdpo.ops import devices
-from tests.support.kernels.interpreted import accesses, bfloat16, calls
+from tests.support.kernels.interpreted import accesses, bfloat16, calls, overflow
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,7 @@ def kernels_for_the_cpu(monkeypatch):
     bfloat16.install(monkeypatch)
     accesses.install(monkeypatch)
     calls.install(monkeypatch)
+    overflow.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

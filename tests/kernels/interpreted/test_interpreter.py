@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests change it: arithmetic in bfloat16, and checks of every access."""
+"""Triton's interpreter as the tests change it: arithmetic in bfloat16, and checks of every access and of overflow."""
 
 import pytest
 import torch
@@ -177,3 +177,18 @@ def test_reading_what_another_program_writes_raises(n, access):
     x = torch.randn(n)
     with pytest.raises(Exception, match=f"a {access} of program .* races"):
         _roll_kernel[(4,)](x, x, n, N=32)
+
+
+@triton.jit
+def _offset_kernel(out_ptr, row, stride, WIDE: tl.constexpr):
+    if WIDE:
+        row = row.to(tl.int64)
+    tl.store(out_ptr, row * stride)
+
+
+def test_a_product_of_sizes_that_overflows_is_found():
+    out = torch.zeros(1, dtype=torch.int64)
+    _offset_kernel[(1,)](out, 1 << 20, 1 << 15, WIDE=True)
+    assert out.item() == 1 << 35
+    with pytest.raises(Exception, match="int32 overflows in mul"):
+        _offset_kernel[(1,)](out, 1 << 20, 1 << 15, WIDE=False)

@@ -166,15 +166,15 @@ def test_attention_that_fails_is_computed_in_pieces(monkeypatch, caplog):
         ops.packed_attention(query, key, key, rows)
 
 
-def counting(monkeypatch):
-    """The number of trials so far, in a list."""
-    trials, outcome = [], verdicts.outcome
+def counting(monkeypatch, outcome=lambda *arguments: None):
+    """The number of trials so far, in a list. They find that kernels work, if they are not run."""
+    trials = []
     monkeypatch.setattr(verdicts, "outcome", lambda *arguments: trials.append(1) or outcome(*arguments))
     return trials
 
 
 def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, tmp_path):
-    trials = counting(monkeypatch)
+    trials = counting(monkeypatch, verdicts.outcome)
     for _ in range(2):
         logps_and_gradient()
     assert len(trials) == 1
@@ -197,7 +197,7 @@ def test_a_change_of_the_environment_tries_again(name, monkeypatch):
 
 
 def test_a_failure_is_not_noted(plant, monkeypatch, tmp_path):
-    trials = counting(monkeypatch)
+    trials = counting(monkeypatch, verdicts.outcome)
     plant("does not fit")
     for _ in range(2):
         verdicts._failures.clear()
@@ -237,7 +237,7 @@ def test_the_file_can_be_switched_off(monkeypatch, tmp_path):
 
 
 def test_nothing_is_tried_on_a_cpu_or_while_a_graph_is_captured(plant, monkeypatch):
-    trials = counting(monkeypatch)
+    trials = counting(monkeypatch, verdicts.outcome)
     plant("wrong values")
     monkeypatch.setattr(verdicts, "is_capturing", lambda device: True)
     logps_and_gradient()
@@ -257,7 +257,7 @@ def test_a_trial_is_independent_of_where_a_kernel_is_first_used():
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_compiled_head_tries_its_kernels_while_it_is_traced(trained, monkeypatch, caplog):
-    trials = counting(monkeypatch)
+    trials = counting(monkeypatch, verdicts.outcome)
     torch.compiler.reset()
     hidden, weight, targets = torch.randn(5, 8), torch.randn(67, 8, requires_grad=trained), torch.randint(67, (5,))
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")

@@ -48,7 +48,7 @@ def tuned(monkeypatch, tmp_path):
     for name in (tuning.VARIABLE, "FASTDPO_STRICT", backends.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(formats, "LEAST_TUNED", 0)
-    monkeypatch.setattr(formats, "kernel_tile_rows", lambda *arguments: 1024)
+    monkeypatch.setattr(formats, "kernel_tile_rows", lambda *arguments: 8)
     monkeypatch.setattr(backends, "LEAST_TUNED", 0)
 
 
@@ -370,9 +370,12 @@ def test_a_head_does_not_run_warps_that_fail(untried, strict, fault, reason, clo
 
 
 @pytest.fixture
-def chosen_warps(untried, clock, one_round):
+def chosen_warps(clock, one_round, monkeypatch):
     """A head that has chosen the kernel with 32 warps, in a training that goes on."""
     clock(TIMES)
+    warps_of_head()  # tries the kernels once for all tests
+    monkeypatch.setattr(verdicts, "_failures", dict(VERDICTS))
+    monkeypatch.setattr(verdicts, "_reported", set())
     assert_head_is_right()
     assert warps_of_head() == WHOLE
 
