@@ -1,4 +1,4 @@
-"""The numbers in the prose of README.md and docs/notes/performance.md, with the expressions that compute them.
+"""The numbers in the prose of README.md, docs/results.md and docs/notes/performance.md, and the expressions of them.
 
     python -m benchmarks.report
 
@@ -112,7 +112,7 @@ def _compiled_with_entropy(n: Numbers) -> tuple[float, ...]:
     return *n.range("head", [COMPILED], *ENTROPY_GROUPS), min(memory), max(memory)
 
 
-README, PERFORMANCE = "README.md", "docs/notes/performance.md"
+README, RESULTS, PERFORMANCE = "README.md", "docs/results.md", "docs/notes/performance.md"
 ENTROPY_GROUPS = ("trainable, with entropy", "frozen, with entropy")
 COMPILED = "plain PyTorch, compiled"
 STATISTICS_GROUPS = ("trainable, with statistics", "frozen, with statistics")
@@ -123,12 +123,12 @@ CLAIMS = (
         lambda n: (n.results["step"]["machine"]["threads"], *n.range("step", [LABELLED])),
     ),
     Claim(
-        README,
+        RESULTS,
         "Each step has {:d} pairs (online {:d}, KTO {:d} rows, GRPO {:d} groups of {:d} completions)",
         lambda n: (*(len(n.rows(suite)) for suite in ("step", "online", "kto", "grpo")), len(n.rows("grpo")[0]) - 1),
     ),
     Claim(
-        README,
+        RESULTS,
         "a Llama with {:d} layers, hidden size {:d} and a vocabulary of {:,d}",
         lambda n: (n.size("layers"), n.size("hidden"), n.size("vocabulary")),
     ),
@@ -237,10 +237,14 @@ CONSTANTS = {
     README: (
         "Python 3.11 or later",
         "Triton 3.6 or later",
-        "TRL 0.24 to 0.28",
-        "TRL 0.29 to 1.14",
+        "TRL 0.24 to 1.16",
+        "OpenRLHF 0.9.10 to 0.11",
+        "LLaMA-Factory 0.9.5",
+        "ms-swift 4.6",
+        "axolotl 0.19",
         "sm80 to sm120",
     ),
+    RESULTS: ("on 2 CPU cores",),
     PERFORMANCE: (
         "tiles of 64 MiB",
         "blocks of 8 MiB",

@@ -1,5 +1,5 @@
-"""Updates README.md, docs/notes/benchmarks.md, docs/notes/performance.md, docs/gpu.md and docs/plots from the
-committed results.
+"""Updates README.md, docs/results.md, docs/notes/benchmarks.md, docs/notes/performance.md, docs/gpu.md and docs/plots
+from the committed results.
 
     python -m benchmarks.report
 
@@ -20,6 +20,7 @@ from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+RESULTS_PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU_RESULTS = RESULTS / "gpu"
 PAGE = ROOT / "docs" / "notes" / "benchmarks.md"
@@ -121,9 +122,14 @@ def numbers(by_suite: dict[str, Result], directory: Path = RESULTS) -> claims.Nu
     return claims.Numbers(by_suite, others | {"ops": micro.read(directory / MICRO_FILE)})
 
 
-def readme(text: str, by_suite: dict[str, Result], of_sentences: claims.Numbers) -> str:
+def readme(text: str, of_sentences: claims.Numbers) -> str:
     """The text of README.md, given that of now."""
-    return claims.write(claims.README, fill(text, tables.readme_table(by_suite)), of_sentences)
+    return claims.write(claims.README, text, of_sentences)
+
+
+def results_page(text: str, by_suite: dict[str, Result], of_sentences: claims.Numbers) -> str:
+    """The text of docs/results.md, given that of now."""
+    return claims.write(claims.RESULTS, fill(text, tables.speedups_table(by_suite)), of_sentences)
 
 
 def performance(text: str, of_sentences: claims.Numbers) -> str:
@@ -155,13 +161,17 @@ def main() -> None:
         tables.LOST_COMMITS.write_text(json.dumps(lost_commits(), indent=1) + "\n")
     by_suite = results()
     of_sentences = numbers(by_suite)
-    README.write_text(readme(README.read_text(), by_suite, of_sentences))
+    README.write_text(readme(README.read_text(), of_sentences))
+    RESULTS_PAGE.write_text(results_page(RESULTS_PAGE.read_text(), by_suite, of_sentences))
     PERFORMANCE.write_text(performance(PERFORMANCE.read_text(), of_sentences))
     GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), gpu_block(results(GPU_RESULTS))))
     PAGE.write_text(page(by_suite))
     for name, result in by_suite.items():
         plots.plot(result, PLOTS / f"{name}.svg")
-    pages = ", ".join(str(path.relative_to(ROOT)) for path in (README, PAGE, PERFORMANCE, GPU_PAGE, PLOTS))
+    for theme in plots.THEMES:
+        plots.plot_first_picture(by_suite["step"], PLOTS / f"first-{theme}.svg", theme)
+    written = (README, RESULTS_PAGE, PAGE, PERFORMANCE, GPU_PAGE, PLOTS)
+    pages = ", ".join(str(path.relative_to(ROOT)) for path in written)
     print(f"{pages}: {', '.join(by_suite) or 'no results yet'}")
 
 

@@ -350,7 +350,7 @@ class Origins:
         return f"{note} {LOST_NOTE}" if self._has_lost else note
 
 
-README_ROWS = (  # suite, group, first column
+SPEEDUP_ROWS = (  # suite, group, first column
     ("step", "full", "Training step, full fine-tuning"),
     ("step", "LoRA", "Training step, LoRA"),
     ("precompute", "all", "Precomputing reference log-probs"),
@@ -360,10 +360,10 @@ README_ROWS = (  # suite, group, first column
 )
 
 
-def readme_table(results: dict[str, Result]) -> str:
+def speedups_table(results: dict[str, Result]) -> str:
     """At most six rows of speedups, and one paragraph that says what they are."""
     rows, shown, origins = [], [], Origins()
-    for suite, group, label in README_ROWS:
+    for suite, group, label in SPEEDUP_ROWS:
         cases = by_group(results[suite]["cases"]).get(group, []) if suite in results else []
         if not cases:
             continue
@@ -374,14 +374,14 @@ def readme_table(results: dict[str, Result]) -> str:
     if not rows:
         return "Nothing yet."
     table = render(rows, ["speedup over", STOCK, LABELLED, MEASURED_ON])
-    return f"{table}\n\n{wrap(_readme_note(shown, origins))}"
+    return f"{table}\n\n{wrap(_speedups_note(shown, origins))}"
 
 
 def _speedup(mean: Result | None) -> str:
     return "" if mean is None else f"{mean['value']:.1f}x{coverage(mean)}"
 
 
-def _readme_note(results: list[Result], origins: Origins) -> str:
+def _speedups_note(results: list[Result], origins: Origins) -> str:
     environments = {
         f"{result['cases'][0]['facts'].get('dtype', 'float32')} with torch {result['versions']['torch']} and "
         f"TRL {result['versions'].get('trl', 'not installed')}"
@@ -391,7 +391,7 @@ def _readme_note(results: list[Result], origins: Origins) -> str:
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
         "every position; the last column makes it score labelled positions only, as it does on CUDA. "
         f"In {'; '.join(sorted(environments))}. {origins.note()} "
-        "Intervals, memory and every other table: [docs/notes/benchmarks.md](docs/notes/benchmarks.md)."
+        "Intervals, memory and every other table: [notes/benchmarks.md](notes/benchmarks.md)."
     )
 
 

@@ -60,9 +60,9 @@ def test_commands_exist(block):
 def test_the_table_of_trainers_names_what_the_tests_train():
     committed = trained.read(trained.COMMITTED)
     assert trained.untrained_lines(committed) == [], f"add what your tests train: {trained.__doc__}"
-    readme = trained.README.read_text()
-    assert readme == trained.with_table(readme, committed), (
-        "update README's table: python -m tests.support.documents.trained --update"
+    page = trained.PAGE.read_text()
+    assert page == trained.with_table(page, committed), (
+        "update the table: python -m tests.support.documents.trained --update"
     )
 
 
@@ -88,6 +88,7 @@ def test_the_paths_in_the_map_of_the_tree_exist():
 
 
 def check_command(command: str) -> None:
+    command = command.removeprefix(".venv/bin/")
     words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
     match words:
         case ["make", *targets]:

@@ -1,4 +1,4 @@
-"""README's script and its custom training loop run, and their results match README's text."""
+"""README's script and the custom training loop of docs/ops.md run, and their results match the text."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from fastdpo import ops
 from tests.support.documents.markdown_blocks import ROOT, blocks_of
 from tests.support.trl.dpo import pairs, tiny_model, tokenizer
 
-README = ROOT / "README.md"
+README, OPS = ROOT / "README.md", ROOT / "docs" / "ops.md"
 CHECKPOINT, DATASET, CONFIG = '"Qwen/Qwen2.5-0.5B-Instruct"', '"trl-lib/ultrafeedback_binarized"', 'output_dir="out"'
 
 
@@ -39,7 +39,7 @@ def test_the_script_runs_after_the_diff(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(16)))
     script = after_the_diff(the_block("diff").code)
-    on_a_cpu = re.search(r"On a CPU, TRL needs `DPOConfig\((.*?)\)`", README.read_text())[1]
+    on_a_cpu = re.search(r"On a CPU, TRL needs\s+`DPOConfig\((.*?)\)`", README.read_text())[1]
     for name, local in ((CHECKPOINT, '"./model"'), (DATASET, '"./data"'), (CONFIG, on_a_cpu)):
         assert script.count(name) == 1
         script = script.replace(name, local)
@@ -63,9 +63,10 @@ def test_the_script_runs_after_the_diff(tmp_path):
 
 @pytest.fixture
 def loop() -> dict:
-    """The namespace after README's custom training loop, with larger weights to amplify errors."""
+    """The namespace after the first loop of docs/ops.md, with larger weights to amplify errors."""
     names = {"__name__": "__main__"}
-    exec(compile(the_block("python").code, "README.md", "exec"), names)
+    block = next(block for block in blocks_of(OPS) if block.language == "python")
+    exec(compile(block.code, block.place, "exec"), names)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in names["policy"].parameters())
     with torch.no_grad():
         for parameter in names["policy"].parameters():
@@ -101,6 +102,12 @@ def test_scores_of_the_custom_loop_equal_those_of_a_padded_batch(loop):
         scored = torch.cat(loop["score"](loop["policy"], layout))
         expected = padded_logps(stock, ids, labels)
         torch.testing.assert_close(scored, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_read_in_two_minutes():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(re.findall(r"\]\([^)]*\)|<a ", text)) <= 12
 
 
 def test_the_speedup_matches_the_committed_results():

@@ -13,9 +13,10 @@ OTHERS = (
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
 )
-"""Capabilities of README that none of its tables lists by these names."""
+"""Capabilities that no table of the documentation lists by these names."""
 
-README = (ROOT / "README.md").read_text()
+TRAINERS = (ROOT / "docs" / "works-with.md").read_text()
+COMMANDS = (ROOT / "docs" / "start.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -26,13 +27,13 @@ def promises() -> set[str]:
 
 
 def trainers() -> set[str]:
-    table = README.partition("<!-- trainers:begin -->")[2].partition("<!-- trainers:end -->")[0]
+    table = TRAINERS.partition("<!-- trainers:begin -->")[2].partition("<!-- trainers:end -->")[0]
     rows = (re.findall(r"`(\w+)`", line) for line in table.splitlines())
     return {f"{package}.{trainer}" for package, *names in filter(None, rows) for trainer in names}
 
 
 def commands() -> set[str]:
-    return set(re.findall(r"^\| \[`(fastdpo \w+)`\]", README, re.M))
+    return set(re.findall(r"^\| \[`(fastdpo \w+)`\]", COMMANDS, re.M))
 
 
 def options() -> set[str]:

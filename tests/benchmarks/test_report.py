@@ -1,7 +1,8 @@
-"""The generated parts of README.md, docs/notes/benchmarks.md and docs/gpu.md, and the plots."""
+"""The generated parts of README.md, docs/results.md, docs/notes/benchmarks.md and docs/gpu.md, and the plots."""
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -61,7 +62,9 @@ def numbers() -> claims.Numbers:
 def test_pages_are_up_to_date(numbers):
     results, stale = numbers.results, "run `python -m benchmarks.report`"
     readme, performance, gpu_page = (page.read_text() for page in (report.README, report.PERFORMANCE, report.GPU_PAGE))
-    assert report.readme(readme, results, numbers) == readme, stale
+    assert report.readme(readme, numbers) == readme, stale
+    speedups = report.RESULTS_PAGE.read_text()
+    assert report.results_page(speedups, results, numbers) == speedups, stale
     assert report.performance(performance, numbers) == performance, stale
     assert report.fill(gpu_page, report.gpu_block(report.results(report.GPU_RESULTS))) == gpu_page, stale
     assert report.page(results) == report.PAGE.read_text(), stale
@@ -123,6 +126,7 @@ def _with_another_digit(text: str, at: int) -> str:
 def test_a_changed_result_is_found(numbers):
     """A page follows the samples of a run: five times the time of fastdpo changes its sentences and tables."""
     performance, readme = report.PERFORMANCE.read_text(), report.README.read_text()
+    speedups = report.RESULTS_PAGE.read_text()
     for name in ("step", "head", "attention", "evaluation"):
         result = copy.deepcopy(numbers.results[name])
         for case in result["cases"]:
@@ -133,7 +137,8 @@ def test_a_changed_result_is_found(numbers):
         assert report.performance(performance, changed) != performance, name
         assert report.page(changed.results) != report.PAGE.read_text(), name
         if name == "step":
-            assert report.readme(readme, changed.results, changed) != readme
+            assert report.readme(readme, changed) != readme
+            assert report.results_page(speedups, changed.results, changed) != speedups
 
 
 def test_a_missing_sentence_is_an_error(numbers):
@@ -174,6 +179,23 @@ def test_every_side_of_the_suites_is_described():
 def test_every_result_has_a_plot():
     for name in report.results():
         assert (report.PLOTS / f"{name}.svg").exists(), "run `python -m benchmarks.report`"
+
+
+@pytest.mark.parametrize("theme", plots.THEMES)
+def test_the_first_picture_shows_the_committed_ratios(theme, numbers, tmp_path):
+    """Of time and of memory, between the sides that score the same positions."""
+    committed = (report.PLOTS / f"first-{theme}.svg").read_text()
+    step = numbers.results["step"]
+    summaries = [summary for name, summary in step["summary"]["cases"].items() if name.startswith("full/")]
+    sides = ("TRL, labelled positions only", "fastdpo")
+    seconds = [[summary["seconds"][side]["value"] for side in sides] for summary in summaries]
+    peaks = [[summary["peak_bytes"][side] for side in sides] for summary in summaries]
+    ratios = [f"{theirs / ours:.1f}x" for theirs, ours in (*seconds, *peaks)]
+    assert len(ratios) == 12
+    assert re.findall(r">([\d.]+x)<", committed) == ratios
+    plots.plot_first_picture(step, tmp_path / "first.svg", theme)
+    drawn = (tmp_path / "first.svg").read_text()
+    assert re.findall(r">[^<>]+</text>|#[0-9a-f]{6}", drawn) == re.findall(r">[^<>]+</text>|#[0-9a-f]{6}", committed)
 
 
 def test_the_page_shows_measurements_and_reasons_for_missing_ones(result, tmp_path):
@@ -235,9 +257,9 @@ def cells(text: str, row: str) -> list[str]:
         (lambda r: tables.table(r), "LoRA, geometric mean", "4.00x (4.00 to 4.00)"),
         (lambda r: tables.sides_table(r), "LoRA, geometric mean", "4.00x (4.00 to 4.00)"),
         (lambda r: tables.overview({"step": r}), "Training step, LoRA", "4.00x (4.00 to 4.00)"),
-        (lambda r: tables.readme_table({"step": r}), "Training step, LoRA", "4.0x"),
+        (lambda r: tables.speedups_table({"step": r}), "Training step, LoRA", "4.0x"),
     ],
-    ids=["step", "sides", "overview", "README"],
+    ids=["step", "sides", "overview", "speedups"],
 )
 def test_a_mean_names_its_missing_cases(table, row, mean, step_result):
     means = cells(table(step_result), row)
@@ -261,9 +283,9 @@ def test_a_plot_names_the_missing_bars(step_result, tmp_path):
     assert text.count(">TRL as shipped: failed<") == 1
 
 
-def test_the_readme_has_at_most_six_rows_of_results():
-    assert len(tables.README_ROWS) <= 6
-    lines = tables.readme_table(report.results()).splitlines()
+def test_the_page_of_results_begins_with_at_most_six_rows():
+    assert len(tables.SPEEDUP_ROWS) <= 6
+    lines = tables.speedups_table(report.results()).splitlines()
     assert 1 < sum(line.startswith("|") for line in lines) <= 2 + 6
     assert all(len(line.split("|")) - 2 <= 4 for line in lines if line.startswith("|"))
 
@@ -282,12 +304,14 @@ def test_text_is_filled_in_between_its_markers(result):
 
 def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     readme, directory = tmp_path / "README.md", tmp_path / "results"
+    speedups = tmp_path / "docs" / "results.md"
     directory.mkdir()
     (directory / "head.json").write_text(json.dumps(result))
     (directory / "step.json").write_text(json.dumps(step_result))
     markers = "<!-- benchmarks:begin -->\n<!-- benchmarks:end -->\n"
-    readme.write_text(markers)
+    readme.write_text("")
     (tmp_path / "docs" / "notes").mkdir(parents=True)
+    speedups.write_text(markers)
     (tmp_path / "docs" / "gpu.md").write_text(markers)
     (tmp_path / "docs" / "notes" / "performance.md").write_text("")
     (directory / "gpu").mkdir()
@@ -295,6 +319,7 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     (directory / "gpu" / "step.json").write_text(json.dumps(result | machine | {"suite": "step", "title": "Steps"}))
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "README", readme)
+    monkeypatch.setattr(report, "RESULTS_PAGE", speedups)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "notes" / "benchmarks.md")
     monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
@@ -306,7 +331,7 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "results", lambda path=directory, read=report.results: read(path))
     report.main()
     row = "Training step, LoRA (6 datasets)"
-    assert cells(readme.read_text(), row) == [row, "4.0x, 5 of 6 (Capybara missing)", "2.5x", "A, 0123456"]
+    assert cells(speedups.read_text(), row) == [row, "4.0x, 5 of 6 (Capybara missing)", "2.5x", "A, 0123456"]
     assert "| a case" in (tmp_path / "docs" / "notes" / "benchmarks.md").read_text()
     gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
     assert "### Steps" in gpu_page

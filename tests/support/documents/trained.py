@@ -1,13 +1,13 @@
 """The trainers that the tests train fused, with the versions of their packages.
 
-tests/trained.json lists them, and README's table of trainers is made of it. A run of the tests with
+tests/trained.json lists them, and the table of trainers of docs/works-with.md is made of it. A run of the tests with
 the environment variable `FASTDPO_TRAINED`, a directory, writes there what it has trained:
 
     python -m tests.support.documents.trained --check DIRECTORY [--without PACKAGE[==VERSION] ...]
     python -m tests.support.documents.trained --update DIRECTORY
 
 `--check` fails if something in tests/trained.json was not trained. `--update` adds what is missing
-there, and writes README's table.
+there, and writes the table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastdpo.integrations.versions import joined
 from tests.support import ROOT
 
 COMMITTED = ROOT / "tests" / "trained.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "works-with.md"
 BEGIN, END = "<!-- trainers:begin -->", "<!-- trainers:end -->"
 
 Trained = dict[str, set[str]]
@@ -69,7 +69,7 @@ def read(*paths: Path) -> Trained:
 
 
 def table(trained: Trained) -> str:
-    """README's table of trainers, with a row for the trainers of the same package and versions."""
+    """The table of trainers of docs/works-with.md, with a row for the trainers of the same package and versions."""
     names: dict[tuple[str, str, bool, str], list[str]] = defaultdict(list)
     for trainer in TRAINERS:
         lines = [line for line in LINES if line.trainer == trainer]
@@ -89,7 +89,7 @@ def _listed(versions: set[str]) -> str:
 
 
 def with_table(text: str, trained: Trained) -> str:
-    """README with its table of trainers."""
+    """The page with its table of trainers."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{table(trained)}\n{END}{rest.split(END)[1]}"
 
@@ -150,7 +150,7 @@ def main() -> None:
         for trainer, versions in found.items():
             committed[trainer] |= versions
         COMMITTED.write_text(_text(committed))
-        README.write_text(with_table(README.read_text(), committed))
+        PAGE.write_text(with_table(PAGE.read_text(), committed))
 
 
 if __name__ == "__main__":
