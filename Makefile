@@ -27,13 +27,14 @@ SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
 NEXT := .venv-next
 PACKAGING := .venv-packaging
+SITE := .venv-site
 
 # Environments are kept, also those that only a pattern names.
 .SECONDARY:
 
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
-	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist hub lint docs \
+	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist hub lint docs site \
 	bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
@@ -194,6 +195,12 @@ docs: $(READY)
 	$(BIN)/python docs/draw_layout.py
 	$(BIN)/python -m tests.support.documents.reason_sections
 
+# The documentation as pages in out/site, with an API reference and search. A dead link or a page that nothing leads to
+# is an error.
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(SITE)/.ready
+	$(SITE)/bin/mkdocs build
+
 SUITES ?= step hybrid sharing bf16 evaluation precompute online kto grpo vision head loss attention host memory scaling
 
 # With Liger, two of whose heads run on a CPU.
@@ -302,6 +309,11 @@ $(PACKAGING)/.ready: constraints/pins.txt
 	$(PACKAGING)/bin/pip install --quiet -c constraints/pins.txt build setuptools twine
 	touch $@
 
+$(SITE)/.ready: constraints/pins.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet -c constraints/pins.txt mkdocs-material "mkdocstrings[python]" ruff
+	touch $@
+
 # Another version of TRL, for tests that put it in front of the one that is installed.
 $(VENV)/trl-%: $(READY)
 	rm -rf $@
@@ -343,4 +355,4 @@ $(FLASH_SOURCES): $(READY)
 	mv $@.part $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) $(SITE) build dist out *.egg-info

@@ -368,12 +368,12 @@ def speedups_table(results: dict[str, Result]) -> str:
         if not cases:
             continue
         means = results[suite]["summary"]["groups"].get(group, {})
-        speedups = [_speedup(means.get(side)) for side in (STOCK, LABELLED)]
+        speedups = [_speedup(means.get(side)) for side in (LABELLED, STOCK)]
         rows.append([f"{label} ({plural(len(cases), 'dataset')})", *speedups, origins.cell(results[suite])])
         shown.append(results[suite])
     if not rows:
         return "Nothing yet."
-    table = render(rows, ["speedup over", STOCK, LABELLED, MEASURED_ON])
+    table = render(rows, ["speedup over", LABELLED, STOCK, MEASURED_ON])
     return f"{table}\n\n{wrap(_speedups_note(shown, origins))}"
 
 
@@ -389,7 +389,7 @@ def _speedups_note(results: list[Result], origins: Origins) -> str:
     }
     return (
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
-        "every position; the last column makes it score labelled positions only, as it does on CUDA. "
+        "every position; the first column makes it score labelled positions only, as it does on CUDA. "
         f"In {'; '.join(sorted(environments))}. {origins.note()} "
         "Intervals, memory and every other table: [notes/benchmarks.md](notes/benchmarks.md)."
     )

@@ -150,3 +150,21 @@ def test_the_picture_of_the_layout_is_up_to_date():
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     assert drawing.PICTURE.read_text() == drawing.picture(), "run `make docs`"
+
+
+def test_every_page_is_on_the_site():
+    """`make site` fails if one is missing, too."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r": ([\w/-]+\.md)$", text.partition("\nnav:\n")[2], re.M)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert pages - {"package.md"} <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
+def test_every_page_says_first_what_it_is_for():
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        _, title, first, *_ = re.split(r"\n+", f"\n{page.read_text()}", maxsplit=3)
+        assert title.startswith("# "), page.name
+        assert not first.startswith(("#", "```", "|")), page.name
