@@ -17,14 +17,23 @@ from .commands.model_names import require_model
 from .integrations import options
 from .plain_checks import suggested
 
+INTERRUPTED = 130
+"""The exit status of shells for a program that SIGINT has ended."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command with these arguments, by default those of this process. A wrong one is an error of one line."""
+    """Runs a command with these arguments, by default those of this process.
+
+    A wrong argument ends it with one line, and so does Ctrl-C.
+    """
     args = parsed(arguments)
     try:
         args.start(args)
     except (OSError, ValueError) as error:
         sys.exit(f"fastdpo {args.command}: {str(error).removeprefix(f'{args.command}: ')}")
+    except KeyboardInterrupt:
+        print(f"fastdpo {args.command}: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -132,7 +141,8 @@ def _tune(args: argparse.Namespace) -> None:
         from transformers import AutoConfig
 
         head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
-    choices = tune.run(head, attention, args.dtype, args.frozen, args.tokens or tune.TOKENS)
+    tokens, progress = args.tokens or tune.TOKENS, sys.stderr.isatty()
+    choices = tune.run(head, attention, args.dtype, args.frozen, tokens, progress=progress)
     if args.json:
         noted = {call.noted: choice._asdict() for call, choice in choices.items()}
         print(json.dumps({"choices": noted}))

@@ -2,13 +2,16 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 import fastdpo
-from fastdpo.__main__ import parsed, parser, subparsers
+from fastdpo import __main__
+from fastdpo.__main__ import INTERRUPTED, parsed, parser, subparsers
 
 COMMANDS = subparsers(parser())
 
@@ -91,3 +94,38 @@ def test_a_command_starts_without_torch(arguments, tmp_path):
         text=True,
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["check", "doctor", "estimate", "tune"])
+def test_ctrl_c_ends_a_command_with_one_line(name, monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, f"_{name}", interrupted, raising=name != "estimate")
+    monkeypatch.setattr("fastdpo.commands.estimate.command._start", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(shlex.split(COMMANDS[name].epilog)[2:])
+    assert ended.value.code == INTERRUPTED == 130
+    assert capsys.readouterr() == ("", f"fastdpo {name}: interrupted\n")
+
+
+def test_ctrl_c_ends_a_check_and_its_run(tmp_path):
+    """The terminal sends SIGINT to both processes."""
+    command = [sys.executable, "-m", "fastdpo", "check", "--tiny"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as check:
+        deadline = time.monotonic() + 120
+        while not [*tmp_path.glob("fastdpo-check-*/*.log")]:  # the first run has been started
+            assert check.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(check.pid, signal.SIGINT)
+        out, err = check.communicate(timeout=60)
+    assert (check.returncode, out) == (INTERRUPTED, "")
+    assert err.splitlines()[-1] == "fastdpo check: interrupted"
+    assert "Traceback" not in err
+    assert not [*tmp_path.glob("fastdpo-check-*")]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(check.pid, 0)

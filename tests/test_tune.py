@@ -80,7 +80,7 @@ def choices(monkeypatch):
         Kernel("packed_attention", CPU, torch.bfloat16): ATTENTION,
     }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune, "measured", lambda *arguments: asked.append(arguments) or made)
+    monkeypatch.setattr(tune, "measured", lambda *arguments, progress: asked.append(arguments) or made)
     return asked
 
 
@@ -112,6 +112,12 @@ def test_the_command_prints_json(choices, monkeypatch, capsys):
         "linear_logps torch.bfloat16": HEAD._asdict(),
         "packed_attention torch.bfloat16": ATTENTION._asdict(),
     }
+
+
+def test_the_measurements_show_progress(monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
+    tune.measured(HeadSize(8, 9), [AttentionSize(2, 1, 16, None, None)], torch.float32, False, [8], CPU, progress=True)
+    assert "Measuring kernels: 100%" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pinned", ["FASTDPO_TUNE", "deterministic"])

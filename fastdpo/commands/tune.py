@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from tqdm.auto import tqdm
 
 from .. import checks
 from ..ops import linear_logps, packed_attention
@@ -66,7 +67,13 @@ def sizes_of(config: PretrainedConfig) -> tuple[HeadSize, list[AttentionSize]]:
 
 
 def run(
-    head: HeadSize, attention: Sequence[AttentionSize], dtype: str, frozen: bool, tokens: Sequence[int]
+    head: HeadSize,
+    attention: Sequence[AttentionSize],
+    dtype: str,
+    frozen: bool,
+    tokens: Sequence[int],
+    *,
+    progress: bool = False,
 ) -> dict[Kernel, Choice]:
     """Makes the choices for a model on the current GPU.
 
@@ -76,6 +83,7 @@ def run(
         dtype: "bfloat16" or "float16", of hidden states and weights.
         frozen: whether the head is not trained.
         tokens: the numbers of packed tokens that attention is measured for.
+        progress: draw a progress bar.
 
     Returns:
         The choices, by the kind of call.
@@ -89,7 +97,7 @@ def run(
         checks.require(count >= LEAST_TUNED, "tune", "tokens", "be at least {}", count, LEAST_TUNED)
     if not torch.cuda.is_available():
         raise ValueError("tune: no GPU found (torch.cuda.is_available() is False)")
-    return measured(head, attention, getattr(torch, dtype), frozen, tokens, torch.device("cuda", 0))
+    return measured(head, attention, getattr(torch, dtype), frozen, tokens, torch.device("cuda", 0), progress=progress)
 
 
 def measured(
@@ -99,19 +107,25 @@ def measured(
     frozen: bool,
     tokens: Sequence[int],
     device: torch.device,
+    *,
+    progress: bool = False,
 ) -> dict[Kernel, Choice]:
     """As `run`, on some device."""
     if not tuning.is_on(device):
         raise ValueError(f"tune: nothing is measured with {tuning.VARIABLE}=0 or deterministic algorithms")
-    weight = (torch.randn(head.vocabulary, head.hidden, device=device) * head.hidden**-0.5).to(dtype)
-    weight.requires_grad_(not frozen)
-    linear_logps(weight.detach()[:1], weight, torch.zeros(1, dtype=torch.int64, device=device))
-    del weight
-    for size in attention:
-        for count in tokens:
-            query = torch.randn(count, size.heads, size.head_size, device=device).to(dtype)
-            key = query[:, : size.key_heads]
-            packed_attention(query, key, key, _pairs(count), window=size.window, softcap=size.softcap)
+    calls = 1 + len(attention) * len(tokens)
+    with tqdm(total=calls, desc="Measuring kernels", unit=" calls", disable=not progress) as bar:
+        weight = (torch.randn(head.vocabulary, head.hidden, device=device) * head.hidden**-0.5).to(dtype)
+        weight.requires_grad_(not frozen)
+        linear_logps(weight.detach()[:1], weight, torch.zeros(1, dtype=torch.int64, device=device))
+        del weight
+        bar.update()
+        for size in attention:
+            for count in tokens:
+                query = torch.randn(count, size.heads, size.head_size, device=device).to(dtype)
+                key = query[:, : size.key_heads]
+                packed_attention(query, key, key, _pairs(count), window=size.window, softcap=size.softcap)
+                bar.update()
     return tuning.made()
 
 
