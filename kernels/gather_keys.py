@@ -91,7 +91,7 @@ def _gather_keys_bwd_kernel(
 def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Gathered keys [M, H_kv, D] and values [M, H_v, D_v], contiguous."""
     (_, h_kv, d), (_, h_v, d_v) = key.shape, value.shape
-    places = len(index)
+    places = index.shape[0]
     placed_key, placed_value = key.new_empty(places, h_kv, d), value.new_empty(places, h_v, d_v)
     with torch.cuda.device_of(key):
         _gather_keys_fwd_kernel[(places,)](
@@ -121,7 +121,7 @@ def gather_keys_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of key [T, H_kv, D] and value [T, H_v, D_v]."""
     (_, h_kv, d), (_, h_v, d_v) = placed_key.shape, placed_value.shape
-    tokens, widths = len(first_reader) - 1, (h_kv * d, h_v * d_v)
+    tokens, widths = first_reader.shape[0] - 1, (h_kv * d, h_v * d_v)
     key_grad, value_grad = placed_key.new_empty(tokens, h_kv, d), placed_value.new_empty(tokens, h_v, d_v)
     with torch.cuda.device_of(placed_key):
         _gather_keys_bwd_kernel[(tokens,)](
@@ -141,5 +141,5 @@ def gather_keys_bwd(
 
 
 def _block(width: int) -> int:
-    """Eight values per thread, or fewer for narrow rows."""
-    return min(triton.next_power_of_2(width), NUM_WARPS * 32 * 8)
+    """A power of two: eight values per thread, or fewer for narrow rows."""
+    return min(1 << (width - 1).bit_length(), NUM_WARPS * 32 * 8)
