@@ -323,7 +323,7 @@ def _packed_forward(
     features = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     q, k, v = query.shape, key.shape, value.shape
     if s_aux is None and q[2:] == k[2:] and k[:3] == v[:3] and 0 not in (sliding_window, softcap):
-        return attend(query, key, value, layout, **features).unsqueeze(0)
+        return attend(query, key, value, layout, **features)
     # The gradient of squeeze is a view; that of an index would be a copy into zeros.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return packed_attention(query, key, value, layout.flatten(0, 2), **features).unsqueeze(0)

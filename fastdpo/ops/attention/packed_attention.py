@@ -196,11 +196,12 @@ class _PackedAttention(torch.autograd.Function):
         else:
             out, lse, ctx.plan = _forward(*tensors, rows, sinks, AttentionOptions(*ctx.options))
         ctx.save_for_backward(*tensors, out, lse, rows, sinks)
-        return out
+        return out.unsqueeze(0) if ctx.of_model else out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, lse, rows, sinks = ctx.saved_tensors
+        grad = grad.squeeze(0) if ctx.of_model else grad
         inputs = grad, query, key, value, out, lse
         if ctx.plan is None or is_traced() or torch.is_grad_enabled():
             *gradients, dsinks = _bwd_op(*inputs, _in_rows(rows), sinks, *ctx.options)
@@ -314,19 +315,19 @@ def attend(
     """`packed_attention` of arguments that keep its rules. Only the dtypes, which autocast changes, are checked.
 
     Query, key and value may have the shapes that a model gives them, [1, H, T, D], and rows that of `Layout.mask`.
-    The gradients are views then.
+    The result is [1, T, H, D_v] then, and the gradients are views.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    dtypes = {key.dtype, value.dtype}
-    checks.require(
-        dtypes == {query.dtype}, OP, "key and value", "be {}, the dtype of query", dtypes, query.dtype, error=TypeError
-    )
+    if not query.dtype == key.dtype == value.dtype:
+        got = {key.dtype, value.dtype}
+        raise TypeError(f"{OP}: key and value must be {query.dtype}, the dtype of query; got {got}")
     options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     if torch.is_grad_enabled() or is_traced():
         return _PackedAttention.apply(query, key, value, rows, sinks, *options)
-    return _forward(_by_token(query), _by_token(key), _by_token(value), rows, sinks, options)[0]
+    out, _, _ = _forward(_by_token(query), _by_token(key), _by_token(value), rows, sinks, options)
+    return out.unsqueeze(0) if query.dim() == 4 else out
 
 
 def _pieces(query: Tensor, value: Tensor, options: AttentionOptions) -> CpuFlashPieces | MatmulPieces:
