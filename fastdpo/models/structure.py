@@ -14,8 +14,8 @@ well as those by `setattr`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress
-from operator import itemgetter
+from itertools import chain, islice
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -31,8 +31,9 @@ PLAIN = (bool, int, float, str, type(None))
 MAX_SNAPSHOTS = 4
 """Number of snapshots of a model that are kept: in training and in evaluation, with adapters and without."""
 
-_children = itemgetter("_modules")
-_registries = itemgetter("_modules", *head.HOOKS)
+_attributes_of = attrgetter("__dict__")  # faster than `vars`
+_children_of = attrgetter("_modules")
+_registries_of = attrgetter("_modules", *head.HOOKS)
 
 
 class _Snapshot(NamedTuple):
@@ -48,8 +49,8 @@ class _Snapshot(NamedTuple):
             identity if they are the same objects as before.
         empty: those of these dictionaries that had no entry.
         children: of the model.
-        parents: takes those of the attributes whose modules have children.
-        names: of all of their children, in order, in which `nn.Sequential` calls them.
+        parents: the other modules that have children.
+        names: of all of these children, in order, in which `nn.Sequential` calls them.
         inner: these children.
         additions: of the modules that have any. A hook may close over values that have changed.
         hash: of the structure.
@@ -62,25 +63,22 @@ class _Snapshot(NamedTuple):
     attributes: list[dict[str, Any]]
     empty: list[dict]
     children: dict[str, nn.Module | None]
-    parents: Callable[[list], Iterable[dict[str, Any]]]
+    parents: list[nn.Module]
     names: list[str]
     inner: list[nn.Module | None]
     additions: list[tuple[nn.Module, tuple[object, ...]]]
     hash: int
     of_kinds: dict[type, list[nn.Module]]
 
-    def describes(self, model: PreTrainedModel, attributes: list[dict[str, Any]]) -> bool:
-        """Whether a model is as it was.
-
-        Args:
-            model: a model whose modules may have changed.
-            attributes: of all `modules` but the first, as they are now.
-        """
-        if not _equal(self.attributes, attributes) or any(self.empty) or self.children != model._modules:
+    def describes(self, model: PreTrainedModel) -> bool:
+        """Whether a model is as it was."""
+        others = islice(self.modules, 1, None)
+        if not _are_equal(map(_attributes_of, others), self.attributes) or any(self.empty):
             return False
-        registered = [*map(_children, self.parents(attributes))]
+        registered = [*map(_children_of, self.parents)]
         return (
-            self.names == [*chain.from_iterable(registered)]
+            self.children == model._modules
+            and self.names == [*chain.from_iterable(registered)]
             and self.inner == [*chain.from_iterable(map(dict.values, registered))]
             and self.modules[0] is model
             and self.implementation == attention.implementation(model)
@@ -104,8 +102,7 @@ class Structure:
 
         Leaves out hooks on the model itself, because they run around its wrapped forward.
         """
-        attributes = [*map(vars, self._snapshots[0].modules[1:])] if self._snapshots else []
-        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model, attributes)), None)
+        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model)), None)
         if latest is None:
             latest = self._snapshot(model)
             self._snapshots = [x for x in self._snapshots if x.modules == latest.modules]  # keeps no replaced module
@@ -128,17 +125,16 @@ class Structure:
         hashed, others = [self._hash_of(module, is_model=module is model) for module in modules], modules[1:]
         if len(self._cache) > 2 * len(modules):
             self._cache = {id(module): self._cache[id(module)] for module in modules}
-        attributes = [*map(vars, others)]
-        with_children = [bool(x["_modules"]) for x in attributes]
-        registered = [x["_modules"] for x in attributes if x["_modules"]]
+        parents = [module for module in others if module._modules]
+        registered = [*map(_children_of, parents)]
         return _Snapshot(
             implementation,
             modules,
             kinds=[*map(type, modules)],
-            attributes=[*map(dict, attributes)],
-            empty=[registry for x in attributes for registry in _registries(x) if not registry],
+            attributes=[*map(dict, map(vars, others))],
+            empty=[registry for module in others for registry in _registries_of(module) if not registry],
             children=dict(model._modules),
-            parents=lambda attributes: compress(attributes, with_children),
+            parents=parents,
             names=[*chain.from_iterable(registered)],
             inner=[*chain.from_iterable(map(dict.values, registered))],
             additions=[(module, tuple(additions_to(module))) for module in others if _has_additions(module)],
@@ -149,7 +145,7 @@ class Structure:
     def _hash_of(self, module: nn.Module, is_model: bool) -> int:
         attributes, kind = vars(module), type(module)
         cached = self._cache.get(id(module))
-        if cached is None or cached[0] is not module or cached[1] is not kind or not _equal(attributes, cached[2]):
+        if cached is None or cached[:2] != (module, kind) or not _are_equal([attributes], [cached[2]]):
             cached = (module, kind, dict(attributes), hash(kind if is_model else plain_attributes(module)))
             self._cache[id(module)] = cached
         return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
@@ -183,9 +179,9 @@ def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ..
     return type(module), tuple(kept)
 
 
-def _equal(attributes: object, cached: object) -> bool:
+def _are_equal(attributes: Iterable[object], cached: Iterable[object]) -> bool:
     try:
-        return attributes == cached  # compares by identity first, and so does not look into the same object
+        return all(map(eq, attributes, cached))  # values that are the same object are equal, whatever they are
     except (RuntimeError, ValueError):  # raised by tensors and arrays
         return False
 
