@@ -15,9 +15,11 @@ architecture `--target` and executes their PTX on CPU tensors.
 
 import gc
 import os
+import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +71,17 @@ def _imports_are_permanent():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trainings_empty_no_cache(pytestconfig):
+    """Keeps accelerate from collecting garbage at the beginning of each training, which is for the cache of a GPU."""
+    memory = sys.modules.get("accelerate.utils.memory")
+    if memory is None or pytestconfig.getoption("device") == "cuda":
+        yield
+    else:
+        with mock.patch.object(memory, "clear_device_cache"):
+            yield
 
 
 def pytest_sessionfinish(session):
