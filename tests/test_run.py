@@ -119,7 +119,8 @@ def test_options_of_a_program_whose_children_train(script, tmp_path):
 def test_only_named_targets_are_patched(tmp_path):
     """A package that does nothing stands in for TRL."""
     (tmp_path / "trl" / "trainer").mkdir(parents=True)
-    (tmp_path / "trl" / "trainer" / "dpo_trainer.py").touch()
+    for name in ("__init__.py", "trainer/__init__.py", "trainer/dpo_trainer.py"):
+        (tmp_path / "trl" / name).touch()
     (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer")
     done = run("--only", "openrlhf", tmp_path / "import_trl.py")
     assert done.returncode == 0
