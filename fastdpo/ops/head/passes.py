@@ -23,13 +23,17 @@ from .tiles import Head, HeadCall
 
 def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:
     """Uninitialized outputs of the forward of a head."""
-    is_part, (n, d) = call.part is not None, call.hidden.shape
+    is_part = call.part is not None
     kept = TileFormat.of(call.weight, call.compute_dtype, is_part=is_part).allocate(keep, call.weight)
-    dtype = accumulation_dtype(call.compute_dtype)
-    jacobian = call.hidden.new_empty(n if form_jacobian else 0, d, dtype=dtype)
+    jacobian = _empty_jacobian(call, form_jacobian)
     logps, shift, others, total, *extra = empty_results(call.hidden, statistics)
     of_parts = [torch.empty_like(logps) for _ in range(number_of_sums(statistics, is_part) - 3)]
     return [kept, jacobian, logps, shift, others, total, *of_parts, *extra]
+
+
+def _empty_jacobian(call: HeadCall, form_jacobian: bool) -> Tensor:
+    n, d = call.hidden.shape
+    return call.hidden.new_empty(n if form_jacobian else 0, d, dtype=accumulation_dtype(call.compute_dtype))
 
 
 def number_of_sums(statistics: str, is_part: bool) -> int:
@@ -50,9 +54,12 @@ def forward_pass(call: HeadCall, statistics: str, keep: int, form_jacobian: bool
         Gradient tiles of the first `keep` tokens [keep, V]; the jacobian `d logp / d hidden`
         [N, D], or [0, D] if not `form_jacobian`; then the results of `Head.results`, [N] each.
     """
-    kept, jacobian, *empty = empty_outputs(call, statistics, keep, form_jacobian)
     with torch.autocast(call.hidden.device.type, enabled=False):
         head = Head(call)
+        if not len(call.hidden):
+            return empty_outputs(call, statistics, keep, form_jacobian)
+        kept = head.format.allocate(keep, call.weight)
+        jacobian = _empty_jacobian(call, form_jacobian)
         tile_weight = head.weight.to(kept.dtype) if form_jacobian else head.weight  # widened for float16 on a CPU
         tiles: list[list[Tensor]] = []
         for rows in head.tiles():
@@ -64,7 +71,7 @@ def forward_pass(call: HeadCall, statistics: str, keep: int, form_jacobian: bool
             tiles.append(head.results(rows, statistics, gradient))
             if form_jacobian and gradient is not None:
                 wide_product(gradient, tile_weight, jacobian[rows])
-        results = [torch.cat(x) for x in zip(*tiles, strict=True)] if tiles else empty
+        results = tiles[0] if len(tiles) == 1 else [torch.cat(x) for x in zip(*tiles, strict=True)]
         return [kept, jacobian, *results]
 
 
