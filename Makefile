@@ -28,13 +28,14 @@ AXOLOTL := .venv-axolotl
 NEXT := .venv-next
 PACKAGING := .venv-packaging
 SITE := .venv-site
+WHEEL := .venv-wheel
 
 # Environments are kept, also those that only a pattern names.
 .SECONDARY:
 
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
-	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist hub lint docs site \
+	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist try-wheel hub lint docs site \
 	bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
@@ -178,6 +179,14 @@ dist: $(PACKAGING)/.ready
 	rm -rf dist build
 	$(PACKAGING)/bin/python -m build --no-isolation --outdir dist .
 	$(PACKAGING)/bin/twine check --strict dist/*
+
+# Installs the wheel next to TRL in an empty environment, and compares a training there with TRL's own. `PYTHON` selects
+# the version of Python.
+try-wheel: dist
+	rm -rf $(WHEEL)
+	$(call torch_in,$(WHEEL))
+	$(WHEEL)/bin/pip install --quiet $(call triton_for,$(WHEEL)) "$(TORCH)" "$$(echo dist/*.whl)[trl]"
+	cd $(WHEEL) && FASTDPO_STRICT=1 bin/fastdpo check --tiny
 
 # The form of kernels/ for Hugging Face's Kernel Hub.
 hub:
@@ -355,4 +364,4 @@ $(FLASH_SOURCES): $(READY)
 	mv $@.part $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) $(SITE) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) $(SITE) $(WHEEL) build dist out *.egg-info

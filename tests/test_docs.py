@@ -168,3 +168,14 @@ def test_every_page_says_first_what_it_is_for():
         _, title, first, *_ = re.split(r"\n+", f"\n{page.read_text()}", maxsplit=3)
         assert title.startswith("# "), page.name
         assert not first.startswith(("#", "```", "|")), page.name
+
+
+def test_workflows_call_targets_that_exist():
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = workflow.read_text()
+        called = re.findall(r"- run: make (.*)", text)
+        assert called, workflow.name
+        listed = re.search(r"target: \[(.*)\]", text)
+        for command in called:
+            targets = listed[1].split(", ") if listed and "matrix.target" in command else command.split()
+            assert set(targets) <= set(TARGETS), workflow.name
