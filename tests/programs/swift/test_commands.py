@@ -52,6 +52,7 @@ def test_the_workers_of_torchrun_are_patched(train_both):
     assert fused.calls == {("swift.DPOTrainer", role, "fused"): TINY.steps for role in ("policy", "reference")}
 
 
+@pytest.mark.thorough  # as with LLaMA-Factory and axolotl
 def test_the_comparison_detects_another_loss(train_both):
     stock, other = train_both(
         lambda output: command(output, TINY, "dpo", beta=0.1 if output.name == "stock" else 0.101)
