@@ -75,4 +75,4 @@ def both_themes(match: re.Match[str]) -> str:
     """A picture follows the theme that a reader has chosen on the site, not that of the system."""
     light, dark = re.search(r'src="([^"]+)"', match[0])[1], re.search(r'srcset="([^"]+)"', match[0])[1]
     rest = re.search(r'src="[^"]+" ([^>]+)>', match[0])[1]
-    return f'<p><img src="{light}#only-light" {rest}><img src="{dark}#only-dark" {rest}></p>'
+    return f'<p class="picture"><img src="{light}#only-light" {rest}><img src="{dark}#only-dark" {rest}></p>'
