@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ MODULES = {
     "fastdpo.testing": "comparing results up to rounding",
 }
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """The address of the repository is that of pyproject.toml, once there is one."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    if "Repository" in urls:
+        config.repo_url, config.repo_name = urls["Repository"], "fastdpo"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
