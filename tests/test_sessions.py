@@ -1,10 +1,11 @@
-"""What a person reads, line by line: a training, a model that is not supported, and wrong arguments.
+"""What a person reads, line by line: wrong calls, a training, and a model that is not supported.
 
 The reports of `check`, `doctor` and `estimate` are compared with those that docs/check.md, docs/doctor.md and
 docs/memory.md show, in the tests of these commands. tests/test_run.py compares the lines of `fastdpo run`.
 """
 
 import logging
+import re
 from importlib.metadata import version
 from unittest import mock
 
@@ -35,6 +36,25 @@ SESSIONS = {
         "100% of 720 padded tokens computed",
     ],
 }
+ERRORS = {
+    'patch("trl.DPOTrainr")': "ValueError: patch: targets must be among trl.DPOTrainer, ..., or be trainer classes; "
+    "got 'trl.DPOTrainr'; did you mean trl.DPOTrainer?",
+    "patch(refrence_memory=True)": "TypeError: patch: options must be among share_prompts, ...; got refrence_memory; "
+    "did you mean reference_memory?",
+    'patch(memory_budget="1GiB")': "TypeError: patch: memory_budget must be a number of bytes, an int of 0 or more, or "
+    "None; got '1GiB'",
+    "patch(max_tokens=0)": "ValueError: patch: max_tokens must be a positive integer or None; got 0",
+    'patch(share_prompts="no")': "ValueError: patch: share_prompts must be True, False or \"deterministic\"; got 'no'",
+}
+"""What a wrong call says. Lists are cut after their first element."""
+
+
+@pytest.mark.parametrize("call", ERRORS)
+def test_a_wrong_call_says_what_would_be_right(call):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        eval(call, {"patch": fastdpo.patch})
+    said = f"{raised.type.__name__}: {raised.value}"
+    assert re.sub(r"(among [\w.]+), [^;]*?(, or be trainer classes)?; got", r"\1, ...\2; got", said) == ERRORS[call]
 
 
 @pytest.mark.parametrize("family", SESSIONS)
