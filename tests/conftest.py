@@ -24,7 +24,6 @@ from unittest import mock
 import pytest
 import torch
 
-from fastdpo.ops import devices
 from fastdpo.ops.attention import backends
 from fastdpo.ops.attention.layout_cache import LayoutCache
 from tests.support.documents import trained
@@ -96,13 +95,9 @@ def device(request, monkeypatch):
     if given in ("interpreter", "ptx"):
         monkeypatch.setenv("FASTDPO_STRICT", "1")  # a kernel that fails is an error, not replaced
     if given == "interpreter":
-        from tests.support.kernels.interpreted import accesses, bfloat16, calls, overflow
+        from tests.support.kernels import interpreted
 
-        monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-        bfloat16.install(monkeypatch)
-        accesses.install(monkeypatch)
-        calls.install(monkeypatch)
-        overflow.install(monkeypatch)
+        interpreted.install(monkeypatch)
     if given == "ptx":
         from tests.support.kernels import executed
 

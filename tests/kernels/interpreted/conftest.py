@@ -1,6 +1,6 @@
 """Runs the public ops on CPU tensors through the Triton kernels.
 
-Memory that no kernel writes holds NaN. Accesses and sums of integers are checked,
+Memory that no kernel writes holds NaN. Accesses and the arithmetic of integers are checked,
 and bfloat16 is as on a GPU.
 """
 
@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from fastdpo.kernels import token_logps as kernels
-from fastdpo.ops import devices
-from tests.support.kernels.interpreted import accesses, bfloat16, calls, overflow
+from tests.support.kernels import interpreted
 
 
 @pytest.fixture(autouse=True)
 def kernels_for_the_cpu(monkeypatch):
-    monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-    bfloat16.install(monkeypatch)
-    accesses.install(monkeypatch)
-    calls.install(monkeypatch)
-    overflow.install(monkeypatch)
+    interpreted.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
