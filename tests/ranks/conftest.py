@@ -15,9 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import extensions
+
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if find_spec("deepspeed") else ["test_*.py"]
 sys.path[:0] = [str(HERE)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _extensions():
+    extensions.keep_in_environment()
 
 
 @pytest.fixture(scope="session")
