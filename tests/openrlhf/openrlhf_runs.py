@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -28,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import fastdpo
 from tests.support import ROOT
 from tests.support.comparison import SIZES, assert_same_training, sharpen
+from tests.support.workers.processes import run_launcher
 
 HERE = Path(__file__).parent
 VOCABULARY = 160
@@ -210,12 +210,10 @@ def run_two_ranks(directory: Path, stage: int, epochs: int = 1) -> list[dict]:
         *map(str, (HERE, HERE / "stand_ins", ROOT)),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
-    done = subprocess.run(
+    done = run_launcher(
         [*launch, str(HERE / "zero_worker.py"), str(stage), str(directory), str(epochs)],
+        seconds=400,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(2)]

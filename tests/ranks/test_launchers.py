@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.trl.dpo import pairs, tiny_model, tokenizer
+from tests.support.workers.processes import run_launcher
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path("examples/distributed")
@@ -70,7 +70,7 @@ def losses():
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_trains_fused_on_two_processes(launcher, arguments, environment, losses, tmp_path):
     command = [*LAUNCHERS[launcher], *arguments, "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run_launcher(command, seconds=600, env=environment, cwd=ROOT)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     loss = re.search(rf"{RANKS} processes, loss ([\d.]+)", output)

@@ -1,14 +1,16 @@
-"""Runs a function on several ranks, in processes forked from a server that has imported TRL."""
+"""Runs a function on several ranks, in processes forked from a server that has imported TRL, or a launcher."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,19 @@ def run_ranks(world: int, work: Callable, *args, seconds: float = 300) -> None:
             process.kill()
             process.join()
     assert codes == [0] * world, f"exit codes (None if killed): {codes}; tracebacks are in the captured stderr"
+
+
+def run_launcher(command: Sequence[str], seconds: float, **options) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command that starts processes of its own, which are killed with it after `seconds`."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
+    ) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, launcher.returncode, out, err)
 
 
 def _rank(rank: int, world: int, port: int, work: Callable, args: tuple) -> None:
