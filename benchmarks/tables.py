@@ -36,6 +36,7 @@ WORK = {
     "kto": "KTO training step",
     "vision": "DPO training step with images",
     "grpo": "Step without generation",
+    "reward": "Reward model training step",
 }
 """Suites that run a whole trainer, and what they measure."""
 
@@ -113,13 +114,16 @@ def step_table(result: Result) -> str:
     """One row per case, then the geometric means of each group."""
     sharing_less = PAIRS_ONLY, DETERMINISTIC
     timed = STOCK, LABELLED, SUBJECT, CACHED_REFERENCE, BUDGET, *sharing_less
+    present = {name for case in result["cases"] for name in case["sides"]}
+    of_peaks = {STOCK: "shipped", LABELLED: "labelled", SUBJECT: "fastdpo"}
+    of_peaks = {name: label for name, label in of_peaks.items() if name in present}
     rows = []
     for case in result["cases"]:
         summary = result["summary"]["cases"][case["name"]]
         ratios = summary["times_fastdpo"]
         facts = {name: side.get("facts", {}) for name, side in case["sides"].items()}
         tokens = [facts[name].get("tokens") for name in (STOCK, SUBJECT)]
-        peaks = [summary["peak_bytes"].get(name) for name in (STOCK, LABELLED, SUBJECT)]
+        peaks = [summary["peak_bytes"].get(name) for name in of_peaks]
         medians = (cell(case, side, summary["seconds"], _median) for side in timed)
         rows.append(
             [
@@ -147,7 +151,7 @@ def step_table(result: Result) -> str:
         "speedup over prompts not shared under dropout",
         "time relative to the floor",
         "tokens, TRL / fastdpo",
-        "peak MiB, shipped / labelled / fastdpo",
+        f"peak MiB, {' / '.join(of_peaks.values())}",
     ]
     return f"{render(rows, headers)}\n\n{STEP_NOTE}"
 
@@ -230,7 +234,7 @@ def host_table(result: Result) -> str:
 
 
 TABLES = {
-    **dict.fromkeys(("step", "hybrid", "sharing", "bf16"), step_table),
+    **dict.fromkeys(("step", "hybrid", "sharing", "bf16", "reward"), step_table),
     "host": host_table,
     "memory": memory_table,
     "scaling": scaling_table,
@@ -353,10 +357,10 @@ class Origins:
 SPEEDUP_ROWS = (  # suite, group, first column
     ("step", "full", "Training step, full fine-tuning"),
     ("step", "LoRA", "Training step, LoRA"),
-    ("precompute", "all", "Precomputing reference log-probs"),
     ("online", "all", "Online DPO step, without generation"),
     ("kto", "all", "KTO training step"),
     ("grpo", "GRPO", "GRPO step, without generation"),
+    ("reward", "all", "Reward model training step"),
 )
 
 

@@ -65,18 +65,31 @@ class FloorStep:
         AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
         self.lora = workload.lora
-        self.model = w.build_policy(workload)
+        self.model = self._build_policy(workload)
         self.policy = self.model.get_base_model() if self.lora else self.model
-        self.reference = self.policy if self.lora else w.build_model(workload, w.REFERENCE)
-        for model in (self.policy, self.reference):
+        self.reference = self.policy if self.lora else self._build_reference(workload)
+        for model in filter(None, (self.policy, self.reference)):
             model.set_attn_implementation(ATTENTION)
         device = w.device()
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=workload.bf16)
         # On a CPU that emulates bfloat16, float32 products are far faster and give the lower bound.
         self.dtype = torch.bfloat16 if workload.bf16 and device.type != "cpu" else torch.float32
-        collate = DataCollatorForPreference(w.PAD, workload.max_length)
         self.batches = len(workload.batches)
-        self.packed = [_pack(collate(w.examples(workload, i)), device) for i in range(self.batches)]
+        self.packed = [self._pack(workload, i, device) for i in range(self.batches)]
+
+    def _build_policy(self, workload: Workload) -> Any:
+        return w.build_policy(workload)
+
+    def _build_reference(self, workload: Workload) -> Any:
+        return w.build_model(workload, w.REFERENCE)
+
+    def _pack(self, workload: Workload, batch: int, device: torch.device) -> tuple[Tensor, Layout]:
+        """Packed ids [1, T] of a batch and their layout."""
+        inputs = DataCollatorForPreference(w.PAD, workload.max_length)(w.examples(workload, batch))
+        inputs = {name: x.to(device) for name, x in inputs.items()}
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        layout = ops.pack_pairs(inputs["input_ids"], inputs["attention_mask"], labels)
+        return layout.pack(inputs["input_ids"]), layout
 
     def check(self) -> Arrays:
         for batch in range(self.batches):
@@ -126,15 +139,8 @@ class FloorStep:
 
     def facts(self) -> dict[str, Any]:
         """Tokens per step, of policy and reference together, and scored rows per step."""
+        passes = 1 if self.reference is None else 2
         return {
-            "tokens": 2 * sum(ids.numel() for ids, _ in self.packed) / self.batches,
+            "tokens": passes * sum(ids.numel() for ids, _ in self.packed) / self.batches,
             "scored_rows": sum(len(layout.targets) for _, layout in self.packed) / self.batches,
         }
-
-
-def _pack(inputs: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Layout]:
-    """Packed ids [1, T] and their layout."""
-    inputs = {name: x.to(device) for name, x in inputs.items()}
-    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-    layout = ops.pack_pairs(inputs["input_ids"], inputs["attention_mask"], labels)
-    return layout.pack(inputs["input_ids"]), layout

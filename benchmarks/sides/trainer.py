@@ -6,6 +6,7 @@ The trainer runs as shipped, on labelled positions only as on CUDA, or patched.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,6 +98,8 @@ class TrainerStep:
     TRAINER = "trl.DPOTrainer"
     FUSED = frozenset({("trl.DPOTrainer", kind, "fused") for kind in ("policy", "reference")})
     """The calls that a patched trainer must have made, and no others."""
+    SCORES = "log-probs"
+    """What is compared of each model."""
 
     def __init__(
         self,
@@ -127,7 +130,8 @@ class TrainerStep:
         self.batches = len(workload.batches)
         self.inputs = [self.trainer.data_collator(self._examples(workload, i)) for i in range(self.batches)]
         policy = self.trainer.model.get_base_model() if workload.lora else self.trainer.model
-        references = [] if workload.lora else [self.trainer.ref_model]
+        self.reference = getattr(self.trainer, "ref_model", None)  # none with adapters, and none of a RewardTrainer
+        references = [] if self.reference is None else [self.reference]
         if groups is not None:
             for model in (policy, *references):
                 fused = vars(model)[ATTRIBUTE]
@@ -141,6 +145,10 @@ class TrainerStep:
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         """The examples of a batch in the format of the trainer's collator."""
         return w.examples(workload, batch)
+
+    def _scores_of(self, output: Any) -> torch.Tensor:
+        """What is compared of the output of a model: the log-probs of its labelled tokens."""
+        return output.log_probs[output.label_mask]
 
     def _in_order(self, calls: list[torch.Tensor]) -> torch.Tensor:
         """The log-probs of all calls of a model in one step, in the order of the ground truth."""
@@ -164,14 +172,14 @@ class TrainerStep:
         return arrays
 
     def _check(self) -> Arrays:
-        calls = {"policy": [], "reference": []}
-        logps = {"policy": [], "reference": []}
-        reference = self.trainer.ref_model
+        reference = self.reference
+        calls: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        scores: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
             is_reference = not torch.is_grad_enabled() if reference is None else module is reference
             role = "reference" if is_reference else "policy"
-            calls[role].append(output.log_probs.detach()[output.label_mask].float())
+            calls[role].append(self._scores_of(output).detach().float())
 
         models = [self.model] if reference is None else [self.model, reference]
         hooks = [model.register_forward_hook(record) for model in models]
@@ -179,7 +187,7 @@ class TrainerStep:
         for batch in range(self.batches):
             losses.append(self._run(batch))
             for role, of_batch in calls.items():
-                logps[role].append(self._in_order(of_batch))
+                scores[role].append(self._in_order(of_batch))
                 of_batch.clear()
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.reset()
@@ -187,7 +195,7 @@ class TrainerStep:
             hook.remove()
         if self.fused and set(fastdpo.calls) != self.FUSED:
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        arrays = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
+        arrays = {f"{self.SCORES} of the {role}": torch.cat(values) for role, values in scores.items()}
         arrays |= {"loss": torch.stack(losses), "gradient": gradient}
         return {name: value.cpu().numpy() for name, value in arrays.items()}
 

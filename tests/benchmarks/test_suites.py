@@ -42,6 +42,7 @@ def run_suite(suite: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
         ("kto", ""),
         ("grpo", "GRPO"),
         pytest.param("grpo", "RLOO", marks=pytest.mark.thorough),
+        ("reward", ""),
         ("vision", "qwen3_vl/2 images"),
         pytest.param("vision", "(smolvlm|mistral3|gemma3)/2 images|gemma3/LoRA", marks=pytest.mark.thorough),
         ("head", "trainable, summed"),
@@ -87,7 +88,7 @@ def test_a_suite(suite, cases, tmp_path, capsys):
             assert facts[step.STOCK]["launches"]["_forward_kernel"] == 2
             assert facts[SUBJECT]["launches"]["_token_logps_fwd_kernel"] == 2
             assert all(sum(x["profile"].values()) == pytest.approx(1) for x in facts.values())
-    if suite == "step":
+    if suite in ("step", "reward"):
         facts = {name: side["facts"] for name, side in result["cases"][0]["sides"].items()}
         assert facts[SUBJECT]["tokens"] == facts[step.FLOOR]["tokens"] < facts[step.STOCK]["tokens"]
 

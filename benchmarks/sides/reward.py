@@ -1,0 +1,140 @@
+"""`RewardTrainer.training_step` on prepared batches, its ground truth and its floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from datasets import disable_progress_bars as quiet_datasets
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from trl import RewardConfig, RewardTrainer
+from trl.trainer.reward_trainer import DataCollatorForPreference
+
+from benchmarks.cases import Arrays
+from benchmarks.equality import FLOAT32_FLOOR
+from benchmarks.sides import workload as w
+from benchmarks.sides.floor import FloorStep
+from benchmarks.sides.trainer import TrainerStep, build_tokenizer, trainer_options
+from benchmarks.sides.workload import Workload
+from fastdpo import packing
+from fastdpo.models import reward_head
+from fastdpo.packing import Layout
+from fastdpo.testing import error, float64_throughout
+
+
+def build_model(workload: Workload, attention: str = "sdpa") -> PreTrainedModel:
+    """A Llama with one label and random weights that are equal in every process."""
+    config = AutoConfig.for_model("llama", **w.decoder_entries(workload), num_labels=1)
+    torch.manual_seed(w.POLICY)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+
+
+def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
+    """The pairs of a batch, each row with its prompt."""
+    return [
+        {name: pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids")}
+        for pair in w.examples(workload, batch)
+    ]
+
+
+class RewardStep(TrainerStep):
+    """Forward and backward of a reward model. No optimizer."""
+
+    TRAINER = "trl.RewardTrainer"
+    FUSED = frozenset({("trl.RewardTrainer", "policy", "fused")})
+    SCORES = "rewards"
+
+    def _build(self, workload: Workload, directory: Path, attention: str) -> RewardTrainer:
+        quiet_datasets()
+        trainer = RewardTrainer(
+            model=build_model(workload, attention),
+            args=RewardConfig(**trainer_options(workload, directory)),
+            train_dataset=Dataset.from_list(examples(workload, 0)),
+            processing_class=build_tokenizer(),
+        )
+        trainer.current_gradient_accumulation_steps = 1
+        return trainer
+
+    def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
+        return examples(workload, batch)
+
+    def _scores_of(self, output: Any) -> Tensor:
+        return output.logits.squeeze(-1)
+
+
+class ExactRewards(NamedTuple):
+    """Rewards and losses of all batches, and the gradient of the first batch."""
+
+    rewards: Tensor
+    loss: Tensor
+    gradient: Tensor
+
+
+class ExactRewardStep:
+    """The ground truth of `RewardStep`: row by row, without padding or packing, in float64 and in float32."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.batches = len(workload.batches)
+
+    def check(self) -> Arrays:
+        plain = self._run(build_model(self.workload))
+        with float64_throughout():
+            exact = self._run(build_model(self.workload).double())
+        names = ("rewards of the policy", "loss", "gradient")
+        arrays = {f"exact/{name}": x.numpy() for name, x in zip(names, exact, strict=True)}
+        arrays |= {f"plain/{name}": x.numpy() for name, x in zip(names, plain, strict=True)}
+        # As in `ExactStep`: what the errors allowed in the rewards make of the margins.
+        allowed = 2 * error(plain.rewards, exact.rewards) + FLOAT32_FLOOR
+        margin_error = allowed * float(exact.rewards.norm())
+        arrays["slack/gradient"] = torch.tensor(margin_error).numpy()
+        arrays["slack/loss"] = torch.tensor(margin_error / float(exact.loss.norm())).numpy()
+        return arrays
+
+    def _run(self, model: PreTrainedModel) -> ExactRewards:
+        rewards, losses, gradient = [], [], None
+        for batch in range(self.batches):
+            pairs = examples(self.workload, batch)
+            rows = [torch.tensor(pair[name]) for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+            with torch.no_grad():
+                of_rows = torch.stack([self._reward(model, row) for row in rows])
+            leaf = of_rows.requires_grad_()
+            chosen, rejected = leaf.chunk(2)
+            loss = -F.logsigmoid(chosen - rejected).mean()
+            (factors,) = torch.autograd.grad(loss, leaf)
+            if gradient is None:
+                for row, factor in zip(rows, factors, strict=True):
+                    (self._reward(model, row) * factor).backward()
+                gradient = w.gradient_of(model)
+            rewards.append(of_rows.detach())
+            losses.append(loss.detach())
+        return ExactRewards(torch.cat(rewards), torch.stack(losses), gradient)
+
+    def _reward(self, model: Any, ids: Tensor) -> Tensor:
+        """The label of a row's last token."""
+        hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
+        return model.score(hidden[0, -1])[0]
+
+
+class RewardFloorStep(FloorStep):
+    """The lower bound of `RewardStep`: the layers on the distinct tokens, and the label of each row's last one."""
+
+    def _build_policy(self, workload: Workload) -> PreTrainedModel:
+        return build_model(workload)
+
+    def _build_reference(self, workload: Workload) -> None:
+        """There is none."""
+
+    def _pack(self, workload: Workload, batch: int, device: torch.device) -> tuple[Tensor, Layout]:
+        inputs = DataCollatorForPreference(w.PAD)(examples(workload, batch))
+        inputs = reward_head.with_scored_tokens(self.policy, {name: x.to(device) for name, x in inputs.items()})
+        tensors = inputs["input_ids"], inputs["attention_mask"], inputs["shift_labels"]
+        layout = packing.pack(*tensors, groups="content", shifted=True)
+        return layout.pack(inputs["input_ids"]), layout
+
+    def step(self, batch: int) -> None:
+        self.policy.score(self._hidden(self.policy, *self.packed[batch])).sum().backward()

@@ -1,0 +1,34 @@
+"""A training step of TRL's `RewardTrainer`, at the lengths of six preference datasets."""
+
+from __future__ import annotations
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
+
+
+def build_cases(quick: bool) -> list[Case]:
+    cases = []
+    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+        work = workload(profile, quick)
+        sides = (
+            Side(STOCK, "benchmarks.sides.reward:RewardStep", work, {"mode": "stock"}),
+            Side(SUBJECT, "benchmarks.sides.reward:RewardStep", work, {"mode": "fastdpo"}),
+            Side(FLOOR, "benchmarks.sides.reward:RewardFloorStep", work, compared=False),
+        )
+        cases.append(case_of(name, "all", profile, sides))
+    return cases
+
+
+SUITE = Suite(
+    name="reward",
+    title="Reward model training step in TRL: forward and backward",
+    truth="benchmarks.sides.reward:ExactRewardStep",
+    cases=build_cases,
+    rounds=5,
+    descriptions=DESCRIPTIONS
+    | {
+        STOCK: "the trainer with its defaults, except that gradient checkpointing is off, on every side.",
+        FLOOR: "the model's own layers on the distinct tokens and the label of each row's last token, without loss or "
+        "trainer (`benchmarks/sides/reward.py`). Its numbers have no meaning and are not compared.",
+    },
+)
