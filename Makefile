@@ -58,7 +58,7 @@ test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
 # What CI runs beside `make test`: each trainer line and each program once. The longest come first, for `make --jobs 2`.
 test-once: ONCE := --quick
 test-once: DETAILED := 1.14.2
-test-once: LEGACY_OLDEST_TESTS := tests/legacy/test_online_dpo.py tests/legacy/test_dpo.py tests/legacy/test_run.py \
+test-once: LEGACY_OLDEST_TESTS := $(addprefix tests/legacy/,test_online_dpo.py test_dpo.py test_reward.py test_run.py) \
 	-k "test_loss or test_option or test_verifying or trains_fused"
 test-once: test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams \
 	test-census
@@ -110,7 +110,7 @@ test-trl-seams: $(addprefix test-trl-,$(TRL_SEAMS))
 
 DETAILED := 0.29.1 1.9.0 1.14.2
 IN_DETAIL := tests/trl_versions tests/integrations/trl_dpo/test_losses.py tests/integrations/trl_dpo/test_options.py
-IN_SHORT := tests/trl_versions/test_dpo.py tests/trl_versions/test_online_dpo.py tests/trl_versions/test_run.py
+IN_SHORT := $(addprefix tests/trl_versions/,test_dpo.py test_online_dpo.py test_reward.py test_run.py)
 TRL_TESTS = $(if $(filter $*,$(DETAILED)),$(IN_DETAIL),$(IN_SHORT))
 # TRL 0.29 has no pass that can be replaced by that of fastdpo.
 WITHOUT_A_PASS = $(if $(filter 0.29.1,$(filter $*,$(DETAILED))),-k "not precompute")

@@ -10,6 +10,7 @@ from tests.support.sabotages import Sabotage, outcome_of, sabotages
 
 OTHERS = (
     *("axolotl", "TRL before its rewrite", "TRL from its rewrite to its fused head", "DDP, FSDP2 and ZeRO"),
+    "reward models of TRL before its fused head",
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
 )

@@ -87,6 +87,7 @@ LINES = (
     Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
     Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), compared=SCORING),
     Line("trl.RewardTrainer", TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), True, ("compute_loss",)),
+    Line("trl.RewardTrainer", ">=0.24,<1.15", "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
     Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, SCORING),
     Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False, SCORING),
     Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, SCORING),

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from peft import LoraConfig, TaskType
 from trl import RewardTrainer
 
 import fastdpo
@@ -13,48 +12,20 @@ from fastdpo.packing import IGNORE_INDEX
 from tests.support import faults
 from tests.support.comparison import assert_close, assert_far_from_same
 from tests.support.models.families import FUSED, kind
-from tests.support.trl.dpo import LORA, assert_fused, assert_same, assert_same_bits, pairs, recorded_layouts
-from tests.support.trl.reward import reward_model, train_both_rewards, train_reward
-
-FULL = dict(policy=3)
+from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits, recorded_layouts
+from tests.support.trl.reward import (
+    FULL,
+    OPTIONS,
+    assert_verified_rewards,
+    reward_model,
+    train_both_rewards,
+    train_reward,
+)
 
 
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_rewards, tmp_path)
-
-
-def adapter(**options) -> dict:
-    return dict(peft_config=LoraConfig(**{**LORA, "task_type": TaskType.SEQ_CLS, **options}))
-
-
-def with_margins(n: int) -> list[dict]:
-    return [{**row, "margin": 0.1 * i} for i, row in enumerate(pairs(n))]
-
-
-def implicit_prompts(n: int) -> list[dict]:
-    return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs(n)]
-
-
-# option: (changed arguments, number of calls of each kind)
-OPTIONS = {
-    "explicit_prompts": (dict(), FULL),
-    "implicit_prompts": (dict(data=implicit_prompts(16)), FULL),
-    "margins": (dict(data=with_margins(16)), FULL),
-    "centered": (dict(center_rewards_coefficient=0.3), FULL),
-    "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
-    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4)),
-    "batch_of_one": (dict(per_device_train_batch_size=1), FULL),
-    "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),
-    "filtered": (dict(max_length=14), FULL),
-    "pad_to_multiple_of": (dict(pad_to_multiple_of=16), FULL),
-    "padding_is_end": (dict(pad_token="<eos>"), FULL),  # the score is that of the token before the end
-    "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, eval=1)),  # PEFT trains and saves `score`
-    "adapter_without_score": (adapter(task_type=None), FULL),
-    "checkpointing": (dict(gradient_checkpointing=True), FULL),
-    "checkpointing_adapter": (dict(gradient_checkpointing=True, **adapter()), FULL),
-    "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1)),
-}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -103,14 +74,7 @@ def test_compute_metrics_receives_the_scores(both):
 
 
 def test_verifying(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO", logger="fastdpo")
-    with fastdpo.patched("trl.RewardTrainer", verify=True):
-        train_reward(tmp_path / "right", reward_model(), evaluate=4)
-        assert caplog.text.count("trl.RewardTrainer (policy): verified; differs in rewards by") == 2
-        faults.unnoticed_by_probes(monkeypatch)
-        faults.targets_off_by_one(monkeypatch)
-        with pytest.raises(fastdpo.VerificationError, match="in rewards by"):
-            train_reward(tmp_path / "wrong", reward_model())
+    assert_verified_rewards(tmp_path, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("sabotage", [faults.targets_off_by_one, faults.late_positions, faults.no_prefix])

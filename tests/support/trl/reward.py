@@ -6,14 +6,18 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig, TaskType
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from trl import RewardConfig, RewardTrainer
 
+import fastdpo
+from tests.support import faults
 from tests.support.comparison import SIZES, sharpen
 from tests.support.models.families import FUSED, kind
-from tests.support.trl.dpo import OPTIONS, WORDS, Run, on_disk, pairs, record, tokenizer, train_both
+from tests.support.trl.dpo import LORA, WORDS, Run, on_disk, pairs, record, tokenizer, train_both
+from tests.support.trl.dpo import OPTIONS as ARGUMENTS
 
 
 def reward_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
@@ -33,7 +37,7 @@ def reward_family(name: str, seed: int = 0, **config) -> PreTrainedModel:
 
 def config(directory: Path, **overrides) -> RewardConfig:
     return RewardConfig(
-        **{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides}
+        **{"output_dir": str(directory / "out"), **ARGUMENTS, "per_device_eval_batch_size": 4, **overrides}
     )
 
 
@@ -72,3 +76,50 @@ train_both_rewards = functools.partial(
     train_both, reference=False, trainer="trl.RewardTrainer", train=train_reward, build=reward_model
 )
 """`trl.dpo.train_both` for reward models."""
+
+
+def adapter(**options) -> dict:
+    return dict(peft_config=LoraConfig(**{**LORA, "task_type": TaskType.SEQ_CLS, **options}))
+
+
+def with_margins(n: int) -> list[dict]:
+    return [{**row, "margin": 0.1 * i} for i, row in enumerate(pairs(n))]
+
+
+def implicit_prompts(n: int) -> list[dict]:
+    return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs(n)]
+
+
+FULL = dict(policy=3)
+
+OPTIONS = {
+    "explicit_prompts": (dict(), FULL),
+    "implicit_prompts": (dict(data=implicit_prompts(16)), FULL),
+    "margins": (dict(data=with_margins(16)), FULL),
+    "centered": (dict(center_rewards_coefficient=0.3), FULL),
+    "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
+    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4)),
+    "batch_of_one": (dict(per_device_train_batch_size=1), FULL),
+    "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),
+    "filtered": (dict(max_length=14), FULL),
+    "pad_to_multiple_of": (dict(pad_to_multiple_of=16), FULL),
+    "padding_is_end": (dict(pad_token="<eos>"), FULL),  # the score is that of the token before the end
+    "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, eval=1)),  # PEFT trains and saves `score`
+    "adapter_without_score": (adapter(task_type=None), FULL),
+    "checkpointing": (dict(gradient_checkpointing=True), FULL),
+    "checkpointing_adapter": (dict(gradient_checkpointing=True, **adapter()), FULL),
+    "compiled": (dict(torch_compile=True, torch_compile_backend="eager", max_steps=1), dict(policy=1)),
+}
+"""Changed arguments of `train_reward`, and the number of calls of each kind."""
+
+
+def assert_verified_rewards(directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Asserts that a training is verified, once with gradients and once without, and that a wrong score ends it."""
+    caplog.set_level("INFO", logger="fastdpo")
+    with fastdpo.patched("trl.RewardTrainer", verify=True):
+        train_reward(directory / "right", reward_model(), evaluate=4)
+        assert caplog.text.count("trl.RewardTrainer (policy): verified; differs in rewards by") == 2
+        faults.unnoticed_by_probes(monkeypatch)
+        faults.targets_off_by_one(monkeypatch)
+        with pytest.raises(fastdpo.VerificationError, match="in rewards by"):
+            train_reward(directory / "wrong", reward_model())
