@@ -14,7 +14,7 @@ Nothing is tried on a CPU, nor while a CUDA graph is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from threading import RLock
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...accuracy import error, kernel_bound
-from ...logs import report, strict
+from ...logs import logger, report, strict
 from ..devices import architecture, in_new_thread, is_capturing
 from . import notes
 
@@ -136,7 +136,15 @@ def _report(kernel: Kernel, reason: str) -> None:
 def _tried(kernel: Kernel, trial: Trial) -> str | None:
     if kernel.noted in notes.read(kernel.device).passed:
         return None
+    _announce(kernel.device)
     reason = outcome(trial, kernel.device, kernel.dtype)
     if reason is None:
         notes.note(kernel.device, passed=kernel.noted)
     return reason
+
+
+@lru_cache
+def _announce(device: torch.device) -> None:
+    """Says what the first batch waits for, before the first kernel of a device is compiled."""
+    name = f"{notes.device_name(device)} ({architecture(device)})"
+    logger.info("fastdpo: compiling and trying kernels on %s; the first batch waits for them", name)

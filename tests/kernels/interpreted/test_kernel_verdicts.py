@@ -86,6 +86,7 @@ def tried(monkeypatch, tmp_path):
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
     notes._warn_unwritable.cache_clear()
+    verdicts._announce.cache_clear()
 
 
 @pytest.fixture
@@ -115,6 +116,19 @@ def assert_right():
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_kernel_that_works_passes(name, dtype):
     assert verdicts.outcome(TRIALS[name], CPU, dtype) is None
+
+
+def test_the_wait_for_the_first_kernels_is_announced(caplog):
+    with caplog.at_level("INFO", "fastdpo"):
+        logps_and_gradient()
+        assert [record.message for record in caplog.records] == [
+            "fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"
+        ]
+        caplog.clear()
+        verdicts._failures.clear()  # another process
+        verdicts._announce.cache_clear()
+        logps_and_gradient()
+    assert not caplog.records  # the notes of the first process spare it the trial
 
 
 @pytest.mark.parametrize("fault", FAULTS)
