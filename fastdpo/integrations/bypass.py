@@ -97,7 +97,7 @@ def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
 
 def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
     """A callback that calls `report_if_unused` at the first log of a training. There and at the end,
-    it logs how many calls took which path, and how many tokens were computed.
+    it logs how many calls of the trainer took which path, and how many tokens were computed.
     """
     reference = weakref.ref(trainer)  # which holds the callback
     first_step = math.inf
@@ -112,15 +112,16 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
         if trainer is not None and patched is not None and state.global_step >= first_step and not patched.has_logged:
             patched.has_logged = True
             report_if_unused(trainer, integration, trainer.model)
-            _log_calls(state)
+            _log_calls(patched, state)
 
     def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = reference()
-        if trainer is not None and vars(trainer).get(STATE) is not None:
-            _log_calls(state)
+        patched = None if trainer is None else vars(trainer).get(STATE)
+        if patched is not None:
+            _log_calls(patched, state)
 
-    def _log_calls(state: TrainerState) -> None:
-        line = calls_line(integration)
+    def _log_calls(patched: Any, state: TrainerState) -> None:
+        line = calls_line(integration, patched.before)
         if line is not None and state.is_world_process_zero:
             logger.info(line)
 

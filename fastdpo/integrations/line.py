@@ -21,6 +21,7 @@ from torch import nn
 
 from ..logs import logger
 from ..models import forward
+from ..models.calls import Counted, counted
 from ..models.language_model import text_config
 from ..models.layouts import Groups
 from ..models.state import ForwardOptions, MakeOutput
@@ -55,6 +56,7 @@ class TrainerState:
         gather: gathers metrics in the place of accelerate while a micro-batch of a step runs.
         has_fused: whether a call has been fused, if the line keeps it.
         has_logged: whether the trainer has logged a training step.
+        before: what was counted in the process before the trainer was created.
     """
 
     name: str
@@ -65,6 +67,7 @@ class TrainerState:
     gather: Gather | None = None
     has_fused: bool = False
     has_logged: bool = False
+    before: Counted = field(default_factory=counted)
 
 
 class TrainerLine:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).
@@ -43,9 +44,25 @@ def count_tokens(integration: str, given: int, computed: int) -> None:
     tokens[integration, "computed"] += computed
 
 
-def calls_line(integration: str) -> str | None:
-    """The counters of a trainer in one line, or None if none of its models was called."""
-    counts = {(kind, path): n for (name, kind, path), n in calls.items() if name == integration}
+class Counted(NamedTuple):
+    """The values of the counters at some time."""
+
+    calls: Counter[tuple[str, str, str]]
+    tokens: Counter[tuple[str, str]]
+
+
+NOTHING = Counted(Counter(), Counter())
+
+
+def counted() -> Counted:
+    """What has been counted so far in this process."""
+    return Counted(calls.copy(), tokens.copy())
+
+
+def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
+    """What was counted of a trainer since a time, in one line, or None if none of its models was called."""
+    since = Counted(calls - before.calls, tokens - before.tokens)
+    counts = {(kind, path): n for (name, kind, path), n in since.calls.items() if name == integration}
     if not counts:
         return None
     paths: Counter[str] = Counter()
@@ -55,7 +72,7 @@ def calls_line(integration: str) -> str | None:
     savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"] if paths.total() else []
     if avoided:
         savings.append(f"{avoided} reference runs avoided")
-    given, computed = tokens[integration, "given"], tokens[integration, "computed"]
+    given, computed = since.tokens[integration, "given"], since.tokens[integration, "computed"]
     if given:
         savings.append(f"{computed / given:.0%} of {given:,} padded tokens computed")
     of_paths = ", ".join(f"{kind} {path} {n}" for (kind, path), n in counts.items())
