@@ -320,10 +320,10 @@ def _packed_forward(
     unknown = [k for k, x in others.items() if k not in IGNORED_ARGUMENTS and (isinstance(x, Tensor) or callable(x))]
     if unknown:
         raise NotImplementedError(f"packed attention: {', '.join(unknown)} must be None; pad this model's batches")
-    features = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     q, k, v = query.shape, key.shape, value.shape
     if s_aux is None and q[2:] == k[2:] and k[:3] == v[:3] and 0 not in (sliding_window, softcap):
-        return attend(query, key, value, layout, **features)
+        return attend(query, key, value, layout, scaling, sliding_window, softcap, None)
     # The gradient of squeeze is a view; that of an index would be a copy into zeros.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed_attention(query, key, value, layout.flatten(0, 2), **features).unsqueeze(0)
+    options = {"scale": scaling, "window": sliding_window, "softcap": softcap}
+    return packed_attention(query, key, value, layout.flatten(0, 2), sinks=s_aux, **options).unsqueeze(0)

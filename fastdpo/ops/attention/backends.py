@@ -140,20 +140,20 @@ def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) 
 
     It is kept by whatever decides on the backend and by the content of the rows, because gradient checkpointing
     passes on other tensors than it was given. A mask has it at hand: usually, all layers are given the same one.
+    The environment is read once for each mask.
 
     Raises:
         ValueError, NotImplementedError: see `chosen`.
         ValueError: the rows do not tile the tokens, or a stream captures a CUDA graph and the layout has
             not been used before.
     """
-    settings = os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE), torch.are_deterministic_algorithms_enabled()
-    decisive = *settings, len(_replaced), _is_trial.get()
-    of_call = query.device, query.dtype, query.shape, value.shape, options, decisive
+    state = torch.are_deterministic_algorithms_enabled(), len(_replaced), _is_trial.get()
+    of_call = query.device, query.dtype, query.shape, value.shape, options, state
     if rows.dim() == 2:
         return plan_of_rows(query, value, rows, options, of_call)
     if rows.is_inference():  # it has no version, so a write to it would be missed
         return plan_of_rows(query, value, rows.flatten(0, 2), options, of_call)
-    plans, key = vars(rows).setdefault(_PLANS, {}), (*of_call, rows._version, current_stream(query.device))
+    plans, key = vars(rows).setdefault(_PLANS, {}), (of_call, rows._version, current_stream(query.device))
     found = plans.get(key)
     if found is None:
         found = plans[key] = plan_of_rows(query, value, rows.flatten(0, 2), options, of_call)
@@ -162,8 +162,8 @@ def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) 
 
 def plan_of_rows(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions, of_call: tuple) -> Plan:
     """The plan of a layout [S, 4], by its content and by what else decides on it."""
-    rows = rows.cpu()
-    key = rows.contiguous().numpy().tobytes(), *of_call
+    rows, settings = rows.cpu(), (os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE))
+    key = rows.contiguous().numpy().tobytes(), of_call, settings
     return _plans.get(query.device, key, partial(_made_plan, query, value, rows, options))
 
 

@@ -92,4 +92,4 @@ def flash_supports_scale(scale: float) -> bool:
 
 def with_last_stride_1(x: Tensor) -> Tensor:
     """x, or a copy whose elements of one head are adjacent in memory, as all kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 else x.contiguous()

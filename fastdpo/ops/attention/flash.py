@@ -262,10 +262,13 @@ class FlashLibrary:
         functions, reason = load(self)
         if functions is None:
             raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
+        from ...kernels import gather_keys
+
         layout = varlen_layout(OP, rows, len(query), query.device)
         sizes = HeadSizes(query.shape[2], value.shape[2])
         padded = self.head_sizes(*sizes, compute_capability(query.device))
-        return VarlenCall(functions, functions.arguments(layout, options), layout, sizes, padded)
+        arguments = functions.arguments(layout, options)
+        return VarlenCall(functions, arguments, gather_keys, layout, sizes, padded)
 
 
 def _of_package(name: str) -> VarlenFunctions:
@@ -322,6 +325,7 @@ class VarlenCall(NamedTuple):
     Attributes:
         functions: of the library.
         arguments: those that all calls with the layout have in common.
+        kernels: the module that gathers keys, which imports Triton.
         layout: the rows.
         sizes: of the heads.
         padded: the sizes to which they are padded with zeros.
@@ -329,6 +333,7 @@ class VarlenCall(NamedTuple):
 
     functions: VarlenFunctions
     arguments: Any
+    kernels: ModuleType
     layout: VarlenLayout
     sizes: HeadSizes
     padded: HeadSizes
@@ -357,11 +362,9 @@ class VarlenCall(NamedTuple):
             dq, dk, dv = dq[..., : self.sizes.d], dk[..., : self.sizes.d], dv[..., : self.sizes.d_v]
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
         places = self.layout.places
-        if places is None:
-            return dq, dk, dv
-        from ...kernels.gather_keys import gather_keys_bwd
-
-        return dq, *gather_keys_bwd(dk, dv, places.readers, places.first_reader)
+        if places is not None:
+            dk, dv = self.kernels.gather_keys_bwd(dk, dv, places.readers, places.first_reader)
+        return dq, dk, dv
 
     def _pad(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _padded(q, self.padded.d), _padded(k, self.padded.d), _padded(v, self.padded.d_v)
@@ -369,11 +372,7 @@ class VarlenCall(NamedTuple):
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of each row in one piece, behind those of its prefix."""
         key, value, places = with_last_stride_1(key), with_last_stride_1(value), self.layout.places
-        if places is None:
-            return key, value
-        from ...kernels.gather_keys import gather_keys_fwd
-
-        return gather_keys_fwd(key, value, places.index)
+        return (key, value) if places is None else self.kernels.gather_keys_fwd(key, value, places.index)
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

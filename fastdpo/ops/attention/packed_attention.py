@@ -188,13 +188,13 @@ class _PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, rows, sinks, scale, window, softcap):
-        ctx.options, ctx.plan, ctx.of_model = (scale, window, softcap), None, query.dim() == 4
+    def forward(ctx, query, key, value, rows, sinks, options):
+        ctx.options, ctx.plan, ctx.of_model = options, None, query.dim() == 4
         tensors = _by_token(query), _by_token(key), _by_token(value)
         if is_traced():
-            out, lse = _fwd_op(*tensors, _in_rows(rows), sinks, *ctx.options)
+            out, lse = _fwd_op(*tensors, _in_rows(rows), sinks, *options)
         else:
-            out, lse, ctx.plan = _forward(*tensors, rows, sinks, AttentionOptions(*ctx.options))
+            out, lse, ctx.plan = _forward(*tensors, rows, sinks, options)
         ctx.save_for_backward(*tensors, out, lse, rows, sinks)
         return out.unsqueeze(0) if ctx.of_model else out
 
@@ -206,11 +206,11 @@ class _PackedAttention(torch.autograd.Function):
         if ctx.plan is None or is_traced() or torch.is_grad_enabled():
             *gradients, dsinks = _bwd_op(*inputs, _in_rows(rows), sinks, *ctx.options)
         else:
-            gradients = _backward(inputs, rows, AttentionOptions(*ctx.options), ctx.plan)
+            gradients = _backward(inputs, rows, ctx.options, ctx.plan)
             dsinks = _gradient_of_sinks(grad, out, lse, sinks, query)
         if ctx.of_model:
             gradients = (x.transpose(0, 1).unsqueeze(0) for x in gradients)
-        return *gradients, None, None if sinks is None else dsinks, None, None, None
+        return *gradients, None, None if sinks is None else dsinks, None
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ def attend(
         raise TypeError(f"{OP}: key and value must be {query.dtype}, the dtype of query; got {got}")
     options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     if torch.is_grad_enabled() or is_traced():
-        return _PackedAttention.apply(query, key, value, rows, sinks, *options)
+        return _PackedAttention.apply(query, key, value, rows, sinks, options)
     out, _, _ = _forward(_by_token(query), _by_token(key), _by_token(value), rows, sinks, options)
     return out.unsqueeze(0) if query.dim() == 4 else out
 
