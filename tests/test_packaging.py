@@ -104,8 +104,11 @@ def _imports(name: str, file: Path, modules: dict[str, Path]) -> set[str]:
     return imported & modules.keys()
 
 
-MODULES = _modules()
-IMPORTS = {name: _imports(name, file, MODULES) for name, file in MODULES.items() if name != "fastdpo"}
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """Maps the modules of the package, except itself, to those that they import."""
+    modules = _modules()
+    return {name: _imports(name, file, modules) for name, file in modules.items() if name != "fastdpo"}
 
 
 @pytest.fixture(scope="module")
@@ -261,19 +264,19 @@ def is_within(module: str, parts: set[str]) -> bool:
 
 
 @pytest.mark.parametrize("part", ARROWS)
-def test_imports_follow_the_arrows(part):
-    for module, imported in IMPORTS.items():
+def test_imports_follow_the_arrows(part, imports):
+    for module, imported in imports.items():
         if part_of(module) == part:
             refused = {x for x in imported if x != "fastdpo" and not is_within(x, ARROWS[part] | {part})}
             assert not refused, f"{module} imports {refused}"
 
 
-def test_imports_have_no_cycle():
+def test_imports_have_no_cycle(imports):
     """Imports inside functions and imports for type annotations count as well."""
-    of_version = [name for name, imported in IMPORTS.items() if "fastdpo" in imported]
+    of_version = [name for name, imported in imports.items() if "fastdpo" in imported]
     assert sorted(of_version) == ["fastdpo.__main__", "fastdpo.commands.doctor"]
     try:
-        TopologicalSorter(IMPORTS).prepare()
+        TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -288,26 +291,26 @@ def imports_of_parts(imports: dict[str, set[str]]) -> dict[str, set[str]]:
     return parts
 
 
-def test_parts_import_each_other_in_no_cycle():
+def test_parts_import_each_other_in_no_cycle(imports):
     """Not even by different modules."""
     try:
-        TopologicalSorter(imports_of_parts(IMPORTS)).prepare()
+        TopologicalSorter(imports_of_parts(imports)).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_a_cycle_of_parts_is_detected():
+def test_a_cycle_of_parts_is_detected(imports):
     notes = "fastdpo.ops.choice.notes"
-    changed = {**IMPORTS, notes: IMPORTS[notes] | {"fastdpo.ops.attention.calls"}}
+    changed = {**imports, notes: imports[notes] | {"fastdpo.ops.attention.calls"}}
     TopologicalSorter(changed).prepare()  # no module imports itself
     with pytest.raises(CycleError):
         TopologicalSorter(imports_of_parts(changed)).prepare()
 
 
-def test_an_import_cycle_is_detected():
+def test_an_import_cycle_is_detected(imports):
     with pytest.raises(CycleError):
         TopologicalSorter(
-            {**IMPORTS, "fastdpo.packing": {"fastdpo.ops.attention.packed_attention", "fastdpo.models.forward"}}
+            {**imports, "fastdpo.packing": {"fastdpo.ops.attention.packed_attention", "fastdpo.models.forward"}}
         ).prepare()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import heapify, heapreplace
 from typing import Any
 
 
@@ -15,10 +16,15 @@ def each_value_once(cases: Sequence[Mapping[str, Any]]) -> list[int]:
     values = [{_key(name, value) for name, value in case.items()} for case in cases]
     missing: set[Hashable] = set().union(*values)
     chosen: list[int] = []
+    bounds = [(-len(of_case), i) for i, of_case in enumerate(values)]  # what a case adds can only become less
+    heapify(bounds)
     while missing:
-        best = max(range(len(cases)), key=lambda i: len(values[i] & missing))
-        missing -= values[best]
-        chosen.append(best)
+        _, i = bounds[0]
+        added = values[i] & missing
+        heapreplace(bounds, (-len(added), i))
+        if bounds[0][1] == i:
+            missing -= added
+            chosen.append(i)
     return sorted(chosen)
 
 
