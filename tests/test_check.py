@@ -48,19 +48,30 @@ def failed(report) -> set[str]:
     return {x.name for x in report.verdicts if x.status == FAILED}
 
 
-def test_the_report_in_the_documentation():
-    """In processes of their own. Its rows are those of the command, which agrees."""
-    done = run_program("-m", "fastdpo", "check", "--tiny")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "TRL in float64: 100%" in done.stderr
+def run_in_a_fork(program, stdout, stderr):
+    """Stands in for `subprocess.run`."""
+    done = run_program(*program[1:])
+    stdout.write(done.stdout)
+    stderr.write(done.stderr.encode())
+    return done
+
+
+def test_the_report_in_the_documentation(monkeypatch, capsys):
+    """Its rows are those of the command, which agrees. Its runs have processes of their own."""
+    monkeypatch.setattr(command.subprocess, "run", run_in_a_fork)
+    with pytest.raises(SystemExit) as ended:
+        fastdpo.__main__.main(["check", "--tiny"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.out
+    assert "TRL in float64: 100%" in printed.err
     (documented,) = [block.code for block in blocks("text") if block.page == "docs/check.md"]
 
     def words(report):
         numbers = r"(?<= )[\d.,]+(e[-+]\d+)?( s| MiB|x)?(?= |$)|TRL [\d.]+, torch \S+"
         return [re.sub(numbers, "N", line).split() for line in report.splitlines()]
 
-    assert words(documented) == words(done.stdout)
-    tokens = [re.search("tokens a batch.*", report)[0] for report in (documented, done.stdout)]
+    assert words(documented) == words(printed.out)
+    tokens = [re.search("tokens a batch.*", report)[0] for report in (documented, printed.out)]
     assert tokens[0] == tokens[1]
 
 

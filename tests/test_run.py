@@ -46,7 +46,7 @@ def test_a_script_trains_fused_with_its_arguments_and_exit_code(script, tmp_path
 
 def test_a_module_trains_fused_and_says_what_its_options_did(script, tmp_path):
     options = "--no-share-random-prompts", "--verify", "--max-tokens", 60
-    done = run(*options, "-m", "train", tmp_path / "out", path=(tmp_path,))
+    done = run(*options, "-m", "train", tmp_path / "out", path=(tmp_path,), warm=True)
     assert done.returncode == 3, done.stderr
     assert "fastdpo: trl.DPOTrainer calls: policy fused" in done.stderr
     assert re.search(
@@ -100,7 +100,7 @@ def test_a_module_that_does_not_exist_prints_the_error_of_python_alone():
 @pytest.mark.parametrize("options", [("--verify",), pytest.param((), marks=pytest.mark.thorough)])
 def test_options_of_a_program_that_calls_no_model(options, tmp_path):
     (tmp_path / "import_trl.py").write_text("import trl.trainer.dpo_trainer, trl.trainer.kto_trainer")
-    done = run(*options, tmp_path / "import_trl.py")
+    done = run(*options, tmp_path / "import_trl.py", warm=True)
     assert done.returncode == 0
     line = "fastdpo: trl.DPOTrainer, trl.KTOTrainer calls: none; verify=True (no call was compared)\n"
     assert done.stderr.endswith(line) == bool(options), done.stderr
@@ -112,7 +112,7 @@ def test_options_of_a_program_whose_children_train(script, tmp_path):
     (tmp_path / "launch.py").write_text(
         "import subprocess, sys\nimport trl.trainer.dpo_trainer\nsubprocess.run([sys.executable, *sys.argv[1:]])"
     )
-    done = run("--verify", tmp_path / "launch.py", script, tmp_path / "out")
+    done = run("--verify", tmp_path / "launch.py", script, tmp_path / "out", warm=True)
     assert done.stderr.count("calls: ") == done.stderr.count(f"{CALLS}; ") == 1, done.stderr
 
 
@@ -179,7 +179,7 @@ build(Path(sys.argv[1]), tiny_model(), tiny_model(seed=1), n=8, num_train_epochs
 
 def test_options_of_a_program_that_patches_before_it_imports_trl(tmp_path):
     (tmp_path / "train.py").write_text(REMEMBERING)
-    done = run(tmp_path / "train.py", tmp_path / "out")
+    done = run(tmp_path / "train.py", tmp_path / "out", warm=True)
     assert done.returncode == 0, done.stderr
     assert "calls: reference fused 2, policy fused 4, reference remembered 2; " in done.stderr
     assert "; reference_memory=True (2 reference runs avoided)\n" in done.stderr
@@ -196,7 +196,7 @@ fastdpo.patch("trl.DPOTrainer", max_tokens=300)
 
 def test_options_of_the_command_and_of_a_program_that_differ(tmp_path):
     (tmp_path / "train.py").write_text(PATCHING)
-    done = run("--max-tokens", 500, "--verify", tmp_path / "train.py")
+    done = run("--max-tokens", 500, "--verify", tmp_path / "train.py", warm=True)
     assert done.returncode == 1
     assert "line 6, in <module>" in done.stderr
     assert done.stderr.splitlines()[-1].endswith(
@@ -220,7 +220,7 @@ head.linear_logps = wrong
 
 def test_strict_and_verified(tmp_path):
     (tmp_path / "planted.py").write_text(WRONG + TRAIN)
-    done = run("--verify", "--strict", tmp_path / "planted.py", tmp_path / "out")
+    done = run("--verify", "--strict", tmp_path / "planted.py", tmp_path / "out", warm=True)
     assert done.returncode == 1
     assert "VerificationError: fastdpo: trl.DPOTrainer (policy): the fused path differs" in done.stderr
     (tmp_path / "strict.py").write_text("import os; print(os.environ['FASTDPO_STRICT'])")

@@ -49,7 +49,7 @@ def test_every_trainer_is_patched(source, tmp_path):
     program = tmp_path / "train.py"
     patch = PATCH if source == "packages" else ""
     program.write_text("\n".join(IMPORTS[source]) + patch + REPLACED.format(trainers=", ".join(CLASSES)))
-    done = run(*(word for trainer in INSTALLED for word in ("--only", trainer)), program)
+    done = run(*(word for trainer in INSTALLED for word in ("--only", trainer)), program, warm=True)
     assert done.returncode == 0, done.stderr
     version = importlib.metadata.version("trl")
     for trainer in INSTALLED:
@@ -58,7 +58,7 @@ def test_every_trainer_is_patched(source, tmp_path):
 
 def test_an_online_training_runs_fused(tmp_path):
     """Its trainer is defined in a package that imports it while it is imported itself."""
-    assert_trains_fused(tmp_path, "trl.OnlineDPOTrainer")
+    assert_trains_fused(tmp_path, "trl.OnlineDPOTrainer", warm=True)
 
 
 OF_INSTALLED = "tests/test_run_lines.py::test_every_trainer_is_patched"

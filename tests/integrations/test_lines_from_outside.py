@@ -172,7 +172,7 @@ def test_an_entry_point_is_found_by_the_command(install):
     path = install(line=True)
     program = path / "train.py"
     program.write_text(PROGRAM)
-    done = run(program, path=(path,))
+    done = run(program, path=(path,), warm=True)
     assert done.returncode == 0, done.stderr
     assert "fastdpo: toy.PairTrainer (1.3): on\n" in done.stderr
     assert "fastdpo: toy.PairTrainer calls: reference fused 1, policy fused 1; 100% of calls fused" in done.stderr

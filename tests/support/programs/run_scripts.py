@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.support.programs.run_command import run
 
@@ -33,17 +34,17 @@ train(*paths, Strategy(), data=rows(4))
 """By the trainer. Each takes one step, in a directory that is its argument."""
 
 
-def assert_trains_fused(directory: Path, trainer: str, path: tuple = ()) -> None:
+def assert_trains_fused(directory: Path, trainer: str, **options: Any) -> None:
     """Runs the script of a trainer, and asserts that it has trained fused.
 
     Args:
         directory: for the script and its output.
         trainer: one of `SCRIPTS`.
-        path: directories that the script imports from, before the repository.
+        options: of `run`.
     """
     script = directory / "train.py"
     script.write_text(SCRIPTS[trainer])
     (directory / "out").mkdir()
-    done = run(script, directory / "out", path=path)
+    done = run(script, directory / "out", **options)
     assert done.returncode == 0, done.stderr
     assert f"fastdpo: {trainer} calls: policy fused 1, reference fused 1; 100% of calls fused" in done.stderr

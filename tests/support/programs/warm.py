@@ -1,16 +1,21 @@
 """Runs Python programs in forks of a process that has imported TRL, which takes seconds in each new process.
 
-For programs of which a test examines what they do, and not how an interpreter starts with them.
+For programs of which a test examines what they do, and not how an interpreter starts with them. A program
+that replaces its process by another interpreter continues in the fork, and imports TRL again: what it
+imports depends on what it has done.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,9 +57,35 @@ def _become(words: list[str], cwd: Path, env: dict[str, str], paths: list[Path])
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
-    if words[0] == "-m":
-        sys.argv, sys.path[0] = words[1:], str(cwd)
+    os.execv = _start_again
+    atexit._clear()
+    try:
+        _run(words)
+    except Exception as error:
+        sys.last_value = error  # as an interpreter does before it ends
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # a fork does not
+
+
+def _start_again(python: str, command: list[str]) -> None:
+    """Stands in for `os.execv` of Python."""
+    assert python == sys.executable
+    for name in [x for x in sys.modules if x.partition(".")[0] in ("trl", "sitecustomize")]:
+        del sys.modules[name]
+    _run(command[1:], startup=["sitecustomize"])
+
+
+def _run(words: list[str], startup: Sequence[str] = ()) -> None:
+    """Runs a program as an interpreter does, after importing the modules `startup`."""
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    folder = Path.cwd() if is_module else Path(words[0]).resolve().parent
+    sys.path[:1] = [str(folder), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for name in startup:
+        importlib.import_module(name)
+    if is_module:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
