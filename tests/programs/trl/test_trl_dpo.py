@@ -39,7 +39,7 @@ def command(output, workload, **options):
     "options", [{}, pytest.param({"use_peft": True}, marks=pytest.mark.thorough)], ids=["full", "lora"]
 )
 def test_the_command_trains_fused_with_the_same_numbers(options, workload, train_both, record, tmp_path):
-    stock, fused = train_both(lambda output: command(output, workload, **options))
+    stock, fused = train_both(lambda output: command(output, workload, **options), warm=True)
     assert_same(stock, fused)
     trainer, steps = "trl.DPOTrainer", workload.steps
     assert fused.calls == {(trainer, "policy", "fused"): steps, (trainer, "reference", "fused"): steps}
@@ -48,7 +48,9 @@ def test_the_command_trains_fused_with_the_same_numbers(options, workload, train
 
 @pytest.mark.thorough  # as with LLaMA-Factory and axolotl
 def test_the_comparison_detects_another_loss(train_both):
-    stock, other = train_both(lambda output: command(output, TINY, beta=0.1 if output.name == "stock" else 0.101))
+    stock, other = train_both(
+        lambda output: command(output, TINY, beta=0.1 if output.name == "stock" else 0.101), warm=True
+    )
     with pytest.raises(AssertionError, match="units"):
         assert_same(stock, other)
     with pytest.raises(AssertionError, match="differs by"):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from tests.support import ROOT
 from tests.support.comparison import Difference, differences_of_logs, largest
 from tests.support.documents import trained
+from tests.support.programs.warm import run_program
 
 BIN = Path(sys.executable).parent
 TIMES = re.compile(r"runtime|per_second|speed|time|memory|percentage")
@@ -53,7 +54,14 @@ class Run(NamedTuple):
 
 
 def run(
-    command: Sequence[object], output: Path, *, fused: bool, threads: int = 1, timeout: float = 900, **variables: str
+    command: Sequence[object],
+    output: Path,
+    *,
+    fused: bool,
+    warm: bool = False,
+    threads: int = 1,
+    timeout: float = 900,
+    **variables: str,
 ) -> Run:
     """Runs a console command of this environment that trains.
 
@@ -61,25 +69,30 @@ def run(
         command: the command and its arguments.
         output: the directory that it writes its state and its weights to.
         fused: whether `fastdpo run` runs it.
+        warm: start it in a fork of a process that has imported TRL. Those that it starts are new.
         threads: of the CPU.
         timeout: in seconds.
         variables: of the environment.
     """
     name, *arguments = map(str, command)
-    program = [sys.executable, "-m", "fastdpo", "run", name] if fused else [str(BIN / name)]
+    program = ["-m", "fastdpo", "run", name] if fused else [str(BIN / name)]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()]),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(
-        [*program, *arguments],
-        env={**os.environ, **environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    environment |= variables
+    if warm:
+        done = run_program(*program, *arguments, env=environment)
+    else:
+        done = subprocess.run(
+            [*([sys.executable] if fused else []), *program, *arguments],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     printed = done.stdout + done.stderr
     states = [json.loads(path.read_text()) for path in output.rglob("trainer_state.json")]

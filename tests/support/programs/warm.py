@@ -69,12 +69,11 @@ def _become(words: list[str], cwd: Path, env: dict[str, str], paths: list[Path])
         atexit._run_exitfuncs()  # a fork does not
 
 
-def _start_again(python: str, command: list[str]) -> None:
-    """Stands in for `os.execv` of Python."""
-    assert python == sys.executable
+def _start_again(program: str, command: list[str]) -> None:
+    """Stands in for `os.execv` of Python, or of a command that is a script of Python."""
     for name in [x for x in sys.modules if x.partition(".")[0] in ("trl", "sitecustomize")]:
         del sys.modules[name]
-    _run(command[1:], startup=["sitecustomize"])
+    _run(command[1:] if program == sys.executable else command, startup=["sitecustomize"])
 
 
 def _run(words: list[str], startup: Sequence[str] = ()) -> None:
