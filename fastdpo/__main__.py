@@ -80,7 +80,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="a trainer or package that must be patchable")
     parser.add_argument(
-        "--model", metavar="MODEL", help="directory or Hub name of a model that must pack; its weights are loaded"
+        "--model", metavar="MODEL", help="directory or Hub name of a causal LM or a reward model that must pack"
     )
     parser.add_argument(
         "--cache", metavar="DIRECTORY", help="path or URL of a cache of reference log-probabilities to check"
@@ -157,7 +157,8 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
         usage="fastdpo check (--model MODEL --dataset PATH | --tiny) [options] [fields of DPOConfig]",
         description="Runs a few batches through TRL's DPOTrainer, stock and patched, one after the other in processes "
         "of their own, and compares log-probabilities, loss, metrics and gradients with what rounding explains. "
-        "Fields of DPOConfig are options, too. The exit status is 1 if anything differs by more, or is not fused.",
+        "Fields of DPOConfig are options, too. For a reward model, they are RewardTrainer and RewardConfig. "
+        "The exit status is 1 if anything differs by more, or is not fused.",
         epilog="example: fastdpo check --model path/to/model --dataset pairs.jsonl --beta 0.05 --loss_type ipo",
         allow_abbrev=False,
     )

@@ -14,16 +14,17 @@ from fastdpo.commands.check.command import CheckError, as_json, check
 from fastdpo.commands.check.verdicts import FAILED
 from fastdpo.data.files import load_preferences
 from tests.support.documents.markdown_blocks import blocks
-from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
+from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one, unnoticed_by_probes
 from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import pairs as rows
 from tests.support.trl.dpo import tiny_model, tokenizer
+from tests.support.trl.reward import reward_model
 
 in_this_process = functools.partial(check, run=side.measure)
 
 
-def write_model(directory, dtype=torch.float32, **tiny):
-    tiny_model(**tiny).to(dtype).save_pretrained(directory)
+def write_model(directory, dtype=torch.float32, build=tiny_model, **tiny):
+    build(**tiny).to(dtype).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return str(directory)
 
@@ -117,6 +118,51 @@ def test_a_model_runs_in_its_own_dtype_and_three_batches_are_timed(tmp_path):
     assert "LlamaForCausalLM in bfloat16, 3 batches of 2 pairs" in report.title
     (seconds,) = (cost for cost in report.costs if cost.name == "time a batch")
     assert min(seconds.stock, seconds.fastdpo) > 0
+
+
+REWARDS = {"rewards", "loss", "metric margin", "metric accuracy", "metric min_reward", "gradients: attention"}
+
+
+def test_a_reward_model(dataset, tmp_path):
+    """By the command, which trains it with RewardTrainer."""
+    path = write_model(tmp_path / "model", build=reward_model)
+    done = run_program("-m", "fastdpo", "check", "--model", path, "--dataset", dataset, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["title"].startswith("LlamaForSequenceClassification in float32, 2 batches of 4 pairs")
+    assert {x["name"] for x in report["verdicts"]} >= REWARDS | {"every call is fused", "gradients: head"}
+    assert not any("log-probabilities" in x["name"] for x in report["verdicts"])
+    assert report["costs"][0]["ratio"] > 1.3
+
+
+@pytest.mark.parametrize(
+    ("options", "yardstick"),
+    [
+        (dict(lora=True, fields=["--center_rewards_coefficient=0.1"]), "stock in float64"),
+        (dict(fields=["--bf16=true"]), "stock with its layers rounded otherwise"),
+    ],
+)
+def test_options_of_reward_models(options, yardstick, dataset, tmp_path):
+    report = in_this_process(write_model(tmp_path / "model", build=reward_model), dataset, **options)
+    assert not failed(report)
+    assert report.yardstick == yardstick
+    assert {x.name for x in report.verdicts} >= REWARDS - ({"gradients: attention"} if "lora" in options else set())
+
+
+def test_a_wrong_reward_is_named(dataset, tmp_path, monkeypatch):
+    unnoticed_by_probes(monkeypatch)
+    targets_off_by_one(monkeypatch)
+    report = in_this_process(write_model(tmp_path / "model", build=reward_model), dataset)
+    assert failed(report) >= {"rewards", "loss", "metric min_reward", "gradients: attention"}
+
+
+def test_reward_models_without_an_exact_comparison(dataset, tmp_path):
+    several = write_model(tmp_path / "several", build=reward_model, num_labels=3)
+    message = r"model must be a causal LM, or a sequence classifier with one label; got .*, a \w+ with 3 labels"
+    with pytest.raises(CheckError, match=message):
+        check(several, dataset)
+    with pytest.raises(CheckError, match="or fields of RewardConfig; got --beta"):
+        check(write_model(tmp_path / "model", build=reward_model), dataset, fields=["--beta", "0.1"])
 
 
 LOGPS = {"log-probabilities of the policy", "log-probabilities of the reference", "metric logps/chosen"}

@@ -16,6 +16,7 @@ from fastdpo.storage import LocalDirectory
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.warm import run_program
 from tests.support.programs.workload import TINY
+from tests.support.trl.reward import reward_model
 
 CPU = torch.device("cpu")
 
@@ -141,6 +142,34 @@ def test_a_model_that_is_not_fused(model, reason):
     (finding,) = doctor.model_findings(model())
     assert finding.status == FAILED
     assert reason in finding.detail
+
+
+def test_the_command_with_a_reward_model(tmp_path):
+    reward_model().save_pretrained(tmp_path)
+    done = run("--json", "trl.RewardTrainer", "--model", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = json.loads(done.stdout)["sections"][f"model {tmp_path}"]
+    assert {x["name"]: x["status"] for x in findings} == {"packing": OK, "shared prompts": OK}
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_a_reward_model(padding):
+    findings = list(doctor.model_findings(reward_model(pad_token_id=padding)))
+    assert statuses(findings) == {"packing": OK, "shared prompts": OK}
+    assert findings[0].detail == "LlamaForSequenceClassification"
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: reward_model(num_labels=3), "several-labels"),
+        (lambda: reward_model(attention_dropout=0.1), "attention-dropout"),
+    ],
+)
+def test_a_reward_model_that_is_not_packed(model, reason):
+    (finding,) = doctor.model_findings(model())
+    assert (finding.status, finding.name) == (FAILED, "packing")
+    assert f"[{reason}]" in finding.detail
 
 
 def test_caches(tmp_path):

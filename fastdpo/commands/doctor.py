@@ -30,6 +30,7 @@ from ..ops.head import trials as head_trials
 from ..packing import IGNORE_INDEX
 from ..storage import Directory, checked_directory
 from . import self_check
+from .model_names import CLASSIFIER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -238,27 +239,28 @@ def _model(path: str) -> Iterator[Finding]:
 
 
 def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
-    """What `_model` finds of a loaded model."""
+    """What `_model` finds of a loaded model, a causal LM or a reward model."""
+    rewards = type(model).__name__.endswith(CLASSIFIER)
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu").to(model.device)
     ids[1, :16] = ids[0, :16]
     labels = ids.clone()
-    labels[:, :16] = IGNORE_INDEX
+    labels[:, : -1 if rewards else 16] = IGNORE_INDEX  # a reward model scores the last token of each row
     batches = []
-    forward.install(
-        model, ForwardOptions(NAME, "policy"), lambda batch, kwargs: batches.append(batch), prior_scores=False
-    )
+    options = ForwardOptions(NAME, "policy", rewards=rewards)
+    forward.install(model, options, lambda batch, kwargs: batches.append(batch), prior_scores=False)
+    call = {"shift_labels": labels} if rewards else {"labels": labels, "fused_lm_head": True}
     was_training = model.training
     try:
         with torch.no_grad():
             model.train()
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), **call)
         reasons = forward.logged_reasons(model, NAME)
         is_random = forward.is_random(model, NAME)
     finally:
         model.train(was_training)
         forward.uninstall_all(NAME)
-    what = "packing and fused head"
+    what = "packing" if rewards else "packing and fused head"
     if not batches:
         yield Finding(FAILED, what, "; ".join(sorted(reason.named for reason in reasons)))
         return

@@ -7,6 +7,8 @@ from pathlib import Path
 from ..plain_checks import shown
 
 CONFIG = "config.json"
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of the classes of reward models end."""
 SECONDS = 10
 """How long the Hub may take to answer. It is asked once, where transformers retries for 25 s."""
 
@@ -29,6 +31,28 @@ def require_model(op: str, model: str) -> None:
     if reason is not None:
         rule = f"be a directory with a {CONFIG}, or the name of a model on the Hugging Face Hub"
         raise ValueError(f"{op}: model must {rule}; got {shown(model)}, {reason}")
+
+
+def is_reward_model(op: str, model: str) -> bool:
+    """Whether a model that can be read is a reward model: a sequence classifier with one label.
+
+    Args:
+        op, model: as for `require_model`.
+
+    Raises:
+        ValueError: it is a sequence classifier with several labels.
+    """
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(model)
+    architecture = (config.get("architectures") or [""])[0]
+    if not architecture.endswith(CLASSIFIER):
+        return False
+    labels = PretrainedConfig.from_dict({"id2label": config.get("id2label")}).num_labels
+    if labels != 1:
+        rule = "be a causal LM, or a sequence classifier with one label"
+        raise ValueError(f"{op}: model must {rule}; got {shown(model)}, a {architecture} with {labels} labels")
+    return True
 
 
 def _described_as_missing(name: str) -> str | None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from . import reward_head
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -38,7 +40,7 @@ def groups_of(model: PreTrainedModel) -> dict[str, str]:
 
     A tied head is in the group of the embeddings. Mixers of hybrid models count as attention.
     """
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() or reward_head.head_of(model)
     head_ids = set() if head is None else {id(x) for x in head.parameters()}
     groups = {}
     for path, module in model.named_modules():

@@ -18,11 +18,10 @@ from packaging.specifiers import SpecifierSet
 from ...data.files import load_preferences
 from ...integrations import patching
 from ...integrations.lines import LINES
+from ..model_names import is_reward_model
 from . import tiny
-from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINER, Settings, parse_fields
+from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, parse_fields
 from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
-
-"""The trainer line whose trainer returns log-probabilities of tokens."""
 
 FLOAT64_PARAMETERS = 50_000_000
 """The largest float32 model that is also run in float64."""
@@ -31,7 +30,7 @@ OWN_FIELDS = (
     *("output_dir", "max_steps", "num_train_epochs", "learning_rate", "weight_decay", "optim", "lr_scheduler_type"),
     *("max_grad_norm", "per_device_train_batch_size", "logging_steps", "save_strategy", "report_to", "disable_tqdm"),
 )
-"""Fields of DPOConfig that a check sets itself."""
+"""Fields of the trainer's configuration that a check sets itself."""
 
 RunSide = Callable[[Settings, str], Run]
 
@@ -66,7 +65,8 @@ def check(
     fields: Sequence[str] = (),
     run: RunSide | None = None,
 ) -> Report:
-    """Compares TRL's DPOTrainer, stock and patched, on a model and pairs.
+    """Compares TRL's DPOTrainer, stock and patched, on a model and pairs, or its RewardTrainer if the model is a
+    reward model.
 
     No more than one run is in memory at a time: each has a process of its own.
 
@@ -76,7 +76,7 @@ def check(
         batches: number of batches.
         batch_size: pairs a batch.
         lora: train an adapter.
-        fields: command-line options that are fields of `DPOConfig`.
+        fields: command-line options that are fields of the trainer's configuration.
         run: runs a side; by default, in a process of its own.
 
     Raises:
@@ -85,7 +85,11 @@ def check(
     for name, value in (("--batches", batches), ("--batch-size", batch_size)):
         if value < 1:
             raise CheckError(f"{name} must be 1 or more; got {value}")
-    _require_trainer()
+    try:
+        rewards = model is not None and is_reward_model("check", model)
+    except ValueError as error:
+        raise CheckError(str(error).removeprefix("check: ")) from error
+    _require_trainer(TRAINERS[rewards])
     _hide_progress_of_libraries()
     with tempfile.TemporaryDirectory(prefix="fastdpo-check-") as temporary:
         directory = Path(temporary)
@@ -95,11 +99,12 @@ def check(
             paths = model, Path(dataset)
         try:
             pairs = len(load_preferences(paths[1]))
-            parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)])
+            parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)], rewards)
         except ValueError as error:
             raise CheckError(" ".join(str(error).removeprefix("check: ").split())) from error
         batches = min(batches, -(-pairs // batch_size))
-        settings = Settings(str(paths[0]), str(paths[1]), batches, batch_size, lora, list(fields), str(directory))
+        where, size = (str(paths[0]), str(paths[1]), str(directory)), (batches, batch_size)
+        settings = Settings(*where, rewards, *size, lora, list(fields))
         run = run or run_in_process
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
         in_float32 = stock["dtype"] == "float32" and stock["autocast"] == "no"
@@ -137,11 +142,11 @@ def _last_line(log: Path, code: int) -> str:
     return f"exit status {code}{f', {lines[-1]}' if lines else ''}"
 
 
-def _require_trainer() -> None:
-    (seam,) = patching.examine(TRAINER).seams
+def _require_trainer(trainer: str) -> None:
+    (seam,) = patching.examine(trainer).seams
     if not seam.on:
-        raise CheckError(f"{TRAINER} is off: {seam.reason}")
-    supported = next(line.versions for line in LINES if line.trainer == TRAINER)
+        raise CheckError(f"{trainer} is off: {seam.reason}")
+    supported = next(line.versions for line in LINES if line.trainer == trainer)
     if seam.tested is None and (seam.version is None or seam.version not in SpecifierSet(supported)):
         raise CheckError(f"TRL {supported} is required; got {seam.version}")
 

@@ -1,8 +1,8 @@
 """One run of `fastdpo check`, in a process of its own: `python -m fastdpo.commands.check.side SETTINGS.json`.
 
 Trains with a learning rate of 0, so that each batch is an independent comparison at the same weights.
-The policy is the model with 1 % of noise on its weights, or with a random adapter, so that it differs
-from the reference as it does in the middle of a training.
+The policy of a DPOTrainer is the model with 1 % of noise on its weights, or with a random adapter, so that it
+differs from the reference as it does in the middle of a training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -36,9 +36,10 @@ from .meters import PeakMemory, TokenCounter, timed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DPOConfig = DPOTrainer = Any  # TRL is imported where it is used
+Config = Trainer = Any  # those of TRL, which is imported where it is used
 
-TRAINER = "trl.DPOTrainer"
+TRAINERS = "trl.DPOTrainer", "trl.RewardTrainer"
+"""The trainer of a causal LM, and that of a reward model."""
 STOCK, PATCHED, FLOAT64, PERTURBED = "stock", "patched", "float64", "perturbed"
 LABELS = {
     STOCK: "TRL as shipped",
@@ -49,7 +50,7 @@ LABELS = {
 """The runs, and what they are called in progress bars."""
 
 OPTIONS = ("--model", "--dataset", "--tiny", "--batches", "--batch-size", "--lora", "--json", "--plot")
-"""Those of the command that are no fields of `DPOConfig`."""
+"""Those of the command that are no fields of the trainer's configuration."""
 
 NOISE = 0.01
 TIMED_BATCHES = 3
@@ -65,44 +66,51 @@ class Settings:
     Attributes:
         model: directory or Hub name of the model and its tokenizer.
         dataset: path of the preference pairs.
+        directory: where the trainer may write.
+        rewards: whether the model is a reward model.
         batches: number of batches.
         batch_size: pairs a batch.
         lora: train a random LoRA adapter of all linear layers instead of the model.
-        fields: command-line options that are fields of `DPOConfig`.
-        directory: where the trainer may write.
+        fields: command-line options that are fields of the trainer's configuration.
     """
 
     model: str
     dataset: str
+    directory: str
+    rewards: bool
     batches: int
     batch_size: int
     lora: bool
     fields: list[str]
-    directory: str
+
+    @property
+    def trainer(self) -> str:
+        return TRAINERS[self.rewards]
 
 
-def parse_fields(fields: Sequence[str]) -> DPOConfig:
-    """The configuration with the given options.
+def parse_fields(fields: Sequence[str], rewards: bool = False) -> Config:
+    """The configuration of the trainer, that of reward models or of others, with the given options.
 
     Raises:
         ValueError: an option is unknown or malformed.
     """
     from transformers import HfArgumentParser
-    from trl.trainer import dpo_config
+    from trl.trainer import dpo_config, reward_config
 
     def fail(message: str) -> None:
         raise ValueError(message)
 
-    parser: Any = HfArgumentParser(cast(Any, dpo_config.DPOConfig), allow_abbrev=False)
+    kind = reward_config.RewardConfig if rewards else dpo_config.DPOConfig
+    parser: Any = HfArgumentParser(cast(Any, kind), allow_abbrev=False)
     parser.error = fail
     config, others = parser.parse_args_into_dataclasses([*fields], return_remaining_strings=True)
     if others:
-        rule = "options must be those of `fastdpo check --help` or fields of DPOConfig"
+        rule = f"options must be those of `fastdpo check --help` or fields of {kind.__name__}"
         raise ValueError(f"{rule}; got {others[0]}{suggested(others[0], (*parser._option_string_actions, *OPTIONS))}")
     return config
 
 
-def _config(settings: Settings) -> DPOConfig:
+def _config(settings: Settings) -> Config:
     own = [f"--output_dir={settings.directory}"]
     own += [f"--per_device_train_batch_size={settings.batch_size}", f"--max_steps={settings.batches}"]
     own += ["--learning_rate=0", "--weight_decay=0", "--optim=sgd", "--lr_scheduler_type=constant"]
@@ -111,17 +119,17 @@ def _config(settings: Settings) -> DPOConfig:
     defaults = ["--bf16=false"]  # TRL's default is autocast to bfloat16
     if not torch.accelerator.is_available():
         defaults += ["--use_cpu=true", "--dataloader_pin_memory=false"]
-    return parse_fields([*defaults, *settings.fields, *own])
+    return parse_fields([*defaults, *settings.fields, *own], settings.rewards)
 
 
 class _Recorder:
     """Records what a trainer computes in each batch."""
 
-    def __init__(self, trainer: DPOTrainer, bar: tqdm):
+    def __init__(self, trainer: Trainer, bar: tqdm, rewards: bool):
+        self.rewards = rewards
         policy = base_of(trainer.model, "check")
-        given = (trainer.model,) if trainer.ref_model is None else (trainer.model, trainer.ref_model)
-        models = {id(x): x for x in (base_of(model, "check") for model in given)}
-        self.logps: dict[str, list[Tensor]] = {"policy": [], "reference": []}
+        models = {id(x): x for x in (base_of(model, "check") for model in _models(trainer))}
+        self.scores: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.gradients: list[dict[str, Tensor]] = []
         self.logs: list[dict[str, float]] = []
         self.tokens = 0
@@ -149,8 +157,13 @@ class _Recorder:
         logps = getattr(output, "log_probs", None)
         if logps is not None:
             role = "policy" if torch.is_grad_enabled() else "reference"
-            self.logps[role].append(logps.detach()[output.label_mask].double().cpu())
-            self.tokens += self.counters[module].last  # without those of a probe
+            name, scores = f"log-probabilities of the {role}", logps[output.label_mask]
+        elif self.rewards:
+            name, scores = "rewards", output.logits
+        else:
+            return
+        self.scores[name].append(scores.detach().double().cpu())
+        self.tokens += self.counters[module].last  # without those of a probe
 
 
 def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[str, Any]:
@@ -166,14 +179,14 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
     set_seed(0)
     with ExitStack() as stack:
         if side == PATCHED:
-            stack.enter_context(patched(TRAINER))
+            stack.enter_context(patched(settings.trainer))
         before = Counter(calls.calls)
         trainer = _trainer(settings, in_float64=side == FLOAT64)
         trainer.remove_callback(PrinterCallback)
         if side == FLOAT64:
             stack.enter_context(float64_throughout())
         bar = stack.enter_context(tqdm(total=settings.batches, desc=LABELS[side], file=file, disable=file is None))
-        recorder = _Recorder(trainer, bar)
+        recorder = _Recorder(trainer, bar, settings.rewards)
         seconds: list[float] = []
         trainer.training_step = timed(trainer.training_step, seconds)
         policy = base_of(trainer.model, "check")
@@ -182,6 +195,7 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         with peak.watched(), _perturbed(trainer) if side == PERTURBED else nullcontext():
             trainer.train()
         counted = Counter(calls.calls) - before
+        reasons = {reason for model in _models(trainer) for reason in forward.logged_reasons(model, settings.trainer)}
         return {
             "model": type(policy).__name__,
             "dtype": str(dtype).removeprefix("torch."),
@@ -189,12 +203,12 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
             "parameters": sum(p.numel() for p in policy.parameters()),
             "unit": _unit(trainer, policy),
             "pairs": settings.batch_size,
-            "beta": float(trainer.args.beta),
-            "logps": {role: torch.cat(x) for role, x in recorder.logps.items() if x},
+            "beta": float(getattr(trainer.args, "beta", 1.0)),
+            "scores": {name: torch.cat(x) for name, x in recorder.scores.items()},
             "gradients": recorder.gradients,
             "logs": recorder.logs,
-            "calls": {f"{kind} {path}": n for (name, kind, path), n in counted.items() if name == TRAINER},
-            "reasons": sorted(_reasons(trainer)),
+            "calls": {f"{kind} {path}": n for (name, kind, path), n in counted.items() if name == settings.trainer},
+            "reasons": sorted(reasons),
             "tokens": recorder.tokens / settings.batches,
             "seconds": median(seconds[1:]) if len(seconds) >= TIMED_BATCHES else None,
             "memory": peak.bytes,
@@ -202,49 +216,55 @@ def measure(settings: Settings, side: str, file: TextIO | None = None) -> dict[s
         }
 
 
-def _unit(trainer: DPOTrainer, policy: PreTrainedModel) -> float:
+def _unit(trainer: Trainer, policy: PreTrainedModel) -> float:
     with trainer.accelerator.autocast():
         return training_unit(policy)
 
 
-def _reasons(trainer: DPOTrainer) -> set[str]:
-    models = [x for x in (trainer.model, trainer.ref_model) if x is not None]
-    return {reason for model in models for reason in forward.logged_reasons(model, TRAINER)}
+def _models(trainer: Trainer) -> list[Any]:
+    """The policy, and the reference if there is one."""
+    return [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
 
 
 @contextmanager
-def _perturbed(trainer: DPOTrainer) -> Iterator[None]:
+def _perturbed(trainer: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
-        for model in (trainer.model, trainer.ref_model):
-            if model is not None:
-                base = base_of(model, "check")
-                stack.enter_context(perturbed(layers_of(base), random_rounding, _unit(trainer, base)))
+        for model in _models(trainer):
+            base = base_of(model, "check")
+            stack.enter_context(perturbed(layers_of(base), random_rounding, _unit(trainer, base)))
         yield
 
 
-def _trainer(settings: Settings, in_float64: bool) -> DPOTrainer:
+def _trainer(settings: Settings, in_float64: bool) -> Trainer:
     from peft import LoraConfig
-    from transformers import AutoProcessor, set_seed
-    from trl.trainer import dpo_trainer
+    from transformers import AutoModelForSequenceClassification, AutoProcessor, set_seed
+    from trl.trainer import dpo_trainer, reward_trainer
     from trl.trainer.utils import create_model_from_path
 
     config = _config(settings)
     options: dict[str, Any] = {"device_map": None, "dtype": "auto", "trust_remote_code": config.trust_remote_code}
     options |= config.model_init_kwargs or {}
     config.model_init_kwargs = None
-    models = [create_model_from_path(settings.model, **options) for _ in range(1 if settings.lora else 2)]
-    if not settings.lora:
+    if settings.rewards:
+        options |= {"architecture": AutoModelForSequenceClassification, "num_labels": 1}
+    has_reference = not (settings.lora or settings.rewards)
+    models = [create_model_from_path(settings.model, **options) for _ in range(1 + has_reference)]
+    if has_reference:
         _add_noise(models[0])
     dataset = load_preferences(Path(settings.dataset))
     models = [_double(model) if in_float64 else model for model in models]
     set_seed(0)  # for the adapter
-    trainer = dpo_trainer.DPOTrainer(
+    kind: Any = reward_trainer.RewardTrainer if settings.rewards else dpo_trainer.DPOTrainer
+    lora = LoraConfig(
+        target_modules="all-linear", init_lora_weights=False, task_type="SEQ_CLS" if settings.rewards else None
+    )
+    trainer = kind(
         model=models[0],
-        ref_model=None if settings.lora else models[1],
+        **({"ref_model": models[1]} if has_reference else {}),
         args=config,
         train_dataset=dataset.take(min(settings.batches * settings.batch_size, len(dataset))),
         processing_class=AutoProcessor.from_pretrained(settings.model),
-        peft_config=LoraConfig(target_modules="all-linear", init_lora_weights=False) if settings.lora else None,
+        peft_config=lora if settings.lora else None,
     )
     if in_float64:
         cast(torch.nn.Module, trainer.model).double()  # with its adapter

@@ -20,7 +20,7 @@ Run = dict[str, Any]
 """The result of `side.measure`."""
 
 OK, FAILED = "ok", "failed"
-COUNTS = ("rewards/accuracies", "mean_token_accuracy")
+COUNTS = ("rewards/accuracies", "accuracy", "mean_token_accuracy")
 """Metrics that count comparisons, which rounding may flip."""
 
 
@@ -89,10 +89,9 @@ def _fused(fastdpo: Run) -> Verdict:
 
 def _compared(stock: Run, fastdpo: Run, other: Run, exact: bool) -> Iterator[Verdict]:
     unit = stock["unit"]
-    for role in ("policy", "reference"):
-        values = [run["logps"].get(role) for run in (stock, fastdpo, other)]
-        if any(x is not None for x in values):
-            yield _verdict(f"log-probabilities of the {role}", *values, exact=exact, unit=unit)
+    for name in dict.fromkeys(name for run in (stock, fastdpo, other) for name in run["scores"]):
+        values = [run["scores"].get(name) for run in (stock, fastdpo, other)]
+        yield _verdict(name, *values, exact=exact, unit=unit)
     names = dict.fromkeys(name for log in stock["logs"] for name in log)
     for name in sorted(names, key=lambda name: (name != "loss", name)):
         values = [_column(run, name) for run in (stock, fastdpo, other)]
@@ -141,7 +140,7 @@ def _column(run: Run, name: str) -> Tensor | None:
 
 def _scale(run: Run, name: str) -> Tensor | None:
     """The size of the numbers that a metric is computed from, [batches]. Rewards and losses are differences of
-    log-probabilities of rows, and means of logits cancel.
+    log-probabilities of rows, or of what a reward model returns, and means of logits cancel.
     """
     value = _column(run, name)
     if value is None:
@@ -150,8 +149,8 @@ def _scale(run: Run, name: str) -> Tensor | None:
         return torch.ones_like(value)
     if name.startswith("logits/"):
         return value.abs() + 1
-    if name == "loss" or name.startswith("rewards/"):
-        rows = [_column(run, f"logps/{side}") for side in ("chosen", "rejected")]
+    if name in ("loss", "margin", "mean_reward") or name.startswith("rewards/"):
+        rows = [_column(run, x) for x in ("logps/chosen", "logps/rejected", "min_reward", "max_reward")]
         return value.abs() + run["beta"] * sum(x.abs() for x in rows if x is not None)
     return value.abs()
 
@@ -159,7 +158,8 @@ def _scale(run: Run, name: str) -> Tensor | None:
 def _count(run: Run, name: str) -> float:
     """The difference that one flipped comparison makes in one batch."""
     batches = len(run["logs"])
-    compared = run["pairs"] if name == "rewards/accuracies" else len(run["logps"]["policy"]) / batches / 2
+    is_of_pairs = name != "mean_token_accuracy"
+    compared = run["pairs"] if is_of_pairs else len(run["scores"]["log-probabilities of the policy"]) / batches / 2
     return 1 / compared / batches**0.5
 
 
