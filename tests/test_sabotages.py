@@ -12,14 +12,8 @@ OTHERS = (
     *("axolotl", "TRL before its rewrite", "TRL from its rewrite to its fused head", "DDP, FSDP2 and ZeRO"),
     "reward models of TRL before its fused head",
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
-    *(
-        "hybrid models",
-        "LoRA",
-        "gradient checkpointing",
-        "storage",
-        "reward models in commands",
-        "batches that come with their layouts",
-    ),
+    *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
+    *("reward models in commands", "batches of reward models that come with their layouts"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -19,11 +19,11 @@ from .. import packing
 from ..packing import Layout
 
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Layouts by the labels of their batch, or by its completion mask if they came with it: weak references to its
-other tensors, what the layout depends on, and the layout.
+"""Layouts by the labels of their batch, or by what these follow from if the layouts came with it: weak references
+to its other tensors, what the layout depends on, and the layout.
 """
 
-_completions: ContextVar[Tensor | None] = ContextVar("fastdpo_completions", default=None)
+_sources: ContextVar[tuple[tuple[Tensor, int | None], ...]] = ContextVar("fastdpo_sources", default=())
 
 
 class PaddedBatch(NamedTuple):
@@ -75,39 +75,42 @@ def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, rea
     """
     if any(x.is_inference() for x in batch[:3]):  # they have no version, so a write to them would be missed
         return pack(batch, groups, store_all, reach)
-    how, completions = (batch.shifted, groups, store_all, reach), _completions.get()
-    layout = _kept(batch.labels, batch, how)
-    if layout is None and completions is not None:
-        layout = _kept(completions, batch, how)
+    how = batch.shifted, groups, store_all, reach
+    sources = (batch.labels, None), *_sources.get()
+    layout = next(filter(None, (_kept(key, batch, (*how, padding)) for key, padding in sources)), None)
     if layout is None:
         layout = pack(batch, groups, store_all, reach)
-    _keep(batch.labels, batch, how, layout)
+    _keep(batch.labels, batch, (*how, None), layout)
     return layout
 
 
-def keep(inputs: Mapping[str, Tensor], groups: Groups | None, layout: Layout) -> None:
+def keep(inputs: Mapping[str, Tensor], groups: Groups | None, layout: Layout, padding: int | None = None) -> None:
     """Keeps the layout that a batch has come with, for as long as its tensors exist and stay unmodified.
 
     Args:
-        inputs: with "input_ids" and "attention_mask", and either the "labels" or the "completion_mask" (see
-            `labelling`).
+        inputs: with "input_ids" and "attention_mask". Without `padding`, also with "labels" or with the
+            "completion_mask" (see `labelling`).
         groups: as in `layout_of`.
         layout: on the device of the batch.
+        padding: the id of padding, if the batch is that of a reward model.
     """
-    labels = inputs["labels" if "labels" in inputs else "completion_mask"]
-    batch = PaddedBatch(inputs["input_ids"], inputs["attention_mask"], labels, shifted=False)
+    is_scored = padding is not None
+    source = inputs["input_ids" if is_scored else "labels" if "labels" in inputs else "completion_mask"]
+    batch = PaddedBatch(inputs["input_ids"], inputs["attention_mask"], source, shifted=is_scored)
     if not any(x.is_inference() for x in batch[:3]):
-        _keep(labels, batch, (False, groups, False, None), layout)
+        _keep(source, batch, (is_scored, groups, False, None, padding), layout)
 
 
 @contextmanager
-def labelling(completions: Tensor | None) -> Iterator[None]:
-    """In the block, the labels of a batch are its ids where this completion mask is not 0, if it is given."""
-    token = _completions.set(completions)
+def labelling(source: Tensor | None, padding: int | None = None) -> Iterator[None]:
+    """In the block, the labels of a batch follow from a tensor, if it is given: they are its ids where this
+    completion mask is not 0, or for a reward model with an id of padding, those of `reward_head` for these ids.
+    """
+    token = _sources.set(() if source is None else ((source, padding),))
     try:
         yield
     finally:
-        _completions.reset(token)
+        _sources.reset(token)
 
 
 def _kept(key: Tensor, batch: PaddedBatch, how: tuple) -> Layout | None:

@@ -39,22 +39,24 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
 
 
 def with_scored_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with a label at the token of each row whose score its model returns.
+    """The arguments of a call, with `labels_of` its rows. Nothing is added to a call that is given labels, or
+    which the model refuses.
+    """
+    labels = labels_of(kwargs.get("input_ids"), text_config(model).pad_token_id)
+    return kwargs if labels is None or kwargs.get("labels") is not None else {**kwargs, "shift_labels": labels}
+
+
+def labels_of(ids: Any, padding: int | None) -> Tensor | None:
+    """A label at the token of each row whose score its model returns, and `IGNORE_INDEX` elsewhere, [R, L] as the ids.
 
     As in transformers, that is the last one whose id is not the padding's, whatever the attention mask
-    says, or the last position for a single row without a padding id. Nothing is added to a call that is
-    given labels, or which the model refuses.
+    says, or the last position for a single row without a padding id. None if the model refuses the ids.
     """
-    ids = kwargs.get("input_ids")
-    padding = text_config(model).pad_token_id
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or kwargs.get("labels") is not None:
-        return kwargs
-    if (padding is None and len(ids) != 1) or ids.numel() == 0:
-        return kwargs
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or (padding is None and len(ids) != 1):
+        return None
     position = torch.arange(ids.shape[1], device=ids.device)
     last = position[-1:].expand(len(ids)) if padding is None else (position * (ids != padding)).argmax(1)
-    labels = torch.full_like(ids, IGNORE_INDEX).scatter_(1, last[:, None], 0)
-    return {**kwargs, "shift_labels": labels}
+    return torch.full_like(ids, IGNORE_INDEX).scatter_(1, last[:, None], 0)
 
 
 def scores(model: PreTrainedModel, hidden: Tensor) -> Tensor:

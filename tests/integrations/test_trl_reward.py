@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import RewardTrainer
 
 import fastdpo
@@ -12,7 +13,14 @@ from fastdpo.packing import IGNORE_INDEX
 from tests.support import faults
 from tests.support.comparison import assert_close, assert_far_from_same
 from tests.support.models.families import FUSED, kind
-from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits, recorded_layouts
+from tests.support.trl.dpo import (
+    assert_fused,
+    assert_same,
+    assert_same_bits,
+    recorded_layouts,
+    recorded_packs,
+    tokenizer,
+)
 from tests.support.trl.reward import (
     FULL,
     OPTIONS,
@@ -60,6 +68,50 @@ def test_family(both, name):
     without_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if name == "gpt2" else {}
     stock, patched = both(kind=kind(name), tiny=FUSED[name][1] | without_dropout, max_steps=2)
     assert_fused(patched, policy=2)
+    assert_same(stock, patched)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_come_with_their_layouts(both, monkeypatch, workers):
+    """Packing in a worker is not seen here. In this process, each batch is packed once, of which one is ahead."""
+    packed = recorded_packs(monkeypatch)
+    stock, patched = both(dataloader_num_workers=workers)
+    assert_fused(patched, **FULL)
+    assert_same(stock, patched)
+    assert packed.count(8) == (0 if workers else 4)
+
+
+class Shortened(RewardTrainer):
+    """The last tokens of rows become padding after their collation."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["input_ids"][:, 6:] = 0
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Renewed(RewardTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        mask = inputs["attention_mask"].clone()
+        mask[:, 0] = 0
+        return super().compute_loss(model, {**inputs, "attention_mask": mask}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer_class", [Shortened, Renewed], ids=lambda x: x.__name__)
+def test_batches_that_other_code_has_changed(both, trainer_class):
+    stock, patched = both(trainer_class=trainer_class)
+    assert_fused(patched, **FULL)
+    assert_same(stock, patched)
+
+
+class PaddingIsEnd(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.config.pad_token_id = tokenizer().eos_token_id
+
+
+def test_tokens_other_than_those_that_batches_came_with_are_scored(both):
+    rows = [dict(prompt=f"w{i} w2 ", chosen=f"w{i + 1} w5", rejected=f"w{i + 2} w6") for i in range(16)]
+    stock, patched = both(data=rows, others=[PaddingIsEnd()])
+    assert_fused(patched, **FULL)
     assert_same(stock, patched)
 
 

@@ -15,7 +15,7 @@ from fastdpo.integrations.trl.batches.packed_where_collated import CollatedBatch
 from fastdpo.models import layouts
 from fastdpo.models.layouts import PaddedBatch
 from fastdpo.packing import IGNORE_INDEX, Layout
-from tests.support.trl.dpo import adapter, assert_fused, assert_same, tiny_model, train, train_both
+from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_packs, tiny_model, train, train_both
 
 EXAMPLES = [
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 1], "rejected_ids": [9, 10, 1]},
@@ -43,15 +43,7 @@ def as_pinned_memory(batch):
 
 @pytest.fixture
 def packed(monkeypatch) -> list[int]:
-    """A list that grows whenever a batch is packed."""
-    stock, calls = packing.pack, []
-
-    def pack(*args, **options):
-        calls.append(len(args[0]))
-        return stock(*args, **options)
-
-    monkeypatch.setattr(packing, "pack", pack)
-    return calls
+    return recorded_packs(monkeypatch)
 
 
 def layout_in_a_call(batch: dict, labels: torch.Tensor, groups="content", reach=None) -> Layout:

@@ -30,6 +30,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 import fastdpo
+from fastdpo import packing
 from fastdpo.models import laying_out
 from fastdpo.models.layouts import SharePrompts
 from fastdpo.packing import Layout
@@ -277,6 +278,18 @@ def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
         return recorded[-1]
 
     monkeypatch.setattr(laying_out, "layout_of", layout_of)
+    return recorded
+
+
+def recorded_packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list to which the number of rows is appended whenever a batch is packed in this process."""
+    stock, recorded = packing.pack, []
+
+    def pack(*args, **options):
+        recorded.append(len(args[0]))
+        return stock(*args, **options)
+
+    monkeypatch.setattr(packing, "pack", pack)
     return recorded
 
 

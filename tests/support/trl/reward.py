@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, TaskType
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback
 from trl import RewardConfig, RewardTrainer
 
 import fastdpo
@@ -51,6 +51,7 @@ def train_reward(
     evaluate: int = 0,
     trainer_class: type[RewardTrainer] = RewardTrainer,
     compute_metrics: Callable | None = None,
+    others: Sequence[TrainerCallback] = (),
     **overrides,
 ) -> Run:
     """Runs a short training on `data` (default: 16 of `pairs`) with the patches that are active. There is no
@@ -69,7 +70,7 @@ def train_reward(
         peft_config=peft_config,
         compute_metrics=compute_metrics,
     )
-    return record(make, evaluate=evaluate > 0)
+    return record(lambda callbacks: make(callbacks=[*callbacks, *others]), evaluate=evaluate > 0)
 
 
 train_both_rewards = functools.partial(
