@@ -1,7 +1,7 @@
 """No step waits for the device because of fastdpo, except to pack a batch that has come without a layout."""
 
 import pytest
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer
 from trl.experimental.orpo import ORPOTrainer
@@ -13,7 +13,12 @@ from tests.support.trl.groups import train_group
 from tests.support.trl.kto import train_kto
 from tests.support.trl.online import train_online, writer
 from tests.support.trl.reference_free import train_reference_free
+from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
+
+
+def rewarded(directory, model, reference, **options):
+    return train_reward(directory, reward_model(), **options)
 
 
 def grouped(directory, model, reference, **options):
@@ -25,6 +30,7 @@ TRAINERS = {
     "DPO": (DPOTrainer, train, dict(), 0),
     "DPO, LoRA": (DPOTrainer, train, adapter(), 0),
     "DPO, max_tokens": (DPOTrainer, train, dict(), 0),
+    "Reward": (RewardTrainer, rewarded, dict(), 0),
     "SFT": (SFTTrainer, train_sft, dict(), 0),
     "KTO": (KTOTrainer, train_kto, dict(), 3),  # completions, their KL term, and both for the reference
     "ORPO": (ORPOTrainer, train_reference_free, dict(), 1),
