@@ -73,7 +73,7 @@ def _nearest(rows: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> list[t
     for a, b in pairwise([-1, *order, -1]):
         after[a], before[b] = b, a
         if -1 not in (a, b) and groups[a] == groups[b]:
-            common[b] = _common(rows[a], rows[b])
+            common[b] = common_length(rows[a], rows[b])
     nearest = [(0, 0)] * len(rows)
     for i in reversed(range(len(rows))):
         a, b = before[i], after[i]
@@ -82,7 +82,7 @@ def _nearest(rows: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> list[t
     return nearest
 
 
-def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+def common_length(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """The number of tokens that two rows begin with."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]

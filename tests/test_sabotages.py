@@ -14,6 +14,7 @@ OTHERS = (
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
     *("reward models in commands", "batches of reward models that come with their layouts"),
+    *("rows of a step", "weights of micro-batches"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

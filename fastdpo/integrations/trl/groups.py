@@ -12,20 +12,25 @@ that it generated with.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
-from ..line import option_reason
+from ..line import TrainerState, option_reason
+from .batches.prompt_groups import require_supported
+from .batches.row_budget import RowBudget, unsupported_reason
 from .fused_head import FusedHeadLine
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_compute_loss": ["self", "model", "inputs"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
     _SCORES: [
         *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
         *("compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"),
@@ -41,6 +46,17 @@ by the name of the model's, which packing changes.
 """
 
 
+@dataclass(eq=False, kw_only=True)
+class GroupState(TrainerState):
+    """The state of a trainer.
+
+    Attributes:
+        budget: cuts its steps; None without the option `max_tokens`.
+    """
+
+    budget: RowBudget | None = None
+
+
 class GroupLine(FusedHeadLine):
     """The line of one of the two trainers."""
 
@@ -53,6 +69,43 @@ class GroupLine(FusedHeadLine):
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return option_reason(arguments.get("args"), DISABLING)
+
+    def new_state(self) -> GroupState:
+        return GroupState(**vars(super().new_state()))
+
+    def replace(self) -> None:
+        super().replace()
+        if self.options.max_tokens is not None:
+            for name in ("training_step", _SCORES):
+                self.wrap(name, getattr(self, name))
+
+    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        stock(trainer, *args, **kwargs)
+        state, max_tokens = self.state_of(trainer), self.options.max_tokens
+        if state is not None and max_tokens is not None:
+            require_supported("max_tokens", unsupported_reason(trainer, self.trainer_class()))
+            state.budget = RowBudget(self.name, max_tokens, self.options.share_prompts)
+            state.budget.install(trainer)
+
+    def training_step(self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's own, which counts batches and takes the time of a step, around one that cuts the step."""
+        budget = getattr(self.state_of(trainer), "budget", None)
+        if budget is None:
+            return stock(trainer, model, inputs, *args, **kwargs)
+        start, step = time.perf_counter(), super(self.trainer_class(), trainer).training_step
+        loss = budget.training_step(trainer, model, inputs, lambda batch: step(model, batch, *args, **kwargs))
+        trainer._step += 1
+        trainer._current_train_step_time += time.perf_counter() - start
+        if trainer._step % trainer.current_gradient_accumulation_steps == 0:
+            trainer._metrics["train"]["step_time"].append(trainer._current_train_step_time)
+            trainer._current_train_step_time = 0.0
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = getattr(self.state_of(trainer), "budget", None)
+        if budget is None:
+            return stock(trainer, *args, **kwargs)
+        return budget.scores(lambda: stock(trainer, *args, **kwargs))
 
     @contextmanager
     def use_adapter(

@@ -100,7 +100,7 @@ class TokenBudget:
             is_last = i == len(inputs) - 1
             with (
                 temporarily(trainer, current_gradient_accumulation_steps=1 / share),  # the loss is divided by it
-                _without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
+                without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
                 self._metrics.micro_batch(trainer, ends_step and is_last) if is_patched else nullcontext(),
             ):
                 loss = loss + stock(model, batch, *args)
@@ -108,15 +108,16 @@ class TokenBudget:
 
 
 @contextmanager
-def _without_sync(trainer: Any, model: nn.Module) -> Iterator[None]:
+def without_sync(trainer: Any, model: nn.Module) -> Iterator[None]:
     """Accumulates gradients without reducing them, as the Trainer does before the end of a step."""
     accelerator = trainer.accelerator
+    before = accelerator.sync_gradients
     accelerator.gradient_state._set_sync_gradients(False)  # read by accelerate's backward pass for DeepSpeed
     try:
         with nullcontext() if trainer.is_deepspeed_enabled else accelerator.no_sync(model):
             yield
     finally:
-        accelerator.gradient_state._set_sync_gradients(True)
+        accelerator.gradient_state._set_sync_gradients(before)
 
 
 def _of_micro_batches(trainer: Any, stock: Callable[[Any], Any], inputs: Any) -> Any:
@@ -173,15 +174,9 @@ def _width_reason(trainer: Any, model: PreTrainedModel, lengths: PairLengths) ->
 def unsupported_reason(trainer: Any, loader: Any) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
     args, accelerator = trainer.args, trainer.accelerator
-    reason = unsupported_loader_reason(trainer, loader)
+    reason = unsupported_loader_reason(trainer, loader) or unsupported_processes_reason(trainer)
     if reason is not None:
         return reason
-    if args.n_gpu > 1:
-        return "torch.nn.DataParallel; start one process for each GPU"
-    if accelerator.parallelism_config is not None:
-        return "parallelism_config"
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        return "models that transformers shards while it loads them"
     if not hasattr(trainer.data_collator, "truncation_mode"):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
@@ -193,4 +188,15 @@ def unsupported_reason(trainer: Any, loader: Any) -> str | None:
     losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
     if losses:
         return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs"
+    return None
+
+
+def unsupported_processes_reason(trainer: Any) -> str | None:
+    """Why the processes of a trainer cannot train on micro-batches of any size, or None."""
+    if trainer.args.n_gpu > 1:
+        return "torch.nn.DataParallel; start one process for each GPU"
+    if trainer.accelerator.parallelism_config is not None:
+        return "parallelism_config"
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "models that transformers shards while it loads them"
     return None
