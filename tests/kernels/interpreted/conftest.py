@@ -9,6 +9,9 @@ import torch
 
 from fastdpo.kernels import token_logps as kernels
 from tests.support.kernels import interpreted
+from tests.support.workers.processes import PROCESSES
+
+PROCESSES.set_forkserver_preload(["torch"])  # ranks import no trainer
 
 
 @pytest.fixture(autouse=True)

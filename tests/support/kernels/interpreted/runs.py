@@ -14,8 +14,10 @@ OPS = TESTS / "ops"
 IGNORED = "ignore::RuntimeWarning:triton"  # NumPy warns about infinities, GPUs do not
 RUNS = {  # files or folders, expression that selects tests
     "kernels": ([KERNELS / "interpreted"], ""),
-    "heads": ([OPS / "test_linear_logps.py"], "each_option or each_mode or a_gap_of"),
-    "attention": ([OPS / "test_packed_attention.py"], "every_feature and pairs and not blocks and not products"),
+    "ops": (
+        [OPS / "test_linear_logps.py", OPS / "test_packed_attention.py"],
+        "each_option or each_mode or a_gap_of or (every_feature and pairs and not blocks and not products)",
+    ),
 }
 
 
