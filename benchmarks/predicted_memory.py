@@ -10,6 +10,7 @@ created. It contains the states of the optimizer from the second step on.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -205,7 +206,10 @@ def measure(case: Case, patched: bool) -> int:
 
 
 def compare(case: Case, patched: bool) -> Comparison:
-    return Comparison(predict(case, patched), measure(case, patched))
+    predicted = predict(case, patched)
+    gc.collect()
+    gc.freeze()  # each step collects garbage, which takes longer than the step among all that is imported
+    return Comparison(predicted, measure(case, patched))
 
 
 def compare_in_new_process(*sides: tuple[Case, bool]) -> list[Comparison]:

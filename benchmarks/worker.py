@@ -188,6 +188,7 @@ def _serve_requests(pipe: Connection, build: str, workload: Any, options: dict[s
     from benchmarks.peak import PeakAboveBaseline
 
     torch.set_num_threads(threads)
+    gc.freeze()  # each step collects garbage, which takes longer than some steps among all that is imported
     side = build_side(build, workload, options)
     peak = PeakAboveBaseline()
     pipe.send(("ready", side.batches))

@@ -8,6 +8,7 @@ imports depends on what it has done.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import runpy
@@ -57,6 +58,7 @@ def _become(words: list[str], cwd: Path, env: dict[str, str], paths: list[Path])
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(1)
+    gc.freeze()  # trainings collect garbage, which takes long among all that is imported
     os.execv = _start_again
     atexit._clear()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -63,6 +64,7 @@ def _rank(rank: int, world: int, port: int, work: Callable, args: tuple) -> None
     sizes = dict(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.update({name: str(value) for name, value in {**addresses, **sizes}.items()})
     torch.set_num_threads(1)
+    gc.freeze()  # trainings collect garbage, which takes long among all that is imported
     try:
         work(*args)
         if dist.is_initialized():
