@@ -327,7 +327,7 @@ BEHAVIOUR = (
 )
 """The folders of tests that look at no part of a module. Those of other folders may, for the module that they test."""
 
-STATE_OF_A_PROCESS = {"_failures", "_reported", "_choices", "_replaced", "_builds"}
+STATE_OF_A_PROCESS = {"_replaced", "_builds"}
 """What stand-ins for libraries reset, as in a new process."""
 
 

@@ -277,11 +277,12 @@ def tuned(monkeypatch, tmp_path):
         return times[candidate.name]
 
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
-    monkeypatch.setattr(tuning, "_choices", {})
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
     monkeypatch.setattr(backends, "LEAST_TUNED", 0)
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
-    return times
+    tuning.forget()
+    yield times
+    tuning.forget()
 
 
 def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, monkeypatch):
@@ -404,7 +405,7 @@ def test_a_measured_choice_that_fails_is_not_made_again(installed, tuned, monkey
     (noted,) = notes.read(CPU).choices.values()
     assert noted["name"] == "torch"
     assert noted["measured"]["flash-attn-2"] == "RuntimeError: no kernel image"
-    tuning._choices.clear()  # another process
+    tuning.forget()  # another process
     backends._replaced.clear()
     assert chosen(*inputs()) == "torch"
 

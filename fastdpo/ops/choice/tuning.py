@@ -146,6 +146,12 @@ def made() -> dict[Kernel, Choice]:
         return dict(_choices)
 
 
+def forget() -> None:
+    """Forgets the choices of this process. Notes remain."""
+    with _lock:
+        _choices.clear()
+
+
 def noted(device: torch.device) -> dict[str, Choice]:
     """The choices that are noted for later processes."""
     found = {call: _choice_of(note) for call, note in notes.read(device).choices.items()}

@@ -81,12 +81,12 @@ FAULTS = {  # module, launcher, what happens instead, part of the reason
 def tried(monkeypatch, tmp_path):
     """Tries kernels on the CPU, in a new process as far as they are concerned."""
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
-    monkeypatch.setattr(verdicts, "_failures", {})
-    monkeypatch.setattr(verdicts, "_reported", set())
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
     notes._warn_unwritable.cache_clear()
-    verdicts._announce.cache_clear()
+    verdicts.forget()
+    yield
+    verdicts.forget()
 
 
 @pytest.fixture
@@ -125,8 +125,7 @@ def test_the_wait_for_the_first_kernels_is_announced(caplog):
             "fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"
         ]
         caplog.clear()
-        verdicts._failures.clear()  # another process
-        verdicts._announce.cache_clear()
+        verdicts.forget()  # another process
         logps_and_gradient()
     assert not caplog.records  # the notes of the first process spare it the trial
 
@@ -192,7 +191,7 @@ def test_a_kernel_is_tried_once_in_a_process_and_once_on_a_machine(monkeypatch, 
     for _ in range(2):
         logps_and_gradient()
     assert len(trials) == 1
-    verdicts._failures.clear()  # another process
+    verdicts.forget()  # another process
     logps_and_gradient()
     assert len(trials) == 1
     (path,) = tmp_path.iterdir()
@@ -205,7 +204,7 @@ def test_a_change_of_the_environment_tries_again(name, monkeypatch):
     logps_and_gradient()
     changed_environment = notes.environment(CPU) | {name: "other"}
     monkeypatch.setattr(notes, "environment", lambda device: changed_environment)
-    verdicts._failures.clear()
+    verdicts.forget()
     logps_and_gradient()
     assert len(trials) == 2
 
@@ -214,7 +213,7 @@ def test_a_failure_is_not_noted(plant, monkeypatch, tmp_path):
     trials = counting(monkeypatch, verdicts.outcome)
     plant("does not fit")
     for _ in range(2):
-        verdicts._failures.clear()
+        verdicts.forget()
         logps_and_gradient()
     assert len(trials) == 2
     assert not list(tmp_path.iterdir())
@@ -227,7 +226,7 @@ def test_an_unreadable_file_is_replaced(content, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     noted = path.read_text()
     path.write_text(content)
-    verdicts._failures.clear()
+    verdicts.forget()
     logps_and_gradient()
     assert len(trials) == 2
     assert path.read_text() == noted
@@ -238,7 +237,7 @@ def test_a_directory_that_cannot_be_written_costs_the_file_and_one_warning(monke
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "file" / "cache"))
     trials = counting(monkeypatch)
     for _ in range(2):
-        verdicts._failures.clear()
+        verdicts.forget()
         logps_and_gradient()
     assert len(trials) == 2
     assert caplog.text.count("each process tries the kernels again") == 1
@@ -259,7 +258,9 @@ def test_nothing_is_tried_on_a_cpu_or_while_a_graph_is_captured(plant, monkeypat
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cuda",))
     logps_and_gradient()
     assert not trials
-    assert not verdicts._failures
+    monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
+    logps_and_gradient()
+    assert trials == [1]  # nothing was known of the kernel
 
 
 def test_a_trial_is_independent_of_where_a_kernel_is_first_used():

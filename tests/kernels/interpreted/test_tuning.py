@@ -41,7 +41,6 @@ def untried(monkeypatch):
 def tuned(monkeypatch, tmp_path):
     """Tunes calls on the CPU, in a new process as far as they are concerned."""
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
-    monkeypatch.setattr(tuning, "_choices", {})
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setattr(verdicts, "_failures", VERDICTS)
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
@@ -50,6 +49,9 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "LEAST_TUNED", 0)
     monkeypatch.setattr(formats, "kernel_tile_rows", lambda *arguments: 8)
     monkeypatch.setattr(backends, "LEAST_TUNED", 0)
+    tuning.forget()
+    yield
+    tuning.forget()
 
 
 @pytest.fixture
@@ -83,10 +85,6 @@ def candidate(name, run=lambda: None, failure=None):
 
 def choose(*candidates, builtin="a"):
     return tuning.choose(CALL, builtin, lambda: candidates)
-
-
-def new_process():
-    tuning._choices.clear()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +160,7 @@ def test_a_withdrawn_choice_is_replaced_by_the_next(withdrawn, remaining, clock,
     tuning.withdraw(CALL, withdrawn, "RuntimeError: no kernel image")
     assert choose() == remaining
     assert tuning.timed(CALL) == [remaining, "a"]
-    new_process()
+    tuning.forget()
     assert choose(*map(candidate, "abc")) == remaining
     tuning.withdraw(Kernel("other", CPU, torch.bfloat16), "a", "unknown")  # not chosen here
 
@@ -175,7 +173,7 @@ def test_a_withdrawn_choice_without_another_one_is_measured_again(clock):
     assert tuning.timed(CALL) == []
     noted = notes.read(CPU).choices[CALL.noted]
     assert noted["measured"] == dict.fromkeys("ab", "RuntimeError: no kernel image")
-    new_process()
+    tuning.forget()
     assert choose(*map(candidate, "ab")) == "b"
     assert tuning.timed(CALL) == ["b", "a"]
 
@@ -187,10 +185,10 @@ def test_a_choice_is_kept_for_later_processes(clock, tmp_path):
     noted = {"name": "b", "measured": {"a": 10.0, "b": 8.0}}
     assert json.loads(path.read_text())["choices"] == {"op torch.bfloat16 D 8": noted}
     ran.clear()
-    new_process()
+    tuning.forget()
     assert choose(candidate("a"), candidate("b")) == "b"
     assert not ran
-    new_process()
+    tuning.forget()
     assert choose(candidate("a"), candidate("b"), candidate("c")) == "b"  # between others: measured again
     assert {*ran} == {"a", "b", "c"}
 
@@ -238,7 +236,7 @@ def test_all_ranks_make_the_choice_of_the_first(has_cache, clock, store, monkeyp
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path / "of another machine") if has_cache else "0")
     if has_cache:  # one that differs
         notes.note(CPU, choices={CALL.noted: {"name": "a", "measured": {"a": 1.0, "b": 2.0}}})
-    new_process()
+    tuning.forget()
     ran = clock({})
     assert choose(candidate("a"), candidate("b")) == "b"
     assert not ran
@@ -404,7 +402,7 @@ def test_warps_that_fail_in_a_step_are_replaced_once(chosen_warps, monkeypatch, 
     assert caplog.messages == [f"fastdpo: linear_logps: {failed}"]
     (noted,) = notes.read(CPU).choices.values()
     assert noted == {"name": FEW, "measured": TIMES | {WHOLE: "RuntimeError: invalid argument"}}
-    new_process()
+    tuning.forget()
     assert_head_is_right()
     assert warps_of_head() == FEW
     assert len(calls) == 1
@@ -494,7 +492,7 @@ def test_a_compiled_head_is_not_tuned_while_it_is_traced(noted, clock, one_round
     if noted is not None:
         warps_of_head()
         ran.clear()
-        new_process()
+        tuning.forget()
     torch.compiler.reset()
     compiled = torch.compile(ops.linear_logps, fullgraph=True, backend="aot_eager")
     found, exact = (op(*head()).logps for op in (compiled, definitions.linear_logps))
