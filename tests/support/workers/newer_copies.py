@@ -4,6 +4,7 @@ Usage: `python -m tests.support.workers.newer_copies TRAINER COPY ...`. Each cop
 the trainer before it, and with the package's metadata. The result is saved in it.
 """
 
+import gc
 import logging
 import os
 import re
@@ -94,6 +95,7 @@ def train_copy(trainer: str, copy: Path) -> None:
 
 
 def main(*arguments: str) -> None:
+    gc.freeze()  # trainings collect garbage, which takes long among all that is imported
     for trainer, copy in zip(arguments[::2], arguments[1::2], strict=True):
         if os.fork() == 0:
             try:

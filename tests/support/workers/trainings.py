@@ -5,6 +5,7 @@ of each trainer in the directory, and one of DPOTrainer on pairs with images.
 """
 
 import functools
+import gc
 import sys
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def save(path: Path, run: Run) -> None:
 
 
 def main(directory: Path, *trainers: str) -> None:
+    gc.freeze()  # trainings collect garbage, which takes long among all that is imported
     for trainer in trainers:
         save(directory / f"{trainer}.pt", patched_run(directory / trainer, trainer))
     save(directory / "images.pt", vision.patched_run(directory / "images"))
