@@ -12,7 +12,6 @@ from fastdpo.models import reward_head
 from fastdpo.packing import IGNORE_INDEX
 from tests.support import faults
 from tests.support.comparison import assert_close, assert_far_from_same
-from tests.support.models.families import FUSED, kind
 from tests.support.trl.dpo import (
     assert_fused,
     assert_same,
@@ -52,23 +51,6 @@ def test_prompts_are_computed_once(both, monkeypatch):
     (layout,) = layouts
     assert layout.token_index.numel() == 4 * (3 + 2 + 1 + 1 + 1)  # an end token for each answer
     assert len(layout.score_index) == 8
-
-
-CLASSIFIERS = (
-    *("llama-tied", "llama-eager", "llama-dynamic", "qwen2", "qwen2-window", "qwen3", "mistral", "starcoder2"),
-    *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "phi3-longrope", "olmo3", "exaone4", "smollm3", "gpt_oss"),
-    *("qwen3_moe", "mixtral", "deepseek_v3", "diffllama", "gpt2", "opt", "gpt_neox", "stablelm", "nemotron"),
-    *("qwen3_5_text", "qwen3_next", "zamba2", "jamba", "zamba", "minimax"),
-)
-"""The families that transformers has a classifier for."""
-
-
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_family(both, name):
-    without_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if name == "gpt2" else {}
-    stock, patched = both(kind=kind(name), tiny=FUSED[name][1] | without_dropout, max_steps=2)
-    assert_fused(patched, policy=2)
-    assert_same(stock, patched)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

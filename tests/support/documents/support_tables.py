@@ -20,6 +20,7 @@ from fastdpo.models import probe, support
 from tests.support import ROOT
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
 from tests.support.models.surgeries import SURGERIES
+from tests.support.trl.reward import has_classifier, reward_family
 
 PAGE = ROOT / "docs" / "support.md"
 
@@ -44,6 +45,8 @@ give the same bits as before, with eager and with sdpa attention.
 - *packed*: padding is not computed
 - *shared*: a prefix that the completions of a prompt share is computed once
 - *fused*: logits are never stored whole
+- *reward model*: the same tests train the family's `...ForSequenceClassification` in `RewardTrainer`, packed and
+  shared; *no class* where transformers has none
 
 {families}
 
@@ -77,6 +80,14 @@ def reason_of(model: PreTrainedModel) -> str | None:
     return reason
 
 
+def of_reward_model(name: str) -> str:
+    """Whether the reward models of a family are packed, and score as their class does."""
+    if not has_classifier(name):
+        return "no class"
+    model = reward_family(name)
+    return "no" if reason_of(model) or probe.score_difference(model, torch.device("cpu")) else "yes"
+
+
 def family_rows() -> list[list[str]]:
     rows = []
     for name in (*FUSED, *STOCK):
@@ -84,7 +95,7 @@ def family_rows() -> list[list[str]]:
         special = FUSED[name][0] if name in FUSED else ""
         # The measured difference depends on the machine.
         reason = re.sub(r" by [\d.]+ of their norm .*", "", reason or "")
-        rows.append([name, special, *["no" if reason else "yes"] * 3, reason])
+        rows.append([name, special, *["no" if reason else "yes"] * 3, of_reward_model(name), reason])
     return rows
 
 
@@ -120,7 +131,7 @@ def listed(items: Iterable[str], conjunction: str) -> str:
 
 
 def page() -> str:
-    family_headers = ["family", "special features", "packed", "shared", "fused", "reason"]
+    family_headers = ["family", "special features", "packed", "shared", "fused", "reward model", "reason"]
     return TEXT.format(
         transformers=PINS["transformers"],
         trl=PINS["trl"],

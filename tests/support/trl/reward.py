@@ -10,12 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftConfig, TaskType
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from trl import RewardConfig, RewardTrainer
 
 import fastdpo
 from tests.support import faults
 from tests.support.comparison import SIZES, sharpen
-from tests.support.models.families import FUSED, kind
+from tests.support.models.families import FUSED, STOCK, kind
 from tests.support.trl.dpo import LORA, WORDS, Run, on_disk, pairs, record, tokenizer, train_both
 from tests.support.trl.dpo import OPTIONS as ARGUMENTS
 
@@ -31,8 +32,17 @@ def reward_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = 
 
 
 def reward_family(name: str, seed: int = 0, **config) -> PreTrainedModel:
-    """A tiny reward model of one of the families in `FUSED`."""
-    return reward_model(kind(name), seed, **FUSED[name][1] | config)
+    """A tiny reward model of one of the families in `FUSED` and `STOCK`."""
+    return reward_model(kind(name), seed, **(FUSED | STOCK)[name][1] | config)
+
+
+def has_classifier(name: str) -> bool:
+    """Whether transformers has a class of reward models for a family."""
+    return kind(name) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+
+CLASSIFIERS = tuple(filter(has_classifier, FUSED))
+"""The packed families that there are reward models of. Each of them is trained."""
 
 
 def config(directory: Path, **overrides) -> RewardConfig:

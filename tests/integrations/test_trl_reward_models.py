@@ -1,0 +1,113 @@
+"""Reward models of every kind in TRL's RewardTrainer: families, multimodal classes, bfloat16, several labels."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+import fastdpo
+from fastdpo.integrations.line import output_of_scores
+from fastdpo.models import forward
+from fastdpo.models.calls import calls
+from fastdpo.models.state import ForwardOptions
+from fastdpo.testing import assert_as_accurate_as, float64_throughout
+from tests.support.comparison import SIZES, assert_same_in_low_precision, sharpen
+from tests.support.models.families import FUSED, STOCK, kind
+from tests.support.models.multimodal import FUSED as MULTIMODAL
+from tests.support.models.multimodal import IMAGE
+from tests.support.trl.dpo import WORDS, assert_fused, assert_same, assert_same_bits
+from tests.support.trl.reward import CLASSIFIERS, has_classifier, reward_model, train_both_rewards, train_reward
+
+
+@pytest.fixture
+def both(tmp_path):
+    return functools.partial(train_both_rewards, tmp_path)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_family(both, name):
+    without_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if name == "gpt2" else {}
+    stock, patched = both(kind=kind(name), tiny=FUSED[name][1] | without_dropout, max_steps=2)
+    assert_fused(patched, policy=2)
+    assert_same(stock, patched)
+
+
+@pytest.mark.parametrize("name", filter(has_classifier, STOCK))
+def test_a_family_that_is_not_packed_falls_back_to_stock(both, caplog, name):
+    reason, config = STOCK[name]
+    stock, patched = both(kind=kind(name), tiny=config, max_steps=2)
+    assert patched.calls == {("policy", "stock"): 2}
+    assert caplog.text.count("trl.RewardTrainer (policy): not fused, ") == 1
+    assert reason in caplog.text
+    assert_same_bits(stock, patched)
+
+
+def multimodal_reward_model(name: str, seed: int = 0, **config):
+    """The classifier of a multimodal family, whose `pad_token_id` TRL sets in the configuration of its text."""
+    family = MULTIMODAL[name]
+    text = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, **family.text}
+    parts = dict(text_config=text, vision_config=family.vision, image_token_id=IMAGE, num_labels=1, **family.rest)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(name, **parts, **config))
+    sharpen(model)
+    return model
+
+
+@pytest.mark.parametrize("name", filter(has_classifier, MULTIMODAL))
+def test_text_in_a_multimodal_class(both, name):
+    stock, patched = both(kind=name, build=multimodal_reward_model, max_steps=2)
+    assert_fused(patched, policy=2)
+    assert_same(stock, patched)
+
+
+def test_autocast(both):
+    stock, patched = both(bf16=True)
+    assert_fused(patched, policy=3)
+    assert_same_in_low_precision(stock, patched, torch.bfloat16, stock.in_float64)
+
+
+IDS = torch.tensor(
+    [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 20, 21, 0], [30, 31, 32, 33, 34, 0, 0], [5, 6, 7, 8, 9, 22, 0]]
+)
+
+
+@pytest.fixture
+def installed():
+    """Installs the fused forward on a reward model, and uninstalls it after the test."""
+    options = ForwardOptions("test", "reward", rewards=True)
+    yield lambda model: forward.install(model, options, output_of_scores, prior_scores=False)
+    forward.uninstall_all("test")
+
+
+def rewards_of(model) -> torch.Tensor:
+    return model(input_ids=IDS, attention_mask=(IDS != 0).long(), use_cache=False).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@torch.no_grad()
+def test_rewards_are_as_accurate_as_those_of_the_class(dtype, installed):
+    model = reward_model().to(dtype).eval()
+    stock, before = rewards_of(model), calls["test", "reward", "fused"]
+    with float64_throughout():
+        exact = rewards_of(copy.deepcopy(model).double())
+    installed(model)
+    assert_as_accurate_as(rewards_of(model), stock, exact)
+    assert calls["test", "reward", "fused"] == before + 1
+
+
+def test_several_labels(tmp_path, installed, caplog):
+    """RewardTrainer refuses such a model. Other callers get the labels of its class, and one logged reason."""
+    for patch in (contextlib.nullcontext, fastdpo.patched):
+        with patch(), pytest.raises(ValueError, match="reward models require `num_labels=1`"):
+            train_reward(tmp_path, reward_model(num_labels=3))
+    model = reward_model(num_labels=3).eval()
+    expected, before = rewards_of(model), calls["test", "reward", "stock"]
+    installed(model)
+    for _ in range(2):
+        assert torch.equal(rewards_of(model), expected)
+    assert expected.shape == (4, 3)
+    assert calls["test", "reward", "stock"] == before + 2
+    assert caplog.text.count("test (reward): not fused, the model has 3 labels, and a reward model has one") == 1
