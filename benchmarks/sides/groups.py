@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.trainer import build_tokenizer, trainer_options
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload
+from fastdpo.models.calls import tokens
 from fastdpo.testing import error
 
 BETA = 0.05  # the default of RLOOConfig. That of GRPOConfig is 0, without a reference
@@ -66,14 +68,16 @@ class GroupStep:
     Args:
         workload: model, lengths and trainer.
         mode: "stock", "labelled" or "fastdpo" (see `benchmarks.sides.trainer.TrainerStep`).
+        cuts: whether steps are cut by half of the distinct tokens of the longest one, with `max_tokens`.
     """
 
-    def __init__(self, workload: GroupWorkload, mode: str) -> None:
+    def __init__(self, workload: GroupWorkload, mode: str, cuts: bool = False) -> None:
         self.workload, self.fused, self.batches = workload, mode == "fastdpo", len(workload.batches)
+        self._policy_tokens = 0  # computed by `check`
         self.name = f"trl.{workload.trainer}Trainer"
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"
-            fastdpo.patch(self.name)
+            fastdpo.patch(self.name, max_tokens=-(-max(workload.distinct_tokens) // 2) if cuts else None)
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL version does not select positions by `_use_triton`")
@@ -90,7 +94,9 @@ class GroupStep:
         options = trainer_options(self.workload, directory)
         del options["max_length"]  # an option of other trainers
         n = len(self.workload.batches[0]) * COMPLETIONS
-        options |= {"per_device_train_batch_size": n, "num_generations": COMPLETIONS, "beta": BETA}
+        accumulation = self.workload.accumulation
+        options |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation}
+        options |= {"per_device_train_batch_size": n // accumulation, "num_generations": COMPLETIONS, "beta": BETA}
         is_grpo = self.workload.trainer == "GRPO"
         trainer = (GivenGRPO if is_grpo else GivenRLOO)(
             model=policy,
@@ -99,26 +105,30 @@ class GroupStep:
             train_dataset=Dataset.from_list([{"prompt": "<eos>"}] * n),
             processing_class=build_tokenizer(),
         )
-        trainer.current_gradient_accumulation_steps = 1
+        trainer.current_gradient_accumulation_steps = accumulation
         return trainer
 
     def check(self) -> Arrays:
         """See `benchmarks.sides.trainer.TrainerStep.check`. TRL shuffles the rows; here they are in order."""
-        logps: dict[str, list[Tensor]] = {}
-        results: dict[str, list[Tensor]] = {"advantages": []}
+        of_rows: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)  # by role and tokens
         score, compute = self.trainer._get_per_token_logps_and_entropies, self.trainer._compute_loss
 
         def recorded_score(model: Any, ids: Tensor, mask: Tensor, width: int, *args: Any, **kwargs: Any) -> Any:
+            computed = tokens[self.name, "computed"]
             scored = score(model, ids, mask, width, *args, **kwargs)
             role = "policy" if torch.is_grad_enabled() else "old policy"
             role = "reference" if model is self.trainer.ref_model else role
-            of_rows = [x[real.bool()] for x, real in zip(scored[0].detach().float(), mask[:, -width:], strict=True)]
-            logps.setdefault(role, []).extend(of_rows[i] for i in self._order(ids, mask))
+            computed = tokens[self.name, "computed"] - computed
+            if self.fused and not computed:  # known to the trainer, which computes metrics from them
+                return scored
+            self._policy_tokens += computed * (role == "policy")
+            logps = [x[real.bool()] for x, real in zip(scored[0].detach().float(), mask[:, -width:], strict=True)]
+            of_rows[f"log-probs of the {role}"].update(zip(_rows(ids, mask), logps, strict=True))
             return scored
 
         def recorded_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
             ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-            results["advantages"].append(inputs["advantages"][self._order(ids, mask)])
+            of_rows["advantages"].update(zip(_rows(ids, mask), inputs["advantages"][:, None], strict=True))
             return compute(model, inputs)
 
         self.trainer._get_per_token_logps_and_entropies = recorded_score
@@ -128,23 +138,21 @@ class GroupStep:
             losses.append(self._training_step(batch))
             gradient = w.gradient_of(self.model) if gradient is None else gradient
             self.reset()
+        given = [(*prompt, *completion) for rows in self.rows for prompt, completion in rows]
         del self.trainer._get_per_token_logps_and_entropies, self.trainer._compute_loss
-        kinds = {role.replace(" ", "_") for role in logps}
+        kinds = {name.removeprefix("log-probs of the ").replace(" ", "_") for name in of_rows.keys() - {"advantages"}}
         if self.fused and set(fastdpo.calls) != {(self.name, kind, "fused") for kind in kinds}:
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        arrays = {f"log-probs of the {role}": torch.cat(values) for role, values in logps.items()}
-        arrays |= {"advantages": torch.cat(results["advantages"]), "gradient": gradient, "loss": torch.stack(losses)}
+        arrays = {name: torch.cat([values[row] for row in given]) for name, values in of_rows.items()}
+        arrays |= {"gradient": gradient, "loss": torch.stack(losses)}
         return {name: x.cpu().numpy() for name, x in arrays.items()}
-
-    def _order(self, ids: Tensor, mask: Tensor) -> list[int]:
-        """The indices of the batch's rows among rows that TRL has shuffled."""
-        place = {tuple(row[real.bool()].tolist()): i for i, (row, real) in enumerate(zip(ids, mask, strict=True))}
-        return [place[*prompt, *completion] for prompt, completion in self.trainer.given]
 
     def _training_step(self, batch: int) -> Tensor:
         self.trainer._step = 0  # new completions in every step
         self.trainer.given = self.rows[batch]
-        return self.trainer.training_step(self.model, [{"prompt": "<eos>"}] * len(self.rows[batch]), None)
+        inputs = [{"prompt": "<eos>"}] * len(self.rows[batch])
+        losses = [self.trainer.training_step(self.model, inputs, None) for _ in range(self.workload.accumulation)]
+        return torch.stack(losses).sum()
 
     def step(self, batch: int) -> None:
         self._training_step(batch)
@@ -154,7 +162,15 @@ class GroupStep:
         self.trainer._metrics["train"].clear()
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        """The tokens of all batches that the policy computes, and those of their prefix trees."""
+        if not self.fused:
+            return {}
+        return {"policy_tokens": self._policy_tokens, "distinct_tokens": sum(self.workload.distinct_tokens)}
+
+
+def _rows(ids: Tensor, mask: Tensor) -> list[tuple[int, ...]]:
+    """The tokens of each row of a padded batch."""
+    return [tuple(row[real.bool()].tolist()) for row, real in zip(ids, mask, strict=True)]
 
 
 class ExactGroupStep(ExactStep):

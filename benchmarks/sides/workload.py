@@ -108,9 +108,16 @@ class GroupWorkload(Workload):
     Attributes:
         batches: of each batch and prompt, the lengths of the prompt and of its completions.
         trainer: "GRPO" or "RLOO".
+        accumulation: number of batches that the completions of a step are cut into, after TRL has shuffled them.
     """
 
     trainer: str = "GRPO"
+    accumulation: int = 1
+
+    @property
+    def distinct_tokens(self) -> list[int]:
+        """The tokens that a step computes if it computes each prompt once. The last one of a row predicts nothing."""
+        return [sum(prompt + sum(n - 1 for n in rows) for prompt, *rows in batch) for batch in self.batches]
 
 
 PATCH = 16  # pixels of an image, in each direction
