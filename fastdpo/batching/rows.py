@@ -14,13 +14,16 @@ Row = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 Run = tuple[int, int]
 
+COST_OF_A_RUN = 1 / 64
+"""The part of the budget whose tokens must be saved by a further micro-batch."""
+
 
 class RowPlanner:
     """Cuts rows into micro-batches of up to a number of distinct tokens, with rows that begin alike together.
 
     The rows are sorted by their tokens, so that each shares as much as it can with the row before it, and are cut
-    into runs: the fewest that the budget allows, of these the ones that compute the fewest tokens again, and of
-    these the most even ones.
+    into runs: as few as the budget allows, or more where this saves tokens that would be computed again, by
+    `COST_OF_A_RUN`. Of cuts with the same cost, the most even one is taken.
 
     Args:
         rows: of the step on one rank.
@@ -47,8 +50,8 @@ class RowPlanner:
         for end in range(1, len(self._order) + 1):
             tokens = self._tokens(np.arange(end), end)
             fits = (tokens <= max_tokens) | (np.arange(end) == end - 1)
-            # More runs cost more than any number of tokens, and one token more than any unevenness.
-            of_runs = np.array(costs) + 2 * total + self._shared[:end] + (tokens / total) ** 2 / 2
+            uneven = (tokens / total) ** 2 / 256  # in all runs together less than the cost of a run or of a token
+            of_runs = np.array(costs) + max_tokens * COST_OF_A_RUN + self._shared[:end] + uneven
             first.append(int(np.where(fits, of_runs, np.inf).argmin()))
             costs.append(float(of_runs[first[end]]))
         runs, end = [], len(self._order)

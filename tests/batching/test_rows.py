@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from fastdpo.batching.rows import RowPlanner
+from fastdpo.batching.rows import COST_OF_A_RUN, RowPlanner
 
 
 def random_rows(draw: random.Random, n: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -46,9 +46,9 @@ def test_cuts_are_the_best_ones(share):
         def tokens(run, planner=planner, rows=rows):
             return distinct_tokens([rows[i] for i in planner.rows(run)], share)
 
-        def quality(runs, tokens=tokens):
+        def quality(runs, tokens=tokens, budget=budget):
             sizes = [tokens(run) for run in runs]
-            return len(runs), sum(sizes), sum(size**2 for size in sizes)
+            return len(runs) * budget * COST_OF_A_RUN + sum(sizes), sum(size**2 for size in sizes)
 
         assert [planner.tokens(*run) for run in runs] == [tokens(run) for run in runs]
         fitting = [x for x in all_partitions(len(rows)) if all(b - a == 1 or tokens((a, b)) <= budget for a, b in x)]
