@@ -3,13 +3,23 @@
 import pytest
 import torch
 from accelerate import dispatch_model
+from accelerate.utils import is_peft_model
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from torch.autograd.graph import saved_tensors_hooks
 from trl.trainer import dpo_trainer
 
 import fastdpo
 from tests.support.comparison import assert_same_in_low_precision
-from tests.support.trl.dpo import LORA, Run, assert_fused, assert_same, assert_same_bits, tiny_model, train
+from tests.support.trl.dpo import (
+    LORA,
+    Run,
+    assert_fused,
+    assert_same,
+    assert_same_bits,
+    tiny_model,
+    train,
+    trained_adapter,
+)
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -171,3 +181,17 @@ def test_dropout_is_packed(tmp_path):
     assert tokens[True, False] == tokens[True, True]
     deterministic = tokens["deterministic", False]
     assert all(alone > shared for alone, shared in zip(deterministic, tokens[True, False], strict=True))
+
+
+WRAPPERS = {"none": lambda model: model, "engine": torch.nn.DataParallel, "compiled": torch.compile}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_trl_recognizes_adapters_without_asking_accelerate(adapter, wrapper, monkeypatch):
+    model = WRAPPERS[wrapper](trained_adapter(tiny_model()) if adapter else tiny_model())
+    asked = []
+    monkeypatch.setattr(dpo_trainer, "is_peft_model", lambda x: asked.append(x) or is_peft_model(x))
+    with fastdpo.patched("trl.DPOTrainer"):
+        assert dpo_trainer.is_peft_model(model) is is_peft_model(model)
+    assert len(asked) == (wrapper != "none")
