@@ -109,7 +109,8 @@ test-trl-versions: $(addprefix test-trl-,$(TRL_VERSIONS))
 test-trl-seams: $(addprefix test-trl-,$(TRL_SEAMS))
 
 DETAILED := 0.29.1 1.9.0 1.14.2
-IN_DETAIL := tests/trl_versions tests/integrations/trl_dpo/test_losses.py tests/integrations/trl_dpo/test_options.py
+IN_DETAIL := tests/trl_versions tests/integrations/trl_dpo/test_losses.py tests/integrations/trl_dpo/test_options.py \
+	tests/integrations/test_trl_reward_budget.py
 IN_SHORT := $(addprefix tests/trl_versions/,test_dpo.py test_online_dpo.py test_reward.py test_run.py)
 TRL_TESTS = $(if $(filter $*,$(DETAILED)),$(IN_DETAIL),$(IN_SHORT))
 # TRL 0.29 has no pass that can be replaced by that of fastdpo.

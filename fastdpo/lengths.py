@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm.auto import tqdm
 
-from .data.pairs import read_columns, require_dataset, require_truncation, truncated_lengths
+from .data.pairs import COLUMNS, read_columns, require_dataset, require_truncation, truncated_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,7 +39,7 @@ class PairLengths:
 
     def __getitem__(self, index: np.ndarray | slice) -> PairLengths:
         """Some of the pairs."""
-        return PairLengths(*(getattr(self, field.name)[index] for field in fields(self)))
+        return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @property
     def longest(self) -> np.ndarray:
@@ -102,19 +102,32 @@ class PairLengths:
         return chosen, rejected
 
 
+class RewardLengths(PairLengths):
+    """Those of pairs for a reward model, which scores the last token of each row. Prompts are a part of the rows."""
+
+    def scored(self, *, share: bool = True) -> np.ndarray:
+        return 2 - share * ((self.common == self.chosen) & (self.common == self.rejected))
+
+    def _needed(self, store_all: bool) -> tuple[np.ndarray, np.ndarray]:
+        return self.chosen, self.rejected
+
+
 def pair_lengths(
     dataset: Dataset | Sequence[Mapping],
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     *,
+    rewards: bool = False,
     op: str = "pair_lengths",
     progress: bool = False,
 ) -> PairLengths:
-    """Reads the lengths and common prefixes of a dataset as TRL's DPOTrainer prepares it.
+    """Reads the lengths and common prefixes of a dataset as TRL's DPOTrainer or RewardTrainer prepares it.
 
     Args:
         dataset: has the columns prompt_ids, chosen_ids and rejected_ids.
         max_length, truncation_mode: as in `DPOConfig`.
+        rewards: whether the dataset is that of RewardTrainer, whose rows begin with their prompts: it has no
+            column prompt_ids. Returns `RewardLengths`.
         op: the public function, for error messages.
         progress: show a progress bar.
 
@@ -125,10 +138,11 @@ def pair_lengths(
     require_dataset(op, dataset)
     parts = [np.zeros((len(fields(PairLengths)), 0), np.int64)]
     with tqdm(total=len(dataset), desc="Reading lengths", unit=" pairs", disable=not progress) as bar:
-        for columns in read_columns(op, dataset):
-            parts.append(_lengths(columns, max_length, truncation_mode))
+        for columns in read_columns(op, dataset, COLUMNS[1:] if rewards else COLUMNS):
+            no_prompts = [(np.zeros(0, np.int64), np.zeros_like(columns[0][1]))] if rewards else []
+            parts.append(_lengths([*no_prompts, *columns], max_length, truncation_mode))
             bar.update(parts[-1].shape[1])
-    return PairLengths(*np.concatenate(parts, 1))
+    return (RewardLengths if rewards else PairLengths)(*np.concatenate(parts, 1))
 
 
 def number_prompts(dataset: Dataset | Sequence[Mapping], *, op: str = "number_prompts") -> np.ndarray:

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.reward_trainer import DataCollatorForPreference as RewardCollator
 
 from fastdpo import packing
 from fastdpo.data import pairs
 from fastdpo.data.pairs import COLUMNS
 from fastdpo.lengths import pair_lengths
+from fastdpo.models import reward_head
 
 
 def random_rows(n: int = 60) -> list[dict[str, list[int]]]:
@@ -51,6 +53,21 @@ def test_lengths_are_those_of_the_layouts(share, store_all, max_length, truncati
     real = np.array([batch["attention_mask"].sum(1).tolist() for batch in batches])
     assert [lengths.chosen.tolist(), lengths.rejected.tolist()] == real.T.tolist()
     assert lengths.longest.tolist() == [batch["input_ids"].shape[1] for batch in batches]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_lengths_for_a_reward_model_are_those_of_its_layouts(share):
+    rows = [{name: [*row["prompt_ids"], *row[name]] for name in COLUMNS[1:]} for row in random_rows()]
+    rows = [row for row in rows if all(row.values())]
+    lengths, layouts = pair_lengths(rows, rewards=True), []
+    for row in rows:
+        batch = RewardCollator(pad_token_id=0)([row])
+        ids, labels = batch["input_ids"], reward_head.labels_of(batch["input_ids"], 0)
+        groups = ids.new_zeros(2) if share else None
+        layouts.append(packing.pack(ids, batch["attention_mask"], labels, groups=groups, shifted=True))
+    assert lengths.packed(share=share).tolist() == [len(x.token_index) for x in layouts]
+    assert lengths.scored(share=share).tolist() == [len(x.score_index) for x in layouts]
+    assert lengths[:3].packed(share=share).tolist() == lengths.packed(share=share)[:3].tolist()
 
 
 @pytest.mark.parametrize("max_length", [None, 5])

@@ -13,8 +13,8 @@ OTHERS = (
     "reward models of TRL before its fused head",
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
-    *("reward models in commands", "batches of reward models that come with their layouts"),
-    *("rows of a step", "weights of micro-batches"),
+    *("reward models in commands", "max_tokens for reward models", "rows of a step", "weights of micro-batches"),
+    "batches of reward models that come with their layouts",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -43,7 +43,8 @@ class CostModel:
         considered. A model without a known number of layers and heads costs by its tokens alone.
 
         Args:
-            model: has `config` and `num_parameters`. With sparse experts, all of them count.
+            model: has `config`, `num_parameters` and `get_output_embeddings`. With sparse experts, all of them
+                count. A reward model has no LM head, and scores at no cost.
         """
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
@@ -52,7 +53,7 @@ class CostModel:
             return cls()
         channels = heads * (getattr(config, "head_dim", None) or hidden // heads)
         weights = model.num_parameters(exclude_embeddings=True)
-        head = hidden * config.vocab_size
+        head = hidden * config.vocab_size if model.get_output_embeddings() is not None else 0
         if not getattr(config, "tie_word_embeddings", False):
             weights -= head
         return cls(2.0 * max(weights, 1), 4.0 * channels * layers, 2.0 * head)

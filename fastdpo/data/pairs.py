@@ -155,31 +155,34 @@ def truncated_lengths(
     return rows, [np.minimum(answer, row) for answer, row in zip(answers, rows, strict=True)]
 
 
-def read_columns(op: str, dataset: Any) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+def read_columns(
+    op: str, dataset: Any, columns: Sequence[str] = COLUMNS
+) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
     """Yields, for `ROWS_READ_AT_ONCE` rows at a time, the concatenated ids and the lengths of each of
-    `COLUMNS`, int64.
+    these columns, int64.
 
     Args:
         op: the public function, for its error messages.
         dataset: a `datasets.Dataset` or a sequence of mappings.
+        columns: their names.
 
     Raises:
         ValueError: a column does not hold lists of ids.
     """
-    arrow = arrow_columns(dataset)
+    arrow = arrow_columns(dataset, columns)
     for start in range(0, len(dataset), ROWS_READ_AT_ONCE):
         stop = min(start + ROWS_READ_AT_ONCE, len(dataset))
         if arrow is not None:
             table = arrow.with_format("arrow")[start:stop]
-            yield [_of_arrow(op, name, table[name].combine_chunks()) for name in COLUMNS]
+            yield [_of_arrow(op, name, table[name].combine_chunks()) for name in columns]
         else:
             rows = [dataset[i] for i in range(start, stop)]
-            yield [_of_lists(op, name, [_ids_of(op, name, row) for row in rows]) for name in COLUMNS]
+            yield [_of_lists(op, name, [_ids_of(op, name, row, columns) for row in rows]) for name in columns]
 
 
-def arrow_columns(dataset: Any) -> Any:
-    """The columns of ids of a `datasets.Dataset`, or None for a sequence of mappings."""
-    return dataset.select_columns(list(COLUMNS)) if hasattr(dataset, "select_columns") else None
+def arrow_columns(dataset: Any, columns: Sequence[str] = COLUMNS) -> Any:
+    """These columns of a `datasets.Dataset`, or None for a sequence of mappings."""
+    return dataset.select_columns(list(columns)) if hasattr(dataset, "select_columns") else None
 
 
 def require_dataset(op: str, dataset: object) -> None:
@@ -227,10 +230,10 @@ def batches(order: np.ndarray, sizes: Sizes, tokens: int, pairs: int | None) -> 
     return np.split(order, ends) if len(order) else []
 
 
-def _ids_of(op: str, name: str, row: Mapping) -> list[int]:
+def _ids_of(op: str, name: str, row: Mapping, columns: Sequence[str] = COLUMNS) -> list[int]:
     """The column of a row that is not in Arrow."""
     if name not in _mapping(op, row):
-        raise ValueError(f"{op}: dataset must have {', '.join(COLUMNS)} in every row; got {checks.shown(list(row))}")
+        raise ValueError(f"{op}: dataset must have {', '.join(columns)} in every row; got {checks.shown(list(row))}")
     ids = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
     is_sequence = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
     if not is_sequence or isinstance(ids, Mapping | str | bytes):
@@ -266,5 +269,5 @@ def _of_arrow(op: str, name: str, column) -> tuple[np.ndarray, np.ndarray]:
 def _not_ids(op: str, name: str, actual: object) -> ValueError:
     return ValueError(
         f"{op}: {name} must hold a list of token ids in every row; got {actual}. "
-        "TRL's DPOTrainer makes these columns, see DPOTrainer.train_dataset"
+        "TRL's trainers make these columns, see DPOTrainer.train_dataset"
     )

@@ -109,7 +109,7 @@ class PatchOptions:
         None,
         _count,
         {"--max-tokens": dict(type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")},
-        (_DPO, "trl.GRPOTrainer", "trl.RLOOTrainer"),
+        (_DPO, "trl.RewardTrainer", "trl.GRPOTrainer", "trl.RLOOTrainer"),
     )
     group_prompts: bool = _option(
         False, _flag, {"--group-prompts": _constant(True, "put pairs of one prompt into one batch")}, (_DPO,)

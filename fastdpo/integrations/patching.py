@@ -171,11 +171,11 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             changed. Costs two more forward and backward passes, once. The training ends in the same
             weights as without.
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
-            distinct tokens, instead of fixed numbers of rows: in TRL's DPOTrainer with balanced costs on
-            all ranks, in GRPOTrainer and RLOOTrainer with the completions of a prompt together.
-            Loss and gradient of a step stay the same up to rounding. A warning says so if none of
-            them is patched. Before training, an error names options of the trainer that are not
-            supported and, in DPO, a pair that has more tokens.
+            distinct tokens, instead of fixed numbers of rows: in TRL's DPOTrainer and RewardTrainer with
+            balanced costs on all ranks, in GRPOTrainer and RLOOTrainer with the completions of a prompt
+            together. Loss and gradient of a step stay the same up to rounding. A warning says so if none
+            of them is patched. Before training, an error names options of the trainer that are not
+            supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens.
         group_prompts: put the pairs of one prompt into one batch, whose rows then share it. Each epoch
             has the pairs that it has without, in another order, so its steps are not those of the
             unpatched trainer. Applies to TRL's DPOTrainer; a warning says so if it is not patched.

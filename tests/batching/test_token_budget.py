@@ -13,6 +13,7 @@ from fastdpo.batching import CostModel, StepPlanner, TokenBudgetSampler, budget_
 from fastdpo.lengths import PairLengths, number_prompts, pair_lengths
 from fastdpo.ops import pack, pack_pairs
 from tests.support.trl.dpo import tiny_model
+from tests.support.trl.reward import reward_model
 
 SIZES = [(1, 0.1), (2, 0.6), (4, 1.2)]
 """Ranks, and the spread of the logarithm of lengths: nearly equal, as in datasets, a long tail."""
@@ -197,6 +198,12 @@ def test_costs_are_operations_of_the_model():
     assert pair.attended().tolist() == [15 + 4]
     assert pair.attended(share=False).tolist() == [15 + 10]
     assert cost.costs(pair)[0] == 6 * cost.token + 19 * cost.attended + 5 * cost.scored
+
+
+def test_a_reward_model_has_no_lm_head_that_costs():
+    cost, model = CostModel.of_model(tiny_model()), reward_model()
+    assert CostModel.of_model(model).scored == 0
+    assert CostModel.of_model(model).token == cost.token + 2 * model.score.weight.numel()
 
 
 def test_the_report_counts():

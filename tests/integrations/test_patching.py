@@ -74,7 +74,7 @@ def test_trainers_that_remember_no_reference_are_named(caplog):
 def test_trainers_without_a_token_budget_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         fastdpo.patch(max_tokens=8192)
-        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer, trl.RewardTrainer"
+        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
         assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.INFO, message)
         fastdpo.unpatch()
         fastdpo.patch("trl.KTOTrainer", max_tokens=8192)

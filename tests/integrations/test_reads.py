@@ -31,6 +31,7 @@ TRAINERS = {
     "DPO, LoRA": (DPOTrainer, train, adapter(), 0),
     "DPO, max_tokens": (DPOTrainer, train, dict(), 0),
     "Reward": (RewardTrainer, rewarded, dict(), 0),
+    "Reward, max_tokens": (RewardTrainer, rewarded, dict(), 0),
     "SFT": (SFTTrainer, train_sft, dict(), 0),
     "KTO": (KTOTrainer, train_kto, dict(), 3),  # completions, their KL term, and both for the reference
     "ORPO": (ORPOTrainer, train_reference_free, dict(), 1),

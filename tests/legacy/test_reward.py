@@ -4,9 +4,16 @@ import functools
 
 import pytest
 
+import fastdpo
 from tests.support.models.families import FUSED, kind
 from tests.support.trl.dpo import assert_fused, assert_same
-from tests.support.trl.reward import OPTIONS, assert_verified_rewards, train_both_rewards
+from tests.support.trl.reward import (
+    OPTIONS,
+    assert_verified_rewards,
+    reward_model,
+    train_both_rewards,
+    train_reward,
+)
 
 
 @pytest.fixture
@@ -27,6 +34,12 @@ def test_family(both, name):
     stock, patched = both(kind=kind(name), tiny=FUSED[name][1], max_steps=2)
     assert_fused(patched, policy=2)
     assert_same(stock, patched)
+
+
+def test_a_budget_of_tokens_is_refused(tmp_path):
+    refused = pytest.raises(NotImplementedError, match=r"^patch: max_tokens does not support .* before version 5")
+    with fastdpo.patched("trl.RewardTrainer", max_tokens=100), refused:
+        train_reward(tmp_path, reward_model())
 
 
 def test_verifying(tmp_path, monkeypatch, caplog):

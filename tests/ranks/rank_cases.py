@@ -340,6 +340,12 @@ CASES = {
         for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
         for lora in (False, True)
     },
+    **{
+        f"{engine} reward token budget": Case(
+            dict(options, **WHOLE_STEPS), make_model=reward_model, patch=BUDGET, rewards=True
+        )
+        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
+    },
     "ddp multimodal": Case(FEW_STEPS, MULTIMODAL, tiny_multimodal, kinds=("stock",)),
     "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),
     "zero2": Case(zero(2), kinds=SABOTAGED),

@@ -9,9 +9,10 @@ from tests.support.comparison import assert_same_gradients, assert_same_logs
 
 CASES = ["ddp token budget", "ddp token budget grouped by length", "fsdp2 token budget"]
 DEEPSPEED = ["zero2 token budget", "zero3 token budget"]
+REWARD = [f"{engine} reward token budget" for engine in ("ddp", "fsdp2", "zero3")]
 
 
-@pytest.mark.parametrize("case", [*CASES, *DEEPSPEED])
+@pytest.mark.parametrize("case", [*CASES, *DEEPSPEED, *REWARD])
 def test_training_equals_stock(case, ranks, number_of_ranks):
     for rank in ranks:
         stock, patched = rank["stock"], rank["patched"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from ...models import layouts
 from ...models.language_model import text_config
 from ...models.state import ForwardOptions
 from ...models.wrapped import find_base
+from ..gathering import Gather, of_all_ranks
 from ..line import TrainerLine
 from .batches.packed_where_collated import with_packed_batches
+from .batches.token_budget import TokenBudget
 
 _PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]}
 
@@ -25,13 +28,30 @@ class RewardLine(TrainerLine):
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return with_packed_batches(self, stock, trainer, *args, padding=_padding(trainer), **kwargs)
 
+    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().init(stock, trainer, *args, **kwargs)
+        if self.options.max_tokens is not None and self.state_of(trainer) is not None:
+            TokenBudget(self.name, self.options, rewards=True).install(trainer)
+
     def compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self.state_of(trainer) is None:
+        state, ids = self.state_of(trainer), inputs.get("input_ids")
+        if state is None or ids is None:
             return stock(trainer, model, inputs, *args, **kwargs)
-        with layouts.labelling(inputs.get("input_ids"), _padding(trainer)):
+        gather = None if state.gather is None else _counting_pairs(state.gather, len(ids) // 2)
+        with (
+            layouts.labelling(ids, _padding(trainer)),
+            nullcontext() if gather is None else of_all_ranks(trainer.accelerator, gather),
+        ):
             return stock(trainer, model, inputs, *args, **kwargs)
+
+
+def _counting_pairs(gather: Gather, pairs: int) -> Gather:
+    """Gathers a mean over the pairs of a micro-batch once for each of them. TRL also gathers their scores, [2B, 1],
+    and their number of tokens, an integer.
+    """
+    return lambda x: gather(x.expand(pairs) if x.dim() == 0 and x.is_floating_point() else x)
 
 
 def _padding(trainer: Any) -> int | None:

@@ -100,7 +100,7 @@ class RewrittenDPOLine(TrainerLine):
         if self.options.group_prompts:
             group_prompts(trainer, whole_steps=self.options.max_tokens is not None)
         if self.options.max_tokens is not None:
-            TokenBudget(self.options).install(trainer)
+            TokenBudget(self.name, self.options).install(trainer)
 
 
 def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
+from ....data.pairs import COLUMNS
 from ...bypass import STATE
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ def require_supported(option: str, reason: str | None) -> None:
         raise NotImplementedError(f"patch: {option} does not support {reason}")
 
 
-def unsupported_loader_reason(trainer: Any, loader: Any) -> str | None:
-    """Why the pairs that a training data loader draws cannot be known or batched otherwise, or None."""
+def unsupported_loader_reason(trainer: Any, loader: Any, rewards: bool = False) -> str | None:
+    """Why the pairs that a training data loader draws, for a reward model or not, cannot be known or batched
+    otherwise, or None.
+    """
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from torch.utils.data import IterableDataset
 
@@ -87,8 +90,9 @@ def unsupported_loader_reason(trainer: Any, loader: Any) -> str | None:
         return f"the data loader of {type(trainer).__name__}.get_train_dataloader, which accelerate has not prepared"
     if getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance":
         return "train_sampling_strategy='batch_rebalance', which balances batches by itself"
-    if not hasattr(trainer, "aux_loss_enabled"):
+    if not (rewards or hasattr(trainer, "aux_loss_enabled")):
         return "TRL before 1.8"
-    if not {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(getattr(loader.dataset, "column_names", ())):
-        return "datasets without the columns prompt_ids, chosen_ids and rejected_ids, such as those with images"
+    columns = COLUMNS[1:] if rewards else COLUMNS
+    if not set(columns) <= set(getattr(loader.dataset, "column_names", ())):
+        return f"datasets without the columns {', '.join(columns)}, such as those with images"
     return None

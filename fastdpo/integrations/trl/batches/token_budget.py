@@ -1,4 +1,4 @@
-"""`patch(max_tokens=...)` for TRL's DPOTrainer: optimizer steps are cut by a budget of tokens.
+"""`patch(max_tokens=...)` for TRL's DPOTrainer and RewardTrainer: optimizer steps are cut by a budget of tokens.
 
 The functions are set on the trainer itself, in front of those of its class. A subclass that
 overrides `training_step` therefore is called for one micro-batch at a time, as in TRL.
@@ -21,8 +21,7 @@ from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
 from ....models.wrapped import base_of
 from ...bypass import STATE
-from ...lines import DPO
-from ...options import PatchOptions
+from ...options import PatchOptions, applies
 from ...replacements import temporarily
 from .prompt_groups import require_supported, unsupported_loader_reason
 from .step_metrics import StepMetrics
@@ -39,13 +38,21 @@ NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 
 
 class TokenBudget:
-    """Cuts the steps of one trainer, by the options of `patch`."""
+    """Cuts the steps of one trainer.
 
-    def __init__(self, options: PatchOptions):
-        self._options = options
+    Args:
+        name: of its line.
+        options: of `patch`.
+        rewards: whether it trains a reward model.
+    """
+
+    def __init__(self, name: str, options: PatchOptions, rewards: bool = False):
+        self._name, self._options, self._rewards = name, options, rewards
         self._metrics = StepMetrics()
 
     def install(self, trainer: Any) -> None:
+        is_known = hasattr(trainer, "_track_num_input_tokens")
+        require_supported("max_tokens", None if is_known else "the training loop of transformers before version 5")
         for name, function in {
             "get_train_dataloader": self._get_train_dataloader,
             "training_step": self._training_step,
@@ -62,10 +69,11 @@ class TokenBudget:
         loader = stock()
         if vars(trainer).get(STATE) is None:  # unpatched since
             return loader
-        require_supported("max_tokens", unsupported_reason(trainer, loader))
+        require_supported("max_tokens", unsupported_reason(trainer, loader, self._rewards))
         self._metrics.start_step()
         options = self._options
-        lengths, model = lengths_of(trainer), base_of(trainer.model, "max_tokens")
+        lengths, model = lengths_of(trainer, self._rewards), base_of(trainer.model, "max_tokens")
+        groups = options.group_prompts and applies("group_prompts", self._name)
         require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
             lengths,
@@ -73,7 +81,7 @@ class TokenBudget:
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
             share_prompts=shares_prompts(options.share_prompts, trainer.model),
-            prompts=number_prompts(trainer.train_dataset, op="patch") if options.group_prompts else None,
+            prompts=number_prompts(trainer.train_dataset, op="patch") if groups else None,
             op="patch",
         )
 
@@ -94,8 +102,8 @@ class TokenBudget:
         loss = torch.zeros((), device=trainer.args.device)
         ends_step = trainer.accelerator.sync_gradients
         is_patched = vars(trainer).get(STATE) is not None
-        outcomes[DPO, "steps"] += ends_step
-        outcomes[DPO, "micro-batches"] += len(inputs)
+        outcomes[self._name, "steps"] += ends_step
+        outcomes[self._name, "micro-batches"] += len(inputs)
         for i, (batch, share) in enumerate(inputs):
             is_last = i == len(inputs) - 1
             with (
@@ -133,13 +141,15 @@ def shows_progress(trainer: Any) -> bool:
     return trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
 
 
-def lengths_of(trainer: Any) -> PairLengths:
-    """The lengths of the pairs of a trainer, as its collator truncates them."""
+def lengths_of(trainer: Any, rewards: bool) -> PairLengths:
+    """The lengths of the pairs of a trainer, as its collator truncates them, which that of RewardTrainer does not."""
     from ....lengths import pair_lengths
 
-    dataset, collator = trainer.train_dataset, trainer.data_collator
-    truncation = collator.max_length, collator.truncation_mode
-    return pair_lengths(dataset, *truncation, op="patch", progress=shows_progress(trainer))
+    collator = trainer.data_collator
+    truncation = () if rewards else (collator.max_length, collator.truncation_mode)
+    return pair_lengths(
+        trainer.train_dataset, *truncation, rewards=rewards, op="patch", progress=shows_progress(trainer)
+    )
 
 
 def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
@@ -171,18 +181,20 @@ def _width_reason(trainer: Any, model: PreTrainedModel, lengths: PairLengths) ->
     return None if reason is None else f"batches of up to {width} tokens, since {reason}; truncate by max_length"
 
 
-def unsupported_reason(trainer: Any, loader: Any) -> str | None:
+def unsupported_reason(trainer: Any, loader: Any, rewards: bool) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
     args, accelerator = trainer.args, trainer.accelerator
-    reason = unsupported_loader_reason(trainer, loader) or unsupported_processes_reason(trainer)
+    reason = unsupported_loader_reason(trainer, loader, rewards) or unsupported_processes_reason(trainer)
     if reason is not None:
         return reason
-    if not hasattr(trainer.data_collator, "truncation_mode"):
+    if not (rewards or hasattr(trainer.data_collator, "truncation_mode")):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
         return "even_batches=False on several ranks"
     if args.auto_find_batch_size:
         return "auto_find_batch_size=True; max_tokens bounds the memory of a batch by itself"
+    if rewards:
+        return None
     if trainer.aux_loss_enabled:
         return "the auxiliary loss of routers, which is not a mean over pairs"
     losses = NOT_A_MEAN_OVER_PAIRS & set(trainer.loss_types)
