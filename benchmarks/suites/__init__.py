@@ -17,6 +17,7 @@ from benchmarks.suites import (
     reward,
     scaling,
     sharing,
+    shuffled,
     step,
     vision,
 )
@@ -31,6 +32,7 @@ _MODULES = (
     online,
     kto,
     grpo,
+    shuffled,
     reward,
     vision,
     llamafactory,

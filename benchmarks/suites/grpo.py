@@ -8,8 +8,6 @@ from benchmarks.suites.online import LONGEST, SHORT
 from benchmarks.suites.step import DESCRIPTIONS, LABELLED, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, case_of
 
 PROMPTS, BATCHES = 2, 2
-ACCUMULATION = 4
-AS_SHUFFLED = "fastdpo, batches as TRL shuffles them"
 
 
 def build_cases(quick: bool) -> list[Case]:
@@ -25,24 +23,6 @@ def build_cases(quick: bool) -> list[Case]:
                 for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
             )
             cases.append(case_of(f"{trainer}/{name}", trainer, profile, sides))
-    return cases + accumulated_cases(quick)
-
-
-def accumulated_cases(quick: bool) -> list[Case]:
-    """Steps of four times as many completions as a batch, which hold all completions of their prompts."""
-    cases = []
-    for trainer in ("GRPO", "RLOO"):
-        group = f"{trainer}, {ACCUMULATION} batches a step"
-        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT[:2]}).items():
-            options = dict(spread=SPREAD, bounds=(2, LONGEST), completions=COMPLETIONS)
-            lengths = (draw_lengths(*profile, ACCUMULATION, 0, **options),)
-            size = QUICK_SIZE if quick else ModelSize()
-            work = GroupWorkload(lengths, size=size, trainer=trainer, accumulation=ACCUMULATION)
-            sides = tuple(
-                Side(side, "benchmarks.sides.groups:GroupStep", work, {"mode": "fastdpo", "cuts": cuts})
-                for side, cuts in ((AS_SHUFFLED, False), (SUBJECT, True))
-            )
-            cases.append(case_of(f"{group}/{name}", group, profile, sides))
     return cases
 
 
@@ -53,9 +33,5 @@ SUITE = Suite(
     truth="benchmarks.sides.groups:ExactGroupStep",
     cases=build_cases,
     rounds=3,
-    descriptions=DESCRIPTIONS
-    | {
-        AS_SHUFFLED: f"fastdpo in the {ACCUMULATION} batches of a step into which TRL cuts the shuffled completions. "
-        "There, **fastdpo** runs with a `max_tokens` of half of the distinct tokens of the step.",
-    },
+    descriptions=DESCRIPTIONS,
 )
