@@ -51,6 +51,7 @@ class Case:
         pairs: of each batch.
         lora, checkpointing, bf16, precomputed, accumulates: as in `fastdpo.commands.estimate.simulation.Setup`.
         ragged: whether pairs have different lengths, so that batches are padded.
+        rewards: whether RewardTrainer trains a reward model.
     """
 
     family: str = "llama"
@@ -61,6 +62,7 @@ class Case:
     precomputed: bool = False
     accumulates: bool = False
     ragged: bool = False
+    rewards: bool = False
 
     @property
     def lengths(self) -> list[tuple[int, int, int]]:
@@ -74,7 +76,7 @@ class Case:
         from benchmarks.sides.workload import ARCHITECTURES, ModelSize, Workload, decoder_entries
 
         size = ModelSize(**SIZE)
-        shared = decoder_entries(Workload((), size=size, max_length=1024))
+        shared = decoder_entries(Workload((), size=size, max_length=1024)) | {"num_labels": 1 if self.rewards else 2}
         if self.family in HYBRID:
             kind, entries = ARCHITECTURES[self.family]
             return AutoConfig.for_model(kind, **shared, **entries(size))
@@ -139,8 +141,12 @@ def predict(case: Case, patched: bool) -> int:
         precomputed_reference=case.precomputed,
         checkpointing=case.checkpointing,
         accumulates=case.accumulates,
+        rewards=case.rewards,
     )
-    memory = simulate(setup, Pairs(rows).collate(rows), patched=patched)
+    batch = Pairs(rows).collate(rows)
+    if case.rewards:
+        del batch["labels"]
+    memory = simulate(setup, batch, patched=patched)
     return memory.optimizer + memory.step
 
 
@@ -149,8 +155,8 @@ def measure(case: Case, patched: bool) -> int:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import DPOConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+    from trl import DPOConfig, RewardConfig, RewardTrainer
 
     import fastdpo
     from benchmarks.peak import PeakAboveBaseline
@@ -175,14 +181,24 @@ def measure(case: Case, patched: bool) -> int:
 
     def model(seed: int) -> Any:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(case.config())
+        kind = AutoModelForSequenceClassification if case.rewards else AutoModelForCausalLM
+        return kind.from_config(case.config())
 
-    watch = Watch()
-    with TemporaryDirectory() as directory, fastdpo.patched("trl.DPOTrainer") if patched else nullcontext():
-        trainer = TokenizedTrainer(
+    def rows(n: int) -> list[dict[str, Any]]:
+        """Those of RewardTrainer begin with their prompts."""
+        pairs = examples(case, n)
+        names = ("chosen_ids", "rejected_ids")
+        return [{x: pair["prompt_ids"] + pair[x] for x in names} for pair in pairs] if case.rewards else pairs
+
+    watch, trained = Watch(), "trl.RewardTrainer" if case.rewards else "trl.DPOTrainer"
+    trainer_class, config_class = (RewardTrainer, RewardConfig) if case.rewards else (TokenizedTrainer, DPOConfig)
+    only_dpo: dict[str, Any] = {"precompute_ref_log_probs": case.precomputed}
+    reference: dict[str, Any] = {"ref_model": None if case.lora or case.precomputed or case.rewards else model(1)}
+    with TemporaryDirectory() as directory, fastdpo.patched(trained) if patched else nullcontext():
+        trainer: Any = trainer_class(
             model=model(0),
-            ref_model=None if case.lora or case.precomputed else model(1),
-            args=DPOConfig(
+            **({} if case.rewards else reference),
+            args=config_class(
                 output_dir=directory,
                 per_device_train_batch_size=case.pairs,
                 max_length=None,
@@ -190,15 +206,15 @@ def measure(case: Case, patched: bool) -> int:
                 bf16=case.bf16,
                 gradient_checkpointing=case.checkpointing,
                 gradient_accumulation_steps=1 + case.accumulates,
-                precompute_ref_log_probs=case.precomputed,
+                **({} if case.rewards else only_dpo),
                 use_cpu=True,
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
             ),
-            train_dataset=Dataset.from_list(examples(case, STEPS * (1 + case.accumulates))),
+            train_dataset=Dataset.from_list(rows(STEPS * (1 + case.accumulates))),
             processing_class=build_tokenizer(),
-            peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if case.lora else None,
+            peft_config=LoraConfig(task_type="SEQ_CLS" if case.rewards else "CAUSAL_LM", **LORA) if case.lora else None,
             callbacks=[watch],
         )
         trainer.train()

@@ -193,11 +193,15 @@ def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], 
         NotPackable: the batch has no packed form.
     """
     fused = cast(FusedForward, state_of(model))
-    if fused.disabled_reason is not None:
-        raise ValueError(fused.disabled_reason)
+    reason = fused.disabled_reason or support.scoring_unsupported_reason(model, **fused.options.of_head)
+    if reason is not None:
+        raise ValueError(reason)
+    if fused.options.rewards:
+        kwargs = reward_head.with_scored_tokens(model, kwargs)
+    else:
+        head.install(head.head_of(model))
     layout = call_layout(model, fused, kwargs)
     switch_attention(model, fused)
-    head.install(head.head_of(model))
     inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
     inputs |= {name: convert(inputs[name]) for name in ("input_ids", "position_ids")}
     tensors = {name: x for name, x in vars(layout).items() if isinstance(x, Tensor) and name != "rows"}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, BloomConfig
-from trl import DPOConfig, DPOTrainer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BloomConfig
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from fastdpo.__main__ import main
 from fastdpo.commands.estimate import batches
@@ -17,6 +17,8 @@ from fastdpo.commands.estimate.prediction import SIDES, estimate
 from fastdpo.commands.estimate.simulation import Setup, simulate
 from fastdpo.data.pairs import COLUMNS
 from fastdpo.lengths import pair_lengths
+from fastdpo.models import reward_head
+from fastdpo.packing import pack
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.workload import TINY
 
@@ -136,6 +138,47 @@ def test_a_model_that_fastdpo_does_not_change_is_named():
     setup = Setup(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="BloomForCausalLM does not let its attention"):
         simulate(setup, {"input_ids": ids, "attention_mask": ids, "labels": ids}, patched=True)
+
+
+@pytest.fixture(scope="module")
+def rewarder(model, tmp_path_factory):
+    """A reward model with the tokenizer of `model`."""
+    directory = tmp_path_factory.mktemp("rewarder")
+    config = AutoConfig.from_pretrained(model, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+    return str(directory)
+
+
+def test_the_command_with_a_reward_model(rewarder, dataset, conversations, capsys, tmp_path):
+    """Its tokens are those of the batch that RewardTrainer makes of the pairs, padded and packed."""
+    n = len(conversations)
+    run(rewarder, dataset, "--batch", str(n), "--memory", "1GiB", "--json")
+    found = json.loads(capsys.readouterr().out)
+    config = RewardConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    trainer = RewardTrainer(model=rewarder, args=config, train_dataset=Dataset.from_list(conversations))
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    labels = reward_head.labels_of(batch["input_ids"], 0)
+    layout = pack(batch["input_ids"], batch["attention_mask"], labels, groups=torch.arange(2 * n) % n, shifted=True)
+    tokens = found["tokens"]["largest"]
+    assert (tokens["padded"], tokens["shared"]) == (batch["input_ids"].numel(), layout.token_index.numel())
+    for sides in found["memory"].values():
+        assert all(side["reference_weights"] == side["reference"] == 0 < side["weights"] for side in sides.values())
+        assert sides["patched"]["total"] < sides["stock"]["total"]
+    assert found["fits"] == dict.fromkeys(SIDES, n)
+
+
+def test_errors_of_reward_models(model, rewarder, dataset, tmp_path):
+    with pytest.raises(SystemExit, match="precomputed_reference must be False for a reward model"):
+        run(rewarder, dataset, "--batch", "2", "--precomputed-reference")
+    several = AutoConfig.from_pretrained(model, num_labels=3)
+    AutoModelForSequenceClassification.from_config(several).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=r"or a sequence classifier with one label; got .* with 3 labels"):
+        run(str(tmp_path), dataset, "--batch", "2")
+    ids = torch.ones(2, 4, dtype=torch.long)
+    setup = Setup(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2, num_labels=1), rewards=True)
+    with pytest.raises(ValueError, match="BloomForSequenceClassification does not let its attention"):
+        simulate(setup, {"input_ids": ids, "attention_mask": ids}, patched=True)
 
 
 def test_weights_of_a_billion_parameters_are_never_allocated(model):

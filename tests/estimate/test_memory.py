@@ -12,6 +12,9 @@ SIDES = [
     (Case(pairs=4), True),
     (Case(pairs=4, checkpointing=True), True),
     (Case(pairs=6, lora=True), True),
+    (Case(pairs=4, rewards=True), False),
+    (Case(pairs=6, rewards=True), True),
+    (Case(pairs=8, rewards=True, checkpointing=True, lora=True), True),
 ]
 OF_OTHER_MODELS = [(Case("gemma2", pairs=4), True), (Case("Falcon-H1", pairs=4), True)]
 
@@ -30,7 +33,7 @@ def test_predicted_memory_is_close_to_the_measured_peak(side, comparisons):
     assert abs(comparisons[side].error) < ALLOWED, comparisons[side]
 
 
-@pytest.mark.parametrize("change", [{"checkpointing": True}, {"pairs": 2}, {"lora": True}])
+@pytest.mark.parametrize("change", [{"checkpointing": True}, {"pairs": 2}, {"lora": True}, {"rewards": True}])
 def test_the_memory_of_another_training_would_not_pass(change, comparisons):
     case, patched = SIDES[1]
     wrong = predict(replace(case, **change), patched)

@@ -1,1 +1,1 @@
-"""`fastdpo estimate`: tokens and memory of a DPO training in TRL, with and without fastdpo, before it runs."""
+"""`fastdpo estimate`: tokens and memory of a training of DPO or of a reward model in TRL, before it runs."""

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
     from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.reward_config import RewardConfig
 
 LAYOUTS = ("padded", "packed", "shared")
 SEED = 42
+PADDING = 0
+"""The id of padding."""
 
 
 def prepared(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> Dataset:
@@ -26,6 +29,16 @@ def prepared(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOCo
 
     trainer: Any = SimpleNamespace(_tokenizer=tokenizer)  # all that the function reads of it
     return cast("Dataset", DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "train"))
+
+
+def prepared_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: RewardConfig) -> Dataset:
+    """The dataset as TRL's RewardTrainer tokenizes it, whose rows begin with their prompts: the prompts are empty."""
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    prepare: Any = RewardTrainer._prepare_dataset
+    rows: Any = prepare(SimpleNamespace(), dataset, tokenizer, config, "train")
+    features = {**rows.features, "prompt_ids": rows.features["chosen_ids"]}
+    return rows.map(lambda row: {"prompt_ids": []}, features=type(rows.features)(features))
 
 
 class Batches:
@@ -67,6 +80,15 @@ class Batches:
         from trl.trainer.dpo_trainer import DataCollatorForPreference
 
         truncation = {name: getattr(self._config, name) for name in ("max_length", "truncation_mode")}
-        batch = DataCollatorForPreference(pad_token_id=0, **truncation)([self._dataset[int(i)] for i in pairs])
+        batch = DataCollatorForPreference(pad_token_id=PADDING, **truncation)([self._dataset[int(i)] for i in pairs])
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
+
+
+class RewardBatches(Batches):
+    """Batches of rewards, of which every token is stored (see `prepared_rows`)."""
+
+    def collate(self, pairs: np.ndarray) -> dict[str, Tensor]:
+        from trl.trainer.reward_trainer import DataCollatorForPreference
+
+        return DataCollatorForPreference(pad_token_id=PADDING)([self._dataset[int(i)] for i in pairs])

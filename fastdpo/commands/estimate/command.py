@@ -22,8 +22,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "estimate",
         help="predict tokens and memory of a training from its model's configuration and its pairs",
-        description="Predicts the tokens and the peak memory of a step of TRL's DPOTrainer, with and without fastdpo, "
-        "on one device. Loads no weights. Defaults are those of TRL.",
+        description="Predicts the tokens and the peak memory of a step of TRL's DPOTrainer, or of its RewardTrainer "
+        "for a reward model, with and without fastdpo, on one device. Loads no weights. Defaults are those of TRL.",
         epilog="example: fastdpo estimate path/to/model pairs.jsonl --batch 8 --lora 16 --memory 80GiB",
     )
     parser.add_argument("model", metavar="MODEL", help="directory or Hub name of a model with its tokenizer")

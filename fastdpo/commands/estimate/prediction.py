@@ -7,17 +7,18 @@ The dataset is tokenized by TRL. No weights are loaded: the memory is that of a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm.auto import tqdm
 
 from ... import checks
 from ...data.files import load_preferences
 from ...lengths import pair_lengths
-from .batches import LAYOUTS, Batches, prepared
+from ..model_names import is_reward_model
+from .batches import LAYOUTS, Batches, RewardBatches, prepared, prepared_rows
 from .fitting import largest_fitting
 from .simulation import Memory, Setup, returns_router_logits, simulate
 
@@ -83,8 +84,11 @@ def estimate(
 
     checks.require_positive_integer(OP, "batch", batch)
     config = AutoConfig.from_pretrained(model)
-    training = setup(config)
-    batches = _batches(model, load_preferences(Path(dataset)), max_length, returns_router_logits(config), progress)
+    training = replace(setup(config), rewards=is_reward_model(OP, model))
+    if training.rewards and training.precomputed_reference:
+        rule = "be False for a reward model, which has no reference"
+        raise ValueError(f"{OP}: precomputed_reference must {rule}; got True")
+    batches = _batches(model, load_preferences(Path(dataset)), max_length, training, progress)
     checks.require(batch <= len(batches), OP, "batch", "be at most the {} pairs of the dataset", batch, len(batches))
     of = {"median": batches.median, "largest": batches.largest}
     tokens = {size: {x: int(batches.tokens(x, choose(x, batch))) for x in LAYOUTS} for size, choose in of.items()}
@@ -107,12 +111,17 @@ def estimate(
     return Estimate(len(batches), batch, tokens, found, limit, fits)
 
 
-def _batches(model: str, pairs: Dataset, max_length: int | None, store_all: bool, progress: bool) -> Batches:
+def _batches(model: str, pairs: Dataset, max_length: int | None, training: Setup, progress: bool) -> Batches:
     from transformers import AutoTokenizer
     from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.reward_config import RewardConfig
 
+    tokenizer, kind = AutoTokenizer.from_pretrained(model), RewardConfig if training.rewards else DPOConfig
     with TemporaryDirectory() as directory:
-        config = DPOConfig(output_dir=directory, max_length=max_length, use_cpu=True, report_to="none")
-    dataset = prepared(pairs, AutoTokenizer.from_pretrained(model), config)
+        config: Any = kind(output_dir=directory, max_length=max_length, use_cpu=True, report_to="none")
+    if training.rewards:
+        rows = prepared_rows(pairs, tokenizer, config)
+        return RewardBatches(rows, pair_lengths(rows, op=OP, progress=progress), config, store_all=True)
+    dataset = prepared(pairs, tokenizer, config)
     lengths = pair_lengths(dataset, max_length, config.truncation_mode, op=OP, progress=progress)
-    return Batches(dataset, lengths, config, store_all)
+    return Batches(dataset, lengths, config, returns_router_logits(training.config))

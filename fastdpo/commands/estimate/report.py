@@ -17,7 +17,7 @@ PARTS = {
     "optimizer": "optimizer states",
     "gradients": "gradients",
     "activations": "activations",
-    "head": "LM head",
+    "head": "head",
     "reference": "reference run",
 }
 

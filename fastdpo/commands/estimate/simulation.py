@@ -20,11 +20,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...integrations import patching
+from ...integrations.line import output_of_scores
 from ...models import forward
 from ...models.mixers import segments
+from ...models.state import ForwardOptions
 from ...models.wrapped import base_of
 from ...ops.head.budget import budget_for
 from ...packing import IGNORE_INDEX
+from .batches import PADDING
 from .ledger import MemoryLedger
 from .scratch import HeadScratch
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
     from ...models.mixers.segments import Segments
 
-DPO = "trl.DPOTrainer"
+DPO, REWARD = "trl.DPOTrainer", "trl.RewardTrainer"
 OPTIMIZER_COPIES = {"adamw_torch_fused": 2, "adamw_torch": 2, "rmsprop": 1, "adagrad": 1, "sgd": 0}
 """Copies of the trainable parameters that the optimizers of `TrainingArguments.optim` keep."""
 
@@ -53,6 +56,7 @@ class Setup:
         checkpointing: whether every layer is recomputed in the backward.
         accumulates: whether gradients of an earlier batch are kept during the step.
         optimizer: one of `OPTIMIZER_COPIES`.
+        rewards: whether the model is a reward model, which has no reference.
     """
 
     config: PretrainedConfig
@@ -65,6 +69,7 @@ class Setup:
     checkpointing: bool = True
     accumulates: bool = False
     optimizer: str = "adamw_torch_fused"
+    rewards: bool = False
 
 
 class Memory(NamedTuple):
@@ -102,8 +107,8 @@ def simulate(setup: Setup, batch: dict[str, Tensor], *, patched: bool) -> Memory
 
     Args:
         setup: the training.
-        batch: input_ids, attention_mask and labels, int64 [2B, L] on the CPU; rows i and B + i are a
-            pair.
+        batch: input_ids, attention_mask and, unless the model is a reward model, labels, int64 [2B, L] on the CPU;
+            rows i and B + i are a pair.
         patched: whether fastdpo is on. It is then assumed that the model passes its probe.
 
     Raises:
@@ -111,7 +116,8 @@ def simulate(setup: Setup, batch: dict[str, Tensor], *, patched: bool) -> Memory
     """
     with ExitStack() as stack:
         if patched:
-            stack.enter_context(patching.patched(DPO, memory_budget=_head_budget(setup)))
+            if not setup.rewards:
+                stack.enter_context(patching.patched(DPO, memory_budget=_head_budget(setup)))
             stack.enter_context(_readable_layouts())
         elif setup.device == "cuda":
             stack.enter_context(_triton_head())
@@ -135,33 +141,41 @@ class _Step:
     """One step of a trainer whose models are fake tensors."""
 
     def __init__(self, setup: Setup, batch: dict[str, Tensor], patched: bool) -> None:
-        from trl.trainer import dpo_trainer
-
         self.setup, self.fake = setup, FakeTensorMode(allow_non_fake_inputs=True)
         self.policy, self.reference = _build(setup)
         self.base: Any = base_of(self.policy, "estimate")
         self.weights = _materialize(self.policy, self.fake)
         self.reference_weights = 0 if self.reference is None else _materialize(self.reference, self.fake)
-        statistics = ("log_probs", "entropy", "mean_logits", "is_top1")  # those of TRL's metrics
-        add_head: Any = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
-        add_head(self.base, outputs=statistics)
         self.policy.train()
+        if not setup.rewards:
+            self._add_heads()
+        elif patched:
+            forward.install(self.base, ForwardOptions(REWARD, "policy", True), output_of_scores, prior_scores=False)
         models = [self.base]
         if self.reference is not None:
-            add_head(self.reference.eval())
             models.append(self.reference)
         if setup.checkpointing:
             self.base.gradient_checkpointing_enable()
             if setup.lora is not None:
                 self.base.enable_input_require_grads()
-        self.options = {"output_router_logits": True} if returns_router_logits(setup.config) else {}
+        routes = returns_router_logits(setup.config) and not setup.rewards
+        self.options = {"output_router_logits": True} if routes else {}
         for model, options in zip(models, (self.options, {}), strict=False) if patched else ():
             forward.fix_batch(model, batch | options, self.fake.from_tensor)
         self.inputs = {name: self.fake.from_tensor(x) for name, x in batch.items()}
-        scored = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
+        scored = 0 if setup.rewards else int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         held = [x for model in filter(None, (self.policy, self.reference)) for x in _tensors(model)]
         self.ledger = MemoryLedger(HeadScratch(setup.device, setup.device_memory).of_ops, scored, held)
         self.activations = self.head = self.reference_run = 0
+
+    def _add_heads(self) -> None:
+        from trl.trainer import dpo_trainer
+
+        statistics = ("log_probs", "entropy", "mean_logits", "is_top1")  # those of TRL's metrics
+        add_head: Any = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
+        add_head(self.base, outputs=statistics)
+        if self.reference is not None:
+            add_head(self.reference.eval())
 
     def run(self) -> Memory:
         """Runs the step.
@@ -199,10 +213,15 @@ class _Step:
         )
 
     def _loss(self) -> Tensor:
-        """Computes as `DPOTrainer._compute_loss` does, in its order: policy, reference, loss."""
+        """Computes as TRL does: as `RewardTrainer.compute_loss`, or as `DPOTrainer._compute_loss`, in its order:
+        policy, reference, loss.
+        """
         self._before = self.ledger.live
         output = self._call(self.policy, **self.options)
         self._end_head()
+        if self.setup.rewards:
+            chosen, rejected = output.logits.squeeze(-1).chunk(2)
+            return -nn.functional.logsigmoid(chosen - rejected).mean()
         reference: Any = 0.0
         if not self.setup.precomputed_reference:
             self.ledger.start_peak("reference")
@@ -216,7 +235,8 @@ class _Step:
     def _call(self, model: nn.Module, **options: Any) -> Any:
         """accelerate runs each model under an autocast of its own."""
         with torch.autocast("cpu", torch.bfloat16) if self.setup.autocast else nullcontext():
-            return model(**self.inputs, use_cache=False, fused_lm_head=True, **options)
+            scoring = {} if self.setup.rewards else {"fused_lm_head": True}
+            return model(**self.inputs, use_cache=False, **scoring, **options)
 
     def _start_head(self, backbone: nn.Module, inputs: Any, output: Any) -> None:
         """After the backbone's forward. Its gradient ends the backward of the head."""
@@ -235,19 +255,24 @@ def _without_adapters(policy: Any) -> AbstractContextManager:
 
 
 def _build(setup: Setup) -> tuple[Any, Any]:
-    """Policy and reference on the meta device, as TRL's DPOTrainer makes them."""
-    from transformers import AutoModelForCausalLM
+    """Policy and reference on the meta device, as TRL makes them."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if setup.rewards else AutoModelForCausalLM
 
     def model() -> PreTrainedModel:
+        config = copy.deepcopy(setup.config)
+        if setup.rewards:
+            config.get_text_config().pad_token_id = PADDING  # that of the tokenizer in TRL
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(setup.config), dtype=setup.dtype)
+            return kind.from_config(config, dtype=setup.dtype)
 
     policy = model()
     if setup.lora is None:
-        return policy, None if setup.precomputed_reference else model()
+        return policy, None if setup.precomputed_reference or setup.rewards else model()
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", **setup.lora)), None
+    return get_peft_model(policy, LoraConfig(task_type="SEQ_CLS" if setup.rewards else "CAUSAL_LM", **setup.lora)), None
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
