@@ -167,6 +167,16 @@ def calls(stderr: str) -> dict[tuple[str, str, str], int]:
     return found
 
 
+def said(stderr: str) -> list[str]:
+    """What fastdpo has printed, in order, without the line of calls."""
+    return [line for line in re.findall(r"fastdpo: .*", stderr) if " calls: " not in line]
+
+
+def on(*trainers: str) -> list[str]:
+    """The lines that say that fused trainers are on, and nothing else, in the versions that are installed."""
+    return [f"fastdpo: {trainer} ({version(trained.distribution_of(trainer))}): on" for trainer in trainers]
+
+
 def differences_of_weights(stock: Run, fused: Run) -> Iterator[Difference]:
     """The difference of each weight, relative to its norm."""
     assert stock.weights.keys() == fused.weights.keys()
