@@ -91,6 +91,7 @@ class TrainerLine:
         module_replaced: such functions of its module.
         path: the functions that lead to the fused call (see `bypass.bypass_reason`).
         groups: which rows of a batch may share what they begin with (see `ForwardOptions`).
+        rewards: whether the trainer trains a reward model.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
     """
@@ -110,6 +111,7 @@ class TrainerLine:
     module_replaced: ClassVar[tuple[str, ...]] = ()
     path: ClassVar[tuple[str, ...]] = ()
     groups: ClassVar[Groups] = "content"
+    rewards: ClassVar[bool] = False
 
     options: PatchOptions
 
@@ -180,7 +182,7 @@ class TrainerLine:
         return ForwardOptions(
             self.name,
             role,
-            rewards=is_reward,
+            rewards=is_reward or self.rewards,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
             groups="content" if is_reward else self.groups,
             **self.options.of_forward(),

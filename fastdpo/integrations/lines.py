@@ -114,6 +114,13 @@ LINES = (
     Line("swift.ORPOTrainer", SWIFT, "swift.reference_free:SwiftReferenceFreeLine", (f"{SWIFT_MODULES}.orpo_trainer",)),
     Line("swift.KTOTrainer", SWIFT, "swift.kto:SwiftKTOLine", (f"{SWIFT_MODULES}.kto_trainer",)),
     Line(
+        "swift.RewardTrainer",
+        SWIFT,
+        "swift.reward:SwiftRewardLine",
+        (f"{SWIFT_MODULES}.reward_trainer",),
+        compared=("compute_loss",),
+    ),
+    Line(
         "llamafactory.DPOTrainer",
         "==0.9.5",
         "llamafactory.dpo:FactoryDPOLine",

@@ -1,1 +1,1 @@
-"""ms-swift: `DPOTrainer`, `CPOTrainer` (CPO and SimPO), `ORPOTrainer` and `KTOTrainer`."""
+"""ms-swift: `DPOTrainer`, `CPOTrainer` (CPO and SimPO), `ORPOTrainer`, `KTOTrainer` and `RewardTrainer`."""

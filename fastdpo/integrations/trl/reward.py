@@ -8,7 +8,6 @@ from typing import Any
 
 from ...models import layouts
 from ...models.language_model import text_config
-from ...models.state import ForwardOptions
 from ...models.wrapped import find_base
 from ..gathering import Gather, of_all_ranks
 from ..line import TrainerLine
@@ -21,9 +20,7 @@ _PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "nu
 class RewardLine(TrainerLine):
     parameters = _PARAMETERS
     replaced = ("compute_loss", "get_train_dataloader")
-
-    def request(self, trainer: Any, role: str) -> ForwardOptions:
-        return super().request(trainer, role)._replace(rewards=True)
+    rewards = True
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return with_packed_batches(self, stock, trainer, *args, padding=_padding(trainer), **kwargs)

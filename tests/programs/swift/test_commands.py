@@ -21,6 +21,7 @@ KINDS = {
     "simpo": ("swift.CPOTrainer", dict(policy=1)),
     "orpo": ("swift.ORPOTrainer", dict(policy=1)),
     "kto": ("swift.KTOTrainer", dict(policy=2, reference=1)),
+    "rm": ("swift.RewardTrainer", dict(policy=1)),
 }
 OTHER_MEANS = ("logits/chosen", "logits/rejected")
 """Without a reference, ms-swift averages them over prompts and padding, too."""
