@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -115,8 +116,15 @@ def test_ctrl_c_ends_a_check_and_its_run(tmp_path):
     """The terminal sends SIGINT to both processes."""
     command = [sys.executable, "-m", "fastdpo", "check", "--tiny"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    as_in_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=as_in_a_terminal,
     ) as check:
         deadline = time.monotonic() + 120
         while not [*tmp_path.glob("fastdpo-check-*/*.log")]:  # the first run has been started
