@@ -30,7 +30,7 @@ import fastdpo
 assert all(seam.on for seam in fastdpo.patch().seams)
 """
 
-BEFORE_FUSED_HEADS = ("trl.DPOTrainer", "trl.OnlineDPOTrainer")
+OF_OLDER_VERSIONS = ("trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.RewardTrainer")
 SWIFT, LLAMAFACTORY = "tests/programs/swift/test_commands.py", "tests/programs/llamafactory/test_command.py"
 
 REPLACED = """
@@ -65,10 +65,9 @@ OF_INSTALLED = "tests/test_run_lines.py::test_every_trainer_is_patched"
 RUN_IN = {
     **{(trainer, "1.16"): OF_INSTALLED for trainer in INSTALLED},
     **{
-        (trainer, "1.14"): "tests/trl_versions/test_run.py::test_a_script_trains_fused"
-        for trainer in BEFORE_FUSED_HEADS
+        (trainer, "1.14"): "tests/trl_versions/test_run.py::test_a_script_trains_fused" for trainer in OF_OLDER_VERSIONS
     },
-    **{(trainer, "0.28"): "tests/legacy/test_run.py::test_a_script_trains_fused" for trainer in BEFORE_FUSED_HEADS},
+    **{(trainer, "0.28"): "tests/legacy/test_run.py::test_a_script_trains_fused" for trainer in OF_OLDER_VERSIONS},
     ("openrlhf.DPOTrainer", "0.11"): "tests/openrlhf/test_run.py::test_a_script_trains_fused",
     **{
         (f"swift.{name}Trainer", "4.6"): f"{SWIFT}::test_the_command_trains_fused_with_the_same_numbers"

@@ -22,6 +22,13 @@ from tests.support.trl.online import build, writer
 
 build(Path(sys.argv[1]), writer(), writer(seed=1), max_steps=1).train()
 """,
+    "trl.RewardTrainer": """
+import sys
+from pathlib import Path
+from tests.support.trl.reward import reward_model, train_reward
+
+train_reward(Path(sys.argv[1]), reward_model(), max_steps=1)
+""",
     "openrlhf.DPOTrainer": """
 import sys
 from pathlib import Path
@@ -47,4 +54,5 @@ def assert_trains_fused(directory: Path, trainer: str, **options: Any) -> None:
     (directory / "out").mkdir()
     done = run(script, directory / "out", **options)
     assert done.returncode == 0, done.stderr
-    assert f"fastdpo: {trainer} calls: policy fused 1, reference fused 1; 100% of calls fused" in done.stderr
+    calls = "policy fused 1" + (", reference fused 1" if "DPO" in trainer else "")
+    assert f"fastdpo: {trainer} calls: {calls}; 100% of calls fused" in done.stderr
