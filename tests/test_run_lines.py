@@ -71,7 +71,7 @@ RUN_IN = {
     ("openrlhf.DPOTrainer", "0.11"): "tests/openrlhf/test_run.py::test_a_script_trains_fused",
     **{
         (f"swift.{name}Trainer", "4.6"): f"{SWIFT}::test_the_command_trains_fused_with_the_same_numbers"
-        for name in ("DPO", "CPO", "ORPO", "KTO")
+        for name in ("DPO", "CPO", "ORPO", "KTO", "Reward")
     },
     **{
         (f"llamafactory.{name}Trainer", "0.9.5"): f"{LLAMAFACTORY}::test_the_command_trains_fused_with_the_same_numbers"
