@@ -135,9 +135,8 @@ def _optional(package: str, version: str) -> Finding:
         return Finding(OK, package, f"{version}: {packages.description(package)}")
     lines = [line for line in all_lines() if line.distribution == package]
     if not lines:
-        return Finding(
-            OK, package, version + (f": trains with {TRAINS_WITH[package]}" if package in TRAINS_WITH else "")
-        )
+        trains_with = " and ".join(TRAINS_WITH.get(package, ()))
+        return Finding(OK, package, f"{version}: trains with {trains_with}" if trains_with else version)
     if any(line.supports(version) for line in lines):
         return Finding(OK, package, f"{version}: tested")
     seams = patching.examine([line.trainer for line in lines]).seams

@@ -1,4 +1,4 @@
-"""A plugin of axolotl that patches TRL's DPOTrainer, of which axolotl's is a subclass.
+"""A plugin of axolotl that patches the trainers of TRL of which axolotl's are subclasses.
 
     plugins:
       - fastdpo.integrations.axolotl.FastDPOPlugin
@@ -21,14 +21,15 @@ from ..logs import report
 from ..models.calls import calls_line
 from ..reasons import Reason
 from .bypass import STATE
+from .lines import TRAINS_WITH
 from .patching import PatchError, PatchReport, patch
 
-TRAINER = "trl.DPOTrainer"
+PROGRAM = "axolotl"
 _HOOKS = ("pre_model_load", "post_trainer_create", "post_train_unload")
 
 
 class FastDPOPlugin(BasePlugin):
-    """Patches TRL's DPOTrainer, with the default options of `fastdpo.patch`.
+    """Patches TRL's DPOTrainer and RewardTrainer, with the default options of `fastdpo.patch`.
 
     Rank 0 prints the report when the trainer has been created, and the number of calls at the end.
 
@@ -46,22 +47,21 @@ class FastDPOPlugin(BasePlugin):
         self._report: PatchReport | None = None
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Patches the trainer, after axolotl's own changes to TRL. Called for each model."""
+        """Patches the trainers, after axolotl's own changes to TRL. Called for each model."""
         if self._report is None:
-            self._report = patch(TRAINER)
+            self._report = patch(*TRAINS_WITH[PROGRAM])
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Prints the report, or says that the trainer is another one, such as that of `rl: kto`."""
         if STATE not in vars(trainer):
-            reason = Reason("other-trainer", trainer=TRAINER)
-            report(f"{TRAINER} ({type(trainer).__name__}): not fused, {reason.named}")
+            reason = Reason("other-trainer", trainers=" or ".join(TRAINS_WITH[PROGRAM]))
+            report(f"{PROGRAM} ({type(trainer).__name__}): not fused, {reason.named}")
         elif vars(trainer)[STATE] is not None:  # else its line has said why
             _print(self._report)
 
     def post_train_unload(self, cfg: Any) -> None:
         """Prints how many calls of models took which path."""
-        line = calls_line(TRAINER)
-        if line is not None:
+        for line in filter(None, map(calls_line, TRAINS_WITH[PROGRAM])):
             _print(line)
 
 

@@ -151,8 +151,8 @@ ENTRY_POINTS = "fastdpo.trainer_lines"
 registered: dict[tuple[str, str], Line] = {}
 """The lines from outside, by trainer and versions."""
 
-TRAINS_WITH = {"axolotl": "trl.DPOTrainer"}
-"""Programs without trainers of their own, and the trainer that they train with."""
+TRAINS_WITH = {"axolotl": ("trl.DPOTrainer", "trl.RewardTrainer")}
+"""Programs without trainers of their own, and the trainers that they train with, of those that are known."""
 
 
 def register(line: type[TrainerLine]) -> None:
@@ -251,8 +251,12 @@ def _target_name(op: str, target: object) -> str:
     if isinstance(target, str):
         if target in trainers or target in packages:
             return target
-        trainer = TRAINS_WITH.get(target)
-        advice = f", which trains with {trainer}" if trainer else suggested(target, (*trainers, *packages))
+        trains_with = TRAINS_WITH.get(target)
+        advice = (
+            f", which trains with {' and '.join(trains_with)}"
+            if trains_with
+            else suggested(target, (*trainers, *packages))
+        )
         raise ValueError(f"{rule}; got {shown(target)}{advice}")
     if not isinstance(target, type):
         raise TypeError(f"{rule}; got {shown(target)}")

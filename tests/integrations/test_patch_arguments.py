@@ -77,7 +77,7 @@ def test_other_targets(target, error, got):
         ("trl.DPOTrainr", "; did you mean trl.DPOTrainer?"),
         ("DPOTrainer", "; did you mean trl.DPOTrainer?"),
         ("openrlfh", "; did you mean openrlhf?"),
-        ("axolotl", ", which trains with trl.DPOTrainer"),
+        ("axolotl", ", which trains with trl.DPOTrainer and trl.RewardTrainer"),
         ("???", ""),
     ],
 )

@@ -5,6 +5,8 @@ import math
 import os
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from tests.support.programs.harness import BIN, assert_same, on, run, said
 from tests.support.programs.workload import TINY
@@ -22,7 +24,7 @@ class Plugin(BasePlugin):
 OFFLINE = dict(ACCELERATE_USE_CPU="true", DO_NOT_TRACK="1", AXOLOTL_DO_NOT_TRACK="1", WANDB_MODE="disabled")
 PLUGIN = dict(plugins=["fastdpo.integrations.axolotl.FastDPOPlugin"])
 TRAINER = "trl.DPOTrainer"
-ON = f"fastdpo: {TRAINER} (1.9.0): on"
+ON = [f"fastdpo: {TRAINER} (1.9.0): on | trl.RewardTrainer (1.9.0): on"]
 
 
 def command(output, workload, launcher="python", rl="dpo", **options):
@@ -67,6 +69,24 @@ def command(output, workload, launcher="python", rl="dpo", **options):
     return ["axolotl", "train", path, "--launcher", launcher]
 
 
+def reward_command(output, workload, **options):
+    """Trains a reward model, whose new head is saved with the weights, since axolotl sets no seed before it."""
+    _, _, path, *launcher = command(output, workload, rl=None, **options)
+    directory = output.parent
+    if not (directory / "reward").exists():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1)
+        model.save_pretrained(directory / "reward")
+        workload.tokenizer().save_pretrained(directory / "reward")
+        rows = [{"system": "", "input": x["prompt"], **x} for x in workload.pairs_of_text()]
+        (directory / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    arguments = json.loads(path.read_text())
+    arguments["datasets"][0]["type"] = "bradley_terry.chat_template"
+    arguments |= {"base_model": str(directory / "reward"), "reward_model": True, "chat_template": "tokenizer_default"}
+    path.write_text(json.dumps(arguments))
+    return ["axolotl", "train", path, *launcher]
+
+
 def answer(i, pair):
     """The columns of KTO: one of the two answers, and whether it is the better one."""
     return {"completion": pair["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
@@ -103,7 +123,26 @@ def test_the_plugin_trains_as_fastdpo_run_does(tmp_path):
     plugin = run(command(output, TINY, "accelerate", **PLUGIN), output, fused=False, **variables)
     assert_same(stock, plugin)
     assert plugin.calls == fused_calls(TINY)
-    assert plugin.stderr.count(ON) == 1
+    assert said(plugin.stderr) == ON
+
+
+@pytest.mark.parametrize("options", [{}, dict(center_rewards_coefficient=0.1)], ids=["full", "centered"])
+def test_a_reward_model_trains_fused_with_the_same_numbers(options, workload, train_both, record):
+    stock, fused = train_both(lambda output: reward_command(output, workload, **options), **OFFLINE)
+    assert_same(stock, fused)
+    assert fused.calls == {("trl.RewardTrainer", "policy", "fused"): workload.steps}
+    assert said(fused.stderr) == on("trl.RewardTrainer", TRAINER)
+    record("axolotl", "axolotl", " ".join(["axolotl train reward_model=true", *options]), stock, fused)
+
+
+def test_the_plugin_trains_a_reward_model(tmp_path):
+    runs = {}
+    for name, plugin in {"stock": {}, "plugin": PLUGIN}.items():
+        output = tmp_path / name
+        runs[name] = run(reward_command(output, TINY, **plugin), output, fused=False, **OFFLINE)
+    assert_same(runs["stock"], runs["plugin"])
+    assert runs["plugin"].calls == {("trl.RewardTrainer", "policy", "fused"): TINY.steps}
+    assert said(runs["plugin"].stderr) == ON
 
 
 def test_the_comparison_detects_another_loss(train_both):
@@ -128,13 +167,15 @@ def test_a_plugin_that_axolotl_would_not_call_raises(monkeypatch):
 def test_the_doctor_names_the_trainer_that_axolotl_trains_with():
     from fastdpo.commands import doctor
 
-    assert doctor.Finding("ok", "axolotl", "0.19.0: trains with trl.DPOTrainer") in [*doctor.package_findings()]
+    assert doctor.Finding("ok", "axolotl", "0.19.0: trains with trl.DPOTrainer and trl.RewardTrainer") in [
+        *doctor.package_findings()
+    ]
 
 
 def test_the_plugin_says_that_another_trainer_is_not_fused(tmp_path):
     output = tmp_path / "kto"
     kto = run(command(output, TINY, rl="kto", **PLUGIN), output, fused=False, **OFFLINE)
     assert not kto.calls
-    assert ON not in kto.stderr
-    reason = f"{TRAINER} (AxolotlKTOTrainer): not fused, it is not a {TRAINER}"
+    assert not said(kto.stderr)
+    reason = f"axolotl (AxolotlKTOTrainer): not fused, it is not a {TRAINER} or trl.RewardTrainer"
     assert (output / "debug.log").read_text().count(reason) == 1
