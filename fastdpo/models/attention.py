@@ -322,7 +322,7 @@ def _packed_forward(
         raise NotImplementedError(f"packed attention: {', '.join(unknown)} must be None; pad this model's batches")
     q, k, v = query.shape, key.shape, value.shape
     if s_aux is None and q[2:] == k[2:] and k[:3] == v[:3] and 0 not in (sliding_window, softcap):
-        return attend(query, key, value, layout, scaling, sliding_window, softcap, None)
+        return attend(query, key, value, layout, scale=scaling, window=sliding_window, softcap=softcap, sinks=None)
     # The gradient of squeeze is a view; that of an index would be a copy into zeros.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options = {"scale": scaling, "window": sliding_window, "softcap": softcap}

@@ -146,7 +146,7 @@ def test_steps_that_accumulate_shuffled_completions(trainer, tmp_path):
     (case,) = result["cases"]
     facts = {name: side["facts"] for name, side in case["sides"].items()}
     tree = facts[SUBJECT]["distinct_tokens"]
-    assert tree <= facts[SUBJECT]["policy_tokens"] <= 1.02 * tree
+    assert facts[SUBJECT]["policy_tokens"] == pytest.approx(tree, rel=0.02)  # completions may begin with the same token
     assert facts[shuffled.AS_SHUFFLED]["policy_tokens"] > 1.3 * tree
 
 

@@ -31,7 +31,8 @@ def test_a_package_whose_import_fails_is_off_with_the_reason(tmp_path):
         text=True,
     )
     off = "(0.24.0): off, trl cannot be imported: Failed to import: no mergekit [import-error]"
-    assert run.stdout == f"fastdpo: trl.DPOTrainer {off} | trl.OnlineDPOTrainer {off}\n", run.stderr
+    trainers = [f"{name} {off}" for name in ("trl.DPOTrainer", "trl.OnlineDPOTrainer", "trl.RewardTrainer")]
+    assert run.stdout == f"fastdpo: {' | '.join(trainers)}\n", run.stderr
     assert "PatchError: patch: fastdpo: trl.DPOTrainer" in run.stderr
 
 
