@@ -136,8 +136,7 @@ def _report(kernel: Kernel, reason: str) -> None:
         return
     _reported.add(kernel)
     name, device, dtype, features = kernel
-    described = f"{notes.device_name(device)} ({architecture(device)}), {dtype}"
-    described += "".join(f", {x}" for x in features)
+    described = ", ".join(map(str, (_described(device), dtype, *features)))
     report(f"the kernel {name} is disabled on {described}, and PyTorch computes in its place: {reason}")
 
 
@@ -154,5 +153,8 @@ def _tried(kernel: Kernel, trial: Trial) -> str | None:
 @lru_cache
 def _announce(device: torch.device) -> None:
     """Says what the first batch waits for, before the first kernel of a device is compiled."""
-    name = f"{notes.device_name(device)} ({architecture(device)})"
-    logger.info("fastdpo: compiling and trying kernels on %s; the first batch waits for them", name)
+    logger.info("fastdpo: compiling and trying kernels on %s; the first batch waits for them", _described(device))
+
+
+def _described(device: torch.device) -> str:
+    return f"{notes.device_name(device)} ({architecture(device)})"
