@@ -24,7 +24,7 @@ from .bypass import STATE
 from .lines import TRAINS_WITH
 from .patching import PatchError, PatchReport, patch
 
-PROGRAM = "axolotl"
+TRAINERS = TRAINS_WITH["axolotl"]
 _HOOKS = ("pre_model_load", "post_trainer_create", "post_train_unload")
 
 
@@ -49,19 +49,19 @@ class FastDPOPlugin(BasePlugin):
     def pre_model_load(self, cfg: Any) -> None:
         """Patches the trainers, after axolotl's own changes to TRL. Called for each model."""
         if self._report is None:
-            self._report = patch(*TRAINS_WITH[PROGRAM])
+            self._report = patch(*TRAINERS)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Prints the report, or says that the trainer is another one, such as that of `rl: kto`."""
         if STATE not in vars(trainer):
-            reason = Reason("other-trainer", trainers=" or ".join(TRAINS_WITH[PROGRAM]))
-            report(f"{PROGRAM} ({type(trainer).__name__}): not fused, {reason.named}")
+            reason = Reason("other-trainer", trainers=" or ".join(TRAINERS))
+            report(f"axolotl ({type(trainer).__name__}): not fused, {reason.named}")
         elif vars(trainer)[STATE] is not None:  # else its line has said why
             _print(self._report)
 
     def post_train_unload(self, cfg: Any) -> None:
         """Prints how many calls of models took which path."""
-        for line in filter(None, map(calls_line, TRAINS_WITH[PROGRAM])):
+        for line in filter(None, map(calls_line, TRAINERS)):
             _print(line)
 
 
