@@ -1,9 +1,10 @@
 """Trainings on several ranks. They run in `make test-ranks`, which installs DeepSpeed.
 
 Without DeepSpeed these tests are not collected. Each test has a parameter `case`, a name of
-`rank_cases.CASES`, and uses the fixture `ranks`; a test that compares cases has a parameter `cases`
-and uses `ranks_of`. The cases of all collected tests are trained in one launch of `RANKS` processes
-(an environment variable; default: 2), those that need another number of ranks in one more.
+`rank_cases.CASES`, or parameters `engine` and `what`, which make such a name, and uses the fixture
+`ranks`; a test that compares cases has a parameter `cases` and uses `ranks_of`. The cases of all
+collected tests are trained in one launch of `RANKS` processes (an environment variable; default: 2),
+those that need another number of ranks in one more.
 """
 
 import os
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,10 +40,9 @@ def trained(request, tmp_path_factory, number_of_ranks):
     from rank_cases import CASES
     from rank_launch import run_cases
 
-    all_params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = (name for params in all_params for name in (*params.get("cases", ()), params.get("case")) if name)
+    tests = [item for item in request.session.items if hasattr(item, "callspec")]
     launches = defaultdict(list)
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(name for test in tests for name in _names(test.callspec.params)):
         launches[CASES[name].ranks or number_of_ranks].append(name)
     results = {}
     for ranks, cases in launches.items():
@@ -60,6 +61,22 @@ def ranks_of(trained) -> Callable[[str], list[dict]]:
         return results
 
     return finished
+
+
+def _names(params: dict[str, Any]) -> list[str]:
+    """The cases that a test with these parameters needs."""
+    if "engine" in params:
+        return [_name(params["engine"], params["what"])]
+    return [*params.get("cases", ()), *filter(None, [params.get("case")])]
+
+
+def _name(engine: str, what: str) -> str:
+    return f"{engine} {what}"
+
+
+@pytest.fixture
+def case(engine, what) -> str:
+    return _name(engine, what)
 
 
 @pytest.fixture

@@ -1,25 +1,28 @@
 """Starts the processes of one process group, and ends all of them within a time limit.
 
-With `run_cases` the processes train one case after another, since starting a process takes longer
-than most cases.
+With `run_cases` the processes train one case after another. They are forks of a process that has imported
+what they need, which takes longer than most cases.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
 from tests.support import ROOT
+from tests.support.programs import warm
+from tests.support.workers.processes import PRELOADED, PROCESSES
 
 HERE = Path(__file__).parent
+
+PROCESSES.set_forkserver_preload([*PRELOADED, "deepspeed", "datasets", "tests.support.trl.reward"])
 
 SECONDS_TO_START = 120
 SECONDS_A_CASE = 90
@@ -85,13 +88,9 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, seconds: float, d
     initializes the process group.
     """
     directory.mkdir(parents=True)
-    paths = [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "HF_DATASETS_CACHE": str(directory / "datasets"),
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": str(HERE),
         "RENDEZVOUS": str(directory / "rendezvous"),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -100,33 +99,34 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, seconds: float, d
     processes = []
     try:
         for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                process = subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a separate process group, to kill the children as well
-                )
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = PROCESSES.Process(target=_become, args=([str(script), *arguments], own, log))
+            process.start()
             processes.append(process)
         timed_out = _wait(processes, seconds)
     finally:
         for process in processes:
-            if process.poll() is None:
+            if process.exitcode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return Launched(tuple(p.returncode for p in processes), tuple(log.read_text() for log in logs), timed_out)
+            process.join()
+    return Launched(tuple(p.exitcode for p in processes), tuple(log.read_text() for log in logs), timed_out)
 
 
-def _wait(processes: list[subprocess.Popen], seconds: float) -> bool:
+def _become(words: list[str], environment: dict[str, str], log: Path) -> None:
+    """Entry point of a rank, in a process group of its own, to kill the children as well."""
+    os.setsid()
+    warm.become(words, ROOT, environment, (log, log))
+
+
+def _wait(processes: list[BaseProcess], seconds: float) -> bool:
     """Waits until all processes have ended, or until `GRACE` seconds after one has failed.
 
     Returns True if the time limit came first.
     """
     end = time.monotonic() + seconds
     failed = False
-    while any(process.poll() is None for process in processes):
-        if not failed and any(process.poll() for process in processes):
+    while any(process.exitcode is None for process in processes):
+        if not failed and any(process.exitcode for process in processes):
             failed, end = True, min(end, time.monotonic() + GRACE)
         if time.monotonic() > end:
             return not failed

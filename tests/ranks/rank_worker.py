@@ -49,7 +49,6 @@ def main(directory: Path, names: list[str]) -> None:
     Accelerator.multi_device = with_tensor_parallelism_on_a_cpu(Accelerator.multi_device)
     # Use the collectives of gloo, which need no compilation.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    gc.freeze()  # traversing imported objects takes longer than a short training
     for name in names:
         print(f"case {name!r}", flush=True)
         faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)

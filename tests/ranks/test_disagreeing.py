@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 from rank_cases import CASES
@@ -10,8 +11,10 @@ from rank_reasons import AGREED, AROUND_CALLS, NOT_OF_ONE_RANK, OF_CALLS, OTHERS
 
 from tests.support import ROOT
 
+ENGINES = ["fsdp2", "zero3"]
 
-@pytest.mark.parametrize("case", ["fsdp2 holes on the last rank", "zero3 holes on the last rank"])
+
+@pytest.mark.parametrize("case", [f"{engine} holes on the last rank" for engine in ENGINES])
 def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])
@@ -23,24 +26,21 @@ def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
 MODELS = ["fails the probe on the last rank", "not qualified on the last rank"]
 
 
-@pytest.mark.parametrize("case", [f"{engine} {model}" for engine in ("fsdp2", "zero3") for model in MODELS])
+@pytest.mark.parametrize(("engine", "what"), product(ENGINES, MODELS))
 def test_a_model_that_one_rank_cannot_pack(case, ranks):
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])
         assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
 
 
-ENGINES = ["fsdp2", "zero3"]
+ON_THE_FIRST = " on the first rank"
+
+OF_MODELS = [*product(ENGINES, AGREED), ("tensor parallel", "head-hooks")]
 
 
-OF_MODELS = [
-    *((f"{engine} {reason} on the first rank", reason) for engine in ENGINES for reason in AGREED),
-    ("tensor parallel head-hooks on the first rank", "head-hooks"),
-]
-
-
-@pytest.mark.parametrize(("case", "reason"), OF_MODELS)
-def test_a_reason_of_the_model_that_one_rank_has(case, reason, ranks):
+@pytest.mark.parametrize(("engine", "what"), [(engine, reason + ON_THE_FIRST) for engine, reason in OF_MODELS])
+def test_a_reason_of_the_model_that_one_rank_has(what, ranks):
+    reason = what.removesuffix(ON_THE_FIRST)
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])
         assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
@@ -53,16 +53,12 @@ def test_a_reason_of_the_call_that_one_rank_has(case, ranks):
     assert {path for _, path in ranks[0]["patched"]["calls"]} == {"padded"}
 
 
-OF_TRAINING = [
-    (f"{engine} {reason} on the first rank", reason)
-    for engine in ENGINES
-    for reason in ("attention-dropout", "image-arguments", *AROUND_CALLS)
-]
+OF_TRAINING = [reason + ON_THE_FIRST for reason in ("attention-dropout", "image-arguments", *AROUND_CALLS)]
 
 
-@pytest.mark.parametrize(("case", "reason"), OF_TRAINING)
-def test_a_reason_of_training_calls_that_one_rank_has(case, reason, ranks):
-    assert_padded_on_the_first(ranks, [reason])
+@pytest.mark.parametrize(("engine", "what"), product(ENGINES, OF_TRAINING))
+def test_a_reason_of_training_calls_that_one_rank_has(what, ranks):
+    assert_padded_on_the_first(ranks, [what.removesuffix(ON_THE_FIRST)])
     assert {path for kind, path in ranks[0]["patched"]["calls"] if kind == "policy"} == {"padded"}
 
 

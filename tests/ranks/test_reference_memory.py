@@ -1,5 +1,7 @@
 """The reference memory where ranks run the reference together: all of them skip it or none."""
 
+from itertools import product
+
 import pytest
 from rank_comparison import assert_same, assert_same_weights
 
@@ -13,8 +15,8 @@ def reference_calls(run: dict) -> tuple[int, int]:
     return run["calls"]["reference", "fused"], run["calls"]["reference", "remembered"]
 
 
-@pytest.mark.parametrize("case", [f"{engine} remembered{kind}" for engine in ENGINES for kind in ("", " lora")])
-def test_each_pair_is_computed_once(case, ranks, number_of_ranks):
+@pytest.mark.parametrize(("engine", "what"), product(ENGINES, ["remembered", "remembered lora"]))
+def test_each_pair_is_computed_once(ranks, number_of_ranks):
     trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks  # batches of an epoch and of an evaluation
     for rank in ranks:
         assert_same(rank["stock"], rank["patched"])

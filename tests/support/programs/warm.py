@@ -38,7 +38,7 @@ def run_program(
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory) / name for name in ("stdout", "stderr")]
         arguments = (words, cwd or Path.cwd(), {**os.environ, **(env or {})}, paths)
-        process = PROCESSES.Process(target=_become, args=arguments)
+        process = PROCESSES.Process(target=become, args=arguments)
         process.start()
         process.join(SECONDS)
         if process.exitcode is None:
@@ -48,11 +48,11 @@ def run_program(
         return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in paths))
 
 
-def _become(words: list[str], cwd: Path, env: dict[str, str], paths: list[Path]) -> None:
-    """Entry point of the fork."""
+def become(words: list[str], cwd: Path, env: dict[str, str], paths: Sequence[Path]) -> None:
+    """Entry point of the fork, whose stdout and stderr are written to two paths, or both to one."""
     for stream, path in zip((sys.stdout, sys.stderr), paths, strict=True):
         stream.flush()
-        with path.open("w") as file:
+        with path.open("a") as file:
             os.dup2(file.fileno(), stream.fileno())
     os.chdir(cwd)
     os.environ.clear()
