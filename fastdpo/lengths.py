@@ -1,8 +1,7 @@
-"""The lengths of the rows of a preference dataset, how many tokens they cost, and which prompts are equal."""
+"""The lengths of the rows of a preference dataset, and how many tokens they cost."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ class PairLengths:
         chosen, rejected: tokens of the prompt and its completion.
         chosen_answer, rejected_answer: tokens of the completion alone.
         common: tokens that both rows begin with, found by comparing ids.
-        prompt: tokens of the prompt that both rows begin with, 0 if the prompt's first ones are cut off.
+        skipped: tokens that truncation has cut off the beginning of the chosen row.
     """
 
     chosen: np.ndarray
@@ -32,7 +31,7 @@ class PairLengths:
     chosen_answer: np.ndarray
     rejected_answer: np.ndarray
     common: np.ndarray
-    prompt: np.ndarray
+    skipped: np.ndarray
 
     def __len__(self) -> int:
         return len(self.common)
@@ -83,12 +82,9 @@ class PairLengths:
         return triangles[0] + triangles[1] - triangles[2]
 
     @property
-    def shared_prompt(self) -> np.ndarray:
-        """Tokens that each row of a pair shares with those of another pair of its prompt, int64 [N].
-
-        At least: answers may begin alike, too.
-        """
-        return np.minimum(self.prompt, np.minimum(*self._needed(False)))
+    def sharable(self) -> np.ndarray:
+        """Tokens from the beginning of the chosen row that other pairs can share, int64 [N]."""
+        return np.where(self.skipped, 0, self._needed(False)[0])
 
     def _rows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         return (self.chosen, self.chosen_answer), (self.rejected, self.rejected_answer)
@@ -145,27 +141,6 @@ def pair_lengths(
     return (RewardLengths if rewards else PairLengths)(*np.concatenate(parts, 1))
 
 
-def number_prompts(dataset: Dataset | Sequence[Mapping], *, op: str = "number_prompts") -> np.ndarray:
-    """A number for each pair, int64 [N], equal for pairs with the same prompt.
-
-    Args:
-        dataset: has the columns prompt_ids, chosen_ids and rejected_ids.
-        op: the public function, for error messages.
-
-    Raises:
-        TypeError, ValueError: a column of the dataset is malformed.
-    """
-    require_dataset(op, dataset)
-    numbers: dict[bytes, int] = {}
-    of_pairs = []
-    for (ids, sizes), *_ in read_columns(op, dataset):
-        ends = sizes.cumsum()
-        for start, end in zip(ends - sizes, ends, strict=True):
-            digest = hashlib.blake2b(ids[start:end].tobytes(), digest_size=16).digest()
-            of_pairs.append(numbers.setdefault(digest, len(numbers)))
-    return np.array(of_pairs, np.int64)
-
-
 def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | None, truncation_mode: str) -> np.ndarray:
     """The fields of `PairLengths` for the ids and lengths of some prompts and their completions."""
     prompts, *answers = columns
@@ -183,9 +158,7 @@ def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | Non
     common = shorter.copy()
     differing = np.flatnonzero(chosen != rejected)
     np.minimum.at(common, pair[differing], place[differing])
-    starts_with_prompt = np.maximum(*skipped) == 0
-    kept_prompt = np.where(starts_with_prompt, np.minimum(prompt, shorter), 0)
-    return np.stack([*rows, *kept_answers, common, kept_prompt])
+    return np.stack([*rows, *kept_answers, common, skipped[0]])
 
 
 def _joined(prompts: tuple[np.ndarray, np.ndarray], answers: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

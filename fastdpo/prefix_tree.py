@@ -82,7 +82,7 @@ def _nearest(rows: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> list[t
     return nearest
 
 
-def common_length(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+def common_length(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
     """The number of tokens that two rows begin with."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]

@@ -71,7 +71,7 @@ def test_lengths_for_a_reward_model_are_those_of_its_layouts(share):
 
 
 @pytest.mark.parametrize("max_length", [None, 5])
-def test_prompts_that_rows_begin_with(max_length):
+def test_what_other_pairs_can_share(max_length):
     rows = [
         dict(prompt_ids=[1, 2, 3], chosen_ids=[4], rejected_ids=[5, 6]),
         dict(prompt_ids=[1, 2, 3], chosen_ids=[4], rejected_ids=[4, 5, 6]),
@@ -79,9 +79,9 @@ def test_prompts_that_rows_begin_with(max_length):
         dict(prompt_ids=[], chosen_ids=[4], rejected_ids=[4, 5, 6]),
     ]
     from_start, from_end = (pair_lengths(rows, max_length, mode) for mode in ("keep_start", "keep_end"))
-    assert from_start.prompt.tolist() == [3, 3, 6 if max_length is None else 5, 0]
-    assert from_end.prompt.tolist() == ([3, 3, 6, 0] if max_length is None else [3, 0, 0, 0])
-    assert from_start.shared_prompt.tolist() == [3, 3, 6 if max_length is None else 0, 0]
+    assert from_start.sharable.tolist() == [3, 3, 6 if max_length is None else 0, 0]
+    assert from_end.sharable.tolist() == [3, 3, 6 if max_length is None else 0, 0]
+    assert from_end.skipped.tolist() == [0, 0, 0 if max_length is None else 2, 0]
 
 
 def test_tables_and_lists_have_the_same_lengths(monkeypatch):

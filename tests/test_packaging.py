@@ -43,7 +43,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "storage": {"atomic_files", "plain_checks", "reasons"},
     "data": {"checks", "packing"},
     "lengths": {"checks", "data"},
-    "batching": {"checks", "lengths", "prefix_tree"},
+    "batching": {"checks", "data", "lengths", "prefix_tree"},
     "ops.devices": set(),
     "ops.transform": set(),
     "ops.choice": {"accuracy", "atomic_files", "logs", "ops.devices"},

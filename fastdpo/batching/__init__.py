@@ -1,7 +1,8 @@
 """Batches of pairs by a budget of tokens."""
 
 from .cost import CostModel
-from .order import group_prompts, random_order
+from .kinship import Kinship, kinship_of
+from .order import random_order
 from .planning import StepPlanner
 from .report import BudgetReport, budget_report
 from .sampler import MicroBatch, TokenBudgetSampler
@@ -9,10 +10,11 @@ from .sampler import MicroBatch, TokenBudgetSampler
 __all__ = [
     "BudgetReport",
     "CostModel",
+    "Kinship",
     "MicroBatch",
     "StepPlanner",
     "TokenBudgetSampler",
     "budget_report",
-    "group_prompts",
+    "kinship_of",
     "random_order",
 ]

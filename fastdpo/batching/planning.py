@@ -9,6 +9,7 @@ import numpy as np
 from .. import checks
 from ..lengths import PairLengths
 from .cost import CostModel
+from .kinship import Kinship
 
 Bins = list[list[int]]
 """The pairs of each micro-batch, as places in the pairs of the step."""
@@ -27,8 +28,8 @@ class StepPlanner:
         ranks: number of ranks.
         cost: what pairs are balanced by. Default: their tokens.
         share_prompts: whether the rows of a pair share their first tokens, as in `patch`.
-        prompts: int [N], equal for pairs of the same prompt, which then are in one micro-batch as
-            far as they fit, where their prompt counts once. Default: each pair has its own.
+        kinship: of the chosen rows. Pairs that begin alike then are in one micro-batch as far as they fit, where
+            their common beginnings count once. Default: each pair counts by itself.
         op: the public function, for error messages.
 
     Raises:
@@ -43,24 +44,21 @@ class StepPlanner:
         ranks: int = 1,
         cost: CostModel | None = None,
         share_prompts: bool = True,
-        prompts: np.ndarray | None = None,
+        kinship: Kinship | None = None,
         op: str = "StepPlanner",
     ):
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks)):
             checks.require_positive_integer(op, name, value)
         checks.require_flags(op, share_prompts=share_prompts)
-        if prompts is not None:
-            prompts = np.asarray(prompts)
-            shape = list(prompts.shape)
-            checks.require(shape == [len(lengths)], op, "prompts", f"be [{len(lengths)}], one for each pair", shape)
+        if kinship is not None:
+            rule = f"be that of the {len(lengths)} pairs"
+            checks.require(len(kinship) == len(lengths), op, "kinship", rule, f"that of {len(kinship)}")
         self.max_tokens, self.ranks = int(max_tokens), int(ranks)
         self.lengths = lengths
         cost = cost or CostModel()
         tokens, costs = lengths.packed(share=share_prompts), cost.costs(lengths, share=share_prompts)
-        self._prompts = np.arange(len(lengths)) if prompts is None else prompts
-        of_prompts = lengths.shared_prompt if share_prompts else np.zeros_like(tokens)
-        # [N] each: of pairs by themselves, and of the prompt that others share with them.
-        self._tokens, self._costs = (tokens, of_prompts), (costs, cost.of_prefixes(of_prompts))
+        self._tokens, self._costs, self._cost = tokens, costs, cost
+        self._kinship, self._sharable = kinship if share_prompts else None, lengths.sharable
         self._op = op
         too_long = np.flatnonzero(tokens > max_tokens)
         if len(too_long):
@@ -108,35 +106,36 @@ class StepPlanner:
         return [[index[places].tolist() for places in of_ranks] for of_ranks in _dealt(bins, cost_of, self.ranks)]
 
     def tokens_of(self, pairs: Sequence[int] | np.ndarray) -> int:
-        """The distinct tokens of a micro-batch."""
-        return int(self._total(pairs, *self._tokens))
+        """The distinct tokens of a micro-batch, at most: further tokens may be shared by chance."""
+        return int(self._tokens[np.asarray(pairs)].sum() - self._by_content(pairs)[1].sum())
 
     def cost_of(self, pairs: Sequence[int] | np.ndarray) -> float:
         """The cost of a micro-batch."""
-        return float(self._total(pairs, *self._costs))
+        return float(self._costs[np.asarray(pairs)].sum() - self._cost.of_prefixes(self._by_content(pairs)[1]).sum())
 
-    def _total(self, pairs: Sequence[int] | np.ndarray, of_pairs: np.ndarray, of_prompts: np.ndarray) -> float:
-        """The tokens or costs of these pairs together, with each of their prompts once."""
-        pairs = np.asarray(pairs, dtype=np.int64)
-        total = of_pairs[pairs].sum()
-        if len(pairs) == 1:
-            return total
-        _, place, counts = np.unique(self._prompts[pairs], return_inverse=True, return_counts=True)
-        least = np.full(len(counts), np.inf)
-        np.minimum.at(least, place, of_prompts[pairs])
-        return total - ((counts - 1) * least).sum()
+    def _by_content(self, pairs: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places of pairs in the order of their content, and the tokens that each shares with the one before."""
+        if self._kinship is None:
+            return np.arange(len(pairs)), np.zeros(len(pairs), np.int64)
+        order, common = self._kinship.sorted(pairs)
+        sharable = self._sharable[np.asarray(pairs)[order]]
+        common[1:] = np.minimum(common[1:], np.minimum(sharable[1:], sharable[:-1]))
+        return order, common
 
     def _groups(self, index: np.ndarray) -> list[list[int]]:
-        """The places of pairs that stay together."""
-        groups: dict[int, list[int]] = {}
-        finished = []
-        for place, prompt in enumerate(self._prompts[index].tolist()):
-            group = groups.setdefault(prompt, [])
-            if group and self.tokens_of(index[[*group, place]]) > self.max_tokens:
-                finished.append(group.copy())
-                group.clear()
-            group.append(place)
-        return finished + list(groups.values())
+        """The places of pairs that stay together: relatives, up to the tokens of even micro-batches."""
+        order, shared = self._by_content(index)
+        tokens = self._tokens[index][order]
+        total = int((tokens - shared).sum())
+        most = total / (self.ranks * max(1, -(-total // (self.max_tokens * self.ranks))))
+        groups, used = [], 0
+        for place, of_pair, common in zip(order.tolist(), tokens.tolist(), shared.tolist(), strict=True):
+            used += of_pair - common
+            if not common or used > most:
+                groups.append([])
+                used = of_pair
+            groups[-1].append(place)
+        return groups
 
 
 def _descending(values: Sequence[float]) -> list[int]:

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from .. import checks
 from ..lengths import PairLengths
 from .cost import CostModel
+from .kinship import Kinship
 from .order import Order, random_order
 from .planning import StepPlanner
 
@@ -57,7 +58,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: of the default order.
         drop_last: leave out the last step if it has fewer pairs. Otherwise it is filled up to a
             multiple of the number of ranks with the first pairs of the epoch.
-        cost, share_prompts, prompts: as in `StepPlanner`.
+        cost, share_prompts, kinship: as in `StepPlanner`.
 
     Raises:
         TypeError, ValueError: an argument is malformed, or a pair has more than `max_tokens` tokens.
@@ -76,11 +77,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         drop_last: bool = False,
         cost: CostModel | None = None,
         share_prompts: bool = True,
-        prompts: np.ndarray | None = None,
+        kinship: Kinship | None = None,
     ):
         op = "TokenBudgetSampler"
         self._planner = StepPlanner(
-            lengths, max_tokens, ranks=ranks, cost=cost, share_prompts=share_prompts, prompts=prompts, op=op
+            lengths, max_tokens, ranks=ranks, cost=cost, share_prompts=share_prompts, kinship=kinship, op=op
         )
         rule = f"be a positive multiple of the number of ranks ({ranks})"
         checks.require_integer(op, "pairs_per_step", pairs_per_step, rule)

@@ -28,6 +28,7 @@ from ..models.state import ForwardOptions, MakeOutput
 from ..models.wrapped import base_of, find_base, without_engines
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
+from . import grouped_epochs
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
 from .gathering import Gather
 from .last_result import LastResult
@@ -308,6 +309,7 @@ class TrainerLine:
             self.init_unpatched(stock, trainer, *args, **kwargs)
             return
         vars(trainer)[STATE] = self.new_state()
+        grouped_epochs.install(trainer, self.name, self.options)
         self.init(stock, trainer, *args, **kwargs)
         self.prepare(trainer)
         self.watch_first_log(trainer)

@@ -58,6 +58,14 @@ def _count(op: str, name: str, value: Any) -> int | None:
     return None if value is None else int(value)
 
 
+def _window(op: str, name: str, value: Any) -> bool | int:
+    if isinstance(value, bool):
+        return value
+    checks.require_integer(op, name, value, rule := "be True, False or a positive number of batches")
+    checks.require(value > 0, op, name, rule, value)
+    return int(value)
+
+
 def _directory(op: str, name: str, value: Any) -> bool | str:
     if isinstance(value, bool):
         return value
@@ -111,8 +119,14 @@ class PatchOptions:
         {"--max-tokens": dict(type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")},
         (_DPO, "trl.RewardTrainer", "trl.GRPOTrainer", "trl.RLOOTrainer"),
     )
-    group_prompts: bool = _option(
-        False, _flag, {"--group-prompts": _constant(True, "put pairs of one prompt into one batch")}, (_DPO,)
+    group_prompts: bool | int = _option(
+        False,
+        _window,
+        {
+            "--group-prompts": _constant(True, "put pairs that begin alike into one batch"),
+            "--group-prompts-within": dict(type=int, metavar="BATCHES", help="within this many batches at a time"),
+        },
+        (_DPO, "trl.RewardTrainer"),
     )
     provisional: bool = _option(
         True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}
@@ -133,7 +147,7 @@ class GivenOptions(TypedDict, total=False):
     reference_memory: bool | str | os.PathLike[str]
     verify: bool
     max_tokens: int | None
-    group_prompts: bool
+    group_prompts: bool | int
     provisional: bool
 
 

@@ -176,9 +176,11 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             together. Loss and gradient of a step stay the same up to rounding. A warning says so if none
             of them is patched. Before training, an error names options of the trainer that are not
             supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens.
-        group_prompts: put the pairs of one prompt into one batch, whose rows then share it. Each epoch
-            has the pairs that it has without, in another order, so its steps are not those of the
-            unpatched trainer. Applies to TRL's DPOTrainer; a warning says so if it is not patched.
+        group_prompts: put pairs that begin alike into one batch, whose rows then share it: pairs of one
+            prompt, or turns of one conversation. Each epoch has the pairs that it has without, in
+            another order, so its steps are not those of the unpatched trainer. With a number, pairs are
+            moved only within each of this many batches. Applies to TRL's DPOTrainer and RewardTrainer;
+            a warning says so if neither is patched.
         provisional: patch trainers of versions that are newer than the tested ones, if their code is the
             same, or if the first fused calls of each model agree with stock ones. Disabled for all calls
             by `FASTDPO_PROVISIONAL=0`.

@@ -9,8 +9,8 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import DataLoader
 
-from fastdpo.batching import CostModel, StepPlanner, TokenBudgetSampler, budget_report
-from fastdpo.lengths import PairLengths, number_prompts, pair_lengths
+from fastdpo.batching import CostModel, Kinship, StepPlanner, TokenBudgetSampler, budget_report, kinship_of
+from fastdpo.lengths import PairLengths, pair_lengths
 from fastdpo.ops import pack, pack_pairs
 from tests.support.trl.dpo import tiny_model
 from tests.support.trl.reward import reward_model
@@ -22,7 +22,13 @@ SIZES = [(1, 0.1), (2, 0.6), (4, 1.2)]
 def lengths_of(n: int, spread: float = 0.6, seed: int = 0) -> PairLengths:
     rng = np.random.default_rng(seed)
     prompt, chosen, rejected = rng.lognormal(4, spread, (3, n)).clip(2, 900).astype(np.int64)
-    return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt, prompt)
+    return PairLengths(prompt + chosen, prompt + rejected, chosen, rejected, prompt, 0 * prompt)
+
+
+def kinship_of_prompts(lengths: PairLengths, prompts: np.ndarray) -> Kinship:
+    """That of pairs whose chosen rows have nothing but these prompts in common."""
+    rows = zip(prompts, lengths.chosen, lengths.chosen_answer, strict=True)
+    return Kinship([*[prompt] * (n - answer), *[1000 + i] * answer] for i, (prompt, n, answer) in enumerate(rows))
 
 
 def flat(cut: list) -> list[int]:
@@ -61,7 +67,7 @@ def test_ranks_are_balanced(ranks):
 
 
 def test_best_fit_where_balance_needs_more_room():
-    lengths = PairLengths(*np.array([[5, 5, 4, 4, 3, 3], [1] * 6, [4, 4, 3, 3, 2, 2], [0] * 6, [1] * 6, [1] * 6]))
+    lengths = PairLengths(*np.array([[5, 5, 4, 4, 3, 3], [1] * 6, [4, 4, 3, 3, 2, 2], [0] * 6, [1] * 6, [0] * 6]))
     planner = StepPlanner(lengths, 11)  # 4 + 4 + 3 + 3 + 2 + 2 + shared ones fit in two, if not one at a time
     assert [planner.tokens_of([i]) for i in range(6)] == [4, 4, 3, 3, 2, 2]
     assert len(planner.cut(range(6))) == 2
@@ -71,18 +77,22 @@ def test_ranks_never_have_empty_micro_batches():
     lengths = lengths_of(4)
     planner = StepPlanner(lengths, int(lengths.packed().max()), ranks=4)
     assert [len(pairs) for of_ranks in planner.cut(range(4)) for pairs in of_ranks] == [1] * 4
-    alike = StepPlanner(lengths, 10_000, ranks=2, prompts=np.zeros(4, int))
-    assert sorted(len(pairs) for pairs in alike.cut(range(4))[0]) == [1, 3]
+    alike = StepPlanner(lengths, 10_000, ranks=4, kinship=kinship_of_prompts(lengths, np.zeros(4, int)))
+    assert [len(pairs) for of_ranks in alike.cut(range(4)) for pairs in of_ranks] == [1] * 4
 
 
 def test_pairs_of_a_prompt_stay_together():
     lengths, prompts = lengths_of(64), np.arange(64) // 4
-    planner = StepPlanner(lengths, 2000, prompts=prompts)
+    planner = StepPlanner(lengths, 2000, kinship=kinship_of_prompts(lengths, prompts))
     cut = planner.cut(np.random.default_rng(0).permutation(64))
     together = [set(prompts[micro_batch]) for (micro_batch,) in cut]
     assert sum(map(len, together)) == 16, "each prompt is in one micro-batch"
-    apart = StepPlanner(lengths, int(lengths.packed().max()), prompts=np.zeros(64, int))
+    alike = kinship_of_prompts(lengths, np.zeros(64, int))
+    apart = StepPlanner(lengths, int(lengths.packed().max()), kinship=alike)
     assert sorted(flat(apart.cut(range(64)))) == list(range(64)), "too many pairs for one micro-batch are split"
+    shared = StepPlanner(lengths, 20_000, ranks=4, kinship=alike).cut(range(64))
+    assert [len(of_ranks) for of_ranks in shared] == [4]
+    assert max(map(planner.cost_of, shared[0])) < 1.2 * np.mean([*map(planner.cost_of, shared[0])]), "on all ranks"
 
 
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -113,7 +123,7 @@ def test_a_prompt_of_several_pairs_counts_once():
     answers = [[[10 * i + k, *rng.integers(100, 999, rng.integers(1, 40))] for k in (1, 2)] for i in range(24)]
     rows = [dict(zip(COLUMNS, (prompts[i // 4], *pair), strict=True)) for i, pair in enumerate(answers)]
     lengths = pair_lengths(rows)
-    planner = StepPlanner(lengths, 500, prompts=number_prompts(rows), cost=CostModel(1.0, 0.01))
+    planner = StepPlanner(lengths, 500, kinship=kinship_of(rows, op="test"), cost=CostModel(1.0, 0.01))
     cut = planner.cut(rng.permutation(24))
     for (micro_batch,) in cut:
         layout = pack(*padded([rows[i] for i in micro_batch]), groups="prompts")
@@ -123,7 +133,7 @@ def test_a_prompt_of_several_pairs_counts_once():
     prompt = len(prompts[0])
     once = 3 * (prompt + 0.01 * prompt * (prompt + 1) / 2)
     assert planner.cost_of(range(4)) == pytest.approx(sum(planner.cost_of([i]) for i in range(4)) - once)
-    unshared = StepPlanner(lengths, 500, prompts=number_prompts(rows), share_prompts=False)
+    unshared = StepPlanner(lengths, 500, kinship=kinship_of(rows, op="test"), share_prompts=False)
     assert unshared.tokens_of(range(4)) == sum(unshared.tokens_of([i]) for i in range(4))
 
 
@@ -194,7 +204,7 @@ def test_costs_are_operations_of_the_model():
     assert cost.token == 2 * layers
     assert cost.scored == 2 * config.hidden_size * config.vocab_size
     assert cost.attended == 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    pair = PairLengths(*np.array([[6], [5], [3], [2], [3], [3]]))  # needs P P P C C and P P P R
+    pair = PairLengths(*np.array([[6], [5], [3], [2], [3], [0]]))  # needs P P P C C and P P P R
     assert pair.attended().tolist() == [15 + 4]
     assert pair.attended(share=False).tolist() == [15 + 10]
     assert cost.costs(pair)[0] == 6 * cost.token + 19 * cost.attended + 5 * cost.scored
@@ -207,7 +217,7 @@ def test_a_reward_model_has_no_lm_head_that_costs():
 
 
 def test_the_report_counts():
-    lengths = PairLengths(*np.array([[6, 11], [5, 3], [3, 1], [2, 1], [3, 2], [3, 2]]))
+    lengths = PairLengths(*np.array([[6, 11], [5, 3], [3, 1], [2, 1], [3, 2], [0, 0]]))
     report = budget_report(lengths, StepPlanner(lengths, 12), [[[0, 1]]])
     assert (report.padded, report.packed, report.shared) == (4 * 11, 6 + 5 + 11 + 3, 6 + 10)
     assert (report.fixed, report.by_budget, report.most, report.filled) == (1, 2, 2, 16 / 24)
@@ -228,7 +238,7 @@ MALFORMED = [
     (dict(rank=2, ranks=2), ValueError, "rank must be None or an integer from 0 to 1; got 2"),
     (dict(seed=-1), ValueError, "seed must be an integer that is not negative; got -1"),
     (dict(drop_last="no"), TypeError, "drop_last must be True or False; got 'no'"),
-    (dict(prompts=np.array([1, 2])), ValueError, r"prompts must be [8], one for each pair; got [2]"),
+    (dict(kinship=Kinship([[1], [2]])), ValueError, "kinship must be that of the 8 pairs; got that of 2"),
 ]
 
 

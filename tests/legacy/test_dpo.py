@@ -25,6 +25,7 @@ from tests.support.trl.dpo import (
     tiny_model,
     train,
 )
+from tests.support.trl.grouping import assert_steps_are_those_of_stock
 from tests.support.trl.verified import assert_verified
 
 LOSSES = (
@@ -373,3 +374,7 @@ def test_a_custom_head_or_forward_falls_back_to_stock(both, caplog, alter):
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
     assert ALTERED[alter] in caplog.text
+
+
+def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):
+    assert_steps_are_those_of_stock(tmp_path, monkeypatch)

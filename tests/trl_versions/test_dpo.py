@@ -12,6 +12,7 @@ from packaging.version import Version
 import fastdpo
 from tests.support.comparison import assert_far_from_same
 from tests.support.trl.dpo import adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
+from tests.support.trl.grouping import assert_steps_are_those_of_stock
 from tests.support.trl.verified import assert_verified
 
 installed = Version(version("trl"))
@@ -78,3 +79,7 @@ def test_the_comparison_detects_a_missing_token(both, tmp_path):
         sabotaged = train(tmp_path / "sabotaged", tiny_model(), tiny_model(seed=1), data=data, **options)
     assert_fused(sabotaged, policy=4, reference=4)
     assert_far_from_same(stock, sabotaged, stock.in_float64)
+
+
+def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):
+    assert_steps_are_those_of_stock(tmp_path, monkeypatch)

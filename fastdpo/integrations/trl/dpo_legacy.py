@@ -52,9 +52,8 @@ class LegacyDPOLine(TrainerLine):
         return ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
 
     def replace(self) -> None:
-        for option in ("max_tokens", "group_prompts"):
-            if getattr(self.options, option):
-                warn(f"{self.name}: {option} requires TRL 1.8 or later")
+        if self.options.max_tokens:
+            warn(f"{self.name}: max_tokens requires TRL 1.8 or later")
         super().replace()
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:

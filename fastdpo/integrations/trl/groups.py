@@ -21,8 +21,8 @@ from typing import Any
 
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
+from ..grouped_epochs import require_supported
 from ..line import TrainerState, option_reason
-from .batches.prompt_groups import require_supported
 from .batches.row_budget import RowBudget, unsupported_reason
 from .fused_head import FusedHeadLine
 

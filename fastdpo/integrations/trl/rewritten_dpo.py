@@ -17,7 +17,6 @@ from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute
 from .batches.packed_where_collated import with_packed_batches
-from .batches.prompt_groups import group_prompts
 from .batches.token_budget import TokenBudget
 from .memory import serving
 from .reference import reference_of
@@ -95,11 +94,7 @@ class RewrittenDPOLine(TrainerLine):
             trainer.padding_free = forward.is_fused(trainer.model)
             if not trainer.padding_free:
                 warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
-        if self.state_of(trainer) is None:
-            return
-        if self.options.group_prompts:
-            group_prompts(trainer, whole_steps=self.options.max_tokens is not None)
-        if self.options.max_tokens is not None:
+        if self.options.max_tokens is not None and self.state_of(trainer) is not None:
             TokenBudget(self.name, self.options).install(trainer)
 
 

@@ -1,4 +1,4 @@
-"""`patch(group_prompts=True)`: pairs of one prompt in one batch of TRL's DPOTrainer, and the same epochs."""
+"""`patch(group_prompts=...)`: pairs that begin alike in one batch of TRL's DPOTrainer, and the same epochs."""
 
 import functools
 import random
@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from torch.utils.data import DataLoader, RandomSampler
 
 import fastdpo
-from fastdpo.batching import group_prompts
-from fastdpo.integrations.trl.batches.prompt_groups import GroupedSampler
-from fastdpo.lengths import number_prompts
+from fastdpo.batching import Kinship
+from fastdpo.integrations.grouped_epochs import GroupedSampler
 from tests.support.trl.dpo import build, long_pairs, on_disk, recorded_layouts, tiny_model, train
+from tests.support.trl.grouping import assert_steps_are_those_of_stock, conversations
 from tests.support.trl.resuming import assert_resumes
 
 COUNTS = 4, 3, 2, 2, 1, 4, 3, 1  # pairs of each prompt
@@ -80,8 +80,8 @@ def test_epochs_have_the_same_pairs(tmp_path, max_tokens, sampling):
         assert after <= len(COUNTS) + 2 < before
 
 
-def run(directory, **patch):
-    options = dict(per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1, data=pairs_of_prompts())
+def run(directory, data, **patch):
+    options = dict(per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1, data=data)
     with fastdpo.patched("trl.DPOTrainer", **patch):
         return train(directory, tiny_model(), tiny_model(seed=1), **options)
 
@@ -90,7 +90,7 @@ def run(directory, **patch):
 def test_more_tokens_are_saved(tmp_path, layouts, max_tokens):
     computed = []
     for grouping in (False, True):
-        result = run(tmp_path / str(grouping), group_prompts=grouping, max_tokens=max_tokens)
+        result = run(tmp_path / str(grouping), pairs_of_prompts(), group_prompts=grouping, max_tokens=max_tokens)
         assert result.steps == 5
         assert {path for _, path in result.calls} == {"fused"}
         computed.append(sum(len(layout.token_index) for layout in layouts))
@@ -98,6 +98,20 @@ def test_more_tokens_are_saved(tmp_path, layouts, max_tokens):
         assert not grouping or max(int(layout.multiplicity.max()) for layout in layouts) > 2
         layouts.clear()
     assert computed[1] < 0.85 * computed[0]
+
+
+def test_steps_are_those_of_stock_with_the_same_pairs(tmp_path, monkeypatch):
+    assert_steps_are_those_of_stock(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("max_tokens", [None, MAX_TOKENS])
+def test_turns_of_conversations_share_more(tmp_path, layouts, max_tokens):
+    computed = []
+    for grouping in (False, True):
+        run(tmp_path / str(grouping), conversations(), group_prompts=grouping, max_tokens=max_tokens)
+        computed.append(sum(len(layout.token_index) for layout in layouts))
+        layouts.clear()
+    assert computed[1] < 0.75 * computed[0]
 
 
 @pytest.mark.parametrize("max_tokens", [None, MAX_TOKENS])
@@ -112,6 +126,7 @@ def test_resuming(tmp_path, max_tokens):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_agree(ranks, seedable):
     prompts = torch.arange(64).remainder(16).numpy()
+    kinship = Kinship([[prompt] * 9 + [i] for i, prompt in enumerate(prompts)])
     of_ranks = []
     for rank in range(ranks):
         torch.manual_seed(0)
@@ -120,29 +135,11 @@ def test_ranks_agree(ranks, seedable):
             loader, num_processes=ranks, process_index=rank, use_seedable_sampler=seedable, data_seed=3
         )
         batches = mine.batch_sampler.batch_sampler
-        batches.sampler = GroupedSampler(batches.sampler, prompts, 4)
+        batches.sampler = GroupedSampler(batches.sampler, kinship, 4)
         of_ranks.append(list(mine))
     drawn = [batch for batches in of_ranks for batch in batches]
     assert sorted(pair for batch in drawn for pair in batch) == list(range(64))
     assert all(len({int(prompts[pair]) for pair in batch}) == 1 for batch in drawn)
-
-
-def test_the_order():
-    prompts = torch.tensor([0, 1, 0, 2, 1, 0, 3, 3]).numpy()
-    assert group_prompts([7, 0, 1, 2, 3, 4, 5, 6], prompts, 4).tolist() == [7, 6, 1, 4, 0, 2, 5, 3]
-    assert group_prompts(range(8), prompts, 2).tolist() == [0, 2, 5, 3, 1, 4, 6, 7]
-    assert group_prompts(range(8), prompts * 0, 3).tolist() == list(range(8))
-    assert group_prompts([], prompts, 3).tolist() == []
-    divided = torch.tensor([0, 0, 0, 1, 1, 1]).numpy()  # no prompt fits next to the first one
-    assert group_prompts(range(6), divided, 4).tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match=r"^group_prompts: size must be a positive integer"):
-        group_prompts(range(8), prompts, 0)
-
-
-def test_prompts_are_compared_by_their_tokens():
-    rows = [{"prompt_ids": ids, "chosen_ids": [1], "rejected_ids": [2]} for ids in ([5, 6], [5], [], [5, 6], [])]
-    assert number_prompts(rows).tolist() == [0, 1, 2, 0, 2]
-    assert number_prompts(Dataset.from_list(rows)).tolist() == [0, 1, 2, 0, 2]
 
 
 REFUSED = {

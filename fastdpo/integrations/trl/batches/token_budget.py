@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ....data.pairs import COLUMNS
 from ....logs import logger
 from ....models.calls import outcomes
 from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
 from ....models.wrapped import base_of
 from ...bypass import STATE
+from ...grouped_epochs import chosen_columns, require_supported, unsupported_loader_reason
 from ...options import PatchOptions, applies
 from ...replacements import temporarily
-from .prompt_groups import require_supported, unsupported_loader_reason
 from .step_metrics import StepMetrics
 from .widths import widest_batch
 
@@ -62,8 +63,7 @@ class TokenBudget:
             vars(trainer)[name] = functools.partial(function, trainer, getattr(trainer, name))
 
     def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
-        from ....batching import CostModel, StepPlanner
-        from ....lengths import number_prompts
+        from ....batching import CostModel, StepPlanner, kinship_of
         from .budgeted_loader import Steps, with_token_budget
 
         loader = stock()
@@ -73,7 +73,9 @@ class TokenBudget:
         self._metrics.start_step()
         options = self._options
         lengths, model = lengths_of(trainer, self._rewards), base_of(trainer.model, "max_tokens")
-        groups = options.group_prompts and applies("group_prompts", self._name)
+        kinship = None
+        if options.group_prompts and applies("group_prompts", self._name):
+            kinship = kinship_of(trainer.train_dataset, chosen_columns(trainer.train_dataset), op="patch")
         require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
             lengths,
@@ -81,7 +83,7 @@ class TokenBudget:
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
             share_prompts=shares_prompts(options.share_prompts, trainer.model),
-            prompts=number_prompts(trainer.train_dataset, op="patch") if groups else None,
+            kinship=kinship,
             op="patch",
         )
 
@@ -184,9 +186,14 @@ def _width_reason(trainer: Any, model: PreTrainedModel, lengths: PairLengths) ->
 def unsupported_reason(trainer: Any, loader: Any, rewards: bool) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
     args, accelerator = trainer.args, trainer.accelerator
-    reason = unsupported_loader_reason(trainer, loader, rewards) or unsupported_processes_reason(trainer)
+    reason = unsupported_loader_reason(trainer, loader) or unsupported_processes_reason(trainer)
     if reason is not None:
         return reason
+    if not (rewards or hasattr(trainer, "aux_loss_enabled")):
+        return "TRL before 1.8"
+    columns = COLUMNS[1:] if rewards else COLUMNS
+    if not set(columns) <= set(loader.dataset.column_names):
+        return f"datasets without the columns {', '.join(columns)}, such as those with images"
     if not (rewards or hasattr(trainer.data_collator, "truncation_mode")):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
     if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
