@@ -21,7 +21,7 @@ from benchmarks.sides.floor import FloorStep
 from benchmarks.sides.trainer import TrainerStep, build_tokenizer, trainer_options
 from benchmarks.sides.workload import Workload
 from fastdpo import packing
-from fastdpo.models import reward_head
+from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.packing import Layout
 from fastdpo.testing import error, float64_throughout
 
@@ -131,7 +131,7 @@ class RewardFloorStep(FloorStep):
 
     def _pack(self, workload: Workload, batch: int, device: torch.device) -> tuple[Tensor, Layout]:
         inputs = DataCollatorForPreference(w.PAD)(examples(workload, batch))
-        inputs = reward_head.with_scored_tokens(self.policy, {name: x.to(device) for name, x in inputs.items()})
+        inputs = CLASSIFIER_HEAD.with_scored_tokens(self.policy, {name: x.to(device) for name, x in inputs.items()})
         tensors = inputs["input_ids"], inputs["attention_mask"], inputs["shift_labels"]
         layout = packing.pack(*tensors, groups="content", shifted=True)
         return layout.pack(inputs["input_ids"]), layout

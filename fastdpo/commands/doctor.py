@@ -20,6 +20,7 @@ from .. import __version__
 from ..integrations import packages, patching
 from ..integrations.lines import TRAINS_WITH, all_lines
 from ..models import forward
+from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions
 from ..ops.attention import backends
 from ..ops.attention import trials as attention_trials
@@ -246,7 +247,7 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
     labels = ids.clone()
     labels[:, : -1 if rewards else 16] = IGNORE_INDEX  # a reward model scores the last token of each row
     batches = []
-    options = ForwardOptions(NAME, "policy", rewards=rewards)
+    options = ForwardOptions(NAME, "policy", rewards=CLASSIFIER_HEAD if rewards else None)
     forward.install(model, options, lambda batch, kwargs: batches.append(batch), prior_scores=False)
     call = {"shift_labels": labels} if rewards else {"labels": labels, "fused_lm_head": True}
     was_training = model.training

@@ -24,6 +24,7 @@ from ..models import forward
 from ..models.calls import Counted, counted
 from ..models.language_model import text_config
 from ..models.layouts import Groups
+from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import ForwardOptions, MakeOutput
 from ..models.wrapped import base_of, find_base, without_engines
 from ..reasons import Reason
@@ -34,7 +35,7 @@ from .gathering import Gather
 from .last_result import LastResult
 from .options import PatchOptions, applies
 from .replacements import Replacements
-from .scored_rows import Inputs, ScoredRows, output_of_scores, score
+from .scored_rows import Inputs, ScoredRows, score
 from .signatures import first_difference
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class TrainerLine:
         module_replaced: such functions of its module.
         path: the functions that lead to the fused call (see `bypass.bypass_reason`).
         groups: which rows of a batch may share what they begin with (see `ForwardOptions`).
-        rewards: whether the trainer trains a reward model.
+        rewards: how the trainer's model scores rows, if it is a reward model.
         options: of `patch()`.
         replacements: all that is replaced while the trainer is patched.
     """
@@ -112,7 +113,7 @@ class TrainerLine:
     module_replaced: ClassVar[tuple[str, ...]] = ()
     path: ClassVar[tuple[str, ...]] = ()
     groups: ClassVar[Groups] = "content"
-    rewards: ClassVar[bool] = False
+    rewards: ClassVar[RewardHead | None] = None
 
     options: PatchOptions
 
@@ -183,7 +184,7 @@ class TrainerLine:
         return ForwardOptions(
             self.name,
             role,
-            rewards=is_reward or self.rewards,
+            rewards=CLASSIFIER_HEAD if is_reward else self.rewards,
             outputs=self.statistics(trainer) if role == "policy" else (),  # only the policy's feed metrics
             groups="content" if is_reward else self.groups,
             **self.options.of_forward(),
@@ -253,7 +254,7 @@ class TrainerLine:
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
         """Makes the transformers model in a model score batches."""
         base, options = base_of(model, self.name), self.request(trainer, role)
-        make_output = output_of_scores if options.rewards else self.make_output(base)
+        make_output = options.rewards.make_output if options.rewards else self.make_output(base)
         forward.install(base, options, make_output, prior_scores=False)
 
     # What `patch` calls.

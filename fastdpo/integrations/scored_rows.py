@@ -118,15 +118,6 @@ class ScoredRows(NamedTuple):
         return self.mean_logits
 
 
-def output_of_scores(scored: ScoredBatch, kwargs: dict[str, Any]) -> object:
-    """The output of a reward model's call: the score of each row as `logits` [R, 1]."""
-    from transformers.modeling_outputs import SequenceClassifierOutputWithPast
-
-    logits: Any = scored.logps.logps.sum(1, keepdim=True)  # one score and zeros
-    output = SequenceClassifierOutputWithPast(logits=logits)
-    return output.to_tuple() if kwargs.get("return_dict") is False else output
-
-
 def label_mask(labels: Tensor) -> Tensor:
     """Where the next token of rows [R, L] has a label, bool [R, L-1]."""
     return labels[:, 1:] != IGNORE_INDEX

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..logs import report, strict
 from ..packing import NotPackable
 from ..reasons import Reason
-from . import calls, head, images, probe, reward_head, support
+from . import calls, head, images, probe, support
 from .laying_out import packed_call, padded_call
 from .probe import ProbeResult
 from .scoring import verify
@@ -65,7 +65,7 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
     """Why the fused forward cannot take a call."""
     options = fused.options
-    others = reward_head.IGNORED_ARGUMENTS if options.rewards else images.ARGUMENTS if options.images else ()
+    others = options.rewards.ignored if options.rewards else images.ARGUMENTS if options.images else ()
     reason = support.call_unsupported_reason(model, args, kwargs, others=others, **options.of_head)
     return reason or images.unsupported_reason(model, kwargs)
 
@@ -116,8 +116,9 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         return ProbeResult(reason)
     result = probe.probe(model, device)
     if result.unsupported_reason is None and not fused.prior_scores:
-        differs = probe.score_difference if fused.options.rewards else probe.head_difference
-        reason = support.shared_reason(model, differs(model, device))
+        rewards = fused.options.rewards
+        differs = probe.score_difference(model, device, rewards) if rewards else probe.head_difference(model, device)
+        reason = support.shared_reason(model, differs)
         result = result._replace(unsupported_reason=reason)
     return result
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..logs import warn
 from ..reasons import Reason
-from . import attention, deciding, head, laying_out, reward_head, support
+from . import attention, deciding, head, laying_out, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
 from .language_model import text_config
@@ -77,7 +77,8 @@ def install(
         fused = cast(FusedForward, state_of(self))  # not from the closure: a deep copy of the model has its own
         while fused.forward is not forward:
             fused = cast(FusedForward, fused.inner)
-        if fused_lm_head or fused.options.rewards:
+        rewards = fused.options.rewards
+        if fused_lm_head or (rewards and rewards.every_call):
             return _call(self, fused, args, kwargs)
         if fused.is_awaited:
             fused.is_awaited = False
@@ -197,7 +198,7 @@ def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], 
     if reason is not None:
         raise ValueError(reason)
     if fused.options.rewards:
-        kwargs = reward_head.with_scored_tokens(model, kwargs)
+        kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
     else:
         head.install(head.head_of(model))
     layout = call_layout(model, fused, kwargs)
@@ -218,7 +219,7 @@ def _find(model: nn.Module, integration: str) -> FusedForward | None:
 
 def _call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> object:
     if fused.options.rewards:
-        kwargs = reward_head.with_scored_tokens(model, kwargs)
+        kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
     batch = fused.choose(model, fused, args, kwargs)
     if batch is not None:
         return fused.make_output(score(model, fused, batch, kwargs), kwargs)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from . import reward_head
+from .reward_head import CLASSIFIER_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ def groups_of(model: PreTrainedModel) -> dict[str, str]:
 
     A tied head is in the group of the embeddings. Mixers of hybrid models count as attention.
     """
-    head = model.get_output_embeddings() or reward_head.head_of(model)
+    head = model.get_output_embeddings() or CLASSIFIER_HEAD.module_of(model)
     head_ids = set() if head is None else {id(x) for x in head.parameters()}
     groups = {}
     for path, module in model.named_modules():

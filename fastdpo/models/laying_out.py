@@ -50,14 +50,14 @@ def packed_call(model: PreTrainedModel, fused: FusedForward, kwargs: dict) -> Ru
 
 def padded_call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
     """How a call runs padded, with the fused head, next to ranks that run their packed batches. None if
-    it has no labels.
+    it has no labels, or if the model's own forward is to run it.
 
     The backbone gets all that the call was given, as from TRL's forward. That forward reads the weight of
     the head, so if others have added hooks to the head or replaced its forward, they do not run here either.
     """
     shifted = kwargs.get("shift_labels") is not None
     labels = kwargs.get("shift_labels" if shifted else "labels")
-    if labels is None:
+    if labels is None or (fused.options.rewards and not fused.options.rewards.runs_padded):
         return None
     mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from .. import packing
 from ..accuracy import PROBE_FACTOR, fixed_rounding, model_unit, perturbed, probe_bound, row_errors
 from ..reasons import Reason
-from . import attention, reward_head
+from . import attention
 from .language_model import backbone, text_config
 from .mixers import finding, function_probe
+from .reward_head import RewardHead
 from .support import attention_window, logit_transform, rope_reason, shared_reason
 from .wrapped import in_mode
 
@@ -179,32 +180,44 @@ def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | No
     """
     softcap, logit_scale = logit_transform(text_config(model))
 
+    def own(batch: dict[str, Any]) -> Tensor:
+        return type(model).forward(model, **batch, use_cache=False).logits
+
     def logits(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
         head = cast(nn.Linear, model.get_output_embeddings())
         found = head(hidden.to(head.weight.device)).float() * logit_scale
         return found if softcap is None else softcap * torch.tanh(found / softcap)
 
-    error = _unexplained_error(model, device, 1, logits)
+    error = _unexplained_error(model, device, 1, own, logits)
     return None if error is None else Reason("different-logits", model=type(model).__name__, error=error)
 
 
-def score_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
-    """Returns how the score of a reward model's class differs from its `score` at the last token, or None
+def score_difference(model: PreTrainedModel, device: torch.device, rewards: RewardHead) -> Reason | None:
+    """Returns how the score of a reward model's class differs from that of its head at the scored token, or None
     if it does not.
     """
 
-    def scores(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
-        is_scored = reward_head.with_scored_tokens(model, batch)["shift_labels"] != packing.IGNORE_INDEX
-        return reward_head.scores(model, hidden[is_scored])
+    def is_scored(batch: dict[str, Any]) -> Tensor:
+        return rewards.with_scored_tokens(model, batch)["shift_labels"] != packing.IGNORE_INDEX
 
-    error = _unexplained_error(model, device, 4, scores)
+    def own(batch: dict[str, Any]) -> Tensor:
+        return rewards.returned(type(model).forward(model, **batch, **rewards.own_arguments), is_scored(batch))
+
+    def scores(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
+        return rewards.scores(model, hidden[is_scored(batch)])
+
+    error = _unexplained_error(model, device, 4, own, scores)
     return None if error is None else Reason("different-scores", model=type(model).__name__, error=error)
 
 
 def _unexplained_error(
-    model: PreTrainedModel, device: torch.device, calls: int, ending: Callable[[Tensor, dict[str, Any]], Tensor]
+    model: PreTrainedModel,
+    device: torch.device,
+    calls: int,
+    own: Callable[[dict[str, Any]], Tensor],
+    ending: Callable[[Tensor, dict[str, Any]], Tensor],
 ) -> float | None:
-    """The relative error of what is computed from hidden states in the place of a model's `logits`, or None if
+    """The relative error of what is computed from hidden states in the place of what a model returns, or None if
     rounding explains it.
 
     Compares with the forward of the class, since a trainer may have wrapped the model's own for
@@ -214,6 +227,7 @@ def _unexplained_error(
         model: the model.
         device: of its inputs.
         calls: the number of calls with a row each, whose results are compared together.
+        own: given the arguments of the call, what the forward of the class returns.
         ending: given hidden states [1, L, D] and the arguments of the call.
     """
     generator = torch.Generator().manual_seed(0)
@@ -222,9 +236,10 @@ def _unexplained_error(
     plainly = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
         for row in ids:
-            batch = dict(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)
-            expected.append(type(model).forward(model, **batch).logits.flatten())
-            found.append(ending(backbone(model)(**batch).last_hidden_state, batch).flatten().to(expected[0].device))
+            batch = dict(input_ids=row, attention_mask=torch.ones_like(row))
+            expected.append(own(batch).flatten())
+            hidden = backbone(model)(**batch, use_cache=False).last_hidden_state
+            found.append(ending(hidden, batch).flatten().to(expected[0].device))
         unit = max(model_unit(model, device), torch.finfo(expected[0].dtype).eps)
     error = row_errors(torch.cat(found), torch.cat(expected)).item()
     return None if error <= PROBE_FACTOR * unit else error

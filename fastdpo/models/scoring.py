@@ -14,7 +14,7 @@ from ..logs import report
 from ..ops import definitions
 from ..ops.head.results import TokenLogps
 from ..reasons import Reason
-from . import calls, head, reward_head, support, towers, verification
+from . import calls, head, support, towers, verification
 from .language_model import backbone
 from .router import returns_router_logits
 from .state import FusedForward, RunnableBatch, ScoredBatch, install_head, restore, switch_attention
@@ -37,7 +37,8 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
         output = backbone(model)(*batch.args, **batch.inputs, **routing)
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
     if options.rewards:
-        logps = TokenLogps(layout.unpack(reward_head.scores(model, hidden)))
+        scores = options.rewards.scores(model, hidden)
+        logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
     else:
         logps = _logps(model, fused, batch, hidden)
     label_mask = _shifted_labels(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
@@ -95,7 +96,7 @@ def verify(
             switch_attention(model, fused)
             install_head(model, fused)
 
-    obstacle = None
+    obstacle, is_scored = None, _shifted_labels(kwargs) != packing.IGNORE_INDEX
     if support.is_sharded(model):
         fused.verified.update((True, False))
         obstacle = Reason("verified-ranks")
@@ -104,7 +105,7 @@ def verify(
             verification.verify(
                 model,
                 name,
-                _shifted_labels(kwargs) != packing.IGNORE_INDEX,
+                is_scored.any(1, keepdim=True) if options.rewards else is_scored,
                 stock=lambda: _prior_results(fused, args, kwargs),
                 fused=lambda: _fused_results(model, fused, batch, kwargs),
                 as_before=as_before,
@@ -150,10 +151,11 @@ def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> tuple[Toke
         output = fused.prior_forward(*args, fused_lm_head=True, **kwargs)
         logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in statistics})
         return logps, _other_results(fused, output)
-    logits = prior_logits(fused, args, kwargs).logits
-    targets = _shifted_labels(kwargs).to(logits.device)
+    output = prior_logits(fused, args, kwargs)
     if fused.options.rewards:
-        return TokenLogps(logits * (targets != packing.IGNORE_INDEX)), {}
+        return TokenLogps(fused.options.rewards.returned(output, _shifted_labels(kwargs) != packing.IGNORE_INDEX)), {}
+    logits = output.logits
+    targets = _shifted_labels(kwargs).to(logits.device)
     logits = logits[:, :-1] if kwargs.get("shift_labels") is None else logits
     temperature = fused.options.temperature
     return definitions.token_logps(logits, targets, temperature=temperature, outputs=("logps", *statistics)), {}

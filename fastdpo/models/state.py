@@ -18,6 +18,7 @@ from ..reasons import Reason
 from . import attention, head, images, output_dtypes
 from .layouts import Groups, SharePrompts
 from .probe import ProbeResult
+from .reward_head import RewardHead
 from .structure import Structure
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class ForwardOptions(NamedTuple):
     Attributes:
         integration: name under which calls are counted and logged, such as "trl.DPOTrainer".
         role: "policy", "reference" or "reward".
-        rewards: whether the model is a reward model: each of its calls returns the score of each row's last
-            token (see `reward_head`).
+        rewards: how the model scores rows, if it is a reward model.
         kind_without_gradient: the kind that calls of a policy in training mode without gradients are
             counted as (see `calls.calls`).
         outputs: statistics to return next to log-probabilities (see `ops.linear_logps`).
@@ -54,7 +54,7 @@ class ForwardOptions(NamedTuple):
 
     integration: str
     role: str
-    rewards: bool = False
+    rewards: RewardHead | None = None
     kind_without_gradient: str = "reference"
     outputs: tuple[str, ...] = ()
     temperature: float = 1.0
@@ -67,7 +67,7 @@ class ForwardOptions(NamedTuple):
     changed: tuple[str, ...] = ()
 
     @property
-    def of_head(self) -> dict[str, bool]:
+    def of_head(self) -> dict[str, Any]:
         """Those that say whether the model's head can score (`support.scoring_unsupported_reason`)."""
         return {"rewards": self.rewards, "float32_head": self.float32_head}
 
@@ -81,7 +81,7 @@ class ScoredBatch(NamedTuple):
 
     Attributes:
         logps: per-token results, [R, W] each, zero where nothing is scored. Those of a reward model hold the
-            scores in the place of log-probabilities.
+            scores of the rows in the place of log-probabilities, [R, 1].
         label_mask: bool [R, W], where a token is scored.
         router_logits: of each layer, [T, experts] for T packed tokens; None if they were not
             requested.

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_objects
 from ..reasons import Reason
-from . import attention, head, reward_head
+from . import attention, head
 from .functions import inner_function, module_of, name_of
 from .harmless import FORWARD_WRAPPERS, is_of
 from .language_model import language_model, text_config
 from .mixers import finding
+from .reward_head import RewardHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -73,7 +74,7 @@ def call_unsupported_reason(
     args: tuple,
     kwargs: dict,
     *,
-    rewards: bool = False,
+    rewards: RewardHead | None = None,
     float32_head: bool = False,
     others: Collection[str] = (),
 ) -> Reason | None:
@@ -103,13 +104,13 @@ def call_unsupported_reason(
 
 
 def scoring_unsupported_reason(
-    model: PreTrainedModel, *, rewards: bool = False, float32_head: bool = False
+    model: PreTrainedModel, *, rewards: RewardHead | None = None, float32_head: bool = False
 ) -> Reason | None:
     """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
     if _sequences_are_split():
         return Reason("split-sequences", method="context or sequence parallelism")
     if rewards:
-        return reward_head.unsupported_reason(model)
+        return rewards.unsupported_reason(model)
     return head.unsupported_reason(head.head_of(model), float32=float32_head)
 
 

@@ -73,7 +73,9 @@ class Difference(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What one side computes: values of scored tokens [N], sketches of gradients, and other results."""
+    """What one side computes: values [N] or hidden states [N, D] of scored tokens, sketches of gradients, and other
+    results.
+    """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -99,7 +101,7 @@ def verify(
     Args:
         model: the causal LM.
         name: of the call, for messages.
-        label_mask: bool [R, W], where a token is scored.
+        label_mask: bool [R, W], where a token is scored; for scores of whole rows, [R, 1].
         stock, fused: score the batch on either side.
         as_before: a context in which the model is as it was before its forward was replaced. Stock
             results and gradients are computed in it.
@@ -197,7 +199,7 @@ def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score, scores: s
     if not torch.is_grad_enabled() or not scored.logps.requires_grad or not trained:
         return _Outcome(values, {}, others)
     logps = scored.logps[label_mask]
-    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(1), device="cpu")
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1), device="cpu")
     total = (logps * weights.to(logps)).sum()
     names, parameters = zip(*trained, strict=True)
     found = torch.autograd.grad(total, parameters, allow_unused=True)
@@ -227,6 +229,8 @@ def _differences(
 
 
 def _place(label_mask: Tensor, found: Tensor, expected: Tensor) -> str:
-    worst = int((found - expected).abs().nan_to_num(torch.inf).argmax())
+    worst = int((found - expected).abs().nan_to_num(torch.inf).reshape(len(found), -1).amax(1).argmax())
     row, position = label_mask.nonzero()[worst].tolist()
-    return f"; row {row}, token {position + 1}: {float(found[worst]):.6g}, stock {float(expected[worst]):.6g}"
+    token = f", token {position + 1}" if label_mask.shape[1] > 1 else ""
+    values = f": {float(found[worst]):.6g}, stock {float(expected[worst]):.6g}" if found.dim() == 1 else ""
+    return f"; row {row}{token}{values}"

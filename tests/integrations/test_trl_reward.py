@@ -185,9 +185,9 @@ def test_the_scored_token_is_that_of_the_class(padding, rows, last):
     model = reward_model()
     model.config.pad_token_id = padding
     ids = IDS[:rows]
-    labels = reward_head.with_scored_tokens(model, dict(input_ids=ids))["shift_labels"]
+    labels = reward_head.CLASSIFIER_HEAD.with_scored_tokens(model, dict(input_ids=ids))["shift_labels"]
     assert (labels != IGNORE_INDEX).nonzero().tolist() == [[i, x] for i, x in enumerate(last)]
     with torch.no_grad():
         hidden = model.model(ids).last_hidden_state
         expected = model(ids).logits.flatten()
-        assert_close(reward_head.scores(model, hidden[range(rows), last]), expected)
+        assert_close(reward_head.CLASSIFIER_HEAD.scores(model, hidden[range(rows), last]), expected)

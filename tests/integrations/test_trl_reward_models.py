@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import fastdpo
-from fastdpo.integrations.line import output_of_scores
 from fastdpo.models import forward
 from fastdpo.models.calls import calls
+from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.models.state import ForwardOptions
 from fastdpo.testing import assert_as_accurate_as, float64_throughout
 from tests.support.comparison import SIZES, assert_same_in_low_precision, sharpen
@@ -77,8 +77,8 @@ IDS = torch.tensor(
 @pytest.fixture
 def installed():
     """Installs the fused forward on a reward model, and uninstalls it after the test."""
-    options = ForwardOptions("test", "reward", rewards=True)
-    yield lambda model: forward.install(model, options, output_of_scores, prior_scores=False)
+    options = ForwardOptions("test", "reward", rewards=CLASSIFIER_HEAD)
+    yield lambda model: forward.install(model, options, CLASSIFIER_HEAD.make_output, prior_scores=False)
     forward.uninstall_all("test")
 
 

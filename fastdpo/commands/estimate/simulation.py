@@ -20,9 +20,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...integrations import patching
-from ...integrations.line import output_of_scores
 from ...models import forward
 from ...models.mixers import segments
+from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import ForwardOptions
 from ...models.wrapped import base_of
 from ...ops.head.budget import budget_for
@@ -150,7 +150,8 @@ class _Step:
         if not setup.rewards:
             self._add_heads()
         elif patched:
-            forward.install(self.base, ForwardOptions(REWARD, "policy", True), output_of_scores, prior_scores=False)
+            options = ForwardOptions(REWARD, "policy", CLASSIFIER_HEAD)
+            forward.install(self.base, options, CLASSIFIER_HEAD.make_output, prior_scores=False)
         models = [self.base]
         if self.reference is not None:
             models.append(self.reference)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from ..trl.reward import RewardLine
 from .line import SwiftLine
-
-_PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]}
 
 
 class SwiftRewardLine(SwiftLine):
-    parameters = _PARAMETERS
-    rewards = True
+    parameters = RewardLine.parameters
+    rewards = RewardLine.rewards

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from ...models import layouts
 from ...models.language_model import text_config
+from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.wrapped import find_base
 from ..gathering import Gather, of_all_ranks
 from ..line import TrainerLine
 from .batches.packed_where_collated import with_packed_batches
 from .batches.token_budget import TokenBudget
 
-_PARAMETERS = {"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]}
-
 
 class RewardLine(TrainerLine):
-    parameters = _PARAMETERS
+    parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
     replaced = ("compute_loss", "get_train_dataloader")
-    rewards = True
+    rewards = CLASSIFIER_HEAD
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return with_packed_batches(self, stock, trainer, *args, padding=_padding(trainer), **kwargs)

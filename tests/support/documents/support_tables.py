@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from fastdpo import attention
 from fastdpo.models import probe, support
+from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
 from tests.support.models.surgeries import SURGERIES
@@ -85,7 +86,7 @@ def of_reward_model(name: str) -> str:
     if not has_classifier(name):
         return "no class"
     model = reward_family(name)
-    return "no" if reason_of(model) or probe.score_difference(model, torch.device("cpu")) else "yes"
+    return "no" if reason_of(model) or probe.score_difference(model, torch.device("cpu"), CLASSIFIER_HEAD) else "yes"
 
 
 def family_rows() -> list[list[str]]:

@@ -13,12 +13,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from trl import RewardConfig, RewardTrainer
 
-import fastdpo
-from tests.support import faults
 from tests.support.comparison import SIZES, sharpen
 from tests.support.models.families import FUSED, STOCK, kind
 from tests.support.trl.dpo import LORA, WORDS, Run, on_disk, pairs, record, tokenizer, train_both
 from tests.support.trl.dpo import OPTIONS as ARGUMENTS
+from tests.support.trl.verified import assert_scores_verified
 
 
 def reward_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
@@ -125,12 +124,9 @@ OPTIONS = {
 
 
 def assert_verified_rewards(directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Asserts that a training is verified, once with gradients and once without, and that a wrong score ends it."""
-    caplog.set_level("INFO", logger="fastdpo")
-    with fastdpo.patched("trl.RewardTrainer", verify=True):
-        train_reward(directory / "right", reward_model(), evaluate=4)
-        assert caplog.text.count("trl.RewardTrainer (policy): verified; differs in rewards by") == 2
-        faults.unnoticed_by_probes(monkeypatch)
-        faults.targets_off_by_one(monkeypatch)
-        with pytest.raises(fastdpo.VerificationError, match="in rewards by"):
-            train_reward(directory / "wrong", reward_model())
+    """`verified.assert_scores_verified` for TRL's RewardTrainer."""
+
+    def train(name: str) -> None:
+        train_reward(directory / name, reward_model(), evaluate=4)
+
+    assert_scores_verified(train, "trl.RewardTrainer", monkeypatch, caplog)

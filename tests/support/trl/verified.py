@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastdpo
+from tests.support import faults
 from tests.support.faults import scaled_gradients
 
 
@@ -53,3 +54,30 @@ def assert_verified(
         scaled_gradients(planting)
         with raises:
             train(directory / "wrong")
+
+
+def assert_scores_verified(
+    train: Callable[[str], object],
+    trainer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scores: str = "rewards",
+) -> None:
+    """Asserts that a training of a reward model is verified, once with gradients and once without, and that a
+    wrong score ends it.
+
+    Args:
+        train: trains and evaluates, in a directory of this name.
+        trainer: what is patched.
+        monkeypatch, caplog: pytest's.
+        scores: what is compared, in words.
+    """
+    caplog.set_level("INFO", logger="fastdpo")
+    with fastdpo.patched(trainer, verify=True):
+        train("right")
+        verified = [x for x in caplog.messages if f"{trainer} (policy): verified; differs in {scores} by" in x]
+        assert ["gradient of" in x for x in verified] == [True, False]
+        faults.unnoticed_by_probes(monkeypatch)
+        faults.targets_off_by_one(monkeypatch)
+        with pytest.raises(fastdpo.VerificationError, match=f"in {scores} by"):
+            train("wrong")
