@@ -68,7 +68,10 @@ RUN_IN = {
         (trainer, "1.14"): "tests/trl_versions/test_run.py::test_a_script_trains_fused" for trainer in OF_OLDER_VERSIONS
     },
     **{(trainer, "0.28"): "tests/legacy/test_run.py::test_a_script_trains_fused" for trainer in OF_OLDER_VERSIONS},
-    ("openrlhf.DPOTrainer", "0.11"): "tests/openrlhf/test_run.py::test_a_script_trains_fused",
+    **{
+        (f"openrlhf.{name}Trainer", "0.11"): "tests/openrlhf/test_run.py::test_a_script_trains_fused"
+        for name in ("DPO", "RewardModel")
+    },
     **{
         (f"swift.{name}Trainer", "4.6"): f"{SWIFT}::test_the_command_trains_fused_with_the_same_numbers"
         for name in ("DPO", "CPO", "ORPO", "KTO", "Reward")

@@ -104,6 +104,13 @@ LINES = (
         compared=("save_logs_and_checkpoints",),
     ),
     Line(
+        "openrlhf.RewardModelTrainer",
+        ">=0.9.10,<0.12",
+        "openrlhf.reward:OpenRLHFRewardLine",
+        ("openrlhf.trainer.rm_trainer",),
+        compared=("save_logs_and_checkpoints",),
+    ),
+    Line(
         "swift.DPOTrainer",
         SWIFT,
         "swift.dpo:SwiftDPOLine",

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from openrlhf.datasets import RewardDataset
-from openrlhf.models import Actor
+from openrlhf.models import Actor, get_llm_for_sequence_regression
 from openrlhf.trainer.dpo_trainer import DPOTrainer
+from openrlhf.trainer.rm_trainer import RewardModelTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -72,7 +73,7 @@ def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tup
 
 
 class Strategy:
-    """The methods and fields of a strategy that DPOTrainer uses.
+    """The methods and fields of a strategy that the trainers use.
 
     Attributes:
         gradients: the gradient of every parameter before each optimizer step; empty with DeepSpeed.
@@ -82,7 +83,8 @@ class Strategy:
     accumulated_gradient = 1
 
     def __init__(self, packing_samples: bool = False, **loss: Any) -> None:
-        model = dict(label_smoothing=0.0, ipo_enable=False, aux_loss_coef=0.0, nll_loss_coef=0.0) | loss
+        model = dict(label_smoothing=0.0, ipo_enable=False, aux_loss_coef=0.0, nll_loss_coef=0.0)
+        model |= dict(margin_loss_enable=False, compute_fp32_loss_enable=False) | loss
         self.args = Namespace(
             model=Namespace(**model),
             ds=Namespace(packing_samples=packing_samples),
@@ -98,12 +100,13 @@ class Strategy:
         return True
 
     def backward(self, loss: torch.Tensor, model: Actor, optimizer: Any) -> None:
-        engine = hasattr(model.model, "backward")
-        model.model.backward(loss) if engine else loss.backward()
+        inner = model.model if isinstance(model, Actor) else model
+        inner.backward(loss) if hasattr(inner, "backward") else loss.backward()
 
     def optimizer_step(self, optimizer: Any, model: Actor, scheduler: Any) -> None:
-        if hasattr(model.model, "step"):
-            model.model.step()
+        inner = model.model if isinstance(model, Actor) else model
+        if hasattr(inner, "step"):
+            inner.step()
             return
         named = model.named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
@@ -116,8 +119,17 @@ class Strategy:
     def all_reduce(self, data: dict[str, float]) -> dict[str, float]:
         return data
 
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        return data
 
-class Recorded(DPOTrainer):
+    def print(self, *messages: Any) -> None:
+        pass
+
+    def _unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+
+class _Recording:
     """A trainer that records its logs."""
 
     def save_logs_and_checkpoints(self, args, global_step, step_bar, logs_dict=None, client_states=None):
@@ -133,6 +145,14 @@ class Recorded(DPOTrainer):
             self.strategy.all_reduce = reduce
 
 
+class Recorded(_Recording, DPOTrainer):
+    """Records a DPO training."""
+
+
+class RecordedRewards(_Recording, RewardModelTrainer):
+    """Records a training of a reward model."""
+
+
 class Run:
     """Logs of each step and of evaluations, gradients of each step, and fastdpo's counters.
 
@@ -142,7 +162,7 @@ class Run:
 
     in_float64: Callable[[], Run] | None = None
 
-    def __init__(self, trainer: Recorded, calls: Counter) -> None:
+    def __init__(self, trainer: _Recording, calls: Counter) -> None:
         self.logs, self.gradients = trainer.logs, trainer.strategy.gradients
         self.calls = Counter({key[1:]: n for key, n in calls.items()})
 
@@ -154,8 +174,17 @@ def actor(
     return cast(Actor(str(path), attn_implementation=attention, packing_samples=packing_samples, **options))
 
 
-def loader(strategy: Strategy, data: list[dict[str, str]], batch: int = 4) -> DataLoader:
-    whole = RewardDataset(Dataset.from_list(data), tokenizer(), 64, strategy, is_dpo=True, num_processors=None)
+def loader(
+    strategy: Strategy,
+    data: list[dict[str, Any]],
+    batch: int = 4,
+    is_dpo: bool = True,
+    encode: PreTrainedTokenizerFast | None = None,
+) -> DataLoader:
+    """Batches of a data set. `encode` is `tokenizer()` by default."""
+    whole = RewardDataset(
+        Dataset.from_list(data), encode or tokenizer(), 64, strategy, is_dpo=is_dpo, num_processors=None
+    )
     return DataLoader(whole, batch_size=batch, collate_fn=whole.collate_fn)
 
 
@@ -192,6 +221,48 @@ def train(
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         beta=0.1,
         max_epochs=epochs,
+    )
+    trainer.fit(strategy.args)
+    return Run(trainer, fastdpo.calls - before)
+
+
+def train_rewards(
+    path: Path,
+    strategy: Strategy,
+    evaluate: int = 0,
+    trainer_class: type[RecordedRewards] = RecordedRewards,
+    padding: str = "<pad>",
+    loss: str = "sigmoid",
+    batch: int = 4,
+    checkpointing: bool = False,
+    cast: Callable = torch.nn.Module.float,
+    **options: Any,
+) -> Run:
+    """Runs a short training of a reward model, as `train` does.
+
+    `padding` is the token of padding. `options` are arguments of `get_llm_for_sequence_regression`.
+    """
+    before = Counter(fastdpo.calls)
+    torch.manual_seed(0)  # head and adapters
+    options = dict(attn_implementation="sdpa", packing_samples=strategy.args.ds.packing_samples) | options
+    model = cast(get_llm_for_sequence_regression(str(path), "reward", init_value_head=True, **options))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    encode = tokenizer()
+    encode.pad_token = padding
+    model.config.pad_token_id = encode.pad_token_id
+    pairs = [{**row, "margin": 0.1 * i} for i, row in enumerate(rows(12))]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    trainer = trainer_class(
+        model,
+        strategy,
+        optimizer,
+        loader(strategy, pairs, batch, is_dpo=False, encode=encode),
+        loader(strategy, rows(evaluate, seed=1), is_dpo=False, encode=encode) if evaluate else None,
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        encode,
+        max_epochs=1,
+        loss=loss,
     )
     trainer.fit(strategy.args)
     return Run(trainer, fastdpo.calls - before)

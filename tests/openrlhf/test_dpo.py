@@ -258,7 +258,7 @@ def test_report_and_unpatching(tmp_path, caplog):
     stock = dpo_trainer.DPOTrainer.concatenated_forward
     paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
     with caplog.at_level(logging.INFO, logger="fastdpo"), fastdpo.patched() as report:
-        assert str(report) == "fastdpo: openrlhf.DPOTrainer (0.11.2): on"
+        assert str(report) == "fastdpo: openrlhf.DPOTrainer (0.11.2): on | openrlhf.RewardModelTrainer (0.11.2): on"
         assert dpo_trainer.DPOTrainer.concatenated_forward is not stock
     assert dpo_trainer.DPOTrainer.concatenated_forward is stock
     assert not train(*paths, Strategy()).calls

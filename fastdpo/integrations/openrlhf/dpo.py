@@ -112,7 +112,7 @@ class OpenRLHFLine(TrainerLine):
         return scored(*batch)
 
     def _scored(self, stock: Callable, trainer: DPOTrainer, model: Actor, *batch: Any) -> Results:
-        reason = _strategy_unsupported_reason(trainer) or forward.disabled_reason(model, self.name)
+        reason = strategy_unsupported_reason(trainer) or forward.disabled_reason(model, self.name)
         if reason is not None:
             forward.record_fallback(model, self.name, reason)
             return stock(trainer, model, *batch)
@@ -130,7 +130,7 @@ def _all_reduce(stock: Callable, strategy: Any, data: Any, op: str = "mean") -> 
     return dict(zip(data, reduced.tolist(), strict=True))
 
 
-def _strategy_unsupported_reason(trainer: DPOTrainer) -> Reason | None:
+def strategy_unsupported_reason(trainer: Any) -> Reason | None:
     strategy = trainer.strategy
     if strategy.ring_attn_group is not None:
         return Reason("split-sequences", method="ring attention")

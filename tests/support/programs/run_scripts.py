@@ -37,6 +37,13 @@ from openrlhf_runs import Strategy, checkpoint, rows, train
 paths = [checkpoint(Path(sys.argv[1]), seed=seed) for seed in range(2)]
 train(*paths, Strategy(), data=rows(4))
 """,
+    "openrlhf.RewardModelTrainer": """
+import sys
+from pathlib import Path
+from openrlhf_runs import Strategy, checkpoint, train_rewards
+
+train_rewards(checkpoint(Path(sys.argv[1])), Strategy(), batch=12)
+""",
 }
 """By the trainer. Each takes one step, in a directory that is its argument."""
 
