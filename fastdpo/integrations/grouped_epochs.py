@@ -37,13 +37,15 @@ def install(trainer: Any, name: str, options: PatchOptions) -> None:
         vars(trainer)["get_train_dataloader"] = make_loader
 
 
-def _train_dataloader(trainer: Any, stock: Callable[[], Any], options: PatchOptions, whole_steps: bool) -> Any:
+def _train_dataloader(
+    trainer: Any, stock: Callable[..., Any], options: PatchOptions, whole_steps: bool, *args: Any, **kwargs: Any
+) -> Any:
     """The loader of a trainer. With `whole_steps`, a step of all ranks is one batch, which a budget of tokens cuts."""
     from accelerate.data_loader import BatchSamplerShard
 
     from ..batching import kinship_of
 
-    loader = stock()
+    loader = stock(*args, **kwargs)
     if vars(trainer).get(STATE) is None:  # unpatched since
         return loader
     require_supported("group_prompts", unsupported_loader_reason(trainer, loader))

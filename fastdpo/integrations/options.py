@@ -126,7 +126,7 @@ class PatchOptions:
             "--group-prompts": _constant(True, "put pairs that begin alike into one batch"),
             "--group-prompts-within": dict(type=int, metavar="BATCHES", help="within this many batches at a time"),
         },
-        (_DPO, "trl.RewardTrainer"),
+        (_DPO, "trl.RewardTrainer", "llamafactory.DPOTrainer", "swift.DPOTrainer", "swift.RewardTrainer"),
     )
     provisional: bool = _option(
         True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}

@@ -179,8 +179,9 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
         group_prompts: put pairs that begin alike into one batch, whose rows then share it: pairs of one
             prompt, or turns of one conversation. Each epoch has the pairs that it has without, in
             another order, so its steps are not those of the unpatched trainer. With a number, pairs are
-            moved only within each of this many batches. Applies to TRL's DPOTrainer and RewardTrainer;
-            a warning says so if neither is patched.
+            moved only within each of this many batches. Applies to the DPOTrainers of TRL and
+            LLaMA-Factory and to TRL's RewardTrainer; a warning says so if none of them is patched. The
+            trainers of ms-swift, which draw pairs by themselves, raise an error before the first step.
         provisional: patch trainers of versions that are newer than the tested ones, if their code is the
             same, or if the first fused calls of each model agree with stock ones. Disabled for all calls
             by `FASTDPO_PROVISIONAL=0`.

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
-from llamafactory_runs import FUSED, LORA, assert_same, checkpoint, train
+from llamafactory_runs import FUSED, LORA, WORKLOAD, assert_same, checkpoint, train, write_data
 
+import fastdpo
 from tests.support.comparison import assert_same_in_low_precision
+from tests.support.programs.workload import as_conversations
+from tests.support.trl.dpo import recorded_layouts
+from tests.support.trl.grouping import recorded_orders
 from tests.support.trl.verified import assert_verified
 
 FUSED = FUSED["dpo"]
@@ -77,3 +81,21 @@ def test_verifying(tmp_path, caplog, stage, options, calls):
         return train(directory, model, stage, **options)
 
     assert_verified(run, tmp_path, "llamafactory", "trl", caplog=caplog, calls=calls)
+
+
+def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):
+    """Three batches of turns of four conversations, compared with stock ones in the same order."""
+    model, pairs = checkpoint(tmp_path), as_conversations(WORKLOAD.pairs_of_text(), 3)
+    orders, layouts = recorded_orders(monkeypatch), recorded_layouts(monkeypatch)
+
+    def run(name, rows, **options):
+        (tmp_path / name).mkdir()
+        write_data(tmp_path / name, rows)
+        return train(tmp_path / name, model, **options)
+
+    with fastdpo.patched("llamafactory", group_prompts=True):
+        patched = run("grouped", pairs)
+    assert patched.calls == FUSED
+    assert sorted(orders[0]) == list(range(12)) != orders[0]
+    assert max(int(layout.multiplicity.max()) for layout in layouts) > 3, "turns share more than a pair does"
+    assert_same(run("stock", [pairs[i] for i in orders[0]], disable_shuffling=True), patched)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,13 @@ from trl import DPOTrainer
 import fastdpo
 from fastdpo.batching import Kinship
 from tests.support.comparison import double
+from tests.support.programs.workload import as_conversations
 from tests.support.trl.dpo import assert_same, long_pairs, recorded_layouts, tiny_model, train
 
 
 def conversations(n: int = 4, turns: int = 4) -> list[dict[str, str]]:
-    """Turns of conversations, in any order. The prompt of each holds the one before with its chosen answer."""
-    rows, answers = [], iter(long_pairs(((6, 5, 4),) * n * turns))
-    for _ in range(n):
-        said = ""
-        for _ in range(turns):
-            turn = next(answers)
-            rows.append({**turn, "prompt": said + turn["prompt"]})
-            said = rows[-1]["prompt"] + turn["chosen"] + " "
-    return random.Random(0).sample(rows, len(rows))
+    """Turns of n conversations."""
+    return as_conversations(long_pairs(((6, 5, 4),) * n * turns), turns)
 
 
 class Sequential(DPOTrainer):
