@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
-from ...models.wrapped import is_transformers_model
 from ...reasons import Reason
 from ..signatures import field_difference, signature_difference
 from .fused_head import FusedHeadLine
@@ -25,11 +22,6 @@ class DPOLine(RewrittenDPOLine, FusedHeadLine):
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     images = True
 
-    def replace(self) -> None:
-        super().replace()
-        if hasattr(self.module(), "is_peft_model"):
-            self.replacements.wrap(self.module(), "is_peft_model", _is_peft_model)
-
     def unsupported_reason(self) -> Reason | None:
         collator = getattr(self.module(), "DataCollatorForPreference", None)
         return (
@@ -38,14 +30,3 @@ class DPOLine(RewrittenDPOLine, FusedHeadLine):
             or signature_difference(collator, "torch_call", ["self", "examples"])
             or field_difference(cast(type, collator), _COLLATOR_FIELDS)
         )
-
-
-def _is_peft_model(stock: Callable, model: Any) -> bool:
-    """What accelerate returns, by the class of a model that no engine has wrapped.
-
-    TRL asks in every step, and accelerate then parses the metadata of PEFT and walks all modules.
-    """
-    peft = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel):
-        return True
-    return not is_transformers_model(model) and stock(model)

@@ -19,6 +19,7 @@ from ..line import TrainerLine
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
 from ..signatures import field_difference, signature_difference
+from . import adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +53,12 @@ class FusedHeadLine(TrainerLine):
             or signature_difference(self.module(), "add_fused_lm_head", _PARAMETERS)
             or field_difference(utils.FusedCausalLMOutput, _OUTPUT_FIELDS, may_have_more=may_have_more)
         )
+
+    def replace(self) -> None:
+        super().replace()
+        for function in (adapters.is_peft_model, adapters.use_adapter):
+            if hasattr(self.module(), function.__name__):
+                self.replacements.wrap(self.module(), function.__name__, function)
 
     def models(self, trainer: Any) -> dict[str, Any]:
         """None: TRL gives each model to `add_fused_lm_head`."""

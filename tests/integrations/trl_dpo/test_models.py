@@ -1,14 +1,19 @@
 """Models of TRL's DPOTrainer: precision, placement, and wrappers of PEFT or torch."""
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import is_peft_model
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.autograd.graph import saved_tensors_hooks
-from trl.trainer import dpo_trainer
+from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
 import fastdpo
+from fastdpo.integrations.trl import adapters
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import (
     LORA,
@@ -195,3 +200,67 @@ def test_trl_recognizes_adapters_without_asking_accelerate(adapter, wrapper, mon
     with fastdpo.patched("trl.DPOTrainer"):
         assert dpo_trainer.is_peft_model(model) is is_peft_model(model)
     assert len(asked) == (wrapper != "none")
+
+
+def disable(layers):
+    for layer in layers:
+        layer.enable_adapters(False)
+
+
+STATES = {"enabled": lambda layers: None, "disabled": disable, "irregular": lambda layers: disable(layers[:1])}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("trainer", [dpo_trainer, kto_trainer, grpo_trainer], ids=lambda x: x.__name__.split(".")[-1])
+def test_adapters_are_disabled_without_a_description_of_every_layer(trainer, state, monkeypatch):
+    described = []
+    original = peft_model.get_layer_status
+    monkeypatch.setattr(peft_model, "get_layer_status", lambda model: described.append(model) or original(model))
+
+    def run():
+        model = trained_adapter(tiny_model())
+        layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        STATES[state](layers)
+        described.clear()
+        seen = []
+
+        def look():
+            trained = [name for name, p in model.named_parameters() if p.requires_grad]
+            seen.append(
+                (trained, [layer.disable_adapters for layer in layers], model._adapters_disabled, {*vars(model)})
+            )
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            look()
+            with trainer.use_adapter(model, None):
+                look()
+            look()
+            with trainer.use_adapter(model, "default"):
+                look()
+        return seen, [str(x.message) for x in warned], model, len(described)
+
+    *stock, _, of_stock = run()
+    with fastdpo.patched(f"trl.{trainer.__name__.split('_')[0].split('.')[-1].upper()}Trainer"):
+        *patched, model, of_patched = run()
+        with trainer.use_adapter(model, None):
+            assert model.get_model_status().enabled is False
+    assert patched == stock
+    assert bool(stock[1]) == (state == "irregular")
+    assert (of_stock, of_patched) == (1, 0 if state == "enabled" else 1)
+
+
+def test_a_status_has_its_other_fields():
+    """A newer PEFT may read more of them."""
+    model = trained_adapter(tiny_model())
+    read = []
+
+    @contextmanager
+    def reading(model, adapter_name):
+        read.append(model.get_model_status())
+        yield
+
+    with adapters.use_adapter(reading, model, None):
+        status = model.get_model_status()
+    assert type(read[0]) is not type(status)
+    assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)

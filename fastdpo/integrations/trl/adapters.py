@@ -1,0 +1,61 @@
+"""What TRL asks in every step about the adapters of a model, answered without a description of all modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from ...models.wrapped import is_transformers_model
+
+
+def is_peft_model(stock: Callable, model: Any) -> bool:
+    """What accelerate returns, by the class of a model that no engine has wrapped.
+
+    accelerate parses the metadata of PEFT and walks all modules.
+    """
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return True
+    return not is_transformers_model(model) and stock(model)
+
+
+@contextmanager
+def use_adapter(stock: Callable, model: Any, adapter_name: str | None, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """TRL's context. To disable adapters, PEFT asks for the status of the model, and reads only whether they are
+    enabled. The other fields describe each layer in words, which takes longer than a forward of small layers.
+    """
+    with ExitStack() as stack:
+        with _enabled_status(model) if adapter_name is None and _are_enabled(model) else nullcontext():
+            stack.enter_context(stock(model, adapter_name, *args, **kwargs))
+        yield
+
+
+def _are_enabled(model: Any) -> bool:
+    """Whether all of a model's adapters are, and it has some."""
+    # PEFT's layers have a property of this name, models of transformers a method.
+    layers = (x for x in model.modules() if isinstance(getattr(type(x), "disable_adapters", None), property))
+    return {layer.disable_adapters for layer in layers} == {False}
+
+
+class _EnabledStatus:
+    """The status of a model whose adapters are enabled. Other fields are computed when they are read."""
+
+    enabled = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self._model).get_model_status(self._model), name)
+
+
+@contextmanager
+def _enabled_status(model: Any) -> Iterator[None]:
+    """In the block, a model's `get_model_status` returns an `_EnabledStatus`."""
+    vars(model)["get_model_status"] = lambda: _EnabledStatus(model)
+    try:
+        yield
+    finally:
+        del vars(model)["get_model_status"]
