@@ -13,9 +13,9 @@ well as those by `setattr`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
-from operator import attrgetter, eq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, str, type(None))
 MAX_SNAPSHOTS = 4
 """Number of snapshots of a model that are kept: in training and in evaluation, with adapters and without."""
 
-_attributes_of = attrgetter("__dict__")  # faster than `vars`
+_variables_of = attrgetter("__dict__")  # faster than `vars`
 _children_of = attrgetter("_modules")
 _registries_of = attrgetter("_modules", *head.HOOKS)
 
@@ -45,8 +45,7 @@ class _Snapshot(NamedTuple):
         implementation: of the model's attention.
         modules: in the order of `nn.Module.modules`, the model first.
         kinds: their classes.
-        attributes: of the other modules. Children and hooks are in dictionaries, which are compared by
-            identity if they are the same objects as before.
+        attributes: of the other modules (see `_attributes_of`).
         empty: those of these dictionaries that had no entry.
         children: of the model.
         parents: the other modules that have children.
@@ -60,7 +59,7 @@ class _Snapshot(NamedTuple):
     implementation: str
     modules: list[nn.Module]
     kinds: list[type]
-    attributes: list[dict[str, Any]]
+    attributes: list[object]
     empty: list[dict]
     children: dict[str, nn.Module | None]
     parents: list[nn.Module]
@@ -70,10 +69,9 @@ class _Snapshot(NamedTuple):
     hash: int
     of_kinds: dict[type, list[nn.Module]]
 
-    def describes(self, model: PreTrainedModel) -> bool:
-        """Whether a model is as it was."""
-        others = islice(self.modules, 1, None)
-        if not _are_equal(map(_attributes_of, others), self.attributes) or any(self.empty):
+    def describes(self, model: PreTrainedModel, attributes: list[object]) -> bool:
+        """Whether a model is as it was, given the present attributes of its other modules."""
+        if not _are_equal(attributes, self.attributes) or any(self.empty):
             return False
         registered = [*map(_children_of, self.parents)]
         return (
@@ -102,7 +100,8 @@ class Structure:
 
         Leaves out hooks on the model itself, because they run around its wrapped forward.
         """
-        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model)), None)
+        attributes = _attributes_of(self._snapshots[0].modules[1:]) if self._snapshots else []
+        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model, attributes)), None)
         if latest is None:
             latest = self._snapshot(model)
             self._snapshots = [x for x in self._snapshots if x.modules == latest.modules]  # keeps no replaced module
@@ -131,7 +130,7 @@ class Structure:
             implementation,
             modules,
             kinds=[*map(type, modules)],
-            attributes=[*map(dict, map(vars, others))],
+            attributes=_attributes_of(others),
             empty=[registry for module in others for registry in _registries_of(module) if not registry],
             children=dict(model._modules),
             parents=parents,
@@ -145,7 +144,7 @@ class Structure:
     def _hash_of(self, module: nn.Module, is_model: bool) -> int:
         attributes, kind = vars(module), type(module)
         cached = self._cache.get(id(module))
-        if cached is None or cached[:2] != (module, kind) or not _are_equal([attributes], [cached[2]]):
+        if cached is None or cached[:2] != (module, kind) or not _are_equal(attributes, cached[2]):
             cached = (module, kind, dict(attributes), hash(kind if is_model else plain_attributes(module)))
             self._cache[id(module)] = cached
         return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
@@ -179,9 +178,17 @@ def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ..
     return type(module), tuple(kept)
 
 
-def _are_equal(attributes: Iterable[object], cached: Iterable[object]) -> bool:
+def _attributes_of(modules: Sequence[nn.Module]) -> list[object]:
+    """The names of all attributes of modules, then their values. Children and hooks are in dictionaries, which
+    are compared by identity if they are the same objects as before.
+    """
+    variables = [*map(_variables_of, modules)]
+    return [*chain.from_iterable(variables), *chain.from_iterable(map(dict.values, variables))]
+
+
+def _are_equal(attributes: object, cached: object) -> bool:
     try:
-        return all(map(eq, attributes, cached))  # values that are the same object are equal, whatever they are
+        return attributes == cached  # values that are the same object are equal, whatever they are
     except (RuntimeError, ValueError):  # raised by tensors and arrays
         return False
 
