@@ -78,7 +78,7 @@ RUN_IN = {
     },
     **{
         (f"llamafactory.{name}Trainer", "0.9.5"): f"{LLAMAFACTORY}::test_the_command_trains_fused_with_the_same_numbers"
-        for name in ("DPO", "KTO")
+        for name in ("DPO", "KTO", "Pairwise")
     },
 }
 """By a trainer and a version of a line, the test that runs a program with it by `fastdpo run`."""

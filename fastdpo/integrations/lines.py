@@ -135,6 +135,12 @@ LINES = (
         compared=("compute_preference_loss",),
     ),
     Line("llamafactory.KTOTrainer", "==0.9.5", "llamafactory.kto:FactoryKTOLine", ("llamafactory.train.kto.trainer",)),
+    Line(
+        "llamafactory.PairwiseTrainer",
+        "==0.9.5",
+        "llamafactory.reward:FactoryRewardLine",
+        ("llamafactory.train.rm.trainer",),
+    ),
 )
 """Those of one trainer from the newest versions to the oldest."""
 

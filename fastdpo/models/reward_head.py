@@ -26,6 +26,7 @@ class RewardHead:
     describe other models.
 
     Attributes:
+        scored: what the model computes of rows, in words.
         every_call: whether all calls of the model are fused, or only those with `fused_lm_head=True`.
         ignored: arguments of a call that do not change its scores.
         own_arguments: those with which the model's own forward returns what `returned` takes.
@@ -33,6 +34,7 @@ class RewardHead:
             forward does.
     """
 
+    scored: ClassVar[str] = "rewards"
     every_call: ClassVar[bool] = True
     ignored: ClassVar[tuple[str, ...]] = ("margin",)  # a column of TRL's batches
     own_arguments: ClassVar[Mapping[str, bool]] = MappingProxyType({"use_cache": False})

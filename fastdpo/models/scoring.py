@@ -110,7 +110,7 @@ def verify(
                 fused=lambda: _fused_results(model, fused, batch, kwargs),
                 as_before=as_before,
                 is_random=fused.probe_result is not None and fused.probe_result.is_random,
-                scores="rewards" if options.rewards else "log-probabilities",
+                scores=options.rewards.scored if options.rewards else "log-probabilities",
             )
             calls.outcomes[fused.options.integration, "verified"] += 1
         except verification.NotComparable:

@@ -41,7 +41,7 @@ class ScoringLine(TrainerLine):
     """What the lines of LLaMA-Factory's trainers have in common."""
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
-        return _replaced_kernels(arguments.get("kwargs", {}).get("args"), *_models(arguments).values())
+        return replaced_kernels(arguments.get("kwargs", {}).get("args"), *_models(arguments).values())
 
     def models(self, trainer: Any) -> dict[str, nn.Module]:
         """None: `init` has prepared those that the trainer is created with."""
@@ -111,7 +111,7 @@ class _RenamedLogits(dict):
         super().__setitem__(name.replace("logits/", "completion_logits/"), value)
 
 
-def _replaced_kernels(args: Any, *models: nn.Module) -> Reason | None:
+def replaced_kernels(args: Any, *models: nn.Module) -> Reason | None:
     """Returns which package has replaced modules of the models or is about to, or None."""
     if getattr(args, "use_liger_kernel", False):
         return Reason("incompatible-option", option="use_liger_kernel")

@@ -42,14 +42,18 @@ OPTIONS = dict(
 )
 LORA = dict(finetuning_type="lora", lora_rank=4, lora_target="q_proj,v_proj")
 LOGITS = "logits/"
+DATASETS = {"rm": "dpo"}
+"""The data sets of stages that have another name."""
 FUSED = {
     "dpo": {("policy", "fused"): 3, ("reference", "fused"): 3},
     "kto": {("policy", "fused"): 6, ("reference", "fused"): 3},
+    "rm": {("policy", "fused"): 3},
 }
 """Calls of a patched training. For KTO, the policy is called a second time for the KL term."""
 STOCK_CALLS = {
     "dpo": {("policy", "stock"): 3, ("reference", "stock"): 3},
     "kto": {("policy", "stock"): 6, ("reference", "stock"): 6},
+    "rm": {("policy", "stock"): 3},
 }
 """The calls if none is fused."""
 
@@ -154,8 +158,8 @@ def train(directory: Path, model: Path, stage: str = "dpo", evaluate: bool = Fal
     if not (directory / "dataset_info.json").exists():
         write_data(directory, special_pairs())
     run, before = Run(), Counter(fastdpo.calls)
-    data = dict(dataset=stage, dataset_dir=str(directory))
-    evaluation = dict(eval_dataset=stage, do_eval=True) if evaluate else {}
+    data = dict(dataset=DATASETS.get(stage, stage), dataset_dir=str(directory))
+    evaluation = dict(eval_dataset=data["dataset"], do_eval=True) if evaluate else {}
     arguments = {**OPTIONS, **data, **evaluation, **options}
     run_exp(
         {"model_name_or_path": str(model), "stage": stage, "output_dir": str(directory / "out"), **arguments}, [run]

@@ -6,27 +6,34 @@ import subprocess
 import sys
 
 import pytest
-from llamafactory_runs import write_data
+from llamafactory_runs import DATASETS, write_data
 
 from tests.support.programs.harness import BIN, Run, assert_same, on, said
 from tests.support.programs.workload import TINY
 
 LORA = dict(finetuning_type="lora", lora_target="q_proj,v_proj", lora_rank=8)
-CALLS = {"dpo": {"policy": 1, "reference": 1}, "kto": {"policy": 2, "reference": 1}, "simpo": {"policy": 1}}
+CALLS = {
+    "dpo": {"policy": 1, "reference": 1},
+    "kto": {"policy": 2, "reference": 1},
+    "simpo": {"policy": 1},
+    "rm": {"policy": 1},
+}
 """Calls of models in each step."""
+TRAINERS = {"dpo": "llamafactory.DPOTrainer", "kto": "llamafactory.KTOTrainer", "rm": "llamafactory.PairwiseTrainer"}
 
 
 def command(output, workload, stage, **options):
     directory = output.parent
     if not (directory / "model").exists():
-        workload.write_model(directory / "model")
+        config = workload.write_model(directory / "model") / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "summary_dropout_prob": 0.0}))
         write_data(directory, workload.pairs_of_text())
     arguments = {
         "model_name_or_path": str(directory / "model"),
         "stage": stage,
         "do_train": True,
         "finetuning_type": "full",
-        "dataset": stage,
+        "dataset": DATASETS.get(stage, stage),
         "dataset_dir": str(directory),
         "template": "empty",
         "cutoff_len": 1024,
@@ -52,17 +59,17 @@ def without_logits(run: Run) -> Run:
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [("dpo", {}), ("dpo", LORA), ("dpo", dict(pref_loss="simpo")), ("kto", {})],
-    ids=["dpo", "dpo-lora", "simpo", "kto"],
+    [("dpo", {}), ("dpo", LORA), ("dpo", dict(pref_loss="simpo")), ("kto", {}), ("rm", {})],
+    ids=["dpo", "dpo-lora", "simpo", "kto", "rm"],
 )
 def test_the_command_trains_fused_with_the_same_numbers(stage, options, workload, train_both, record):
     stock, fused = map(without_logits, train_both(lambda output: command(output, workload, stage, **options)))
     assert_same(stock, fused)
-    trainer = f"llamafactory.{stage.upper()}Trainer"
+    trainer = TRAINERS[stage]
     calls = CALLS[options.get("pref_loss", stage)]
     assert fused.calls == {(trainer, kind, "fused"): n * workload.steps for kind, n in calls.items()}
-    others = ["llamafactory.KTOTrainer", "trl.DPOTrainer"] if stage == "dpo" else []
-    assert said(fused.stderr) == on(*others, trainer)
+    imported = ["llamafactory.KTOTrainer", "llamafactory.PairwiseTrainer"]  # by every stage
+    assert said(fused.stderr) == on(*imported, *(["trl.DPOTrainer", trainer] if stage == "dpo" else []))
     changed = " ".join(f"{name}={value}" for name, value in options.items() if name in ("finetuning_type", "pref_loss"))
     record("LLaMA-Factory", "llamafactory", f"llamafactory-cli train stage={stage} {changed}".strip(), stock, fused)
 
@@ -72,7 +79,7 @@ def test_processes_of_torchrun(stage, train_both):
     variables = dict(FORCE_TORCHRUN="1", NPROC_PER_NODE="2", PATH=f"{BIN}:/usr/bin:/bin")
     stock, fused = map(without_logits, train_both(lambda output: command(output, TINY, stage), **variables))
     assert_same(stock, fused)
-    trainer = f"llamafactory.{stage.upper()}Trainer"
+    trainer = TRAINERS[stage]
     assert fused.calls == {(trainer, kind, "fused"): n * TINY.steps for kind, n in CALLS[stage].items()}
 
 

@@ -1,0 +1,111 @@
+"""LLaMA-Factory's stage of reward models: patched equals stock.
+
+Its value head has dropout, which a fused training draws for the last tokens alone. The tests compare trainings
+without it.
+"""
+
+import pytest
+import torch
+from llamafactory.train.rm import trainer as rm_trainer
+from llamafactory_runs import FUSED, LORA, STOCK_CALLS, assert_same, assert_stock, checkpoint, train, train_both
+from safetensors.torch import load_file
+
+from tests.support.comparison import assert_same_in_low_precision
+from tests.support.trl.verified import assert_scores_verified
+
+FUSED, STOCK_CALLS = FUSED["rm"], STOCK_CALLS["rm"]
+WITHOUT_DROPOUT = dict(summary_dropout_prob=0.0)
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A function that trains stock, then patched, without dropout of the value head."""
+
+    def run(kind="llama", tiny=None, **options):
+        return train_both(tmp_path, "rm", kind, WITHOUT_DROPOUT | (tiny or {}), **options)
+
+    return run
+
+
+OPTIONS = {
+    "as it is": {},
+    "lora": LORA,
+    "freeze": dict(finetuning_type="freeze", freeze_trainable_layers=1),
+    "accumulation": dict(gradient_accumulation_steps=2, per_device_train_batch_size=2),
+    "one pair": dict(per_device_train_batch_size=1),
+    "checkpointing that is not reentrant": dict(use_reentrant_gc=False),
+    "qwen3": dict(kind="qwen3"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(both, option):
+    stock, patched = both(**OPTIONS[option])
+    assert_same(stock, patched)
+    batches = OPTIONS[option].get("gradient_accumulation_steps", 1)
+    assert patched.calls == {call: n * batches for call, n in FUSED.items()}
+
+
+def test_evaluation(both):
+    stock, patched = both(evaluate=True)
+    assert_same(stock, patched)
+    assert patched.calls == {**FUSED, ("eval", "fused"): 3}
+    assert any("eval_accuracy" in log for log in patched.logs)
+
+
+def test_bf16(both):
+    stock, patched = both(bf16=True, use_cpu=True)
+    assert_same_in_low_precision(stock, patched, torch.bfloat16, pytest.fail)
+    assert patched.calls == FUSED
+
+
+def test_the_value_head_is_saved(both, tmp_path):
+    both(**LORA, save_strategy="steps", save_steps=2)
+    saved = load_file(tmp_path / "out" / "checkpoint-2" / "value_head.safetensors")
+    assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
+    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+def test_verifying(tmp_path, monkeypatch, caplog):
+    model = checkpoint(tmp_path)
+
+    def run(name):
+        train(tmp_path, model, "rm", evaluate=True)
+
+    assert_scores_verified(run, "llamafactory.PairwiseTrainer", monkeypatch, caplog, "hidden states")
+
+
+def test_an_unsupported_model(both, caplog):
+    tiny = dict(
+        n_layer=2, num_key_value_heads=None, intermediate_size=None, max_position_embeddings=None, head_dim=None
+    )
+    stock, patched = both("bloom", tiny=tiny, flash_attn="disabled")
+    assert_stock(stock, patched)
+    assert patched.calls == STOCK_CALLS
+    assert caplog.text.count("not fused") == 1
+
+
+def test_dropout_of_the_value_head(tmp_path):
+    """With it, which is LLaMA-Factory's default, a training is fused, and is another one."""
+    without, dropped = (train_both(tmp_path, "rm", tiny=tiny)[1] for tiny in (WITHOUT_DROPOUT, {}))
+    assert without.calls == dropped.calls == FUSED
+    assert without.logs[0]["loss"] != dropped.logs[0]["loss"]
+
+
+class Scaled(rm_trainer.PairwiseTrainer):
+    """Computes from other values than the trainer does."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        *_, values = model(**inputs, output_hidden_states=True, return_dict=True, use_cache=False)
+        chosen, rejected = values.mean(1).chunk(2)
+        loss = (rejected - chosen).exp().mean()
+        return (loss, (loss, chosen, rejected)) if return_outputs else loss
+
+
+def test_a_subclass_that_scores_by_itself(both, caplog, monkeypatch):
+    monkeypatch.setattr("llamafactory.train.rm.workflow.PairwiseTrainer", Scaled)
+    stock, patched = both()
+    assert_stock(stock, patched)
+    assert not patched.calls
+    reason = "Scaled.compute_loss does not call PairwiseTrainer.compute_loss"
+    assert caplog.text.count(reason) == caplog.text.count("not fused") == 1
