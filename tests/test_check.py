@@ -57,13 +57,24 @@ def run_in_a_fork(program, stdout, stderr):
     return done
 
 
-def test_the_report_in_the_documentation(monkeypatch, capsys):
-    """Its rows are those of the command, which agrees. Its runs have processes of their own."""
+@pytest.fixture
+def command_line(monkeypatch, capsys):
+    """What the command prints, which ends without an error. Its runs have processes of their own."""
     monkeypatch.setattr(command.subprocess, "run", run_in_a_fork)
-    with pytest.raises(SystemExit) as ended:
-        fastdpo.__main__.main(["check", "--tiny"])
-    printed = capsys.readouterr()
-    assert ended.value.code == 0, printed.out
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            fastdpo.__main__.main(["check", *arguments])
+        printed = capsys.readouterr()
+        assert ended.value.code == 0, printed.out + printed.err
+        return printed
+
+    return run
+
+
+def test_the_report_in_the_documentation(command_line):
+    """Its rows are those of the command, which agrees."""
+    printed = command_line("--tiny")
     assert "TRL in float64: 100%" in printed.err
     (documented,) = [block.code for block in blocks("text") if block.page == "docs/check.md"]
 
@@ -123,12 +134,10 @@ def test_a_model_runs_in_its_own_dtype_and_three_batches_are_timed(tmp_path):
 REWARDS = {"rewards", "loss", "metric margin", "metric accuracy", "metric min_reward", "gradients: attention"}
 
 
-def test_a_reward_model(dataset, tmp_path):
+def test_a_reward_model(command_line, dataset, tmp_path):
     """By the command, which trains it with RewardTrainer."""
     path = write_model(tmp_path / "model", build=reward_model)
-    done = run_program("-m", "fastdpo", "check", "--model", path, "--dataset", dataset, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(command_line("--model", path, "--dataset", dataset, "--json").out)
     assert report["title"].startswith("LlamaForSequenceClassification in float32, 2 batches of 4 pairs")
     assert {x["name"] for x in report["verdicts"]} >= REWARDS | {"every call is fused", "gradients: head"}
     assert not any("log-probabilities" in x["name"] for x in report["verdicts"])
