@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 
 from fastdpo import ops
 from tests.support.documents.markdown_blocks import ROOT, blocks_of
+from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import pairs, tiny_model, tokenizer
 
 README, OPS = ROOT / "README.md", ROOT / "docs" / "ops.md"
@@ -46,15 +44,7 @@ def test_the_script_runs_after_the_diff(tmp_path):
     (tmp_path / "train.py").write_text(f"{script}print(fastdpo.calls)\n")
 
     offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    environment = {"PYTHONPATH": str(ROOT), "FASTDPO_STRICT": "1", "OMP_NUM_THREADS": "1", **offline}
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        env={**os.environ, **environment},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_program("train.py", cwd=tmp_path, env={"FASTDPO_STRICT": "1", **offline})
     assert done.returncode == 0, done.stderr[-4000:]
     report, *_, counters = (line for line in done.stdout.splitlines() if line.startswith(("fastdpo:", "Counter")))
     assert report == re.sub(r"\(1\.\d+\.\d+\)", f"({version('trl')})", the_block("text").code.strip())
