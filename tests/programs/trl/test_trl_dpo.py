@@ -1,12 +1,16 @@
-"""The command `trl dpo`, as it is and by `fastdpo run`."""
+"""The command `trl dpo` by `fastdpo run`, against the script of TRL that it starts."""
 
 import json
 import math
+from importlib.util import find_spec
 
 import pytest
 
 from tests.support.programs.harness import assert_same
 from tests.support.programs.workload import TINY
+
+PROGRAMS = {"stock": [find_spec("trl.scripts.dpo").origin], "fused": ["trl", "dpo", "--num_processes", "1"]}
+"""The command starts the script in a new process. The stock training needs the script alone."""
 
 
 def command(output, workload, **options):
@@ -29,10 +33,9 @@ def command(output, workload, **options):
         "use_cpu": True,
         "bf16": False,
         "report_to": "none",
-        "num_processes": 1,
         **options,
     }
-    return ["trl", "dpo", *(str(x) for name, value in arguments.items() for x in (f"--{name}", value))]
+    return [*PROGRAMS[output.name], *(str(x) for name, value in arguments.items() for x in (f"--{name}", value))]
 
 
 @pytest.mark.parametrize(
