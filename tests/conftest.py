@@ -13,11 +13,13 @@ interprets the kernels on CPU tensors, and with `--device ptx`, which compiles t
 architecture `--target` and executes their PTX on CPU tensors.
 """
 
+import functools
 import gc
+import importlib.metadata
 import os
 import sys
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -83,14 +85,25 @@ def _imports_are_permanent():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _trainings_empty_no_cache(pytestconfig):
-    """Keeps accelerate from collecting garbage at the beginning of each training, which is for the cache of a GPU."""
-    memory = sys.modules.get("accelerate.utils.memory")
-    if memory is None or pytestconfig.getoption("device") == "cuda":
+def _nothing_is_done_for_a_gpu(pytestconfig):
+    """Without a GPU, what torch and accelerate do for one takes time in each training, and has no effect.
+
+    accelerate collects garbage to empty its cache. torch formats the stack of each call that sets a seed.
+    """
+    with ExitStack() as stack:
+        if pytestconfig.getoption("device") != "cuda":
+            for accelerator in (torch.cuda, torch.xpu, torch.mtia):
+                stack.enter_context(mock.patch.object(accelerator, "manual_seed_all"))
+            if "accelerate.utils.memory" in sys.modules:
+                stack.enter_context(mock.patch.object(sys.modules["accelerate.utils.memory"], "clear_device_cache"))
         yield
-    else:
-        with mock.patch.object(memory, "clear_device_cache"):
-            yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _metadata_is_read_once():
+    """Trainers ask accelerate in each step whether PEFT is installed, and it parses the metadata of PEFT anew."""
+    with mock.patch.object(importlib.metadata, "metadata", functools.cache(importlib.metadata.metadata)):
+        yield
 
 
 def pytest_sessionfinish(session):
