@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,13 +85,25 @@ def long_pairs(lengths: tuple[tuple[int, int, int], ...] = ACROSS_12) -> list[di
     return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in lengths]
 
 
+SAVED = tempfile.TemporaryDirectory(prefix="fastdpo-tests-")
+"""Datasets that were saved in this process."""
+
+
 def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
     """Saves rows to a directory and loads them from there.
 
     Precomputed values are cached next to a dataset on disk, so each run needs its own copy.
     """
-    Dataset.from_list(rows).save_to_disk(directory)
+    shutil.copytree(_saved(json.dumps(rows)), directory, dirs_exist_ok=True)
     return load_from_disk(directory)
+
+
+@functools.cache
+def _saved(rows: str) -> Path:
+    """The directory of a dataset of these rows, in JSON. No one writes to it."""
+    directory = Path(SAVED.name) / str(_saved.cache_info().misses)
+    Dataset.from_list(json.loads(rows)).save_to_disk(directory)
+    return directory
 
 
 def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
@@ -256,17 +271,18 @@ def train_both(
 
     `build` makes each model of its kind, a seed and the entries of `tiny`. `prepare` is applied to
     it before a trainer is created with it. `train` is called with a directory, policy, reference
-    and the options.
+    and the options. Only the patched training is compiled: it changes no value, and takes long.
     """
+    not_compiled = {name: value for name, value in options.items() if not name.startswith("torch_compile")}
 
-    def once(name: str, cast: Callable = lambda model: model) -> Run:
+    def once(name: str, options: dict, cast: Callable = lambda model: model) -> Run:
         models = [cast(prepare(build(kind, seed, **(tiny or {})))) for seed in range(1 + reference)]
         return train(directory / name, models[0], models[1] if reference else None, **options)
 
-    stock = once("stock")
-    stock.in_float64 = functools.partial(once, "float64", double)
+    stock = once("stock", not_compiled)
+    stock.in_float64 = functools.partial(once, "float64", not_compiled, double)
     with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts):
-        return [stock, once("patched")]
+        return [stock, once("patched", options)]
 
 
 def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
