@@ -154,7 +154,7 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
         help="compare TRL with and without fastdpo on your model and pairs",
-        usage="fastdpo check (--model MODEL --dataset PATH | --tiny) [options] [fields of DPOConfig]",
+        usage="fastdpo check (--model MODEL --dataset PATH | --tiny [reward]) [options] [fields of DPOConfig]",
         description="Runs a few batches through TRL's DPOTrainer, stock and patched, one after the other in processes "
         "of their own, and compares log-probabilities, loss, metrics and gradients with what rounding explains. "
         "Fields of DPOConfig are options, too. For a reward model, they are RewardTrainer and RewardConfig. "
@@ -166,7 +166,13 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--dataset", metavar="PATH", help="a .jsonl, .json or .parquet file, or what save_to_disk wrote"
     )
-    parser.add_argument("--tiny", action="store_true", help="build a small model and pairs instead")
+    parser.add_argument(
+        "--tiny",
+        nargs="?",
+        const="dpo",
+        choices=("dpo", "reward"),
+        help="build a small model and pairs instead; with `reward`, a reward model",
+    )
     parser.add_argument("--batches", type=int, default=2, metavar="N", help="how many batches to run (2)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="pairs a batch (4)")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter of all linear layers")
@@ -177,7 +183,7 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     missing = [x is None for x in (args.model, args.dataset)]
-    if missing != [args.tiny, args.tiny]:
+    if missing != [args.tiny is not None] * 2:
         sys.exit("fastdpo check: pass --model and --dataset, or --tiny")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("fastdpo check: --plot requires matplotlib: pip install matplotlib")
@@ -190,7 +196,7 @@ def _check(args: argparse.Namespace) -> None:
         sys.exit(f"fastdpo check: requires TRL and what it depends on: {error}")
 
     options = dict(batches=args.batches, batch_size=args.batch_size, lora=args.lora, fields=args.fields)
-    report = command.check(args.model, args.dataset, **options)
+    report = command.check(args.model, args.dataset, rewards=args.tiny == "reward", **options)
     if args.plot is not None:
         from .commands.check import plot
 

@@ -144,6 +144,16 @@ def test_a_reward_model(command_line, dataset, tmp_path):
     assert report["costs"][0]["ratio"] > 1.3
 
 
+def test_a_tiny_reward_model(monkeypatch, capsys):
+    monkeypatch.setattr(command.subprocess, "run", run_in_a_fork)
+    with pytest.raises(SystemExit) as ended:
+        fastdpo.__main__.main(["check", "--tiny", "reward", "--center_rewards_coefficient=0.1", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0, report
+    assert report["title"].startswith("LlamaForSequenceClassification in float32, 2 batches of 4 pairs")
+    assert {x["name"] for x in report["verdicts"]} >= REWARDS | {"every call is fused", "gradients: head"}
+
+
 @pytest.mark.parametrize(
     ("options", "yardstick"),
     [

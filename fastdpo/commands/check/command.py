@@ -59,6 +59,7 @@ def check(
     model: str | None,
     dataset: str | None,
     *,
+    rewards: bool = False,
     batches: int = 2,
     batch_size: int = 4,
     lora: bool = False,
@@ -73,6 +74,7 @@ def check(
     Args:
         model: directory or Hub name of a model with its tokenizer; None for one that is built.
         dataset: path of preference pairs, as `load_preferences` takes; None only without a model.
+        rewards: whether the model that is built is a reward model.
         batches: number of batches.
         batch_size: pairs a batch.
         lora: train an adapter.
@@ -86,7 +88,7 @@ def check(
         if value < 1:
             raise CheckError(f"{name} must be 1 or more; got {value}")
     try:
-        rewards = model is not None and is_reward_model("check", model)
+        rewards = rewards if model is None else is_reward_model("check", model)
     except ValueError as error:
         raise CheckError(str(error).removeprefix("check: ")) from error
     _require_trainer(TRAINERS[rewards])
@@ -94,7 +96,7 @@ def check(
     with tempfile.TemporaryDirectory(prefix="fastdpo-check-") as temporary:
         directory = Path(temporary)
         if model is None or dataset is None:
-            paths = tiny.build(directory, pairs=batches * batch_size)
+            paths = tiny.build(directory, pairs=batches * batch_size, rewards=rewards)
         else:
             paths = model, Path(dataset)
         try:

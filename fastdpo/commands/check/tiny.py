@@ -15,14 +15,19 @@ PAD, EOS = "<|pad|>", "<|eos|>"
 WORDS = [start + end for start in "bdfghklmnprstvw" for end in ("a", "e", "i", "o", "u", "an", "el", "or")]
 
 
-def build(directory: Path, pairs: int) -> tuple[Path, Path]:
+def build(directory: Path, pairs: int, rewards: bool = False) -> tuple[Path, Path]:
     """Writes a Llama with 2 layers and random weights, its tokenizer, and pairs of random words.
+
+    Args:
+        directory: for the files.
+        pairs: their number.
+        rewards: whether the model is a reward model.
 
     Returns:
         The directory of the model, and the file of the pairs.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     rows = list(_pairs(pairs))
     tokenizer: Any = train_tokenizer([text for row in rows for text in row.values()], vocabulary=512)
@@ -38,8 +43,9 @@ def build(directory: Path, pairs: int) -> tuple[Path, Path]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    config.num_labels = 1  # of the reward model
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForSequenceClassification(config) if rewards else LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
