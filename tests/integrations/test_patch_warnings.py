@@ -4,8 +4,6 @@ import ast
 import gc
 import importlib.metadata
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from trl import DPOTrainer
 import fastdpo
 from fastdpo.integrations.trl.online_dpo import OnlineDPOLine
 from fastdpo.reasons import Reason
+from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import build, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +117,7 @@ def test_no_package_at_all_is_a_warning(monkeypatch, messages):
     assert warning.startswith("fastdpo: trl.DPOTrainer: off, trl is not installed [not-installed] | ")
 
 
-def test_a_program_without_logging_prints_the_warning():
+def test_a_program_without_logging_prints_the_warning(tmp_path):
     code = """
 import fastdpo
 from fastdpo.integrations.trl.kto import KTOLine
@@ -127,7 +126,9 @@ KTOLine.unsupported_reason = lambda line: Reason("different-code", difference="i
 fastdpo.patch()
 fastdpo.patch()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (tmp_path / "program.py").write_text(code)
+    done = run_program(tmp_path / "program.py")
+    assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "fastdpo" in line]
     assert len(lines) == 1
     assert lines[0].startswith("fastdpo: trl.DPOTrainer")
