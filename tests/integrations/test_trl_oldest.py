@@ -3,12 +3,18 @@
 Unpatched TRL 1.15 needs a GPU, so that no other comparison is possible on a CPU.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.trl.dpo import Run, assert_fused, assert_same, run_with_oldest
+from tests.support import ROOT
+from tests.support.documents import trained
+from tests.support.trl.dpo import Run, assert_fused, assert_same
+from tests.support.trl.online import OnlineRun, assert_all_same
 from tests.support.workers import trainings, vision
 
 CALLS = {
@@ -25,10 +31,28 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def oldest(tmp_path_factory) -> Path:
-    """A directory with the runs of one process."""
+    """A directory with the runs of one process, which imports the oldest supported TRL."""
+    path = os.environ.get("OLDEST_TRL")
+    if path is None:
+        pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
     directory = tmp_path_factory.mktemp("oldest")
-    run_with_oldest(trainings, directory, *CALLS)
+    done = subprocess.run(
+        [sys.executable, "-m", trainings.__name__, str(directory), *CALLS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for trainer in (*CALLS, "trl.OnlineDPOTrainer"):
+        trained.add(trainer, Path(path).name.removeprefix("trl-"))
     return directory
+
+
+def runs_in(path: Path, kind: type[Run] = Run) -> list[Run]:
+    result = torch.load(path)
+    assert result["version"] == "1.15.0"
+    return [kind(**run) for run in result["runs"]]
 
 
 @pytest.mark.parametrize("trainer", CALLS)
@@ -42,10 +66,15 @@ def test_same_training_with_images(oldest, tmp_path):
     assert_same_in_oldest(oldest / "images.pt", newest, policy=2, reference=3, eval=1)
 
 
+def test_online_training(oldest):
+    """Unpatched OnlineDPOTrainer needs no GPU."""
+    runs = runs_in(oldest / "online.pt", OnlineRun)
+    assert_fused(runs[-1], policy=3, reference=3)
+    assert_all_same(*runs)
+
+
 def assert_same_in_oldest(saved: Path, newest: Run, **calls: int) -> None:
-    result = torch.load(saved)
-    oldest = Run(**result["run"])
-    assert result["version"] == "1.15.0"
+    (oldest,) = runs_in(saved)
     for run in (oldest, newest):
         assert_fused(run, **calls)
     assert_same(oldest, newest)

@@ -21,10 +21,9 @@ from fastdpo.integrations.trl import online_dpo
 from fastdpo.ops.head import logit_rows
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
-from tests.support.trl.dpo import LORA, assert_fused, assert_same_bits, run_with_oldest, trained_adapter
+from tests.support.trl.dpo import LORA, assert_fused, assert_same_bits, trained_adapter
 from tests.support.trl.online import (
     SUMS_OVER_PADDING,
-    OnlineRun,
     assert_all_same,
     assert_same_online,
     build,
@@ -35,7 +34,6 @@ from tests.support.trl.online import (
     train_three,
     writer,
 )
-from tests.support.workers import online
 
 FULL = dict(policy=3, reference=3)
 
@@ -348,12 +346,3 @@ def test_a_changed_signature_is_rejected(monkeypatch, caplog, name):
     assert f"OnlineDPOTrainer.{name} must have the parameters" in online.reason
     assert "something_new" in online.reason
     assert dict(vars(OnlineDPOTrainer)) == changed
-
-
-def test_the_oldest_supported_trl(tmp_path):
-    run_with_oldest(online, tmp_path, "trl.OnlineDPOTrainer")
-    result = torch.load(tmp_path / "runs.pt")
-    assert result["version"] == "1.15.0"
-    runs = [OnlineRun(**run) for run in result["runs"]]
-    assert_fused(runs[-1], **FULL)
-    assert_all_same(*runs)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -37,9 +33,7 @@ from fastdpo import packing
 from fastdpo.models import laying_out
 from fastdpo.models.layouts import SharePrompts
 from fastdpo.packing import Layout
-from tests.support import ROOT
 from tests.support.comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
-from tests.support.documents import trained
 from tests.support.workers.processes import run_ranks
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
@@ -307,26 +301,6 @@ def recorded_packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(packing, "pack", pack)
     return recorded
-
-
-def run_with_oldest(worker: ModuleType, directory: Path, *trainers: str) -> None:
-    """Runs a module on a directory and trainers, which it trains fused, in a process with the oldest supported TRL.
-
-    Skips the test if the environment variable OLDEST_TRL is not set.
-    """
-    oldest = os.environ.get("OLDEST_TRL")
-    if oldest is None:
-        pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
-    done = subprocess.run(
-        [sys.executable, "-m", worker.__name__, str(directory), *trainers],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([oldest, str(ROOT)]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    for trainer in trainers:
-        trained.add(trainer, Path(oldest).name.removeprefix("trl-"))
 
 
 def run_two_ranks(kind: str, directory: Path) -> list[dict]:

@@ -1,12 +1,14 @@
 """Patched trainings with the TRL that comes first on the path.
 
 Usage: `python -m tests.support.workers.trainings DIRECTORY TRAINER ...`. Saves a run
-of each trainer in the directory, and one of DPOTrainer on pairs with images.
+of each trainer in the directory, one of DPOTrainer on pairs with images, and the three
+of `trl.online.train_three`, of which two are not patched.
 """
 
 import functools
 import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ import fastdpo
 from tests.support.trl.dpo import Run, tiny_model, train
 from tests.support.trl.groups import AGAIN, NAMES, train_group
 from tests.support.trl.kto import train_kto
+from tests.support.trl.online import train_three
 from tests.support.trl.reference_free import train_cpo, train_orpo
 from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
@@ -49,8 +52,8 @@ def patched_run(directory: Path, trainer: str) -> Run:
         return TRAIN[trainer](directory, model_of(trainer, 0), model_of(trainer, 1), evaluate=6)
 
 
-def save(path: Path, run: Run) -> None:
-    torch.save({"version": trl.__version__, "run": vars(run)}, path)
+def save(path: Path, *runs: Run) -> None:
+    torch.save({"version": trl.__version__, "runs": [vars(replace(run, in_float64=None)) for run in runs]}, path)
 
 
 def main(directory: Path, *trainers: str) -> None:
@@ -58,6 +61,7 @@ def main(directory: Path, *trainers: str) -> None:
     for trainer in trainers:
         save(directory / f"{trainer}.pt", patched_run(directory / trainer, trainer))
     save(directory / "images.pt", vision.patched_run(directory / "images"))
+    save(directory / "online.pt", *train_three(directory / "online"))
 
 
 if __name__ == "__main__":
