@@ -53,7 +53,7 @@ class _Snapshot(NamedTuple):
         inner: these children.
         additions: of the modules that have any. A hook may close over values that have changed.
         hash: of the structure.
-        of_kinds: modules by a class that was asked for.
+        of_kinds: modules by a class or an attribute that was asked for.
     """
 
     implementation: str
@@ -67,7 +67,7 @@ class _Snapshot(NamedTuple):
     inner: list[nn.Module | None]
     additions: list[tuple[nn.Module, tuple[object, ...]]]
     hash: int
-    of_kinds: dict[type, list[nn.Module]]
+    of_kinds: dict[type | str, list[nn.Module]]
 
     def describes(self, model: PreTrainedModel, attributes: list[object]) -> bool:
         """Whether a model is as it was, given the present attributes of its other modules."""
@@ -108,15 +108,16 @@ class Structure:
         self._snapshots = [latest, *(x for x in self._snapshots if x is not latest)][:MAX_SNAPSHOTS]
         return latest.hash
 
-    def modules_of(self, model: nn.Module, kind: type) -> list[nn.Module]:
-        """The modules of a class that the model had when its hash was last asked for, or those that it has
-        now if its hash is not known yet.
+    def modules_of(self, model: nn.Module, kind: type | str) -> list[nn.Module]:
+        """The modules of a class, or with an attribute of a name, that the model had when its hash was last asked
+        for, or those that it has now if its hash is not known yet.
         """
+        is_of: Any = hasattr if isinstance(kind, str) else isinstance
         if not self._snapshots:
-            return [module for module in model.modules() if isinstance(module, kind)]
+            return [module for module in model.modules() if is_of(module, kind)]
         latest = self._snapshots[0]
         if kind not in latest.of_kinds:
-            latest.of_kinds[kind] = [module for module in latest.modules if isinstance(module, kind)]
+            latest.of_kinds[kind] = [module for module in latest.modules if is_of(module, kind)]
         return latest.of_kinds[kind]
 
     def _snapshot(self, model: PreTrainedModel) -> _Snapshot:

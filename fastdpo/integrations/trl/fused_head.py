@@ -19,7 +19,7 @@ from ..line import TrainerLine
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
 from ..signatures import field_difference, signature_difference
-from . import adapters
+from .model_state import disable_gradient_checkpointing, is_peft_model, use_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,7 +56,7 @@ class FusedHeadLine(TrainerLine):
 
     def replace(self) -> None:
         super().replace()
-        for function in (adapters.is_peft_model, adapters.use_adapter):
+        for function in (is_peft_model, use_adapter, disable_gradient_checkpointing):
             if hasattr(self.module(), function.__name__):
                 self.replacements.wrap(self.module(), function.__name__, function)
 

@@ -10,10 +10,12 @@ from accelerate.utils import is_peft_model
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
 import fastdpo
-from fastdpo.integrations.trl import adapters
+from fastdpo.integrations.trl import model_state
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import (
     LORA,
@@ -21,6 +23,7 @@ from tests.support.trl.dpo import (
     assert_fused,
     assert_same,
     assert_same_bits,
+    build,
     tiny_model,
     train,
     trained_adapter,
@@ -260,7 +263,45 @@ def test_a_status_has_its_other_fields():
         read.append(model.get_model_status())
         yield
 
-    with adapters.use_adapter(reading, model, None):
+    with model_state.use_adapter(reading, model, None):
         status = model.get_model_status()
     assert type(read[0]) is not type(status)
     assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
+
+
+@pytest.mark.parametrize("enabled", ["nowhere", "everywhere", "in one layer", "in one layer after a step"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_checkpointing_is_disabled_without_a_look_at_every_module(adapter, enabled, tmp_path, monkeypatch):
+    asked = []
+    name = "is_activation_checkpointing"
+    original = getattr(PreTrainedModel, name)
+    monkeypatch.setattr(PreTrainedModel, name, property(lambda self: asked.append(self) or original.fget(self)))
+
+    def run(directory):
+        policy = trained_adapter(tiny_model()) if adapter else tiny_model()
+        trainer = build(directory, policy, None if adapter else tiny_model(seed=1), max_steps=1)
+        model = trainer.model
+        if enabled == "everywhere":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        layer = next(x for x in model.modules() if isinstance(x, GradientCheckpointingLayer))
+        if enabled.endswith("step"):
+            trainer.train()
+        if enabled.startswith("in one"):
+            vars(layer)["gradient_checkpointing"] = True
+        asked.clear()
+        seen = []
+
+        def look():
+            seen.append([x.gradient_checkpointing for x in model.modules() if hasattr(x, "gradient_checkpointing")])
+
+        with dpo_trainer.disable_gradient_checkpointing(model, {"use_reentrant": False}):
+            look()
+        look()
+        return seen, len(asked)
+
+    stock, _ = run(tmp_path / "stock")
+    with fastdpo.patched("trl.DPOTrainer"):
+        patched, n_asked = run(tmp_path / "patched")
+    assert patched == stock
+    assert not any(stock[0])
+    assert any(stock[1]) == (enabled != "nowhere") == bool(n_asked)

@@ -1,13 +1,14 @@
-"""What TRL asks in every step about the adapters of a model, answered without a description of all modules."""
+"""What TRL asks in every step about the state of a model, answered without a long walk over its modules."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from ...models.wrapped import is_transformers_model
+from ...models.state import state_of
+from ...models.wrapped import find_base, is_transformers_model
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
@@ -19,6 +20,16 @@ def is_peft_model(stock: Callable, model: Any) -> bool:
     if peft is not None and isinstance(model, peft.PeftModel):
         return True
     return not is_transformers_model(model) and stock(model)
+
+
+def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> AbstractContextManager:
+    """TRL's context if a layer of the model has checkpointing enabled. transformers looks for it in all modules."""
+    base = find_base(model)
+    fused = None if base is None else state_of(base)
+    if base is None or fused is None or fused.unsupported_reason() is not None:
+        return stock(model, *args, **kwargs)
+    layers: Any = fused.structure.modules_of(base, "gradient_checkpointing")
+    return stock(model, *args, **kwargs) if any(x.gradient_checkpointing for x in layers) else nullcontext()
 
 
 @contextmanager
