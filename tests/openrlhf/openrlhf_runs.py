@@ -23,7 +23,7 @@ from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.rm_trainer import RewardModelTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import fastdpo
 from tests.support import ROOT
@@ -226,6 +226,13 @@ def train(
     return Run(trainer, fastdpo.calls - before)
 
 
+def reward_model(path: Path, **options: Any) -> PreTrainedModel:
+    """A reward model with the backbone of a checkpoint. `options` are those of `get_llm_for_sequence_regression`."""
+    torch.manual_seed(0)  # head and adapters
+    options = dict(attn_implementation="sdpa") | options
+    return get_llm_for_sequence_regression(str(path), "reward", init_value_head=True, **options)
+
+
 def train_rewards(
     path: Path,
     strategy: Strategy,
@@ -243,9 +250,7 @@ def train_rewards(
     `padding` is the token of padding. `options` are arguments of `get_llm_for_sequence_regression`.
     """
     before = Counter(fastdpo.calls)
-    torch.manual_seed(0)  # head and adapters
-    options = dict(attn_implementation="sdpa", packing_samples=strategy.args.ds.packing_samples) | options
-    model = cast(get_llm_for_sequence_regression(str(path), "reward", init_value_head=True, **options))
+    model = cast(reward_model(path, packing_samples=strategy.args.ds.packing_samples, **options))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     encode = tokenizer()

@@ -21,6 +21,10 @@ def test_two_ranks(tmp_path, stage):
         assert_same_gradients([stock["weights"]], [patched["weights"]])
         for name in stock["weights"]:
             assert torch.equal(patched["weights"][name], ranks[0]["patched"]["weights"][name])
+        rewards, of_stock = patched["rewards"], stock["rewards"]
+        assert rewards["calls"] == {("openrlhf.RewardModelTrainer", "policy", "fused"): 3}
+        assert_same_logs(of_stock["logs"], rewards["logs"])
+        assert_same_gradients([of_stock["weights"]], [rewards["weights"]])
         numbers = len(stock["logs"][0]) - 2  # the trainer adds two means after the reduction
         assert rank["collectives"] == {"stock": 3 * numbers, "patched": 3}
 

@@ -16,7 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from openrlhf.utils.deepspeed import DeepspeedStrategy
-from openrlhf_runs import RATE, Recorded, Strategy, actor, loader, rows, tokenizer
+from openrlhf_runs import RATE, Recorded, RecordedRewards, Strategy, actor, loader, reward_model, rows, tokenizer
 
 import fastdpo
 
@@ -54,6 +54,28 @@ def counted(reduce, counts: Counter, name: str, *args, **kwargs):
     return reduce(*args, **kwargs)
 
 
+def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
+        dist.barrier()
+        return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=RATE), 1.0)
+
+
+def train_rewards(out: Path, stage: int) -> dict:
+    """The logs and final weights of a reward model, and the calls in its training."""
+    before = Counter(fastdpo.calls)
+    model = engine(reward_model(out / "llama0").float(), stage, trained=True)
+    strategy = ZeroStrategy()
+    data = loader(strategy, rows(12, seed=dist.get_rank()), is_dpo=False)
+    trainer = RecordedRewards(model, strategy, None, data, None, scheduler(), tokenizer(), max_epochs=1)
+    trainer.fit(strategy.args)
+    return dict(logs=trainer.logs, weights=weights_of(model.module), calls=fastdpo.calls - before)
+
+
 def main() -> None:
     stage, out, epochs = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -75,20 +97,17 @@ def main() -> None:
         models[1].model = engine(models[1].model, stage if stage == 3 else 0, trained=False)
         strategy = ZeroStrategy()
         data = loader(strategy, rows(12, seed=rank))
-        scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=RATE), 1.0)
         options = dict(beta=0.1, max_epochs=epochs)
-        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler, **options)
+        trainer = Recorded(*models, strategy, tokenizer(), None, data, None, scheduler(), **options)
 
         dist.all_reduce = functools.partial(counted, stock_reduce, collectives, name)
         trainer.fit(strategy.args)
         dist.all_reduce = stock_reduce
-        module = models[0].model.module
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            # Under load DeepSpeed's gather has returned too early. gloo runs the barrier after it.
-            dist.barrier()
-            weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+        weights = weights_of(models[0].model.module)
         calls = Counter({key[1:]: n for key, n in (fastdpo.calls - before).items()})
         results[name] = dict(logs=trainer.logs, weights=weights, calls=calls, steps=len(trainer.logs))
+        if epochs == 1:
+            results[name]["rewards"] = train_rewards(out, stage)
     results["collectives"] = dict(collectives)
     torch.save(results, out / f"rank{rank}.pt")
     dist.barrier()
