@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from tabulate import tabulate
 
-from benchmarks.sides import workload as w
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     work = workload(args.quick)
     step = TrainerStep(work, "fastdpo")
-    lengths = [pair_lengths(w.examples(work, i), work.max_length) for i in range(len(work.batches))]
+    lengths = [pair_lengths(work.examples(i), work.max_length) for i in range(len(work.batches))]
     times = measure(step, 0 if args.quick else args.seconds)
     models = {"CostModel.of_model": CostModel.of_model(step.trainer.model), "tokens alone": CostModel()}
     rows = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.sides import workload as w
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.batching import CostModel, StepPlanner
@@ -23,7 +22,7 @@ class BudgetStep(TrainerStep):
     """Policy forward and backward, reference forward, at half of the distinct tokens at a time."""
 
     def __init__(self, workload: Workload) -> None:
-        examples = [w.examples(workload, i) for i in range(len(workload.batches))]
+        examples = [workload.examples(i) for i in range(len(workload.batches))]
         lengths = [pair_lengths(pairs, workload.max_length) for pairs in examples]
         max_tokens = half_of_the_longest_step(lengths)
         super().__init__(workload, "fastdpo", max_tokens=max_tokens)

@@ -100,7 +100,7 @@ class ExactStep:
         return [(torch.tensor((p + c)[: self.workload.max_length]), len(p)) for p, c in ids]
 
     def _examples(self, batch: int) -> list[dict[str, list[int]]]:
-        return w.examples(self.workload, batch)
+        return self.workload.examples(batch)
 
     def _build(self, seed: int) -> PreTrainedModel:
         return w.build_model(self.workload, seed)

@@ -85,7 +85,7 @@ class FloorStep:
 
     def _pack(self, workload: Workload, batch: int, device: torch.device) -> tuple[Tensor, Layout]:
         """Packed ids [1, T] of a batch and their layout."""
-        inputs = DataCollatorForPreference(w.PAD, workload.max_length)(w.examples(workload, batch))
+        inputs = DataCollatorForPreference(w.PAD, workload.max_length)(workload.examples(batch))
         inputs = {name: x.to(device) for name, x in inputs.items()}
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
         layout = ops.pack_pairs(inputs["input_ids"], inputs["attention_mask"], labels)

@@ -29,7 +29,7 @@ def examples(workload: Workload, batch: int) -> list[dict[str, Any]]:
     Every other row is desirable. As in TRL, the KL term of a row has the completion of the row
     before it.
     """
-    pairs = w.examples(workload, batch)
+    pairs = workload.examples(batch)
     return [
         {
             "prompt_ids": pair["prompt_ids"],

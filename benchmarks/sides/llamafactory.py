@@ -60,7 +60,7 @@ class LlamaFactoryStep(TrainerStep):
         return trainer
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
-        return [_tokenized(pair, workload.max_length) for pair in w.examples(workload, batch)]
+        return [_tokenized(pair, workload.max_length) for pair in workload.examples(batch)]
 
     def check(self) -> Arrays:
         """Log-probs of all completions, losses of all batches, gradient of the first batch."""

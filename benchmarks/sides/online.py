@@ -37,7 +37,7 @@ def prefer_first_half(prompts: list[str], **columns: Any) -> list[float]:
 
 def completions(workload: Workload, batch: int) -> tuple[torch.Tensor, ...]:
     """Ids and mask of left-padded prompts [2B, P] and of right-padded completions [2B, C]."""
-    pairs = w.examples(workload, batch)
+    pairs = workload.examples(batch)
     prompts = [torch.tensor(pair["prompt_ids"]) for pair in pairs] * 2
     responses = [torch.tensor(pair[name]) for name in ("chosen_ids", "rejected_ids") for pair in pairs]
 

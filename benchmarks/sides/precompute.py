@@ -23,7 +23,7 @@ class PrecomputeStep(TrainerStep):
     def __init__(self, workload: Workload, mode: str) -> None:
         datasets.disable_caching()  # otherwise only the first pass would compute
         super().__init__(workload, mode)
-        self.pairs = [pair for batch in range(self.batches) for pair in w.examples(workload, batch)]
+        self.pairs = [pair for batch in range(self.batches) for pair in workload.examples(batch)]
         self.batches = 1
 
     def check(self) -> Arrays:

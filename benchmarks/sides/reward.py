@@ -37,7 +37,7 @@ def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
     """The pairs of a batch, each row with its prompt."""
     return [
         {name: pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids")}
-        for pair in w.examples(workload, batch)
+        for pair in workload.examples(batch)
     ]
 
 

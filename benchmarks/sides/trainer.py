@@ -67,7 +67,7 @@ def build_trainer(workload: Workload, directory: Path, attention: str) -> DPOTra
         model=w.build_model(workload, w.POLICY, attention),
         ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE, attention),
         args=config,
-        train_dataset=Dataset.from_list(w.examples(workload, 0)),
+        train_dataset=Dataset.from_list(workload.examples(0)),
         processing_class=build_tokenizer(),
         peft_config=w.lora_config(workload.lora_dropout) if workload.lora else None,
     )
@@ -144,7 +144,7 @@ class TrainerStep:
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         """The examples of a batch in the format of the trainer's collator."""
-        return w.examples(workload, batch)
+        return workload.examples(batch)
 
     def _scores_of(self, output: Any) -> torch.Tensor:
         """What is compared of the output of a model: the log-probs of its labelled tokens."""

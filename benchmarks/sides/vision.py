@@ -73,7 +73,7 @@ def examples(workload: VisionWorkload, batch: int) -> list[dict[str, list[int]]]
     """The pairs of a batch: those of `workload.examples`, with pictures in front of each prompt."""
     image = [w.FIRST_REGULAR_TOKEN, *[IMAGE] * workload.tokens_of_image]
     return [
-        {**pair, "prompt_ids": [*image * workload.images, *pair["prompt_ids"]]} for pair in w.examples(workload, batch)
+        {**pair, "prompt_ids": [*image * workload.images, *pair["prompt_ids"]]} for pair in workload.examples(batch)
     ]
 
 

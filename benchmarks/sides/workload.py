@@ -100,6 +100,19 @@ class Workload:
     def dtype(self) -> str:
         return f"{self.weights} weights, bfloat16 autocast" if self.bf16 else self.weights
 
+    def examples(self, batch: int) -> list[dict[str, list[int]]]:
+        """The pairs of a batch in the format of TRL's collator."""
+        generator = torch.Generator().manual_seed(batch)
+
+        def ids(n: int) -> list[int]:
+            return torch.randint(FIRST_REGULAR_TOKEN, self.size.vocabulary, (n,), generator=generator).tolist()
+
+        pairs = []
+        for i, (p, c, r) in enumerate(self.batches[batch]):
+            prompt = pairs[-1]["prompt_ids"] if i % self.pairs_of_prompt else ids(p)
+            pairs.append({"prompt_ids": prompt, "chosen_ids": ids(c), "rejected_ids": ids(r)})
+        return pairs
+
 
 @dataclass(frozen=True)
 class GroupWorkload(Workload):
@@ -164,20 +177,6 @@ def draw_lengths(
 
     typical = (median - completion, *[completion] * completions)
     return tuple(tuple(map(draw, typical)) for _ in range(prompts))
-
-
-def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
-    """The pairs of a batch in the format of TRL's collator."""
-    generator = torch.Generator().manual_seed(batch)
-
-    def ids(n: int) -> list[int]:
-        return torch.randint(FIRST_REGULAR_TOKEN, workload.size.vocabulary, (n,), generator=generator).tolist()
-
-    pairs = []
-    for i, (p, c, r) in enumerate(workload.batches[batch]):
-        prompt = pairs[-1]["prompt_ids"] if i % workload.pairs_of_prompt else ids(p)
-        pairs.append({"prompt_ids": prompt, "chosen_ids": ids(c), "rejected_ids": ids(r)})
-    return pairs
 
 
 def device() -> torch.device:

@@ -3,6 +3,7 @@
 from benchmarks.suites import (
     attention,
     bf16,
+    conversations,
     evaluation,
     grpo,
     head,
@@ -26,6 +27,7 @@ _MODULES = (
     step,
     hybrid,
     sharing,
+    conversations,
     bf16,
     evaluation,
     precompute,
