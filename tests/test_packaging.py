@@ -59,6 +59,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     | {"plain_checks", "reasons", "ref_logps", "storage"},
     "commands": {
         "accuracy",
+        "batching",
         "checks",
         "data",
         "integrations",

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from fastdpo.__main__ import main
+from fastdpo.batching import kinship_of
 from fastdpo.commands.estimate import batches
 from fastdpo.commands.estimate.fitting import largest_fitting
 from fastdpo.commands.estimate.prediction import SIDES, estimate
@@ -20,7 +21,7 @@ from fastdpo.lengths import pair_lengths
 from fastdpo.models import reward_head
 from fastdpo.packing import pack
 from tests.support.documents.markdown_blocks import blocks
-from tests.support.programs.workload import TINY
+from tests.support.programs.workload import TINY, Workload
 
 BATCH = 2
 
@@ -71,6 +72,38 @@ def test_tokens_are_those_of_the_batches(model, dataset):
     assert largest["padded"] == 4 * 16  # two pairs of rows that are truncated
     assert largest["shared"] < largest["packed"] < largest["padded"]
     assert all(found.tokens["median"][name] <= tokens for name, tokens in largest.items())
+
+
+def chats(turns: int = 3) -> list[dict[str, list[dict[str, str]]]]:
+    """Turns of conversations. The messages before a turn are its prompt."""
+    rows, said = [], []
+    for i, pair in enumerate(Workload(pairs=24).pairs_of_text()):
+        said = [*(said if i % turns else []), {"role": "user", "content": pair["prompt"]}]
+        answers = {name: [{"role": "assistant", "content": pair[name]}] for name in ("chosen", "rejected")}
+        rows.append({"prompt": said, **answers})
+        said = said + answers["chosen"]
+    return rows
+
+
+def test_tokens_of_an_epoch_are_those_of_layouts(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    dataset = batches.prepared(Dataset.from_list(chats()), tokenizer, config)
+    of_dataset = batches.Batches(dataset, pair_lengths(dataset), config, store_all=False)
+    kinship = kinship_of(dataset)
+    found = of_dataset.epoch(kinship, 4)
+
+    def computed(order, size, groups=torch.zeros_like):
+        parts = [of_dataset.collate(order[i : i + size]) for i in range(0, len(order), size)]
+        return sum(len(pack(*x.values(), groups=groups(torch.arange(len(x["labels"])))).token_index) for x in parts)
+
+    drawn = np.random.default_rng(batches.SEED).permutation(len(dataset))
+    assert found["packed"] == computed(drawn, 4, torch.clone)
+    assert found["shared"] == computed(drawn, 4, lambda rows: rows % (len(rows) // 2))
+    expected = {"drawn": (drawn, 4), "grouped": (kinship.grouped(drawn, 4), 4), "tree": (drawn, len(dataset))}
+    for name, (order, size) in expected.items():  # the header of the template, less than 1/16 of a row, is left out
+        assert computed(order, size) <= found[name] <= computed(order, size) + 2 * len(dataset), name
+    assert found["tree"] <= found["grouped"] < 0.8 * found["drawn"] < found["shared"] < found["packed"]
 
 
 def test_the_largest_batch_fits_and_one_more_pair_does_not(model, dataset):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ...batching import Kinship, StepPlanner
 from ...lengths import PairLengths
 from ...packing import IGNORE_INDEX
 
@@ -74,6 +75,23 @@ class Batches:
         order = np.random.default_rng(SEED).permutation(len(self))
         epoch = order[: len(self) // n * n].reshape(-1, n)
         return epoch[np.argsort(self.tokens(layout, epoch), kind="stable")[len(epoch) // 2]]
+
+    def epoch(self, kinship: Kinship, n: int) -> dict[str, int]:
+        """Tokens of a shuffled epoch in batches of n pairs, by what is shared: as in `LAYOUTS`, and further between
+        the pairs of a batch, as it is "drawn" or "grouped" by `group_prompts`, and of the whole epoch, in one "tree".
+        """
+        drawn = np.random.default_rng(SEED).permutation(len(self))
+        alone = self._lengths.packed()
+        planner = StepPlanner(self._lengths, max(int(alone.sum()), 1), kinship=kinship)
+
+        def tokens(order: np.ndarray, size: int) -> int:
+            parts = [order[start : start + size] for start in range(0, len(order), size)]
+            saved = sum(int(alone[part].sum()) - planner.tokens_of(part) for part in parts)
+            return int(self._sizes["shared"].sum()) - saved
+
+        layouts = {x: sum(int(self.tokens(x, drawn[i : i + n])) for i in range(0, len(self), n)) for x in LAYOUTS}
+        grouped = kinship.grouped(drawn, n)
+        return layouts | {"drawn": tokens(drawn, n), "grouped": tokens(grouped, n), "tree": tokens(drawn, len(self))}
 
     def collate(self, pairs: np.ndarray) -> dict[str, Tensor]:
         """The arguments of a model call with a batch, by TRL's collator."""

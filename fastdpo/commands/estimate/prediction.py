@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tqdm.auto import tqdm
 
 from ... import checks
+from ...batching import Kinship, kinship_of
 from ...data.files import load_preferences
 from ...lengths import pair_lengths
 from ..model_names import is_reward_model
@@ -42,6 +43,7 @@ class Estimate:
             "packed" (`share_prompts=False`) and "shared". The median is that of the batches of a
             shuffled epoch; the largest batch holds the largest pairs of the dataset, so that no
             batch has more tokens.
+        epoch: the tokens of all batches of a shuffled epoch (see `Batches.epoch`).
         memory: by "median" and "largest", the memory of a step by side: "stock" and "patched".
         limit: bytes of the device, or None.
         fits: by side, the largest number of pairs of which any fit into `limit` as a batch.
@@ -50,6 +52,7 @@ class Estimate:
     pairs: int
     batch: int
     tokens: dict[str, dict[str, int]]
+    epoch: dict[str, int]
     memory: dict[str, dict[str, Memory]]
     limit: int | None
     fits: dict[str, int]
@@ -88,7 +91,7 @@ def estimate(
     if training.rewards and training.precomputed_reference:
         rule = "be False for a reward model, which has no reference"
         raise ValueError(f"{OP}: precomputed_reference must {rule}; got True")
-    batches = _batches(model, load_preferences(Path(dataset)), max_length, training, progress)
+    batches, kinship = _batches(model, load_preferences(Path(dataset)), max_length, training, progress)
     checks.require(batch <= len(batches), OP, "batch", "be at most the {} pairs of the dataset", batch, len(batches))
     of = {"median": batches.median, "largest": batches.largest}
     tokens = {size: {x: int(batches.tokens(x, choose(x, batch))) for x in LAYOUTS} for size, choose in of.items()}
@@ -108,10 +111,12 @@ def estimate(
                 return known[n] if n in known else memory(side, "largest", n).total
 
             fits[side] = largest_fitting(total, cast(int, limit), batch, len(batches))
-    return Estimate(len(batches), batch, tokens, found, limit, fits)
+    return Estimate(len(batches), batch, tokens, batches.epoch(kinship, batch), found, limit, fits)
 
 
-def _batches(model: str, pairs: Dataset, max_length: int | None, training: Setup, progress: bool) -> Batches:
+def _batches(
+    model: str, pairs: Dataset, max_length: int | None, training: Setup, progress: bool
+) -> tuple[Batches, Kinship]:
     from transformers import AutoTokenizer
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.reward_config import RewardConfig
@@ -121,7 +126,9 @@ def _batches(model: str, pairs: Dataset, max_length: int | None, training: Setup
         config: Any = kind(output_dir=directory, max_length=max_length, use_cpu=True, report_to="none")
     if training.rewards:
         rows = prepared_rows(pairs, tokenizer, config)
-        return RewardBatches(rows, pair_lengths(rows, op=OP, progress=progress), config, store_all=True)
+        lengths = pair_lengths(rows, op=OP, progress=progress)
+        return RewardBatches(rows, lengths, config, store_all=True), kinship_of(rows, op=OP)
     dataset = prepared(pairs, tokenizer, config)
     lengths = pair_lengths(dataset, max_length, config.truncation_mode, op=OP, progress=progress)
-    return Batches(dataset, lengths, config, returns_router_logits(training.config))
+    batches = Batches(dataset, lengths, config, returns_router_logits(training.config))
+    return batches, kinship_of(dataset, op=OP)

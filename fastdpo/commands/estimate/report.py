@@ -11,6 +11,12 @@ from .prediction import SIDES, Estimate
 
 GIB = 1 << 30
 LABELS = {"padded": "padded (TRL)", "packed": "packed", "shared": "packed, prompts shared"}
+SHARED = {
+    **LABELS,
+    "drawn": "shared in batches as drawn",
+    "grouped": "shared with group_prompts",
+    "tree": "shared by all pairs",
+}
 PARTS = {
     "weights": "weights",
     "reference_weights": "reference weights",
@@ -36,6 +42,8 @@ def as_text(estimate: Estimate) -> str:
     """Tables for a terminal."""
     of, largest = estimate.tokens, estimate.memory["largest"]
     tokens = [(LABELS[x], f"{of['median'][x]:,}", f"{of['largest'][x]:,}") for x in LAYOUTS]
+    padded = estimate.epoch["padded"]
+    epoch = [(label, f"{estimate.epoch[x]:,}", f"{estimate.epoch[x] / padded:.0%}") for x, label in SHARED.items()]
     memory = [(label, *(_gib(getattr(largest[side], name)) for side in SIDES)) for name, label in PARTS.items()]
     memory += [
         (f"peak, {size} batch", *(_gib(sides[side].total) for side in SIDES))
@@ -43,6 +51,7 @@ def as_text(estimate: Estimate) -> str:
     ]
     tables = [
         [(f"tokens a step, {estimate.batch} pairs", "median batch", "largest batch"), *tokens],
+        [("tokens of an epoch", "tokens", "of padded"), *epoch],
         [("GiB, largest batch", *SIDES), *memory],
     ]
     if estimate.limit is not None:
