@@ -66,6 +66,7 @@ class Layout:
         output_shape: (R, W), with W = L - 1, or W = L for shifted labels.
         multiplicity: int64 [T], the number of rows that contain each packed token.
         label_bounds: int64 [R + 1] on the CPU, the start of each row's labels among all M, and M.
+        unshared: the number of tokens that would be stored if rows shared none.
     """
 
     token_index: Tensor
@@ -79,6 +80,7 @@ class Layout:
     output_shape: tuple[int, int]
     multiplicity: Tensor
     label_bounds: Tensor
+    unshared: int
 
     @property
     def label_index(self) -> Tensor:
@@ -275,6 +277,7 @@ def pack(
         (n_rows, scored.shape[1]),
         torch.from_numpy(multiplicity),
         _bounds(torch.from_numpy(counts)),
+        int(need.sum()),
     )
     return layout.to(device)
 
@@ -302,6 +305,7 @@ def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shi
         multiplicity=(attention_mask != 0).flatten().long(),
         padded_shape=(n_rows, length),
         label_bounds=_bounds((targets != IGNORE_INDEX).sum(1).cpu()),
+        unshared=n_rows * length,
     )
 
 

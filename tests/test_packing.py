@@ -123,7 +123,7 @@ def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False
             members[int(groups[r])].append(real[r][: need[r]])
     distinct = [{tuple(row[: i + 1]) for row in rows for i in range(len(row))} for rows in members.values()]
     assert len(layout.token_index) == sum(map(len, distinct))
-    assert layout.multiplicity.sum() == sum(need)  # every needed token of every row is counted
+    assert layout.multiplicity.sum() == layout.unshared == sum(need)  # every needed token of every row is counted
 
 
 @pytest.mark.parametrize("store_all", [False, True], ids=["needed", "store_all"])  # True: for router losses
@@ -306,7 +306,9 @@ def test_other_dtypes(mask_dtype):
     for name, value in vars(expected).items():
         field = getattr(layout, name)
         assert (
-            field == value if isinstance(value, tuple) else (torch.equal(field, value) and field.dtype == value.dtype)
+            field == value
+            if isinstance(value, tuple | int)
+            else (torch.equal(field, value) and field.dtype == value.dtype)
         )
 
 
@@ -508,7 +510,7 @@ def test_layouts_do_not_depend_on_the_default_device():
         pack(*(x[:, :1] for x in batch))  # the output is empty
     for name, value in vars(expected).items():
         field = getattr(layout, name)
-        assert field == value if isinstance(value, tuple) else torch.equal(field, value)
+        assert field == value if isinstance(value, tuple | int) else torch.equal(field, value)
 
 
 class OnDevice(torch.Tensor):

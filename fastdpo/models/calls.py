@@ -28,8 +28,9 @@ _kind_of_calls: ContextVar[str | None] = ContextVar("fastdpo_kind_of_calls", def
 
 
 tokens: Counter[tuple[str, str]] = Counter()
-"""Number of tokens by (integration, "given" or "computed"): those of the padded batches that models
-were called with, or would have been without the reference memory, and those that the models ran on.
+"""Number of tokens by (integration, "given", "unshared" or "computed"): those of the padded batches that models
+were called with, or would have been without the reference memory, those that the models would have run on if rows
+shared none, and those that they ran on.
 """
 
 
@@ -39,8 +40,9 @@ stock ones, "steps" optimizer steps that were cut, and "micro-batches" their par
 """
 
 
-def count_tokens(integration: str, given: int, computed: int) -> None:
+def count_tokens(integration: str, given: int, unshared: int, computed: int) -> None:
     tokens[integration, "given"] += given
+    tokens[integration, "unshared"] += unshared
     tokens[integration, "computed"] += computed
 
 
@@ -72,9 +74,10 @@ def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
     savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"] if paths.total() else []
     if avoided:
         savings.append(f"{avoided} reference runs avoided")
-    given, computed = since.tokens[integration, "given"], since.tokens[integration, "computed"]
+    given, unshared, computed = (since.tokens[integration, x] for x in ("given", "unshared", "computed"))
     if given:
-        savings.append(f"{computed / given:.0%} of {given:,} padded tokens computed")
+        without = f" ({unshared / given:.0%} without sharing)" if unshared > computed else ""
+        savings.append(f"{computed / given:.0%} of {given:,} padded tokens computed{without}")
     of_paths = ", ".join(f"{kind} {path} {n}" for (kind, path), n in counts.items())
     return f"fastdpo: {integration} calls: {of_paths}; {', '.join(savings)}"
 

@@ -56,7 +56,8 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     calls.calls[integration, kind_of_call(model, fused), path] += 1
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, Tensor):
-        calls.count_tokens(integration, ids.numel(), batch.layout.token_index.numel() if batch else ids.numel())
+        used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())
+        calls.count_tokens(integration, ids.numel(), *used)
     if reason is not None or own is not None:
         log_once(fused, cast(Reason, reason or own))
     return batch

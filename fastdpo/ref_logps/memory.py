@@ -119,7 +119,7 @@ class Memory:
             return None
         missing = [i for i, digest in enumerate(digests) if digest not in self._values]
         run = missing or ([0] if others_run else [])
-        calls.count_tokens(self._integration, tokens * (len(digests) - len(run)) // len(digests), 0)
+        calls.count_tokens(self._integration, tokens * (len(digests) - len(run)) // len(digests), 0, 0)
         if run:
             before = _random_states(reference.device)
             computed = compute(run).double().tolist()

@@ -44,10 +44,12 @@ def test_the_log_says_how_much_was_computed(tmp_path, caplog):
         trainer.train()
     padded, distinct = 2 * (3 + 2 + 1), 3 + 2 + 1  # of a pair; nothing is scored behind its end tokens
     given, computed = (2 * 2 * n for n in (padded, distinct))  # models and pairs of a step
+    unshared = 2 * 2 * (5 + 4)
     lines = [record.message for record in caplog.records if "padded tokens" in record.message]
     assert lines == [
         f"fastdpo: trl.DPOTrainer calls: policy fused {n}, reference fused {n}; "
-        f"100% of calls fused, {computed / given:.0%} of {n * given} padded tokens computed"
+        f"100% of calls fused, {computed / given:.0%} of {n * given} padded tokens computed "
+        f"({unshared / given:.0%} without sharing)"
         for n in (1, 2)
     ]
 
