@@ -30,7 +30,7 @@ from ..ops.attention import backends
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
-from .language_model import language_model
+from .language_model import language_model, text_config
 from .mixers import running
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def implementation(model: PreTrainedModel) -> str:
 
 
 def _current(model: PreTrainedModel) -> str | None:
-    return language_model(model).config._attn_implementation
+    return text_config(model)._attn_implementation
 
 
 def is_supported(prior: str) -> bool:
@@ -251,7 +251,8 @@ def _attention(prior: str) -> Callable:
         if is_flash:
             query, key, value = _in_flash_dtype(module, query, key, value)
         if prior == "sdpa":
-            kwargs = {name: x for name, x in kwargs.items() if name not in IGNORED_BY_SDPA}
+            for name in IGNORED_BY_SDPA:
+                kwargs.pop(name, None)
         return _packed_forward(module, query, key, value, attention_mask, *args, **kwargs), None
 
     return forward

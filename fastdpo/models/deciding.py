@@ -74,7 +74,7 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
 def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:
     """The device of a call's arguments."""
     given = (kwargs.get("input_ids"), *args, *kwargs.values())
-    return next((x.device for x in given if isinstance(x, Tensor)), model.device)
+    return next((x.device for x in given if isinstance(x, Tensor)), None) or model.device
 
 
 def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> Reason | None:
