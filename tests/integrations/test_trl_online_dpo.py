@@ -77,7 +77,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(x, marks=pytest.mark.thorough) if x == "compiled" else x for x in OPTIONS]
+)
 def test_option(three, option):
     options, calls = OPTIONS[option]
     runs = three(**options)

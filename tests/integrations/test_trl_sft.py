@@ -67,7 +67,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(x, marks=pytest.mark.thorough) if x == "compiled" else x for x in OPTIONS]
+)
 def test_option(both, option):
     options, calls = OPTIONS[option]
     stock, patched = both(**options)
