@@ -15,6 +15,7 @@ OTHERS = (
     *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
     *("reward models in commands", "max_tokens for reward models", "rows of a step", "weights of micro-batches"),
     "batches of reward models that come with their layouts",
+    *("the random order of group_prompts", "tokens without sharing", "estimated epochs"),
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),
     "checkpointing that is disabled for the reference",
 )
