@@ -35,7 +35,7 @@ WHEEL := .venv-wheel
 
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
-	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist try-wheel hub lint docs site \
+	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
 	bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
@@ -204,6 +204,10 @@ docs: $(READY)
 	$(BIN)/python -m tests.support.documents.multimodal_tables
 	$(BIN)/python docs/draw_layout.py
 	$(BIN)/python -m tests.support.documents.reason_sections
+
+# The notebook with its output.
+notebook: $(READY)
+	$(BIN)/jupyter execute --inplace examples/quickstart.ipynb
 
 # The documentation as pages in out/site, with an API reference and search. A dead link or a page that nothing leads to
 # is an error.
