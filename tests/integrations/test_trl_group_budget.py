@@ -42,7 +42,7 @@ def assert_same(stock: Trained, patched: Trained) -> None:
 def computed(monkeypatch):
     """The packed tokens of every call of a model."""
     tokens, count = [], counters.count_tokens
-    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[2]), count(*args)))
+    monkeypatch.setattr(counters, "count_tokens", lambda *args: (tokens.append(args[-1]), count(*args)))
     return tokens
 
 
