@@ -9,11 +9,13 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import datasets
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -45,6 +47,9 @@ def main(directory: Path, names: list[str]) -> None:
         timeout=timedelta(seconds=SECONDS_A_COLLECTIVE),
     )
     torch.set_num_threads(1)
+    tempfile.tempdir = str(directory)
+    datasets.config.HF_DATASETS_CACHE = directory / "datasets"
+    datasets.disable_progress_bars()
     AcceleratorState.__init__ = with_fsdp_on_a_cpu(AcceleratorState.__init__)
     Accelerator.multi_device = with_tensor_parallelism_on_a_cpu(Accelerator.multi_device)
     # Use the collectives of gloo, which need no compilation.

@@ -79,24 +79,20 @@ def long_pairs(lengths: tuple[tuple[int, int, int], ...] = ACROSS_12) -> list[di
     return [dict(prompt=words(p) + " ", chosen=words(c), rejected=words(r)) for p, c, r in lengths]
 
 
-SAVED = tempfile.TemporaryDirectory(prefix="fastdpo-tests-")
-"""Datasets that were saved in this process."""
-
-
 def on_disk(rows: list[dict[str, str]], directory: Path) -> Dataset:
     """Saves rows to a directory and loads them from there.
 
     Precomputed values are cached next to a dataset on disk, so each run needs its own copy.
     """
-    shutil.copytree(_saved(json.dumps(rows)), directory, dirs_exist_ok=True)
+    shutil.copytree(_saved(json.dumps(rows)).name, directory, dirs_exist_ok=True)
     return load_from_disk(directory)
 
 
 @functools.cache
-def _saved(rows: str) -> Path:
+def _saved(rows: str) -> tempfile.TemporaryDirectory:
     """The directory of a dataset of these rows, in JSON. No one writes to it."""
-    directory = Path(SAVED.name) / str(_saved.cache_info().misses)
-    Dataset.from_list(json.loads(rows)).save_to_disk(directory)
+    directory = tempfile.TemporaryDirectory(prefix="fastdpo-tests-")
+    Dataset.from_list(json.loads(rows)).save_to_disk(directory.name)
     return directory
 
 
