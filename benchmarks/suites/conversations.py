@@ -8,7 +8,7 @@ from benchmarks.sides.workload import ModelSize, Workload
 from benchmarks.suites.step import QUICK_SIZE
 
 AS_DRAWN = "fastdpo without group_prompts"
-CONVERSATIONS, PAIRS = 6, 4
+CONVERSATIONS, PAIRS = 12, 4
 LONGEST = 8192
 
 
