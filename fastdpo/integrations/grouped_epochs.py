@@ -41,21 +41,18 @@ def _train_dataloader(
     trainer: Any, stock: Callable[..., Any], options: PatchOptions, whole_steps: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """The loader of a trainer. With `whole_steps`, a step of all ranks is one batch, which a budget of tokens cuts."""
-    from accelerate.data_loader import BatchSamplerShard
-
     from ..batching import kinship_of
 
     loader = stock(*args, **kwargs)
     if vars(trainer).get(STATE) is None:  # unpatched since
         return loader
     require_supported("group_prompts", unsupported_loader_reason(trainer, loader))
-    columns = chosen_columns(loader.dataset)
+    columns = _chosen_columns(loader.dataset)
     rule = " or ".join(", ".join(names) for names in CHOSEN_ROWS)
     require_supported("group_prompts", None if columns else f"datasets without the columns {rule}")
-    batches, splits = loader.batch_sampler, False
-    if isinstance(batches, BatchSamplerShard):
-        splits, batches = batches.split_batches, batches.batch_sampler
+    batches = batches_of_all_ranks(loader.batch_sampler)
     ranks = trainer.accelerator.num_processes
+    splits = getattr(loader.batch_sampler, "split_batches", False)  # of all ranks
     size = batches.batch_size // ranks if splits else batches.batch_size
     if whole_steps:
         size *= ranks * trainer.args.gradient_accumulation_steps
@@ -65,28 +62,42 @@ def _train_dataloader(
     return loader
 
 
+def kinship_in(loader: Any) -> Kinship | None:
+    """The kinship by which the epochs of a loader are reordered, if they are."""
+    sampler = getattr(batches_of_all_ranks(loader.batch_sampler), "sampler", None)
+    return sampler.kinship if isinstance(sampler, GroupedSampler) else None
+
+
+def batches_of_all_ranks(batches: Any) -> Any:
+    """The batch sampler whose batches are dealt to the ranks, of that of a prepared loader."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    return batches.batch_sampler if isinstance(batches, BatchSamplerShard) else batches
+
+
 class GroupedSampler(Sampler[int]):
     """The pairs that another sampler draws, in the order of `Kinship.grouped`.
 
     Attributes:
         stock: the other sampler.
+        kinship: of the pairs.
     """
 
     def __init__(self, stock: Any, kinship: Kinship, size: int, window: int | None = None):
-        self.stock, self._kinship, self._size, self._window = stock, kinship, size, window
+        self.stock, self.kinship, self._size, self._window = stock, kinship, size, window
 
     def __len__(self) -> int:
         return len(self.stock)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._kinship.grouped(list(self.stock), self._size, self._window).tolist())
+        return iter(self.kinship.grouped(list(self.stock), self._size, self._window).tolist())
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.stock, "set_epoch"):
             self.stock.set_epoch(epoch)
 
 
-def chosen_columns(dataset: Any) -> tuple[str, ...]:
+def _chosen_columns(dataset: Any) -> tuple[str, ...]:
     """The columns of a dataset that hold the chosen row of a pair, empty if they are not known."""
     names = set(getattr(dataset, "column_names", None) or ())
     return next((columns for columns in CHOSEN_ROWS if names.issuperset(columns)), ())

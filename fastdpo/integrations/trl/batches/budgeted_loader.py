@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, SequentialSampler
 
 from ....batching import MicroBatch, StepPlanner
 from ....batching.sampler import shared_among_ranks
+from ...grouped_epochs import batches_of_all_ranks
 
 _LOADER_OPTIONS = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -119,7 +120,7 @@ class StepSampler:
 
     @property
     def _of_all_ranks(self) -> Any:
-        return self.stock.batch_sampler if isinstance(self.stock, BatchSamplerShard) else self.stock
+        return batches_of_all_ranks(self.stock)
 
     @property
     def sampler(self) -> Any:

@@ -22,8 +22,8 @@ from ....models.layouts import SharePrompts
 from ....models.support import rope_reason
 from ....models.wrapped import base_of
 from ...bypass import STATE
-from ...grouped_epochs import chosen_columns, require_supported, unsupported_loader_reason
-from ...options import PatchOptions, applies
+from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
+from ...options import PatchOptions
 from ...replacements import temporarily
 from .step_metrics import StepMetrics
 from .widths import widest_batch
@@ -63,7 +63,7 @@ class TokenBudget:
             vars(trainer)[name] = functools.partial(function, trainer, getattr(trainer, name))
 
     def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
-        from ....batching import CostModel, StepPlanner, kinship_of
+        from ....batching import CostModel, StepPlanner
         from .budgeted_loader import Steps, with_token_budget
 
         loader = stock()
@@ -73,9 +73,6 @@ class TokenBudget:
         self._metrics.start_step()
         options = self._options
         lengths, model = lengths_of(trainer, self._rewards), base_of(trainer.model, "max_tokens")
-        kinship = None
-        if options.group_prompts and applies("group_prompts", self._name):
-            kinship = kinship_of(trainer.train_dataset, chosen_columns(trainer.train_dataset), op="patch")
         require_supported("max_tokens", _width_reason(trainer, model, lengths))
         planner = StepPlanner(
             lengths,
@@ -83,7 +80,7 @@ class TokenBudget:
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
             share_prompts=shares_prompts(options.share_prompts, trainer.model),
-            kinship=kinship,
+            kinship=kinship_in(loader),
             op="patch",
         )
 
