@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         args.start(args)
     except (OSError, ValueError) as error:
-        sys.exit(f"fastdpo {args.command}: {str(error).removeprefix(f'{args.command}: ')}")
+        message = " ".join(line.strip() for line in str(error).removeprefix(f"{args.command}: ").splitlines())
+        sys.exit(f"fastdpo {args.command}: {message}")
     except KeyboardInterrupt:
         print(f"fastdpo {args.command}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -10,7 +10,7 @@ import torch
 
 import fastdpo.__main__
 from fastdpo.commands.check import command, plot, side
-from fastdpo.commands.check.command import CheckError, as_json, check
+from fastdpo.commands.check.command import as_json, check
 from fastdpo.commands.check.verdicts import FAILED
 from fastdpo.data.files import load_preferences
 from tests.support.documents.markdown_blocks import blocks
@@ -178,9 +178,9 @@ def test_a_wrong_reward_is_named(dataset, tmp_path, monkeypatch):
 def test_reward_models_without_an_exact_comparison(dataset, tmp_path):
     several = write_model(tmp_path / "several", build=reward_model, num_labels=3)
     message = r"model must be a causal LM, or a sequence classifier with one label; got .*, a \w+ with 3 labels"
-    with pytest.raises(CheckError, match=message):
+    with pytest.raises(ValueError, match=message):
         check(several, dataset)
-    with pytest.raises(CheckError, match="or fields of RewardConfig; got --beta"):
+    with pytest.raises(ValueError, match="or fields of RewardConfig; got --beta"):
         check(write_model(tmp_path / "model", build=reward_model), dataset, fields=["--beta", "0.1"])
 
 
@@ -282,14 +282,14 @@ def test_misuse_is_an_error_of_one_line(arguments, message, model, dataset, tmp_
 
 def test_a_run_that_fails_names_its_error(model, dataset, tmp_path, monkeypatch):
     (tmp_path / "model" / "model.safetensors").unlink()
-    with pytest.raises(CheckError, match="the run of TRL as shipped failed: OSError: "):
+    with pytest.raises(ValueError, match="the run of TRL as shipped failed: OSError: "):
         check(model, dataset)
 
 
 def test_other_versions_of_trl(monkeypatch):
     seam = fastdpo.Seam("trl.DPOTrainer", "0.29.1", None)
     monkeypatch.setattr(command.patching, "examine", lambda *names: fastdpo.PatchReport((seam,)))
-    with pytest.raises(CheckError, match=r"TRL >=1\.15,<1\.17 is required; got 0\.29\.1"):
+    with pytest.raises(ValueError, match=r"TRL >=1\.15,<1\.17 is required; got 0\.29\.1"):
         check(None, None)
 
 

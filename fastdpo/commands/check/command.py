@@ -35,10 +35,6 @@ OWN_FIELDS = (
 RunSide = Callable[[Settings, str], Run]
 
 
-class CheckError(ValueError):
-    """The comparison could not be made. The message says why, in one line."""
-
-
 class Report(NamedTuple):
     """The result of a check.
 
@@ -82,15 +78,12 @@ def check(
         run: runs a side; by default, in a process of its own.
 
     Raises:
-        CheckError: an argument is malformed, or a run has failed.
+        ValueError: an argument is malformed, or a run has failed.
     """
     for name, value in (("--batches", batches), ("--batch-size", batch_size)):
         if value < 1:
-            raise CheckError(f"{name} must be 1 or more; got {value}")
-    try:
-        rewards = rewards if model is None else is_reward_model("check", model)
-    except ValueError as error:
-        raise CheckError(str(error).removeprefix("check: ")) from error
+            raise ValueError(f"{name} must be 1 or more; got {value}")
+    rewards = rewards if model is None else is_reward_model("check", model)
     _require_trainer(TRAINERS[rewards])
     _hide_progress_of_libraries()
     with tempfile.TemporaryDirectory(prefix="fastdpo-check-") as temporary:
@@ -99,11 +92,8 @@ def check(
             paths = tiny.build(directory, pairs=batches * batch_size, rewards=rewards)
         else:
             paths = model, Path(dataset)
-        try:
-            pairs = len(load_preferences(paths[1]))
-            parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)], rewards)
-        except ValueError as error:
-            raise CheckError(" ".join(str(error).removeprefix("check: ").split())) from error
+        pairs = len(load_preferences(paths[1]))
+        parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)], rewards)
         batches = min(batches, -(-pairs // batch_size))
         where, size = (str(paths[0]), str(paths[1]), str(directory)), (batches, batch_size)
         settings = Settings(*where, rewards, *size, lora, list(fields))
@@ -135,7 +125,7 @@ def run_in_process(settings: Settings, side: str) -> Run:
         code = subprocess.run(command, stdout=sys.stderr, stderr=stderr).returncode
     result: Run = torch.load(out, weights_only=True) if out.exists() else {"error": _last_line(log, code)}
     if "error" in result:
-        raise CheckError(f"the run of {LABELS[side]} failed: {result['error']}")
+        raise ValueError(f"the run of {LABELS[side]} failed: {result['error']}")
     return result
 
 
@@ -147,10 +137,10 @@ def _last_line(log: Path, code: int) -> str:
 def _require_trainer(trainer: str) -> None:
     (seam,) = patching.examine(trainer).seams
     if not seam.on:
-        raise CheckError(f"{trainer} is off: {seam.reason}")
+        raise ValueError(f"{trainer} is off: {seam.reason}")
     supported = next(line.versions for line in LINES if line.trainer == trainer)
     if seam.tested is None and (seam.version is None or seam.version not in SpecifierSet(supported)):
-        raise CheckError(f"TRL {supported} is required; got {seam.version}")
+        raise ValueError(f"TRL {supported} is required; got {seam.version}")
 
 
 def _hide_progress_of_libraries() -> None:
