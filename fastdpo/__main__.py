@@ -134,6 +134,8 @@ def _tune(args: argparse.Namespace) -> None:
         sys.exit("fastdpo tune: pass --model, or --hidden and --vocabulary")
     if args.model is not None:
         require_model("tune", args.model)
+    import torch
+
     from .commands import tune
 
     if args.model is None:
@@ -143,7 +145,8 @@ def _tune(args: argparse.Namespace) -> None:
 
         head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
     tokens, progress = args.tokens or tune.TOKENS, sys.stderr.isatty()
-    choices = tune.run(head, attention, args.dtype, args.frozen, tokens, progress=progress)
+    dtype, device = getattr(torch, args.dtype), torch.device("cuda", 0)
+    choices = tune.measured(head, attention, dtype, args.frozen, tokens, device, progress=progress)
     if args.json:
         noted = {call.noted: choice._asdict() for call, choice in choices.items()}
         print(json.dumps({"choices": noted}))

@@ -85,7 +85,7 @@ HEADS = ["token_logps", "sequence_logps", "linear_logps", "linear_sequence_logps
 def test_a_wrong_result_is_found(op, monkeypatch):
     right = getattr(ops, op)
     monkeypatch.setattr(ops, op, lambda *args, **kwargs: _scaled(right(*args, **kwargs)))
-    wrong = {verdict.op: verdict.failure for verdict in self_check.run(CPU, torch.float32) if verdict.failure}
+    wrong = {op: failure for op, failure in self_check.run(CPU, torch.float32) if failure}
     assert wrong.keys() == {op}
     assert wrong[op].startswith("result 0: error")
 
@@ -100,7 +100,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     monkeypatch.setattr(
         ops, "packed_attention", lambda q, k, v, **kwargs: right(q, k.detach() + 0.999 * (k - k.detach()), v, **kwargs)
     )
-    wrong = {verdict.op: verdict.failure for verdict in self_check.run(CPU, torch.float32) if verdict.failure}
+    wrong = {op: failure for op, failure in self_check.run(CPU, torch.float32) if failure}
     assert wrong.keys() == {"packed_attention"}
     assert wrong["packed_attention"].startswith("gradient of key: error")
 

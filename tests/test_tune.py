@@ -116,7 +116,8 @@ def test_the_command_prints_json(choices, monkeypatch, capsys):
 
 def test_the_measurements_show_progress(monkeypatch, capsys):
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
-    tune.measured(HeadSize(8, 9), [AttentionSize(2, 1, 16, None, None)], torch.float32, False, [8], CPU, progress=True)
+    attention = [AttentionSize(2, 1, 16, None, None)]
+    tune.measured(HeadSize(8, 9), attention, torch.float32, False, [1024], CPU, progress=True)
     assert "Measuring kernels: 100%" in capsys.readouterr().err
 
 

@@ -1,13 +1,13 @@
 """Runs every op that has kernels on a small case, on the device at hand, against its definition.
 
-for verdict in self_check.run(torch.device("cuda"), torch.bfloat16): ...
+for op, failure in self_check.run(torch.device("cuda"), torch.bfloat16): ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,25 +50,15 @@ _CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 """Of each op: the arguments with gradients, and the others."""
 
 
-class Verdict(NamedTuple):
-    """What a check has found.
+def run(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str | None]]:
+    """Checks each op on a device in a dtype: results and gradients, as `testing.assert_as_accurate_as` judges them.
 
-    Attributes:
-        op: name of the op in `fastdpo.ops`.
-        failure: how its results or gradients differ from the definition, or the error that it
-            raised; None if they are as accurate as plain PyTorch.
-    """
-
-    op: str
-    failure: str | None
-
-
-def run(device: torch.device, dtype: torch.dtype) -> Iterator[Verdict]:
-    """Checks each op on a device in a dtype: results and gradients, as
-    `testing.assert_as_accurate_as` judges them.
+    Yields:
+        The name of the op in `fastdpo.ops`. How its results or gradients differ from the definition, or the error
+        that it raised; None if they are as accurate as plain PyTorch.
     """
     for name in _CASES:
-        yield Verdict(name, _failure(name, device, dtype))
+        yield name, _failure(name, device, dtype)
 
 
 def _failure(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

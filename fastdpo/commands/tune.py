@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from .. import checks
 from ..ops import linear_logps, packed_attention
-from ..ops.attention.backends import LEAST_TUNED
+from ..ops.attention import backends
 from ..ops.choice import tuning
 from ..ops.choice.tuning import Choice
 from ..ops.choice.verdicts import Kernel
@@ -66,40 +66,6 @@ def sizes_of(config: PretrainedConfig) -> tuple[HeadSize, list[AttentionSize]]:
     return HeadSize(text.hidden_size, text.vocab_size), kinds
 
 
-def run(
-    head: HeadSize,
-    attention: Sequence[AttentionSize],
-    dtype: str,
-    frozen: bool,
-    tokens: Sequence[int],
-    *,
-    progress: bool = False,
-) -> dict[Kernel, Choice]:
-    """Makes the choices for a model on the current GPU.
-
-    Args:
-        head: its LM head.
-        attention: its kinds of attention.
-        dtype: "bfloat16" or "float16", of hidden states and weights.
-        frozen: whether the head is not trained.
-        tokens: the numbers of packed tokens that attention is measured for.
-        progress: draw a progress bar.
-
-    Returns:
-        The choices, by the kind of call.
-
-    Raises:
-        ValueError: a number is not positive, there is no GPU, or nothing may be measured on it.
-    """
-    for name, size in head._asdict().items():
-        checks.require(size > 0, "tune", name, "be positive", size)
-    for count in tokens:
-        checks.require(count >= LEAST_TUNED, "tune", "tokens", "be at least {}", count, LEAST_TUNED)
-    if not torch.cuda.is_available():
-        raise ValueError("tune: no GPU found (torch.cuda.is_available() is False)")
-    return measured(head, attention, getattr(torch, dtype), frozen, tokens, torch.device("cuda", 0), progress=progress)
-
-
 def measured(
     head: HeadSize,
     attention: Sequence[AttentionSize],
@@ -110,7 +76,30 @@ def measured(
     *,
     progress: bool = False,
 ) -> dict[Kernel, Choice]:
-    """As `run`, on some device."""
+    """Makes the choices for a model on a device.
+
+    Args:
+        head: its LM head.
+        attention: its kinds of attention.
+        dtype: bfloat16 or float16, of hidden states and weights.
+        frozen: whether the head is not trained.
+        tokens: the numbers of packed tokens that attention is measured for.
+        device: the GPU.
+        progress: draw a progress bar.
+
+    Returns:
+        The choices, by the kind of call.
+
+    Raises:
+        ValueError: a number is too small, there is no GPU, or nothing may be measured on it.
+    """
+    for name, size in head._asdict().items():
+        checks.require(size > 0, "tune", name, "be positive", size)
+    for count in tokens:
+        least = backends.LEAST_TUNED
+        checks.require(count >= least, "tune", "tokens", "be at least {}", count, least)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("tune: no GPU found (torch.cuda.is_available() is False)")
     if not tuning.is_on(device):
         raise ValueError(f"tune: nothing is measured with {tuning.VARIABLE}=0 or deterministic algorithms")
     calls = 1 + len(attention) * len(tokens)

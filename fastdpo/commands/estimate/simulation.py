@@ -8,7 +8,8 @@ checkpointing: the bytes are those of the tensors that the step creates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -316,13 +317,6 @@ def _readable_layouts() -> Iterator[None]:
         segments.forget()  # their indices are fake
 
 
-class _KernelThatDoesNothing:
-    """Launched as a Triton kernel is: `kernel[grid](...)`."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args, **options: None
-
-
 @contextmanager
 def _triton_head() -> Iterator[None]:
     """Lets TRL's head allocate what it does on a GPU: it scores labelled positions only, by kernels that need no
@@ -335,5 +329,6 @@ def _triton_head() -> Iterator[None]:
         for module in (chunked_logprob, utils):
             stack.enter_context(mock.patch.object(module, "_use_triton", return_value=True))
         for kernel in ("_forward_kernel", "_backward_kernel"):
-            stack.enter_context(mock.patch.object(chunked_logprob, kernel, _KernelThatDoesNothing()))
+            does_nothing = defaultdict(lambda: lambda *args, **options: None)  # launched as `kernel[grid](...)`
+            stack.enter_context(mock.patch.object(chunked_logprob, kernel, does_nothing))
         yield
