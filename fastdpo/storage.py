@@ -1,19 +1,19 @@
 """Directories of files that are written once, on a file system or on object storage.
 
 `directory_at("cache")` is a local directory, `directory_at("s3://bucket/cache")` one that fsspec
-reaches. A file in either is finished or does not exist for readers. It has a random name, and is never
-changed.
+reaches. A file in either has a random name and is never changed. It is written under a temporary name and
+then moved to its own (see `atomic_files`), so that it is finished or does not exist for readers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 """The end of the names of files. Other files are left alone."""
-
-FILE = rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}"
-ENTRY = re.compile(rf"({FILE})\.(\d+)\.([0-9a-f]{{64}})")
-OWN = re.compile(rf"{FILE}.*|\.[0-9a-f]{{32}}\.tmp")
 
 
 def is_url(location: str) -> bool:
@@ -143,7 +139,7 @@ class LocalDirectory:
         """The names of unfinished files, which are being written, or whose writer was killed."""
         return sorted(path.name for path in self.path.glob(atomic_files.TEMPORARY))
 
-    def remove_leftovers(self, all_stored: bool = False) -> None:
+    def remove_leftovers(self) -> None:
         """Deletes unfinished files whose writers no longer run."""
         atomic_files.remove_leftovers(self.path)
 
@@ -165,15 +161,8 @@ class LocalDirectory:
 class RemoteDirectory:
     """A directory that fsspec reaches, such as a prefix of a bucket, with the methods of `LocalDirectory`.
 
-    Object storage has no atomic rename, so a file counts when its entry in the manifest exists, an empty
-    object that is written after it:
-
-        <32 hex digits>.safetensors                           the file
-        <32 hex digits>.safetensors.<bytes>.<SHA-256>         its entry, with the file's size and digest
-
-    The string of a file is its entry. The manifest is the listing of the directory. Nothing in it is ever
-    rewritten, so any number of processes may add to it. It has no locks either: two processes that compute
-    the same values at the same time both store them, and readers use the first file by name.
+    Object storage has no locks: two processes that compute the same values at the same time both store them, and
+    readers use the first file by name. To move a file is to copy it there, and the copy appears whole.
 
     Attributes:
         filesystem: that has it.
@@ -204,71 +193,65 @@ class RemoteDirectory:
         return [self / name for name, kind in sorted(self._listing().items()) if kind == "directory"]
 
     def files(self) -> list[str]:
-        names = self._listing()
-        return sorted(name for name in names if (entry := ENTRY.fullmatch(name)) and entry[1] in names)
+        return sorted(name for name in self._listing() if name.endswith(SUFFIX))
 
     def location(self, file: str) -> str:
-        return f"{self}/{_parsed(file)[0]}"
+        return f"{self}/{file}"
 
     def size(self, file: str) -> int:
-        return _parsed(file)[1]
+        with _as_os_errors():
+            return int(self.filesystem.size(f"{self.path}/{file}") or 0)
 
     def read(self, file: str) -> bytes:
-        """As that of `LocalDirectory`. Raises ValueError, too, if it is not what was written."""
-        name, size, digest = _parsed(file)
-        location = self.location(file)
         try:
             with _as_os_errors():
-                data = cast(bytes, self.filesystem.cat_file(f"{self.path}/{name}"))
+                return cast(bytes, self.filesystem.cat_file(f"{self.path}/{file}"))
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise invalid_file(location, "be readable", error) from error
-        if len(data) != size:
-            raise invalid_file(location, f"have the {size} bytes that its manifest entry names", f"{len(data)} bytes")
-        if (actual := hashlib.sha256(data).hexdigest()) != digest:
-            raise invalid_file(location, f"have the digest {digest} of its manifest entry", actual)
-        return data
+            raise invalid_file(self.location(file), "be readable", error) from error
 
     def write(self, data: bytes) -> None:
-        name = f"{uuid4().hex}{SUFFIX}"
-        with _as_os_errors():
-            self.filesystem.makedirs(self.path, exist_ok=True)
-            self._put(name, data)
-            self._put(f"{name}.{len(data)}.{hashlib.sha256(data).hexdigest()}", b"")
+        with self._temporary(data) as written, _as_os_errors():
+            self.filesystem.mv(written, f"{self.path}/{uuid4().hex}{SUFFIX}")
 
     def delete(self, file: str) -> None:
-        for name in (file, _parsed(file)[0]):  # the entry first: without it, nobody looks for the file
-            self._remove(name)
+        with suppress(FileNotFoundError), _as_os_errors():
+            self.filesystem.rm_file(f"{self.path}/{file}")
 
     def lock(self) -> AbstractContextManager[object]:
         """Without effect."""
         return nullcontext()
 
     def leftovers(self) -> list[str]:
-        files = self.files()
-        finished = {*files, *(_parsed(file)[0] for file in files)}
-        return sorted(name for name in self._listing() if OWN.fullmatch(name) and name not in finished)
+        return sorted(name for name in self._listing() if fnmatch(name, atomic_files.TEMPORARY))
 
-    def remove_leftovers(self, all_stored: bool = False) -> None:
-        """Deletes unfinished files if all that the directory is for is in finished ones. Not before: storage
-        does not tell whether their writers run.
-        """
-        for name in self.leftovers() if all_stored else ():
-            with suppress(OSError):
-                self._remove(name)
+    def remove_leftovers(self) -> None:
+        for name in self.leftovers():
+            with suppress(OSError), _as_os_errors():
+                age = datetime.now(UTC) - self.filesystem.modified(f"{self.path}/{name}")
+                if age.total_seconds() > atomic_files.ABANDONED_AFTER:
+                    self.delete(name)
 
     def unusable_reason(self) -> Reason | None:
-        probe = f".{uuid4().hex}.tmp"
         try:
-            with _as_os_errors():
-                self.filesystem.makedirs(self.path, exist_ok=True)
-                self._put(probe, b"fastdpo")
+            with self._temporary(b"fastdpo"), _as_os_errors():
                 self.filesystem.ls(self.path)  # not before: object storage has no empty directories
-            self._remove(probe)
         except OSError as error:
             return Reason("cache-directory", directory=self, error=error)
         return None
+
+    @contextmanager
+    def _temporary(self, data: bytes) -> Iterator[str]:
+        """Writes a temporary file, and yields its path. Deletes it after the block unless it was moved."""
+        name = atomic_files.temporary_name()
+        try:
+            with _as_os_errors():
+                self.filesystem.makedirs(self.path, exist_ok=True)
+                self.filesystem.pipe_file(f"{self.path}/{name}", data)
+            yield f"{self.path}/{name}"
+        finally:
+            self.delete(name)
 
     def _listing(self) -> dict[str, str]:
         """What the directory has: names, and "file" or "directory". Nothing if it cannot be listed."""
@@ -280,13 +263,6 @@ class RemoteDirectory:
             return {}
         return {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["type"] for entry in found}
 
-    def _put(self, name: str, data: bytes) -> None:
-        self.filesystem.pipe_file(f"{self.path}/{name}", data)
-
-    def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError), _as_os_errors():
-            self.filesystem.rm_file(f"{self.path}/{name}")
-
 
 Directory = LocalDirectory | RemoteDirectory
 
@@ -296,12 +272,6 @@ def invalid_file(location: object, rule: str, actual: object) -> ValueError:
         f"ref_logps: {location} must {rule}; got {actual}. Nothing of it is used. Delete it, so that its rows are "
         "computed again, or choose another cache directory"
     )
-
-
-def _parsed(entry: str) -> tuple[str, int, str]:
-    """The name, size and digest of an entry's file."""
-    name, size, digest = cast("re.Match[str]", ENTRY.fullmatch(entry)).groups()
-    return name, int(size), digest
 
 
 @contextmanager

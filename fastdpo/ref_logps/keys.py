@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..data.pairs import Pairs
 
-VERSION = "fastdpo.ref_logps/3"
+VERSION = "fastdpo.ref_logps/4"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""
 
 

@@ -120,7 +120,7 @@ class Shards:
             for file, _ in stored:
                 if file != complete:
                     self.directory.delete(file)
-        self.directory.remove_leftovers(all_stored=True)
+        self.directory.remove_leftovers()
 
     def clean(self, values: Tensor) -> None:
         """Removes what killed processes left in a finished cache, unless

@@ -1,4 +1,4 @@
-"""A cache on storage without rename and locks: a file counts when the manifest has its entry."""
+"""A cache on storage without rename and locks: a file counts when it was moved to its name."""
 
 import logging
 import os
@@ -12,11 +12,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import fastdpo
-from fastdpo import ref_logps
+from fastdpo import atomic_files, ref_logps
+from fastdpo.atomic_files import ABANDONED_AFTER
 from fastdpo.commands import doctor
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
-from fastdpo.storage import ENTRY, RemoteDirectory, checked_directory, directory_at
+from fastdpo.storage import RemoteDirectory, checked_directory, directory_at
 from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -83,12 +84,8 @@ def test_values_are_stored_and_read(url):
         logps, actual = counted(tiny_model(), ROWS, url)
         assert_close(logps, expected)
         assert actual == calls
-    file, entry = sorted(objects(url), key=len)
-    assert entry.startswith(file)
-    size, digest = ENTRY.fullmatch(entry.rsplit("/", 1)[-1]).groups()[1:]
-    data = fsspec.open(file).open().read()
-    assert (len(data), fsspec.open(entry).open().read()) == (int(size), b"")
-    assert len(digest) == 64
+    (file,) = objects(url)
+    assert file.endswith(".safetensors")
 
 
 def test_many_files_become_one(url, monkeypatch):
@@ -98,26 +95,27 @@ def test_many_files_become_one(url, monkeypatch):
     monkeypatch.setattr(RemoteDirectory, "write", lambda self, data: written.append(write(self, data)))
     logps, _ = counted(tiny_model(), ROWS, url)
     assert len(written) == len(ROWS) + 1
-    assert len(objects(url)) == 2
+    assert len(objects(url)) == 1
     assert torch.equal(shards_of(url, len(ROWS)).read(), torch.stack(logps, 1))
 
 
-@pytest.mark.parametrize("at", ["shard", "entry"])
-def test_a_writer_that_dies_before_the_entry(tmp_path, at):
+@pytest.mark.parametrize("at", ["the file", "its move"])
+def test_a_writer_that_dies_before_it_has_moved_a_file(tmp_path, at):
     """What it was writing is never read, and its rows are computed again."""
     url, written = f"file://{tmp_path}/cache", 7
 
     def work():
-        put, names = RemoteDirectory._put, []
+        filesystem = type(directory_at(url).filesystem)
+        pipe_file, calls = filesystem.pipe_file, []
 
-        def killed(directory, name, data):
-            names.append(name)
-            if len(names) == 1 + 2 * written + (1 if at == "shard" else 2):  # after the probe and these files
-                put(directory, name, data[: len(data) // 2]) if at == "shard" else None
+        def killed(self, path, data, **options):
+            calls.append(path)
+            if len(calls) == 1 + written + 1:  # after the probe and these files
+                pipe_file(self, path, data[: len(data) // 2] if at == "the file" else data, **options)
                 os.kill(os.getpid(), signal.SIGKILL)
-            put(directory, name, data)
+            pipe_file(self, path, data, **options)
 
-        RemoteDirectory._put = killed
+        filesystem.pipe_file = killed
         passes.SECONDS_BETWEEN_SHARDS = 0.0
         counted(tiny_model(), ROWS, url)
 
@@ -125,36 +123,41 @@ def test_a_writer_that_dies_before_the_entry(tmp_path, at):
     process.join()
     assert process.exitcode == -signal.SIGKILL
     shards = shards_of(url, len(ROWS))
-    assert len(objects(url)) == 2 * written + 1
+    assert len(objects(url)) == written + 1
     assert (len(shards.directory.files()), len(shards.directory.leftovers())) == (written, 1)
     assert int((shards.read()[:, 0] != MISSING).sum()) == written
+    old = time.time() - ABANDONED_AFTER - 60
+    os.utime(f"{shards.directory.path}/{shards.directory.leftovers()[0]}", (old, old))
     logps, calls = counted(tiny_model(), ROWS, url)
     assert calls == len(ROWS) - written
     assert_close(logps, exact(tiny_model(), ROWS))
-    assert len(objects(url)) == 2, "what the dead writer left is gone"
+    assert len(objects(url)) == 1, "what the dead writer left is gone"
 
 
 def spoiled(data: bytes, damage: str) -> bytes:
     return {"cut": data[:-9], "empty": b"", "changed": data[:-8] + b"\1" + data[-7:]}[damage]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
-def test_the_error_for_an_invalid_file_names_its_url(url, damage):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("cut", "whole safetensors file"), ("empty", "whole safetensors file"), ("changed", "have the digest")],
+)
+def test_the_error_for_an_invalid_file_names_its_url(url, damage, message):
     counted(tiny_model(), ROWS, url)
-    file = min(objects(url), key=len)
+    (file,) = objects(url)
     filesystem, path = fsspec.core.url_to_fs(file)
     filesystem.pipe_file(path, spoiled(filesystem.cat_file(path), damage))
-    with pytest.raises(ValueError, match="manifest entry") as error:
+    with pytest.raises(ValueError, match=message) as error:
         counted(tiny_model(), ROWS, url)
     assert file in str(error.value)
     assert "Delete it" in str(error.value)
     (finding,) = doctor.examine(cache=url)[f"cache {url}"]
     assert file in finding.detail
-    filesystem.rm_file(path)  # as the message says, and not its entry
+    filesystem.rm_file(path)  # as the message says
     logps, calls = counted(tiny_model(), ROWS, url)
     assert calls == len(ROWS)
     assert_close(logps, exact(tiny_model(), ROWS))
-    assert len(objects(url)) == 2
+    assert len(objects(url)) == 1
 
 
 def test_a_file_that_cannot_be_read(url, monkeypatch):
@@ -166,23 +169,22 @@ def test_a_file_that_cannot_be_read(url, monkeypatch):
     monkeypatch.setattr(type(directory_at(url).filesystem), "cat_file", cat_file)
     with pytest.raises(ValueError, match="must be readable; got RuntimeError: connection reset"):
         counted(tiny_model(), ROWS, url)
-    assert len(objects(url)) == 2
+    assert len(objects(url)) == 1
 
 
-def test_an_unfinished_file_of_a_running_writer_is_kept(url):
+def test_an_unfinished_file_is_kept_while_its_writer_may_run(url, monkeypatch):
     shards = Shards(directory_at(url) / "key", "key", 2)
     shards.write(torch.tensor([0]), -torch.ones(1, 2))
-    shards.directory._put(f"{'a' * 32}.safetensors", b"half")
-    shards.directory._put("notes.safetensors", b"of somebody else")
+    unfinished, foreign = f".{'a' * 32}.tmp", "notes.txt"
+    for name in (unfinished, foreign):
+        shards.directory.filesystem.pipe_file(f"{shards.directory.path}/{name}", b"half")
     with shards.lock():
-        assert shards.directory.leftovers() == [f"{'a' * 32}.safetensors"]
+        assert shards.directory.leftovers() == [unfinished]
     shards.write(torch.tensor([1]), -torch.ones(1, 2))
+    monkeypatch.setattr(atomic_files, "ABANDONED_AFTER", -1)
     shards.clean(-torch.ones(2, 2))
     assert shards.directory.leftovers() == []
-    assert {name.rsplit("/", 1)[-1] for name in objects(url)} == {
-        "notes.safetensors",
-        *(name for file in shards.directory.files() for name in (file, ENTRY.fullmatch(file)[1])),
-    }
+    assert {name.rsplit("/", 1)[-1] for name in objects(url)} == {foreign, *shards.directory.files()}
 
 
 @pytest.mark.parametrize("first", ["0", "f"])
@@ -192,24 +194,25 @@ def test_two_jobs_merge_at_the_same_time(url, monkeypatch, first):
     jobs = [Shards(directory_at(url) / "key", "key", 4) for _ in range(2)]
     for row in range(4):
         jobs[0].write(torch.tensor([row]), values[row : row + 1])
-    names = iter([first * 32, "8" * 32])
+    names = iter(["8" * 32, first * 32])  # of the second job, which is done first
     monkeypatch.setattr("fastdpo.storage.uuid4", lambda: type("", (), {"hex": next(names)}))
-    put, running = RemoteDirectory._put, []
+    filesystem, running = type(jobs[0].directory.filesystem), []
+    pipe_file = filesystem.pipe_file
 
-    def interrupted(directory, name, data):
-        put(directory, name, data)
+    def interrupted(self, path, data, **options):
+        pipe_file(self, path, data, **options)
         if not running:
-            running.append(name)
-            jobs[1].merge(values)  # the first job has written its file, without an entry
+            running.append(path)
+            jobs[1].merge(values)  # the first job has written its file, and not moved it
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteDirectory, "_put", interrupted)
+        patch.setattr(filesystem, "pipe_file", interrupted)
         jobs[0].merge(values)
     assert running
     assert torch.equal(jobs[0].read(), values)
     jobs[0].clean(values)
     assert torch.equal(jobs[0].read(), values)
-    assert len(objects(url)) == 2
+    assert len(objects(url)) == 1
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -225,7 +228,7 @@ def test_ranks_share_the_work(tmp_path, world):
         for logps, actual in ranks(world, tmp_path / name, work):
             assert actual == calls
             assert_close(logps, expected)
-    assert len(objects(url)) == 2
+    assert len(objects(url)) == 1
 
 
 def test_the_work_of_a_dead_rank_is_taken_over(tmp_path):
@@ -244,7 +247,7 @@ def test_the_work_of_a_dead_rank_is_taken_over(tmp_path):
     for logps, calls in ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, url)):
         assert calls == -(-missing // 3)
         assert_close(logps, exact(tiny_model(), rows))
-    assert len(objects(url)) == 2
+    assert len(objects(url)) == 1
 
 
 @pytest.mark.parametrize("operation", ["makedirs", "ls", "pipe_file"])

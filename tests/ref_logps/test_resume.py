@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo import ref_logps
+from fastdpo import atomic_files, ref_logps
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
 from fastdpo.storage import LocalDirectory
@@ -27,7 +27,7 @@ def stored_rows(cache, n: int) -> int:
     return int((Shards(LocalDirectory(directory), directory.name, n).read()[:, 0] != MISSING).sum())
 
 
-def test_killed_twenty_times(tmp_path):
+def test_killed_twenty_times(tmp_path, monkeypatch):
     rows, cache = tokens(600), tmp_path / "cache"
     rng = random.Random(0)
     progress = [0]
@@ -44,6 +44,7 @@ def test_killed_twenty_times(tmp_path):
     assert progress[-1] < 600
 
     before = fastdpo.calls.copy()
+    monkeypatch.setattr(atomic_files, "ABANDONED_AFTER", -1)
     logps = ref_logps.precompute(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1)
     assert (fastdpo.calls - before).total() == 600 - progress[-1], "one call for each missing row"
     assert_close(logps, ref_logps.precompute(tiny_model(), rows))
@@ -101,7 +102,7 @@ def stop_at(function: str, call: int) -> None:
 
 
 @pytest.mark.parametrize(("function", "call"), [("replace", 1), ("unlink", 1), ("unlink", 2), ("unlink", 4)])
-def test_killed_during_the_merge(tmp_path, function, call):
+def test_killed_during_the_merge(tmp_path, monkeypatch, function, call):
     """All values are stored then, but leftover files must be removed."""
     rows, merge = tokens(20), Shards.merge
 
@@ -119,6 +120,7 @@ def test_killed_during_the_merge(tmp_path, function, call):
     (directory,) = tmp_path.iterdir()
     assert len(list(directory.iterdir())) > 2, "the lock, one file and leftovers"
     before = fastdpo.calls.copy()
+    monkeypatch.setattr(atomic_files, "ABANDONED_AFTER", -1)
     logps = ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path)
     assert fastdpo.calls == before
     assert_close(logps, exact(tiny_model(), rows))

@@ -140,7 +140,9 @@ def test_a_directory_on_object_storage(tmp_path):
         assert run.calls["reference", "fused"] == computed
     path, *_ = (tmp_path / "memory").rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=re.escape(f"{url}/{path.parent.name}/{path.name} must have the")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{url}/{path.parent.name}/{path.name} must be a whole safetensors file")
+    ):
         remembering(tmp_path / "third", **MODELS["full"](), memory=url, **EPOCHS)
 
 
