@@ -38,7 +38,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
-from tests.support.trl.dpo import dataset, pairs, tiny_model
+from tests.support.trl.dpo import dataset, long_pairs, pairs, tiny_model
 from tests.support.trl.reward import reward_model
 
 PAIRS = 24
@@ -266,6 +266,15 @@ The last batches are filled with the first pairs of the epoch.
 
 SEQUENTIAL = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=1, num_train_epochs=2, evaluate=0)
 
+PROMPTS = 6
+
+
+def of_few_prompts(directory: Path, kind: str) -> list[dict[str, str]]:
+    """Pairs of which every sixth has the same prompt. For stock, those of a prompt stand together."""
+    prompts = [row["prompt"] for row in long_pairs(((12, 1, 1),) * PROMPTS)]
+    rows = [{**row, "prompt": prompts[i % PROMPTS]} for i, row in enumerate(pairs(PAIRS))]
+    return sorted(rows, key=lambda row: prompts.index(row["prompt"])) if kind == "stock" else rows
+
 
 def in_one_process(ranks: int) -> Case:
     """The training of `UNEVEN` on `ranks` ranks, reproduced in one process.
@@ -293,6 +302,13 @@ CASES = {
     "fsdp2 token budget": Case(dict(fsdp2(), **WHOLE_STEPS), patch=BUDGET),
     "zero2 token budget": Case(dict(zero(2), **WHOLE_STEPS), patch=BUDGET),
     "zero3 token budget": Case(dict(zero(3), **WHOLE_STEPS), patch=BUDGET),
+    **{
+        f"{engine} grouped prompts{' token budget' if budget else ''}": Case(
+            dict(options, **SEQUENTIAL | WHOLE_STEPS), data=of_few_prompts, patch=dict(budget, group_prompts=True)
+        )
+        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
+        for budget in ({}, dict(max_tokens=80))
+    },
     "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
     "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
     **{
