@@ -85,8 +85,8 @@ def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     for module, kernels in names.items():
         for name in kernels:
             monkeypatch.setattr(module, name, Recorder(name))
-    blocks = layout_blocks("op", ROWS, 13, 64, 64, CPU)
-    varlen = varlen_layout("op", ROWS, 13, CPU)
+    blocks = layout_blocks(ROWS, 13, 64, 64, CPU)
+    varlen = varlen_layout(ROWS, 13, CPU)
     configs = attention_blocks.kernel_configs(16, 16, None)
     query, key = torch.empty(13, 4, 16, device="meta"), torch.empty(13, 2, 16, device="meta")
     out, lse = packed_attention.packed_attention_fwd(query, key, key, blocks, configs.forward, None, *OPTIONS)

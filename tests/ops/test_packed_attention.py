@@ -507,7 +507,7 @@ def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
 
 def test_work_of_a_window_is_linear():
     rows, window = rows_of([(1500, [1000, 1000])]), 64
-    blocks = list(pieces.query_blocks("", rows, 3500, window, None))
+    blocks = list(pieces.query_blocks(rows, 3500, window, None))
     assert all(a.stop == b.start for (a, _), (b, _) in pairwise(blocks))
     scores = sum(
         (block.stop - block.start) * (keys.stop - keys.start) for block, ranges in blocks for keys, _ in ranges

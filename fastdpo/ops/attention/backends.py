@@ -168,7 +168,7 @@ def plan_of_rows(query: Tensor, value: Tensor, rows: Tensor, options: AttentionO
 
 
 def _made_plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Plan:
-    rows, ahead = islands.split(OP, rows, query.device)
+    rows, ahead = islands.split(rows, query.device)
     options = without_an_idle_window(options, rows)
     name = chosen(query, value, rows, options)
     if name is None:

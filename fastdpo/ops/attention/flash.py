@@ -264,7 +264,7 @@ class FlashLibrary:
             raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
         from ...kernels import gather_keys
 
-        layout = varlen_layout(OP, rows, len(query), query.device)
+        layout = varlen_layout(rows, len(query), query.device)
         sizes = HeadSizes(query.shape[2], value.shape[2])
         padded = self.head_sizes(*sizes, compute_capability(query.device))
         arguments = functions.arguments(layout, options)

@@ -30,7 +30,7 @@ class Ahead(NamedTuple):
     rows: Tensor
 
 
-def split(op: str, rows: Tensor, device: torch.device) -> tuple[Tensor, Ahead | None]:
+def split(rows: Tensor, device: torch.device) -> tuple[Tensor, Ahead | None]:
     """The rows [S, 4] without islands, and what islands add to them, if there are any.
 
     Rows that are neither islands nor valid are returned as they are.
@@ -41,7 +41,7 @@ def split(op: str, rows: Tensor, device: torch.device) -> tuple[Tensor, Ahead | 
     causal = rows.clone()
     causal[:, 1] = torch.where(island, rows[:, 2] - rows[:, 0], rows[:, 1])
     of_several = rows[island & (rows[:, 3] > 1)]
-    return causal, _ahead(op, of_several, device) if len(of_several) else None
+    return causal, _ahead(of_several, device) if len(of_several) else None
 
 
 def is_island(rows: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def is_island(rows: Tensor) -> Tensor:
     return ends_with_row & (prefix >= 0) & (prefix <= own) & (own_length > 0)
 
 
-def _ahead(op: str, islands: Tensor, device: torch.device) -> Ahead:
+def _ahead(islands: Tensor, device: torch.device) -> Ahead:
     """What the tokens of islands [I, 4] of several tokens each see ahead of themselves."""
     with torch.device("cpu"):  # independent of torch.set_default_device
         starts, lengths = islands[:, 2].tolist(), (islands[:, 3] - 1).tolist()
@@ -59,4 +59,4 @@ def _ahead(op: str, islands: Tensor, device: torch.device) -> Ahead:
         own = islands[:, 3] - 1
         start, zero = own.cumsum(0) - own, torch.zeros_like(own)
         rows = torch.stack([start, zero, start, own], 1).int()
-        return Ahead(to_device(op, queries, device), to_device(op, queries + 1, device), rows)
+        return Ahead(to_device(queries, device), to_device(queries + 1, device), rows)

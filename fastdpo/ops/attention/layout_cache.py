@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ... import checks
 from ..devices import is_capturing, is_host
+from .calls import OP
 
 L = TypeVar("L", bound=tuple)
 
 
-def to_device(op: str, x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A part of a layout as int32 on the device, without a synchronization.
 
     Raises:
@@ -23,7 +24,7 @@ def to_device(op: str, x: Tensor, device: torch.device) -> Tensor:
             the layout would hold no values until the graph is replayed.
     """
     rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
-    checks.require(not is_capturing(device), op, "rows", rule, "rows that no recent call has used")
+    checks.require(not is_capturing(device), OP, "rows", rule, "rows that no recent call has used")
     x = x.int()
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 

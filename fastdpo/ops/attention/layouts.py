@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from .calls import OP
 from .layout_cache import to_device
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Row(NamedTuple):
         return [*before, Piece(start, last_length + own.length, position)]
 
 
-def checked_rows(op: str, rows: Tensor, tokens: int) -> list[Row]:
+def checked_rows(rows: Tensor, tokens: int) -> list[Row]:
     """The rows [S, 4], with the pieces of their prefixes.
 
     Raises:
@@ -105,28 +106,26 @@ def checked_rows(op: str, rows: Tensor, tokens: int) -> list[Row]:
     for row in map(tuple, rows.tolist()):
         prefix, length, own, own_length = row
         fits = own == end and own_length > 0 and prefix >= 0 and length >= 0 and prefix + length <= own
-        checks.require(fits, op, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
+        checks.require(fits, OP, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
         pieces = []
         if length:
             parent = checked[bisect(starts, prefix + length - 1) - 1]
             begins = prefix == parent.own - parent.prefix_length
-            checks.require(begins, op, "rows", "have prefixes that other rows begin with", row)
+            checks.require(begins, OP, "rows", "have prefixes that other rows begin with", row)
             pieces = parent.until(length)
         checked.append(Row(pieces, length, own, own_length))
         starts.append(own)
         end = own + own_length
-    checks.require(end == tokens, op, "rows", "tile [0, {})", f"[0, {end})", tokens)
+    checks.require(end == tokens, OP, "rows", "tile [0, {})", f"[0, {end})", tokens)
     return checked
 
 
-def layout_blocks(
-    op: str, rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device
-) -> LayoutBlocks:
+def layout_blocks(rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device) -> LayoutBlocks:
     """The rows in blocks of queries and of keys, for fastdpo's kernels."""
     from ...kernels.attention_blocks import LayoutBlocks
 
     with torch.device("cpu"):  # independent of torch.set_default_device
-        checked = checked_rows(op, rows, tokens)
+        checked = checked_rows(rows, tokens)
         pieces = [(i, *piece) for i, row in enumerate(checked) for piece in row.pieces]
         pieces = torch.tensor(pieces, dtype=torch.long).view(-1, 4)
         reader, start, length, _ = pieces.unbind(1)
@@ -141,7 +140,7 @@ def layout_blocks(
         keys = torch.stack([row, first], 1)[queries_seeing.argsort(descending=True, stable=True)]
         first_piece = _offsets(reader.bincount(minlength=len(rows)))
         tensors = (rows, pieces, first_piece, queries, keys, overlap.nonzero()[:, 1], _offsets(overlap.sum(1)))
-        return LayoutBlocks(*(to_device(op, x, device) for x in tensors))
+        return LayoutBlocks(*(to_device(x, device) for x in tensors))
 
 
 def _blocks_of_rows(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -156,10 +155,10 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
 
 
-def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
+def varlen_layout(rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
     """The rows as sequences of variable length, for libraries of flash attention."""
     with torch.device("cpu"):  # independent of torch.set_default_device
-        checked = checked_rows(op, rows, tokens)
+        checked = checked_rows(rows, tokens)
         own_length, lengths = rows[:, 3].long(), rows[:, 1].long() + rows[:, 3]
         cu_queries, cu_keys = _offsets(own_length), _offsets(lengths)
         max_queries, max_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
@@ -169,6 +168,6 @@ def varlen_layout(op: str, rows: Tensor, tokens: int, device: torch.device) -> V
             index = torch.cat([torch.arange(start, start + length) for start, length, _ in pieces])
             first_reader = _offsets(index.bincount(minlength=tokens))
             tensors = (index, index.argsort(stable=True), first_reader)
-            places = KeyPlaces(*(to_device(op, x, device) for x in tensors))
-        cu_queries, cu_keys = (to_device(op, x, device) for x in (cu_queries, cu_keys))
+            places = KeyPlaces(*(to_device(x, device) for x in tensors))
+        cu_queries, cu_keys = (to_device(x, device) for x in (cu_queries, cu_keys))
         return VarlenLayout(cu_queries, cu_keys, max_queries, max_keys, places)

@@ -77,7 +77,7 @@ def _forward_in_pieces(
     q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
     pieces = _pieces(query, value, plan.options)
     with torch.autocast(query.device.type, enabled=False):
-        for block, ranges in query_blocks(OP, plan.rows, len(query), pieces.window, pieces.max_scores):
+        for block, ranges in query_blocks(plan.rows, len(query), pieces.window, pieces.max_scores):
             queries = q[:, :, block]
             results = [pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges]
             o[:, :, block], lse[None, :, block] = reduce(_merge, results)
@@ -151,7 +151,7 @@ def _backward_in_pieces(inputs: Sequence[Tensor], plan: Plan) -> tuple[Tensor, T
     g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
     pieces = _pieces(query, value, plan.options)
     with torch.autocast(query.device.type, enabled=False):
-        for block, ranges in query_blocks(OP, plan.rows, len(query), pieces.window, pieces.max_scores):
+        for block, ranges in query_blocks(plan.rows, len(query), pieces.window, pieces.max_scores):
             block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
             for keys, offset in ranges:
                 grads = pieces.backward(block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset)

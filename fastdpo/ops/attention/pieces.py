@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +30,14 @@ SCORE_BYTES = 64 << 20  # maximum size of a piece's scores, all heads together
 CPU_SCORE_BYTES = 16 << 20  # the same on a CPU, where larger pieces do not stay in the caches
 
 
-class KeyRange(NamedTuple):
-    """Contiguous keys that a block of queries sees.
-
-    Attributes:
-        keys: the range of packed tokens.
-        offset: position of the block's first query minus position of the first key.
-    """
-
-    keys: slice
-    offset: int
+KeyRange = tuple[slice, int]
+"""Contiguous keys that a block of queries sees, as a range of packed tokens, and their offset: the position of the
+block's first query minus that of the first key.
+"""
 
 
 def query_blocks(
-    op: str, rows: Tensor, tokens: int, window: int, max_scores: int | None
+    rows: Tensor, tokens: int, window: int, max_scores: int | None
 ) -> Iterator[tuple[slice, list[KeyRange]]]:
     """Blocks of queries with the keys that they see.
 
@@ -53,7 +46,6 @@ def query_blocks(
     Every query of a block sees at least one key of each range.
 
     Args:
-        op: the op that errors name.
         rows: [S, 4] as in `packed_attention`. They must tile [0, tokens).
         tokens: T.
         window: at most T.
@@ -63,16 +55,16 @@ def query_blocks(
     Raises:
         ValueError: the rows do not tile [0, tokens).
     """
-    for row in checked_rows(op, rows, tokens):
+    for row in checked_rows(rows, tokens):
         for start, end in _block_bounds(row, window, max_scores):
             first = max(0, start - window + 1)
-            ranges = [KeyRange(slice(row.own + first, row.own + end), start - first)]
+            ranges = [(slice(row.own + first, row.own + end), start - first)]
             first_visible = row.prefix_length + start - window + 1
             for keys, length, position in row.prefix:
                 hidden = max(0, first_visible - position)
                 if hidden < length:
                     offset = row.prefix_length + start - position - hidden
-                    ranges.append(KeyRange(slice(keys + hidden, keys + length), offset))
+                    ranges.append((slice(keys + hidden, keys + length), offset))
             yield slice(row.own + start, row.own + end), ranges
 
 

@@ -52,7 +52,7 @@ class TritonBackend:
         of_forward = configs.forward.block_q, configs.forward.block_k
         of_gradients = configs.query_gradient.block_q, configs.key_gradient.block_k
         sizes = dict.fromkeys((of_forward, of_gradients))
-        blocks = {x: layout_blocks(OP, rows, len(query), *x, query.device) for x in sizes}
+        blocks = {x: layout_blocks(rows, len(query), *x, query.device) for x in sizes}
         return TritonCall(configs, blocks[of_forward], blocks[of_gradients], options)
 
 

@@ -99,7 +99,7 @@ def test_packed_attention(d, options, launches):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_keys(dtype, launches):
-    places = layouts.varlen_layout("op", ROWS, TOKENS, CPU).places
+    places = layouts.varlen_layout(ROWS, TOKENS, CPU).places
     key, value = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype), torch.randn(TOKENS, 2, 64).to(dtype)
     placed = gather_keys_fwd(key, value, places.index)
     assert all(torch.equal(x, of[places.index]) for x, of in zip(placed, (key, value), strict=True))

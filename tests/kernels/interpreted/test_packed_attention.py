@@ -120,7 +120,7 @@ def test_blocks_of_every_size(window, sizes, monkeypatch):
 @pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gather_keys_and_its_gradient(dtype, value_heads):
-    layout = layouts.varlen_layout("op", ROWS, TOKENS, CPU)
+    layout = layouts.varlen_layout(ROWS, TOKENS, CPU)
     key = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype)
     value = torch.randn(TOKENS, value_heads, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
@@ -134,8 +134,8 @@ def test_gather_keys_and_its_gradient(dtype, value_heads):
 
 def test_layouts_do_not_depend_on_the_default_device():
     with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
-        varlen = layouts.varlen_layout("op", ROWS, TOKENS, CPU)
-        blocks = layouts.layout_blocks("op", ROWS, TOKENS, 16, 16, CPU)
+        varlen = layouts.varlen_layout(ROWS, TOKENS, CPU)
+        blocks = layouts.layout_blocks(ROWS, TOKENS, 16, 16, CPU)
     for layout in (varlen, blocks, varlen.places):
         assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
     assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47, 66, 73, 75, 79]
