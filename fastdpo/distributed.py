@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -42,10 +43,12 @@ def raising_on_all(function: Callable[[], T], *errors: type[Exception]) -> T:
     return result
 
 
-def largest_of_ranks(x: int, device: torch.device) -> int:
-    """Returns the largest number of any rank, by a collective on this device. Every rank must call this."""
+def largest_of_ranks(x: Tensor, device: torch.device) -> Tensor:
+    """The largest value of any rank at each place of a tensor on the CPU. By a collective on this device, since ranks
+    may have separate disks. Every rank must call this.
+    """
     if rank_and_world_size()[1] == 1:
         return x
-    largest = torch.tensor(x, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    x = x.to(device)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.cpu()

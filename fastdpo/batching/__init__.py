@@ -2,10 +2,9 @@
 
 from .cost import CostModel
 from .kinship import Kinship, kinship_of
-from .order import random_order
 from .planning import StepPlanner
 from .report import BudgetReport, budget_report
-from .sampler import MicroBatch, TokenBudgetSampler
+from .sampler import MicroBatch, TokenBudgetSampler, random_order
 
 __all__ = [
     "BudgetReport",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +12,15 @@ from .. import checks
 from ..lengths import PairLengths
 from .cost import CostModel
 from .kinship import Kinship
-from .order import Order, random_order
 from .planning import StepPlanner
+
+Order = Callable[[int], Sequence[int] | np.ndarray]
+"""Returns the indices of the pairs of an epoch, given the number of the epoch."""
+
+
+def random_order(pairs: int, seed: int = 0) -> Order:
+    """A permutation of this many pairs that depends on the seed and on the epoch alone."""
+    return lambda epoch: np.random.default_rng((seed, epoch)).permutation(pairs)
 
 
 class MicroBatch(NamedTuple):

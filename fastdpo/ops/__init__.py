@@ -17,10 +17,9 @@ from .head.linear_logps import linear_logps
 from .head.results import SequenceLogps, TokenLogps
 from .head.token_logps import token_logps
 from .head.vocabulary_parallel import VocabularyGroup
-from .losses.linear_preference_loss import linear_preference_loss
+from .losses.linear_preference_loss import LinearPreferenceLoss, linear_preference_loss
 from .losses.objectives import PreferenceObjective
 from .losses.preference_loss import PreferenceLoss, preference_loss
-from .losses.results import LinearPreferenceLoss
 from .losses.sequence_logps import linear_sequence_logps, sequence_logps
 from .losses.split_sequences import merged_sequence_logps
 from .losses.weightings import length_desensitized_logps, wpo_weights

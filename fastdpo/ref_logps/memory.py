@@ -148,7 +148,7 @@ class Memory:
             vote = Vote.CHANGED
         else:
             vote = Vote.REMEMBERED if digests and self._values.keys() >= set(digests) else Vote.MISSING
-        decision = largest_of_ranks(vote, self._vote_on)
+        decision = int(largest_of_ranks(torch.tensor(vote, device="cpu"), self._vote_on))
         if decision == Vote.DISABLED:
             self._disable(next(filter(None, gather_objects(self._disabling))))
         elif decision == Vote.CHANGED:

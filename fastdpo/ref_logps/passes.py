@@ -17,10 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..data.pairs import Pairs, batches
-from ..distributed import gather_objects, rank_and_world_size
+from ..distributed import gather_objects, largest_of_ranks, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
-from .ranks import cache_disabled, merge, read_on_all_ranks
+from .ranks import cache_disabled, read_on_all_ranks
 from .shards import MISSING, Shards, missing
 from .termination import ending_by_sigterm
 
@@ -79,7 +79,7 @@ def run(
             # Read again: the process that held the lock may have stored more values meanwhile.
             values = torch.maximum(values, read_on_all_ranks(shards.read, device))
         failure = _fill(values, score, pairs, shards, bounds, description)
-        values = merge(values, device)
+        values = largest_of_ranks(values, device)
         if shards is not None and failure is None and rank_and_world_size()[0] == 0:
             failure = _failure(partial(shards.merge, values))
     if strict():

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import gather_objects, raising_on_all, rank_and_world_size
+from ..distributed import gather_objects, largest_of_ranks, raising_on_all, rank_and_world_size
 from ..logs import report, strict
 from ..reasons import Reason
 
@@ -41,15 +40,4 @@ def cache_disabled(reason: Reason | None) -> bool:
 
 def read_on_all_ranks(read: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Merges what each rank has read. An error on one rank is raised on all."""
-    return merge(raising_on_all(read, ValueError, OSError), device)
-
-
-def merge(values: Tensor, device: torch.device) -> Tensor:
-    """The largest value of any rank. By a collective on this device,
-    since ranks may have separate disks.
-    """
-    if rank_and_world_size()[1] == 1:
-        return values
-    values = values.to(device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.cpu()
+    return largest_of_ranks(raising_on_all(read, ValueError, OSError), device)

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 from ...packing import IGNORE_INDEX
 from ..head.definitions import token_logps
 from ..head.results import SequenceLogps
+from .linear_preference_loss import LinearPreferenceLoss
 from .objectives import DPO, PreferenceObjective
 from .preference_loss import PreferenceLoss, preference_loss
-from .results import LinearPreferenceLoss
 
 
 def sequence_logps(

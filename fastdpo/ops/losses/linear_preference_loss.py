@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,11 @@ from ..head.budget import MEMORY_BUDGET, default_budget
 from ..head.formats import TileFormat
 from ..head.linear_logps import check_head, compute_dtype_of
 from ..head.passes import backward_pass, forward_pass, take_kept
-from ..head.results import empty_results, named_results, requested_statistics
+from ..head.results import TokenLogps, empty_results, named_results, requested_statistics
 from ..head.targets import Targets
 from ..head.tiles import HEAD, HeadCall
 from .objectives import DPO, SORTED, PreferenceObjective, require_objective
 from .preference_loss import PreferenceLoss, loss_dtype, preference_loss
-from .results import LinearPreferenceLoss
 from .sequence_logps import require_bounds, segment_sums, target_counts
 
 OP = "linear_preference_loss"
@@ -34,6 +33,27 @@ OBJECTIVE = (
     "str loss_type, float[]? loss_weights, float beta, float label_smoothing, str f_divergence_type, "
     "float f_alpha_divergence_coef, float discopop_tau"
 )
+
+
+class LinearPreferenceLoss(NamedTuple):
+    """The loss of preference pairs, and the log-probabilities that it was computed from. Only the
+    scalar `loss` is differentiable.
+
+    Attributes:
+        pairs: the losses and rewards, [P].
+        chosen_logps, rejected_logps: [P] the summed log-probabilities, in nats.
+        tokens: the log-probabilities and statistics of the tokens, [N].
+    """
+
+    pairs: PreferenceLoss
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    tokens: TokenLogps
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the pairs, a scalar."""
+        return self.pairs.loss
 
 
 @torch.library.custom_op(

@@ -39,17 +39,18 @@ def _(grad, cu_seqlens, tokens):
     return grad.new_empty(tokens)
 
 
-class _SegmentSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, cu_seqlens):
-        ctx.save_for_backward(cu_seqlens)
-        ctx.tokens = values.shape[0]
-        return segment_sums(values, cu_seqlens)
+def _save(ctx, inputs, output):
+    values, cu_seqlens = inputs
+    ctx.save_for_backward(cu_seqlens)
+    ctx.tokens = values.shape[0]
 
-    @staticmethod
-    def backward(ctx, grad):
-        (cu_seqlens,) = ctx.saved_tensors
-        return _bwd(grad, cu_seqlens, ctx.tokens), None
+
+def _gradients(ctx, grad):
+    (cu_seqlens,) = ctx.saved_tensors
+    return _bwd(grad, cu_seqlens, ctx.tokens), None
+
+
+segment_sums.register_autograd(_gradients, setup_context=_save)
 
 
 def sequence_logps(
@@ -144,7 +145,7 @@ def _sums(op: str, logps: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Sequen
     checks.require_same_device(op, targets=targets, cu_seqlens=cu_seqlens)
     require_bounds(op, cu_seqlens, targets.numel())
     bounds = cu_seqlens.long()
-    return SequenceLogps(_SegmentSums.apply(logps.reshape(-1), bounds), target_counts(targets, bounds))
+    return SequenceLogps(segment_sums(logps.reshape(-1), bounds), target_counts(targets, bounds))
 
 
 def require_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> None:
