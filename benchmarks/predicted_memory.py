@@ -131,7 +131,7 @@ def examples(case: Case, batches: int = 1) -> list[dict[str, Any]]:
 
 def predict(case: Case, patched: bool) -> int:
     from fastdpo.commands.estimate.simulation import Setup, simulate
-    from fastdpo.data.pairs import Pairs
+    from fastdpo.ref_logps.pairs import Pairs
 
     rows = examples(case)
     setup = Setup(

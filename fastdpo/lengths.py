@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from .data.pairs import COLUMNS, read_columns, require_dataset, require_truncation, truncated_lengths
+from .data.columns import COLUMNS, read_columns, require_dataset, require_truncation
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+Ids = tuple[np.ndarray, np.ndarray]
+"""The ids of some rows of a column, one row after the other, and the lengths of the rows."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,42 @@ class PairLengths:
     rejected_answer: np.ndarray
     common: np.ndarray
     skipped: np.ndarray
+
+    @classmethod
+    def of(cls, columns: Sequence[Ids], max_length: int | None, truncation_mode: str) -> Self:
+        """The lengths of pairs.
+
+        Args:
+            columns: the prompts, chosen and rejected answers.
+            max_length, truncation_mode: as in `DPOConfig`.
+        """
+        prompts, *answers = columns
+        wholes = [prompts[1] + sizes for _, sizes in answers]
+        rows = wholes if max_length is None else [np.minimum(whole, max_length) for whole in wholes]
+        if truncation_mode == "keep_start":
+            kept_answers = [np.maximum(row - prompts[1], 0) for row in rows]
+            skipped = [np.zeros_like(row) for row in rows]
+        else:
+            kept_answers = [np.minimum(sizes, row) for (_, sizes), row in zip(answers, rows, strict=True)]
+            skipped = [whole - row for whole, row in zip(wholes, rows, strict=True)]
+        shorter = np.minimum(*rows)
+        pair = np.repeat(np.arange(len(shorter)), shorter)
+        place = np.arange(len(pair)) - np.repeat(shorter.cumsum() - shorter, shorter)
+        chosen_ids, rejected_ids = (
+            _joined(prompts, answer)[(whole.cumsum() - whole + skip)[pair] + place]
+            for answer, whole, skip in zip(answers, wholes, skipped, strict=True)
+        )
+        common = shorter.copy()
+        differing = np.flatnonzero(chosen_ids != rejected_ids)
+        np.minimum.at(common, pair[differing], place[differing])
+        (chosen, rejected), (chosen_answer, rejected_answer) = rows, kept_answers
+        return cls(chosen, rejected, chosen_answer, rejected_answer, common, skipped[0])
+
+    @classmethod
+    def joined(cls, parts: Sequence[PairLengths]) -> Self:
+        """The lengths of the pairs of all parts, one after the other."""
+        none = np.zeros(0, np.int64)
+        return cls(*(np.concatenate([none, *(getattr(part, field.name) for part in parts)]) for field in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.common)
@@ -132,37 +172,17 @@ def pair_lengths(
     """
     require_truncation(op, max_length, truncation_mode)
     require_dataset(op, dataset)
-    parts = [np.zeros((len(fields(PairLengths)), 0), np.int64)]
+    kind, parts = RewardLengths if rewards else PairLengths, []
     with tqdm(total=len(dataset), desc="Reading lengths", unit=" pairs", disable=not progress) as bar:
         for columns in read_columns(op, dataset, COLUMNS[1:] if rewards else COLUMNS):
             no_prompts = [(np.zeros(0, np.int64), np.zeros_like(columns[0][1]))] if rewards else []
-            parts.append(_lengths([*no_prompts, *columns], max_length, truncation_mode))
-            bar.update(parts[-1].shape[1])
-    return (RewardLengths if rewards else PairLengths)(*np.concatenate(parts, 1))
+            parts.append(kind.of([*no_prompts, *columns], max_length, truncation_mode))
+            bar.update(len(parts[-1]))
+    return kind.joined(parts)
 
 
-def _lengths(columns: list[tuple[np.ndarray, np.ndarray]], max_length: int | None, truncation_mode: str) -> np.ndarray:
-    """The fields of `PairLengths` for the ids and lengths of some prompts and their completions."""
-    prompts, *answers = columns
-    prompt = prompts[1]
-    rows, kept_answers = truncated_lengths(prompt, [sizes for _, sizes in answers], max_length, truncation_mode)
-    wholes = [prompt + sizes for _, sizes in answers]
-    skipped = [(whole - row) * (truncation_mode != "keep_start") for whole, row in zip(wholes, rows, strict=True)]
-    shorter = np.minimum(*rows)
-    pair = np.repeat(np.arange(len(prompt)), shorter)
-    place = np.arange(len(pair)) - np.repeat(shorter.cumsum() - shorter, shorter)
-    chosen, rejected = (
-        _joined(prompts, answer)[(whole.cumsum() - whole + skip)[pair] + place]
-        for answer, whole, skip in zip(answers, wholes, skipped, strict=True)
-    )
-    common = shorter.copy()
-    differing = np.flatnonzero(chosen != rejected)
-    np.minimum.at(common, pair[differing], place[differing])
-    return np.stack([*rows, *kept_answers, common, skipped[0]])
-
-
-def _joined(prompts: tuple[np.ndarray, np.ndarray], answers: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """The ids of rows: those of each prompt, followed by those of its answer. Of both, ids and lengths are given."""
+def _joined(prompts: Ids, answers: Ids) -> np.ndarray:
+    """The ids of rows: those of each prompt, followed by those of its answer."""
     parts = np.stack([prompts[1], answers[1]], 1).ravel()
     in_prompt = np.repeat(np.arange(len(parts)) % 2 == 0, parts)
     ids = np.empty(len(in_prompt), np.int64)

@@ -7,8 +7,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.reward_trainer import DataCollatorForPreference as RewardCollator
 
 from fastdpo import packing
-from fastdpo.data import pairs
-from fastdpo.data.pairs import COLUMNS
+from fastdpo.data import columns
+from fastdpo.data.columns import COLUMNS
 from fastdpo.lengths import pair_lengths
 from fastdpo.models import reward_head
 
@@ -86,7 +86,7 @@ def test_what_other_pairs_can_share(max_length):
 
 def test_tables_and_lists_have_the_same_lengths(monkeypatch):
     rows = random_rows()
-    monkeypatch.setattr(pairs, "ROWS_READ_AT_ONCE", 7)
+    monkeypatch.setattr(columns, "ROWS_READ_AT_ONCE", 7)
     of_lists, of_arrow = pair_lengths(rows), pair_lengths(Dataset.from_list(rows))
     for name, values in vars(of_lists).items():
         assert values.tolist() == vars(of_arrow)[name].tolist(), name

@@ -41,7 +41,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "accuracy": set(),
     "testing": {"accuracy"},
     "storage": {"atomic_files", "plain_checks", "reasons"},
-    "data": {"checks", "packing"},
+    "data": {"checks"},
     "lengths": {"checks", "data"},
     "batching": {"checks", "data", "lengths", "prefix_tree"},
     "ops.devices": set(),
@@ -54,7 +54,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "ops.reference": {"logs", "ops.definitions"},
     "metrics": {"checks", "ops"},
     "models": {"accuracy", "checks", "distributed", "logs", "ops", "packing", "reasons"},
-    "ref_logps": {"checks", "data", "distributed", "logs", "models", "ops", "packing", "reasons", "storage"},
+    "ref_logps": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "storage"},
     "integrations": {"batching", "checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing"}
     | {"plain_checks", "reasons", "ref_logps", "storage"},
     "commands": {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import checks
-from ..data.pairs import COLUMNS, read_columns, require_dataset
+from ..data.columns import COLUMNS, read_columns, require_dataset
 from ..prefix_tree import common_length
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Preference datasets: reading files and columns, tokenized pairs and their batches.
+"""Preference datasets: reading files and columns of token ids.
 
 Nothing in this package knows of a model or a trainer.
 """

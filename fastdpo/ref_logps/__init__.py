@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from .. import checks, storage
-from ..data.pairs import Pairs, require_dataset
+from ..data.columns import require_dataset
 from ..models import forward, wrapped
 from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
+from .pairs import Pairs
 from .passes import TOKENS_PER_BATCH, RefLogps
 from .shards import Shards
 
@@ -167,7 +168,7 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
 
 def _require_any_batch(base: PreTrainedModel, pairs: Pairs) -> None:
     """Raises NotImplementedError if the values of a pair depend on the batch that it is computed in."""
-    longest = pairs.sizes().longest
+    longest = pairs.lengths.longest
     reason = rope_reason(base, int(longest.max(initial=0)))
     if reason is not None:
         row = int(longest.argmax())

@@ -25,7 +25,7 @@ from .module_state import ModuleStates, NotCacheable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..data.pairs import Pairs
+    from .pairs import Pairs
 
 VERSION = "fastdpo.ref_logps/4"
 """Version of the computed values and of the files that store them. Increase it with every change of them."""

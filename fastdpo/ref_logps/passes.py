@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..data.pairs import Pairs, batches
 from ..distributed import gather_objects, largest_of_ranks, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
+from .pairs import Pairs, batches
 from .ranks import cache_disabled, read_on_all_ranks
 from .shards import MISSING, Shards, missing
 from .termination import ending_by_sigterm
@@ -120,12 +120,12 @@ def _fill(
     they could not be stored, or None.
     """
     rank, world = rank_and_world_size()
-    sizes = pairs.sizes()
+    packed = pairs.lengths.packed()  # 0 where nothing is scored
     todo = (values[:, 0] == MISSING).numpy()
-    empty = (todo & ~sizes.scored).nonzero()[0]
+    empty = (todo & (packed == 0)).nonzero()[0]
     values[empty] = 0.0
-    todo &= sizes.scored
-    todo_batches = batches(todo.nonzero()[0], sizes, *bounds)
+    todo &= packed > 0
+    todo_batches = batches(todo.nonzero()[0], pairs.lengths, *bounds)
     pending: list[int] = empty.tolist() if rank == 0 else []
     failure: Reason | None = None
 
@@ -136,7 +136,7 @@ def _fill(
             failure = _failure(partial(shards.write, rows, values[rows]))
         pending.clear()
 
-    total, stored = int(sizes.packed[sizes.scored].sum()), int(sizes.packed[sizes.scored & ~todo].sum())
+    total, stored = int(packed.sum()), int(packed[~todo].sum())
     hidden = rank > 0 or bool(os.environ.get("TQDM_DISABLE"))
     saved = time.monotonic()
     try:
@@ -153,7 +153,7 @@ def _fill(
                 if time.monotonic() - saved >= SECONDS_BETWEEN_SHARDS:
                     store()
                     saved = time.monotonic()
-                bar.update(sum(int(sizes.packed[batch].sum()) for batch in todo_batches[step : step + world]))
+                bar.update(sum(int(packed[batch].sum()) for batch in todo_batches[step : step + world]))
     finally:
         store()
     return failure

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..data.pairs import Pairs
 from ..models import forward
 from ..models.state import ForwardOptions, state_of
 from ..models.wrapped import base_of, input_device_of
@@ -17,6 +16,7 @@ from ..ops import length_desensitized_logps, token_logps
 from ..packing import IGNORE_INDEX
 
 if TYPE_CHECKING:
+    from .pairs import Pairs
     from .passes import Score
 
 NAME = "fastdpo.ref_logps"

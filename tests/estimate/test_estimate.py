@@ -16,7 +16,7 @@ from fastdpo.commands.estimate import batches
 from fastdpo.commands.estimate.fitting import largest_fitting
 from fastdpo.commands.estimate.prediction import SIDES, estimate
 from fastdpo.commands.estimate.simulation import Setup, simulate
-from fastdpo.data.pairs import COLUMNS
+from fastdpo.data.columns import COLUMNS
 from fastdpo.lengths import pair_lengths
 from fastdpo.models import reward_head
 from fastdpo.packing import pack

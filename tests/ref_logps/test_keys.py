@@ -21,9 +21,9 @@ from trl.trainer.utils import disable_dropout_in_model
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.data.pairs import Pairs
 from fastdpo.models import wrapped
 from fastdpo.ref_logps import digests, keys, module_state
+from fastdpo.ref_logps.pairs import Pairs
 from tests.support.ref_logps import tokens
 from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
 

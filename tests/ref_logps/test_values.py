@@ -12,7 +12,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.data.pairs import Pairs, batches
+from fastdpo.packing import pack_pairs
+from fastdpo.ref_logps.pairs import Pairs, batches
 from tests.support.models.families import tiny_family
 from tests.support.ref_logps import assert_close, exact, tokens
 from tests.support.trl.dpo import config, dataset, tiny_model, tokenizer
@@ -161,21 +162,23 @@ def test_batches_equal_trls(option):
 
 
 def test_batches_are_longest_first_and_within_the_budget():
-    """The budget counts packed tokens, a shared prompt once."""
+    """The budget counts packed tokens, those that a pair shares once."""
     rows = tokens(200, longest=60)
     pairs = Pairs(rows)
-    sizes = pairs.sizes()
-    packed = [len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in rows]
-    assert sizes.packed.tolist() == packed
-    plan = batches(torch.arange(200).numpy(), sizes, 300, None)
+    packed = []
+    for row in rows:
+        batch = pairs.collate([row])
+        packed.append(len(pack_pairs(batch["input_ids"], batch["attention_mask"], batch["labels"]).token_index))
+    lengths = pairs.lengths
+    plan = batches(torch.arange(200).numpy(), lengths, 300, None)
     assert sorted(i for batch in plan for i in batch) == list(range(200))
-    longest = [sizes.longest[i] for batch in plan for i in batch]
+    longest = [lengths.longest[i] for batch in plan for i in batch]
     assert longest == sorted(longest, reverse=True)
-    used = [sizes.packed[batch].sum() for batch in plan]
+    used = [sum(packed[i] for i in batch) for batch in plan]
     assert max(used) <= 300
-    assert all(a + sizes.packed[b[0]] > 300 for a, b in zip(used, plan[1:], strict=False))
-    assert [len(batch) for batch in batches(torch.arange(5).numpy(), sizes, 1, None)] == [1] * 5
-    assert [len(batch) for batch in batches(torch.arange(5).numpy(), sizes, 10**6, 2)] == [2, 2, 1]
+    assert all(a + packed[b[0]] > 300 for a, b in zip(used, plan[1:], strict=False))
+    assert [len(batch) for batch in batches(torch.arange(5).numpy(), lengths, 1, None)] == [1] * 5
+    assert [len(batch) for batch in batches(torch.arange(5).numpy(), lengths, 10**6, 2)] == [2, 2, 1]
 
 
 def test_the_budget_bounds_the_tokens_per_forward(monkeypatch):

@@ -78,14 +78,14 @@ def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
     """Why values depend on the batches that they are computed in, which TRL forms in the order of the
     dataset, or None.
     """
-    from ...data import pairs
+    from ...ref_logps import pairs
 
     base = wrapped.base_of(reference_of(trainer), "precompute_ref_log_probs")
     if rope_limit(base) is None or set(VALUES) <= set(dataset.column_names):
         return None
     collator = cast("DataCollatorForPreference", trainer.data_collator)
-    sizes = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode).sizes()
-    return rope_reason(base, widest_batch(collator, sizes.longest))
+    rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode)
+    return rope_reason(base, widest_batch(collator, rows.lengths.longest))
 
 
 def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, batch_size: int) -> Dataset:
@@ -95,8 +95,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     from accelerate.utils import send_to_device
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    from ...data import pairs
-    from ...ref_logps import keys, passes, ranks, shards, with_ref_logps
+    from ...ref_logps import keys, pairs, passes, ranks, shards, with_ref_logps
 
     if set(VALUES) <= set(dataset.column_names):
         warn(f"{DPO}: the {name} dataset has {' and '.join(VALUES)}, which are used as they are")

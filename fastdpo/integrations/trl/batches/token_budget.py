@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ....data.pairs import COLUMNS
+from ....data.columns import COLUMNS
 from ....logs import logger
 from ....models.calls import outcomes
 from ....models.layouts import SharePrompts
