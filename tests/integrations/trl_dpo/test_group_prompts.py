@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader, RandomSampler
 
 import fastdpo
 from fastdpo.batching import Kinship
 from fastdpo.integrations.grouped_epochs import GroupedSampler
-from tests.support.trl.dpo import build, long_pairs, on_disk, recorded_layouts, tiny_model, train
+from tests.support.trl.dpo import build, long_pairs, recorded_layouts, tiny_model, train
 from tests.support.trl.grouping import assert_steps_are_those_of_stock, conversations
 from tests.support.trl.resuming import assert_resumes
 
@@ -39,7 +39,7 @@ def epochs_of(directory, seed=42, n=2, **options) -> list[list[list[tuple]]]:
     """The prompts and chosen answers in each batch of each epoch, in the order of training."""
     options = dict(per_device_train_batch_size=4, seed=seed) | options
     trainer = build(directory, tiny_model(), tiny_model(seed=1), **options)
-    data = on_disk(pairs_of_prompts(), directory / "data")
+    data = Dataset.from_list(pairs_of_prompts())
     trainer.train_dataset = trainer._prepare_dataset(data, trainer.processing_class, trainer.args, "train")
     loader = trainer.get_train_dataloader()
     epochs = []

@@ -9,9 +9,10 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,11 @@ def _saved(rows: str) -> tempfile.TemporaryDirectory:
 
 def dataset(n: int, directory: Path, seed: int = 0) -> Dataset:
     return on_disk(pairs(n, seed), directory)
+
+
+def dataset_for(options: Mapping[str, Any], rows: list[dict], directory: Path) -> Dataset:
+    """A dataset of rows for a training with `options`: in memory, or on disk if the training precomputes values."""
+    return on_disk(rows, directory) if options.get("precompute_ref_log_probs") else Dataset.from_list(rows)
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
@@ -188,7 +194,7 @@ def build(
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
-        train_dataset=dataset(n, directory / "train"),
+        train_dataset=dataset_for(overrides, pairs(n), directory / "train"),
         processing_class=tokenizer(),
     )
 
@@ -213,14 +219,14 @@ def train(
     `only_evaluate`. `overrides` are fields of `DPOConfig`.
     """
     if not isinstance(data, Dataset | IterableDataset):
-        data = on_disk(data or pairs(16), directory / "train")
+        data = dataset_for(overrides, data or pairs(16), directory / "train")
     make = functools.partial(
         trainer_class,
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
         train_dataset=data,
-        eval_dataset=dataset(evaluate, directory / "eval", seed=1) if evaluate else None,
+        eval_dataset=dataset_for(overrides, pairs(evaluate, seed=1), directory / "eval") if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
         data_collator=data_collator,

@@ -10,7 +10,7 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 from trl import KTOConfig, KTOTrainer
 
-from tests.support.trl.dpo import OPTIONS, Run, on_disk, pairs, record, tokenizer, train_both
+from tests.support.trl.dpo import OPTIONS, Run, dataset_for, pairs, record, tokenizer, train_both
 
 
 def rows(n: int, seed: int = 0) -> list[dict]:
@@ -55,8 +55,8 @@ def train_kto(
         model=model,
         ref_model=reference,
         args=config(directory, **overrides),
-        train_dataset=on_disk(data or rows(16), directory / "train"),
-        eval_dataset=on_disk(rows(evaluate, seed=1), directory / "eval") if evaluate else None,
+        train_dataset=dataset_for(overrides, data or rows(16), directory / "train"),
+        eval_dataset=dataset_for(overrides, rows(evaluate, seed=1), directory / "eval") if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
         compute_metrics=compute_metrics,

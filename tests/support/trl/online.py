@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -31,7 +32,6 @@ from tests.support.trl.dpo import (
     assert_fused,
     assert_same,
     numbers,
-    on_disk,
     pairs,
     tiny_model,
     tokenizer,
@@ -113,7 +113,7 @@ def build(
         reward_funcs=functions,
         reward_processing_classes=[tokenizer() if isinstance(f, PreTrainedModel) else None for f in functions],
         args=config(directory, **overrides),
-        train_dataset=on_disk(data or [{"prompt": row["prompt"]} for row in pairs(16)], directory / "train"),
+        train_dataset=Dataset.from_list(data or [{"prompt": row["prompt"]} for row in pairs(16)]),
         processing_class=tokenizer(),
         peft_config=peft_config,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from datasets import Dataset
 from peft import PeftConfig
 from transformers import PreTrainedModel
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.support.trl.dpo import OPTIONS, Run, on_disk, pairs, record, tokenizer
+from tests.support.trl.dpo import OPTIONS, Run, pairs, record, tokenizer
 
 CONFIGS = {CPOTrainer: CPOConfig, ORPOTrainer: ORPOConfig}
 
@@ -37,8 +38,8 @@ def train_reference_free(
         trainer_class,
         model=model,
         args=config(**fields),
-        train_dataset=on_disk(data or pairs(16), directory / "train"),
-        eval_dataset=on_disk(pairs(evaluate, seed=1), directory / "eval") if evaluate else None,
+        train_dataset=Dataset.from_list(data or pairs(16)),
+        eval_dataset=Dataset.from_list(pairs(evaluate, seed=1)) if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
     )

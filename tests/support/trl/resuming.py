@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer
 
-from tests.support.trl.dpo import build, on_disk, tiny_model
+from tests.support.trl.dpo import build, tiny_model
 
 STEPS, STOPPED_AT = 8, 3
 
@@ -29,8 +30,7 @@ def assert_resumes(directory: Path, rows: list[dict], **options) -> None:
     def trainer(name: str) -> DPOTrainer:
         of_config = dict(max_steps=STEPS, save_strategy="steps", save_steps=1, optim="adamw_torch") | options
         made = build(directory / name, tiny_model(), tiny_model(seed=1), **of_config)
-        data = on_disk(rows, directory / name / "data")
-        made.train_dataset = made._prepare_dataset(data, made.processing_class, made.args, "train")
+        made.train_dataset = made._prepare_dataset(Dataset.from_list(rows), made.processing_class, made.args, "train")
         return made
 
     whole = trainer("whole")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftConfig, TaskType
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -15,7 +16,7 @@ from trl import RewardConfig, RewardTrainer
 
 from tests.support.comparison import SIZES, sharpen
 from tests.support.models.families import FUSED, STOCK, kind
-from tests.support.trl.dpo import LORA, WORDS, Run, on_disk, pairs, record, tokenizer, train_both
+from tests.support.trl.dpo import LORA, WORDS, Run, pairs, record, tokenizer, train_both
 from tests.support.trl.dpo import OPTIONS as ARGUMENTS
 from tests.support.trl.verified import assert_scores_verified
 
@@ -73,8 +74,8 @@ def train_reward(
         trainer_class,
         model=model,
         args=config(directory, **overrides),
-        train_dataset=on_disk(data or pairs(16), directory / "train"),
-        eval_dataset=on_disk(pairs(evaluate, seed=1), directory / "eval") if evaluate else None,
+        train_dataset=Dataset.from_list(data or pairs(16)),
+        eval_dataset=Dataset.from_list(pairs(evaluate, seed=1)) if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
         compute_metrics=compute_metrics,

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from datasets import Dataset
 from peft import PeftConfig
 from transformers import PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
-from tests.support.trl.dpo import OPTIONS, Run, on_disk, pairs, record, tokenizer, train_both
+from tests.support.trl.dpo import OPTIONS, Run, pairs, record, tokenizer, train_both
 
 
 def rows(n: int, seed: int = 0) -> list[dict[str, str]]:
@@ -53,8 +54,8 @@ def train_sft(
         trainer_class,
         model=model,
         args=config(directory, **overrides),
-        train_dataset=on_disk(data(16), directory / "train"),
-        eval_dataset=on_disk(data(evaluate, seed=1), directory / "eval") if evaluate else None,
+        train_dataset=Dataset.from_list(data(16)),
+        eval_dataset=Dataset.from_list(data(evaluate, seed=1)) if evaluate else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
         compute_loss_func=compute_loss_func,
