@@ -10,6 +10,15 @@ OPTIONS = ("--device", "cpu", "--quick")
 FILE = "tests/ops/test_head_budget.py"  # few tests, which are fast
 
 
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--device")
+    parser.addoption("--shard")
+    parser.addoption("--quick", action="store_true")
+"""
+"""The options that `device_tests` gives each process."""
+
+
 @pytest.fixture(autouse=True)
 def few_tests_and_short_turns(monkeypatch):
     folder, *options = device_tests.TESTS
@@ -32,6 +41,13 @@ def test_the_processes_run_all_tests_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "shown"), [(["--unknown"], "unrecognized arguments: --unknown"), (["-k", "no_such_test"], "")]
 )
-def test_a_process_that_fails_is_shown_and_running_nothing_is_a_failure(options, shown, tmp_path, capsys):
-    assert device_tests.main([*OPTIONS, "--jobs", "1", "--logs", str(tmp_path), *options]) == 1
+def test_a_process_that_fails_is_shown_and_running_nothing_is_a_failure(options, shown, tmp_path, capsys, monkeypatch):
+    """With a file of tests and a conftest that import nothing."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    (tmp_path / "pytest.ini").touch()
+    monkeypatch.setattr(device_tests, "TESTS", (str(tmp_path), *device_tests.TESTS[1:]))
+    logs = ("--logs", str(tmp_path / "logs"))
+    assert device_tests.main([*OPTIONS, "--jobs", "1", *logs]) == 0
+    assert device_tests.main([*OPTIONS, "--jobs", "1", *logs, *options]) == 1
     assert shown in capsys.readouterr().out

@@ -11,10 +11,10 @@ SIDES = [
     (Case(pairs=2), False),
     (Case(pairs=4), True),
     (Case(pairs=4, checkpointing=True, lora=True), True),
-    (Case(pairs=4, rewards=True), False),
     (Case(pairs=6, rewards=True), True),
 ]
 MORE_SIDES = [
+    (Case(pairs=4, rewards=True), False),
     (Case(pairs=4, checkpointing=True), True),
     (Case(pairs=6, lora=True), True),
     (Case(pairs=8, rewards=True, checkpointing=True, lora=True), True),

@@ -336,8 +336,15 @@ COMPILED = {  # all losses and options, in few graphs
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
-@pytest.mark.parametrize("divergence", COMPILED)
-def test_fullgraph_compiles_for_any_number_of_pairs(divergence):
+@pytest.mark.parametrize(
+    ("divergence", "backend"),
+    [
+        *((divergence, "aot_eager") for divergence in OTHER_DIVERGENCES),  # traces the backward as well
+        ("reverse_kl", "eager"),
+        pytest.param("reverse_kl", "aot_eager", marks=pytest.mark.thorough),
+    ],
+)
+def test_fullgraph_compiles_for_any_number_of_pairs(divergence, backend):
     torch.compiler.reset()
     objective = PreferenceObjective(**COMPILED[divergence])
 
@@ -348,7 +355,7 @@ def test_fullgraph_compiles_for_any_number_of_pairs(divergence):
         options = dict(chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights)
         return preference_loss(*sums[0], *sums[1], objective, **options)
 
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
     for p, length in ((3, 9), (5, 7)):
         batch = random_batch(p, length)
         results = []

@@ -27,26 +27,28 @@ def stored_rows(cache, n: int) -> int:
     return int((Shards(LocalDirectory(directory), directory.name, n).read()[:, 0] != MISSING).sum())
 
 
-def test_killed_twenty_times(tmp_path, monkeypatch):
-    rows, cache = tokens(600), tmp_path / "cache"
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.thorough)])
+def test_killed_many_times(kills, tmp_path, monkeypatch):
+    n = 30 * kills
+    rows, cache = tokens(n), tmp_path / "cache"
     rng = random.Random(0)
     progress = [0]
-    for _ in range(20):
+    for _ in range(kills):
         process = start(slowly, tiny_model(), rows, cache, 0.01)
-        while stored_rows(cache, 600) == progress[-1] and process.is_alive():
+        while stored_rows(cache, n) == progress[-1] and process.is_alive():
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it finished before it was killed"
-        progress.append(stored_rows(cache, 600))
+        progress.append(stored_rows(cache, n))
     assert all(a < b for a, b in pairwise(progress)), progress
-    assert progress[-1] < 600
+    assert progress[-1] < n
 
     before = fastdpo.calls.copy()
     monkeypatch.setattr(atomic_files, "ABANDONED_AFTER", -1)
     logps = ref_logps.precompute(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1)
-    assert (fastdpo.calls - before).total() == 600 - progress[-1], "one call for each missing row"
+    assert (fastdpo.calls - before).total() == n - progress[-1], "one call for each missing row"
     assert_close(logps, ref_logps.precompute(tiny_model(), rows))
     (directory,) = cache.iterdir()
     assert len(list(directory.iterdir())) == 2, "only one file and the lock"

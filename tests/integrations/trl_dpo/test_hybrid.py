@@ -76,6 +76,7 @@ def test_the_comparison_notices_a_wrong_state(both, monkeypatch):
     assert_far_from_same(stock, patched, stock.in_float64)
 
 
+@pytest.mark.thorough
 def test_a_compiled_model(both):
     stock, patched = both("lfm2", HYBRID["lfm2"][1], torch_compile=True, torch_compile_backend="eager", max_steps=1)
     assert_same(stock, patched)
