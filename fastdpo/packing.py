@@ -216,7 +216,7 @@ def pack(
         raise NotPackable(Reason("no-tokens"))
 
     device = input_ids.device
-    on_host = _to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
+    on_host = to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
     ids, real, targets = (x.numpy() for x in on_host)
     if real.dtype != np.bool_ and (real > 1).any():
         raise ValueError(
@@ -417,7 +417,7 @@ def _score_once(packed: Ints, target: Ints, shared: NDArray[np.bool_]) -> tuple[
     return np.append(packed[unshared], key // base), np.append(target[unshared], key % base), source
 
 
-def _to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_host(ids: Tensor, real: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors on the CPU, in at most one copy from the device."""
     if ids.device.type == "cpu":
         return ids.long(), real, targets.long()

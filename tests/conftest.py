@@ -27,7 +27,6 @@ import pytest
 import torch
 
 from fastdpo.ops.attention import backends
-from fastdpo.ops.attention.layout_cache import LayoutCache
 from tests.support.documents import trained
 from tests.support.selection import each_value_once
 
@@ -145,9 +144,9 @@ def device(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def new_plans(monkeypatch):
+def new_plans():
     """Attention is planned anew: tests replace what plans are made of."""
-    monkeypatch.setattr(backends, "_plans", LayoutCache(backends.KEPT_PLANS))
+    backends.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -101,11 +101,11 @@ def test_a_command_starts_without_torch(arguments, tmp_path):
 
 @pytest.mark.parametrize("name", ["check", "doctor", "estimate", "tune"])
 def test_ctrl_c_ends_a_command_with_one_line(name, monkeypatch, capsys):
-    def interrupted(args):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(__main__, f"_{name}", interrupted, raising=name != "estimate")
-    monkeypatch.setattr("fastdpo.commands.estimate.command._start", interrupted)
+    for module in ("__main__", "commands.estimate.command"):
+        monkeypatch.setattr(f"fastdpo.{module}.require_model", interrupted)
     with pytest.raises(SystemExit) as ended:
         __main__.main(shlex.split(COMMANDS[name].epilog)[2:])
     assert ended.value.code == INTERRUPTED == 130

@@ -207,12 +207,12 @@ def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
 def test_choices_that_were_measured_are_listed(monkeypatch, tmp_path):
     pytest.importorskip("triton")
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
-    assert [finding.name for finding in doctor._choices(CPU)] == ["built-in"]
+    assert [finding.name for finding in doctor.choice_findings(CPU)] == ["built-in"]
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
-    assert [finding.name for finding in doctor._choices(CPU)] == ["none"]
+    assert [finding.name for finding in doctor.choice_findings(CPU)] == ["none"]
     choice = tuning.Choice("torch", {"torch": 1.5, "triton": "OutOfResources: shared memory"})
     notes.note(CPU, choices={"packed_attention T 4096": choice._asdict(), "damaged": None})
-    (finding,) = doctor._choices(CPU)
+    (finding,) = doctor.choice_findings(CPU)
     assert finding.name == "packed_attention T 4096"
     assert finding.detail == "torch (torch: 1.500 ms; triton: OutOfResources: shared memory)"
 
@@ -222,7 +222,7 @@ def test_a_kernel_that_does_not_work_is_a_failure(monkeypatch):
         return "OutOfResources: shared memory" if dtype == torch.bfloat16 else None
 
     monkeypatch.setattr(doctor.verdicts, "outcome", outcome)
-    found = statuses(doctor._kernels(CPU))
+    found = statuses(doctor.kernel_findings(CPU))
     kernels = ["token_logps", "target_logits"]
     assert {name for name, status in found.items() if status == OK} == {
         *(f"{kernel}, float32" for kernel in kernels),

@@ -531,13 +531,13 @@ class OnDevice(torch.Tensor):
 def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
     """Nothing may read values of the batch before that copy or use the batch after it."""
     copies = []
-    to_host = packing._to_host
+    to_host = packing.to_host
 
     def copied(*tensors):
         copies.append(len(OnDevice.functions))
         return to_host(*(x.as_subclass(torch.Tensor) for x in tensors))
 
-    monkeypatch.setattr(packing, "_to_host", copied)
+    monkeypatch.setattr(packing, "to_host", copied)
     monkeypatch.setattr(OnDevice, "functions", [], raising=False)
     batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])])
     if shifted:

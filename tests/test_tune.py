@@ -41,7 +41,7 @@ def test_a_model_whose_attention_is_not_known():
 
 
 def test_pairs_tile_the_tokens():
-    rows = tune._pairs(2500)
+    rows = tune.rows_of_pairs(2500)
     assert rows[:, 3].sum() == 2500
     assert torch.equal(rows[1:, 2], rows[:-1, 2:].sum(1))
     assert rows[:2].tolist() == [[0, 0, 0, 768], [0, 512, 768, 256]]

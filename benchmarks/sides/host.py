@@ -30,7 +30,6 @@ from fastdpo.ops import devices
 from fastdpo.ops.attention import backends
 from fastdpo.ops.attention.calls import AttentionOptions
 from fastdpo.ops.attention.flash import FlashAttention2, FlashLibrary
-from fastdpo.ops.attention.layout_cache import LayoutCache
 
 PROFILED = 10  # steps
 PARTS = (  # of a path, and the name of a part; the first that fits
@@ -141,7 +140,7 @@ def replace_launches() -> list[str]:
         launches.append("attention")
 
     functions: Any = SimpleNamespace(**dict(zip(FlashAttention2.function_names, (forward, backward), strict=True)))
-    backends._plans = LayoutCache(backends.KEPT_PLANS)  # those of the check are of a CPU
+    backends.forget()  # the plans of the check, which are of a CPU
     backends.passes_probe = lambda name, kind: True  # pyright: ignore[reportAttributeAccessIssue]
     backends.BACKENDS.clear()
     backends.BACKENDS["flash-attn-2"] = _Library(lambda: FlashAttention2(functions), (None,))

@@ -77,8 +77,8 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
         report[f"attention on {device}"] = list(_attention(device))
         report[f"head on {device}"] = list(_head(device))
         if suits_triton(device, torch.bfloat16):
-            report[f"kernels on {device}"] = list(_kernels(device))
-            report[f"choices on {device}"] = list(_choices(device))
+            report[f"kernels on {device}"] = list(kernel_findings(device))
+            report[f"choices on {device}"] = list(choice_findings(device))
         report[f"ops on {device}"] = list(_ops(device))
     if model is not None:
         report[f"model {model}"] = list(_model(model))
@@ -195,7 +195,7 @@ def _head(device: torch.device) -> Iterator[Finding]:
         yield Finding(OK, "tiles", "of logits, by matrix products of torch")
 
 
-def _kernels(device: torch.device) -> Iterator[Finding]:
+def kernel_findings(device: torch.device) -> Iterator[Finding]:
     """Whether fastdpo's own kernels work. Where one does not, its op computes with PyTorch."""
     attention = partial(attention_trials.packed_attention, backends.OWN.prepare, d=128, d_v=128)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -208,7 +208,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
             yield Finding(OK, name) if reason is None else Finding(FAILED, name, reason)
 
 
-def _choices(device: torch.device) -> Iterator[Finding]:
+def choice_findings(device: torch.device) -> Iterator[Finding]:
     """The measured choices between kernels that are noted for later processes."""
     if not tuning.is_on(device):
         yield Finding(OFF, "built-in", f"nothing is measured with {tuning.VARIABLE}=0 or deterministic algorithms")

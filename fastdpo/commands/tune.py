@@ -113,12 +113,12 @@ def measured(
             for count in tokens:
                 query = torch.randn(count, size.heads, size.head_size, device=device).to(dtype)
                 key = query[:, : size.key_heads]
-                packed_attention(query, key, key, _pairs(count), window=size.window, softcap=size.softcap)
+                packed_attention(query, key, key, rows_of_pairs(count), window=size.window, softcap=size.softcap)
                 bar.update()
     return tuning.made()
 
 
-def _pairs(tokens: int) -> torch.Tensor:
+def rows_of_pairs(tokens: int) -> torch.Tensor:
     """Rows of a layout [S, 4]: pairs of completions that share a prompt, and a shorter pair at the end."""
     rows = []
     for start in range(0, tokens, PROMPT + 2 * COMPLETION):

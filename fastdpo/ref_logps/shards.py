@@ -167,7 +167,7 @@ def read_by_content(directory: Directory, key: str) -> dict[bytes, tuple[float, 
 
 def write_file(directory: Directory, key: str, tensors: dict[str, Tensor]) -> None:
     """Writes a new file with a random name, atomically. Raises OSError if that fails."""
-    directory.write(safetensors.torch.save(tensors, {"key": key, "digest": _digest(tensors)}))
+    directory.write(safetensors.torch.save(tensors, {"key": key, "digest": digest_of(tensors)}))
 
 
 def read_file(directory: Directory, file: str, key: str, *formats: dict[str, str]) -> dict[str, Tensor]:
@@ -202,8 +202,8 @@ def read_file(directory: Directory, file: str, key: str, *formats: dict[str, str
     finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
     if not finite.all():
         raise invalid_file(location, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
-    if metadata.get("digest") != _digest(tensors):
-        raise invalid_file(location, f"have the digest {_digest(tensors)} of its values", metadata.get("digest"))
+    if metadata.get("digest") != digest_of(tensors):
+        raise invalid_file(location, f"have the digest {digest_of(tensors)} of its values", metadata.get("digest"))
     return tensors
 
 
@@ -211,7 +211,7 @@ def missing(n_rows: int) -> Tensor:
     return torch.full((n_rows, 2), MISSING, device="cpu")
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
+def digest_of(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for x in tensors.values():
         digest.update(x.numpy().data)

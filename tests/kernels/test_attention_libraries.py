@@ -355,7 +355,7 @@ def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_witho
     assert_right(inputs(), window=20)
     assert_right(inputs())
     assert failing.calls == 1
-    assert backends._replaced == {kind(): "flash-attn-3"}
+    assert backends.replaced == {kind(): "flash-attn-3"}
 
 
 def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, caplog):
@@ -406,7 +406,7 @@ def test_a_measured_choice_that_fails_is_not_made_again(installed, tuned, monkey
     assert noted["name"] == "torch"
     assert noted["measured"]["flash-attn-2"] == "RuntimeError: no kernel image"
     tuning.forget()  # another process
-    backends._replaced.clear()
+    backends.forget()
     assert chosen(*inputs()) == "torch"
 
 

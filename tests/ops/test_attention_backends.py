@@ -25,7 +25,7 @@ def gpu_inputs(dtype):
 
 def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplog):
     pytest.importorskip("triton")
-    backends._log_unsupported.cache_clear()
+    backends.forget()
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     query, value = gpu_inputs(torch.float32)
     for _ in range(2):
@@ -36,7 +36,7 @@ def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplo
 def test_the_float32_of_a_probed_model_is_not_logged(monkeypatch, caplog):
     """A model with float32 weights is trained under autocast, but probed without."""
     pytest.importorskip("triton")
-    backends._log_unsupported.cache_clear()
+    backends.forget()
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     arguments = *gpu_inputs(torch.float32), ROWS, OPTIONS
     with attention.witness():

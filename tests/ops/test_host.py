@@ -12,8 +12,7 @@ from fastdpo.ops import devices
 from fastdpo.ops.head.formats import TileFormat
 from fastdpo.ops.head.linear_logps import linear_logps_bwd, linear_logps_fwd
 from fastdpo.ops.head.results import STATISTICS
-from fastdpo.ops.head.token_logps import _bwd as token_bwd
-from fastdpo.ops.head.token_logps import _fwd as token_fwd
+from fastdpo.ops.head.token_logps import token_logps_bwd, token_logps_fwd
 
 N, V, D = 4096, 151_936, 64
 TRANSFORM = (30.0, 1.0, 1.0)
@@ -35,7 +34,6 @@ def launches(monkeypatch):
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("meta",))
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
-    monkeypatch.setattr(kernels, "_takes_vectors", lambda rows: True)
     recorders = {}
     places = {"forward": (kernels, "_token_logps_fwd_kernel"), "backward": (kernels, "_token_logps_bwd_kernel")}
     places["targets"] = (head_kernels, "_target_logits_kernel")
@@ -90,8 +88,8 @@ def test_a_head_does_not_synchronize(mode, statistics, launches):
 
 def test_token_logps_does_not_synchronize(launches):
     logits, targets = empty(64, V, dtype=torch.bfloat16), empty(64, dtype=torch.long)
-    results = token_fwd._init_fn(logits, targets, *TRANSFORM, "")
-    grad = token_bwd._init_fn(empty(64), None, logits, targets, results[1:4], *TRANSFORM)
+    results = token_logps_fwd._init_fn(logits, targets, *TRANSFORM, "")
+    grad = token_logps_bwd._init_fn(empty(64), None, logits, targets, results[1:4], *TRANSFORM)
     assert grad.shape == logits.shape
     assert len(launches["forward"]) == len(launches["backward"]) == 1
 

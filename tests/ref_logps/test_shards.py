@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import fastdpo
 from fastdpo import atomic_files, ref_logps
-from fastdpo.ref_logps.shards import Shards, _digest
+from fastdpo.ref_logps.shards import Shards, digest_of
 from fastdpo.storage import LocalDirectory
 from tests.support.ref_logps import assert_close, exact, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
@@ -59,7 +59,7 @@ def altered(path, digest=True, **changes):
     metadata = {"key": path.parent.name}
     if digest:
         try:
-            metadata["digest"] = _digest(tensors)
+            metadata["digest"] = digest_of(tensors)
         except (KeyError, TypeError, ValueError):
             metadata["digest"] = ""
     save_file(tensors, path, metadata)

@@ -52,7 +52,7 @@ VARIABLE = "FASTDPO_ATTENTION"
 LEAST_TUNED = 1024  # packed tokens
 
 
-_replaced: dict[Kind, str] = {}  # by kind of call, the backend that raised an error after it had been chosen
+replaced: dict[Kind, str] = {}  # by kind of call, the backend that raised an error after it had been chosen
 _is_trial: ContextVar[bool] = ContextVar("fastdpo_attention_trial", default=False)
 
 
@@ -121,12 +121,12 @@ def compute(
         raise
     except Exception as error:  # a library may raise anything
         kind, failed = Kind.of(query, value, planned.options), str(planned.backend)
-        is_known = _replaced.get(kind) == failed  # since the call was planned
-        if not is_known and (kind in _replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
+        is_known = replaced.get(kind) == failed  # since the call was planned
+        if not is_known and (kind in replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
             raise
         reason = f"{type(error).__name__}: {error}"
         if not is_known:
-            _replaced[kind] = failed
+            replaced[kind] = failed
             tuning.withdraw(_tuned(query, value, planned.options), failed, reason)
         second = plan(query, value, rows, options)
         if not is_known:
@@ -147,7 +147,7 @@ def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) 
         ValueError: the rows do not tile the tokens, or a stream captures a CUDA graph and the layout has
             not been used before.
     """
-    state = torch.are_deterministic_algorithms_enabled(), len(_replaced), _is_trial.get()
+    state = torch.are_deterministic_algorithms_enabled(), len(replaced), _is_trial.get()
     of_call = query.device, query.dtype, query.shape, value.shape, options, state
     if rows.dim() == 2:
         return plan_of_rows(query, value, rows, options, of_call)
@@ -218,6 +218,16 @@ def chosen(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
     return name
 
 
+def forget() -> None:
+    """Forgets the plans of this process, the backends that have failed, and what was logged.
+
+    A CUDA graph that was captured before must not be replayed afterwards: its plans are no longer kept.
+    """
+    _plans.clear()
+    replaced.clear()
+    _log_unsupported.cache_clear()
+
+
 @contextmanager
 def trial() -> Iterator[None]:
     """Calls in the block are not those of a training, so that what they cannot use is not logged."""
@@ -280,7 +290,7 @@ def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOption
     if backend.unsupported_reason(query, value, options) is not None:
         return False
     kind = Kind.of(query, value, options)
-    if _replaced.get(kind) == name:
+    if replaced.get(kind) == name:
         return False
     return passes_probe(name, kind) if backend.needs_probe else OWN.works(query, value, options)
 
@@ -288,7 +298,7 @@ def _is_usable(name: str, query: Tensor, value: Tensor, options: AttentionOption
 def _failure(name: str, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
     """Why a backend that supports a call may not be used, or None."""
     kind = Kind.of(query, value, options)
-    if _replaced.get(kind) == name:
+    if replaced.get(kind) == name:
         return "it has failed before, as logged"
     if not BACKENDS[name].needs_probe:
         return failure_of_candidate(*OWN.kernel_and_trial(query, value, options))

@@ -71,6 +71,11 @@ class LayoutCache(Generic[L]):
                     del self._entries[key]
             return entry.layout
 
+    def clear(self) -> None:
+        """Forgets all layouts, those of CUDA graphs among them."""
+        with self._lock:
+            self._entries.clear()
+
 
 class _Entry(Generic[L]):
     """A layout, and the streams that may read it.

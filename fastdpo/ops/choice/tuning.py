@@ -112,7 +112,7 @@ def choose(call: Kernel, builtin: str, candidates: Callable[[], Sequence[Candida
     if choice is None:
         with _lock:
             if call not in _choices:
-                _choices[call] = _chosen(call, builtin, candidates())
+                _choices[call] = decided(call, builtin, candidates())
             choice = _choices[call]
     return choice.name
 
@@ -171,7 +171,7 @@ def bucket(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def _chosen(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choice:
+def decided(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choice:
     names = [candidate.name for candidate in candidates]
     if len(names) == 1:
         return Choice(builtin, {})
@@ -249,7 +249,7 @@ def milliseconds(candidate: Candidate, device: torch.device) -> float:
 
 def _of_first_rank(call: Kernel, decide: Callable[[], Choice]) -> Choice | None:
     """The choice of the first rank that needed it, or None if that rank did not make it in time."""
-    store = _store()
+    store = store_of_ranks()
     if store is None:
         return decide()
     identity = f"{notes.digest(call.device)} {call.noted}"
@@ -271,7 +271,7 @@ def _of_first_rank(call: Kernel, decide: Callable[[], Choice]) -> Choice | None:
     return None if published is None else Choice(*published)
 
 
-def _store() -> Store | None:
+def store_of_ranks() -> Store | None:
     """The key-value store of the default process group. None if there is none, or one rank only."""
     import torch.distributed as dist
 

@@ -57,8 +57,8 @@ class Kernel(NamedTuple):
 Trial = Callable[[torch.device, torch.dtype], Iterable[Comparison]]
 """Runs a kernel on a small case."""
 
-_failures: dict[Kernel, str | None] = {}
-_reported: set[Kernel] = set()
+failures: dict[Kernel, str | None] = {}
+reported: set[Kernel] = set()
 _lock = RLock()
 
 
@@ -71,7 +71,7 @@ def works(kernel: Kernel, trial: Trial) -> bool:
     if not is_tried(kernel.device):
         return True
     with _lock:
-        if kernel not in _failures and is_capturing(kernel.device):
+        if kernel not in failures and is_capturing(kernel.device):
             return True
         reason = failure_of_candidate(kernel, trial)
         if reason is not None:
@@ -84,9 +84,9 @@ def failure_of_candidate(kernel: Kernel, trial: Trial) -> str | None:
     if not is_tried(kernel.device):
         return None
     with _lock:
-        if kernel not in _failures:
-            _failures[kernel] = _tried(kernel, trial)
-        return _failures[kernel]
+        if kernel not in failures:
+            failures[kernel] = _tried(kernel, trial)
+        return failures[kernel]
 
 
 def disable(kernel: Kernel, reason: str) -> None:
@@ -96,15 +96,15 @@ def disable(kernel: Kernel, reason: str) -> None:
         NotFused: with `FASTDPO_STRICT=1`.
     """
     with _lock:
-        _failures[kernel] = reason
+        failures[kernel] = reason
         _report(kernel, reason)
 
 
 def forget() -> None:
     """Forgets which kernels work in this process. Those that failed are tried again; notes remain."""
     with _lock:
-        _failures.clear()
-        _reported.clear()
+        failures.clear()
+        reported.clear()
         _announce.cache_clear()
 
 
@@ -132,9 +132,9 @@ def _outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | No
 
 def _report(kernel: Kernel, reason: str) -> None:
     """Warns that a kernel is disabled, once. In strict mode, raises that at every call."""
-    if kernel in _reported and not strict():
+    if kernel in reported and not strict():
         return
-    _reported.add(kernel)
+    reported.add(kernel)
     name, device, dtype, features = kernel
     described = ", ".join(map(str, (_described(device), dtype, *features)))
     report(f"the kernel {name} is disabled on {described}, and PyTorch computes in its place: {reason}")

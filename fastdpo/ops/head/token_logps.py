@@ -32,14 +32,14 @@ BACKWARD = f"Tensor targets, Tensor[] sums, {TRANSFORM}"
     mutates_args=(),
     schema=f"(Tensor logits, Tensor targets, {TRANSFORM}, str statistics) -> Tensor[]",
 )
-def _fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tensor]:
+def token_logps_fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tensor]:
     """logps, shift, others, total and the statistics, [N] each."""
     *transform, statistics = options
     transform = Transform(*transform)
     if _takes_kernels(logits):
-        from ...kernels.token_logps import token_logps_fwd
+        from ...kernels import token_logps as kernels
 
-        return token_logps_fwd(logits, targets, *transform, statistics)
+        return kernels.token_logps_fwd(logits, targets, *transform, statistics)
     dtype = accumulation_dtype(logits.dtype)
     split, parts = Targets.of(OP, targets, logits.shape[1]), []
     for rows in block_slices(logits, dtype):
@@ -50,7 +50,7 @@ def _fwd(logits: Tensor, targets: Tensor, *options: Any) -> list[Tensor]:
     return join_results(parts, logits, split.ignored, statistics)
 
 
-@_fwd.register_fake
+@token_logps_fwd.register_fake
 def _(logits, targets, *options):
     return empty_results(logits, options[-1])
 
@@ -60,13 +60,13 @@ def _(logits, targets, *options):
     mutates_args=(),
     schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor logits, {BACKWARD}) -> Tensor",
 )
-def _bwd(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
+def token_logps_bwd(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _write_gradient(grad, grad_logps, grad_entropy, logits, *rest)
     return grad
 
 
-@_bwd.register_fake
+@token_logps_bwd.register_fake
 def _(grad_logps, grad_entropy, logits, *rest):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
@@ -76,7 +76,7 @@ def _(grad_logps, grad_entropy, logits, *rest):
     mutates_args=("logits",),
     schema=f"(Tensor? grad_logps, Tensor? grad_entropy, Tensor(a2!) logits, {BACKWARD}) -> ()",
 )
-def _bwd_(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> None:
+def token_logps_bwd_(grad_logps: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> None:
     """Overwrites the logits with their gradient."""
     _write_gradient(logits, grad_logps, grad_entropy, logits, *rest)
 
@@ -96,9 +96,9 @@ def _write_gradient(
         grad.zero_()
         return
     if _takes_kernels(logits):
-        from ...kernels.token_logps import token_logps_bwd
+        from ...kernels import token_logps as kernels
 
-        token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
+        kernels.token_logps_bwd(grad, grad_logps, grad_entropy, logits, targets, sums, *transform)
         return
     dtype = accumulation_dtype(logits.dtype)
     upstream = (None if g is None else g.to(dtype) for g in (grad_logps, grad_entropy))
@@ -115,9 +115,10 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, softcap, logit_scale, temperature, statistics, inplace_backward):
         ctx.set_materialize_grads(False)
-        logps, shift, others, total, *extra = _fwd(logits, targets, softcap, logit_scale, temperature, statistics)
+        transform = softcap, logit_scale, temperature
+        logps, shift, others, total, *extra = token_logps_fwd(logits, targets, *transform, statistics)
         ctx.save_for_backward(logits, targets, shift, others, total)
-        ctx.transform, ctx.inplace = (softcap, logit_scale, temperature), inplace_backward
+        ctx.transform, ctx.inplace = transform, inplace_backward
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
@@ -129,9 +130,9 @@ class _TokenLogps(torch.autograd.Function):
         logits, targets, *sums = ctx.saved_tensors
         arguments = (grad_logps, grad_extra[0] if ctx.has_entropy else None, logits, targets, sums, *ctx.transform)
         if ctx.inplace:
-            _bwd_(*arguments)
+            token_logps_bwd_(*arguments)
             return logits, *[None] * 6
-        return _bwd(*arguments), *[None] * 6
+        return token_logps_bwd(*arguments), *[None] * 6
 
 
 def token_logps(

@@ -83,7 +83,7 @@ def tried(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
-    notes._warn_unwritable.cache_clear()
+    notes.forget()
     verdicts.forget()
     yield
     verdicts.forget()

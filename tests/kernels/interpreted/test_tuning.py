@@ -33,8 +33,8 @@ VERDICTS = {}
 
 @pytest.fixture
 def untried(monkeypatch):
-    monkeypatch.setattr(verdicts, "_failures", {})
-    monkeypatch.setattr(verdicts, "_reported", set())
+    monkeypatch.setattr(verdicts, "failures", {})
+    monkeypatch.setattr(verdicts, "reported", set())
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def tuned(monkeypatch, tmp_path):
     """Tunes calls on the CPU, in a new process as far as they are concerned."""
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
-    monkeypatch.setattr(verdicts, "_failures", VERDICTS)
+    monkeypatch.setattr(verdicts, "failures", VERDICTS)
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     for name in (tuning.VARIABLE, "FASTDPO_STRICT", backends.VARIABLE):
         monkeypatch.delenv(name, raising=False)
@@ -225,7 +225,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(clock, monkeypatch):
 @pytest.fixture
 def store(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(tuning, "_store", lambda: store)
+    monkeypatch.setattr(tuning, "store_of_ranks", lambda: store)
     return store
 
 
@@ -253,11 +253,11 @@ def test_a_rank_waits_for_the_one_that_measures(clock, store, monkeypatch):
         assert waited.wait(60)
 
     candidates = [candidate("a", run=run), candidate("b")]
-    first = threading.Thread(target=tuning._chosen, args=(CALL, "a", candidates))
+    first = threading.Thread(target=tuning.decided, args=(CALL, "a", candidates))
     first.start()
     assert begun.wait(60)
     monkeypatch.setattr(tuning.time, "sleep", lambda seconds: waited.set())
-    assert tuning._chosen(CALL, "a", candidates).name == "b"
+    assert tuning.decided(CALL, "a", candidates).name == "b"
     first.join()
 
 
@@ -372,8 +372,8 @@ def chosen_warps(clock, one_round, monkeypatch):
     """A head that has chosen the kernel with 32 warps, in a training that goes on."""
     clock(TIMES)
     warps_of_head()  # tries the kernels once for all tests
-    monkeypatch.setattr(verdicts, "_failures", dict(VERDICTS))
-    monkeypatch.setattr(verdicts, "_reported", set())
+    monkeypatch.setattr(verdicts, "failures", dict(VERDICTS))
+    monkeypatch.setattr(verdicts, "reported", set())
     assert_head_is_right()
     assert warps_of_head() == WHOLE
 

@@ -192,7 +192,7 @@ def install(monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...] = (), versi
     libraries["torch"] = dataclasses.replace(libraries["torch"], load_functions=lambda: of_torch)
     others = {name: x for name, x in backends.BACKENDS.items() if name not in libraries}
     monkeypatch.setattr(backends, "BACKENDS", {**libraries, **others})
-    monkeypatch.setattr(hub_builds, "_builds", {})
+    monkeypatch.setattr(hub_builds, "builds", {})
     forget()
 
 
@@ -200,4 +200,4 @@ def forget() -> None:
     """What is known of the libraries, as in a new process."""
     flash.load.cache_clear()
     backends.passes_probe.cache_clear()
-    backends._replaced.clear()
+    backends.forget()

@@ -64,6 +64,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(users, "is_kernels_available", lambda: True)
     for name in LOADED:
         monkeypatch.setattr(modeling_flash_attention_utils, name, None)
-    monkeypatch.setattr(hub_builds, "_builds", {})
+    monkeypatch.setattr(hub_builds, "builds", {})
     flash.load.cache_clear()
     return repositories
