@@ -112,6 +112,7 @@ def test_ctrl_c_ends_a_command_with_one_line(name, monkeypatch, capsys):
     assert capsys.readouterr() == ("", f"fastdpo {name}: interrupted\n")
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_a_check_and_its_run(tmp_path):
     """The terminal sends SIGINT to both processes."""
     command = [sys.executable, "-m", "fastdpo", "check", "--tiny"]
