@@ -28,6 +28,24 @@ questions after a long system prompt begin with the same words.
 """
 
 
+def sorted_by_tokens(rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> tuple[Ints, Ints, Ints]:
+    """Sorts rows by their tokens, so that each has most in common with its neighbours.
+
+    Args:
+        rows: the tokens of each of N rows.
+
+    Returns:
+        The numbers of the rows in sorted order, their lengths, and the number of tokens that each has in common with
+        the one before it. int64 [N] each.
+    """
+    content = [np.asarray(row, np.int32).tobytes() for row in rows]
+    order = sorted(range(len(content)), key=content.__getitem__)
+    ids = (np.frombuffer(content[i], np.int32) for i in order)
+    common = [0, *(common_length(a, b) for a, b in pairwise(ids))][: len(order)]
+    lengths = [len(content[i]) // 4 for i in order]
+    return np.array(order, np.int64), np.array(lengths, np.int64), np.array(common, np.int64)
+
+
 class Kinship:
     """Which rows of a dataset begin alike, found by sorting them by their tokens.
 
@@ -39,13 +57,11 @@ class Kinship:
     """
 
     def __init__(self, rows: Iterable[Sequence[int] | NDArray[np.integer]]):
-        content = [np.asarray(row, np.int32).tobytes() for row in rows]
-        order = sorted(range(len(content)), key=content.__getitem__)
-        ids = (np.frombuffer(content[i], np.int32) for i in order)
-        self._place = np.empty(len(order), np.int64)
+        order, lengths, common = sorted_by_tokens(rows)
+        self._place = np.empty_like(order)
         self._place[order] = np.arange(len(order))
-        self._common = np.array([*(common_length(a, b) for a, b in pairwise(ids)), 0], np.int64)  # with the next one
-        self._least = LEAST_COMMON * sum(map(len, content)) / 4 / max(len(content), 1)
+        self._common = np.append(common[1:], 0)  # with the next one
+        self._least = LEAST_COMMON * lengths.sum() / max(len(order), 1)
 
     def __len__(self) -> int:
         """The number of rows."""

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..prefix_tree import common_length
-
-Row = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""The tokens of a prompt and of its completion."""
+from .kinship import sorted_by_tokens
 
 Run = tuple[int, int]
 
@@ -26,18 +23,13 @@ class RowPlanner:
     `COST_OF_A_RUN`. Of cuts with the same cost, the most even one is taken.
 
     Args:
-        rows: of the step on one rank.
-        share: whether rows of the same prompt share the tokens that they begin with, as in `patch`.
+        rows: the tokens of each row of the step on one rank.
+        share: whether rows share the tokens that they begin with, as in `patch`.
     """
 
-    def __init__(self, rows: Sequence[Row], *, share: bool = True):
-        content = [(prompt.tobytes(), completion.tobytes()) for prompt, completion in rows]
-        self._order = sorted(range(len(rows)), key=content.__getitem__)
-        self._lengths = np.array([sum(map(len, rows[i])) for i in self._order])
-        self._shared = np.zeros_like(self._lengths)  # with the row before
-        for place, (a, b) in enumerate(zip(self._order, self._order[1:] if share else (), strict=False), 1):
-            if content[a][0] == content[b][0]:
-                self._shared[place] = len(rows[b][0]) + common_length(rows[a][1], rows[b][1])
+    def __init__(self, rows: Sequence[NDArray[np.integer]], *, share: bool = True):
+        self._order, self._lengths, shared = sorted_by_tokens(rows)
+        self._shared = shared * share  # with the row before
         self._ends = np.cumsum(self._lengths - self._shared)
 
     def cut(self, max_tokens: int) -> list[Run]:
@@ -74,7 +66,7 @@ class RowPlanner:
 
     def rows(self, run: Run) -> list[int]:
         """The numbers of the rows of a run."""
-        return self._order[slice(*run)]
+        return self._order[slice(*run)].tolist()
 
     def tokens(self, start: int, end: int) -> int:
         """The distinct tokens of a run."""

@@ -53,10 +53,8 @@ def padded_batch(kwargs: dict) -> PaddedBatch:
 SharePrompts = bool | Literal["deterministic"]
 """Whether rows share what they begin with: always, never, or only where a model is not random."""
 
-Groups = Literal["content", "prompts", "pairs"]
-"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, rows with
-the same tokens up to their first label, or rows i and i + R/2.
-"""
+Groups = Literal["content", "pairs"]
+"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
 
 
 def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
@@ -134,7 +132,7 @@ def _version(key: Tensor, batch: PaddedBatch, how: tuple) -> tuple:
 def pack(batch: PaddedBatch, groups: Groups | None, store_all: bool = False, reach: int | None = None) -> Layout:
     """A new layout of a batch. The arguments are those of `layout_of`."""
     rows = len(batch.input_ids)
-    members: Tensor | Literal["content", "prompts"] | None = None if groups == "pairs" else groups
+    members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
     if groups == "pairs" and rows and rows % 2 == 0:
         members = torch.arange(rows, device="cpu") % (rows // 2)
     tensors = batch[:3]

@@ -8,23 +8,17 @@ import pytest
 from fastdpo.batching.rows import COST_OF_A_RUN, RowPlanner
 
 
-def random_rows(draw: random.Random, n: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def random_rows(draw: random.Random, n: int) -> list[np.ndarray]:
     """Rows of a few prompts, in any order. Completions may begin alike, be equal or be empty."""
     prompts = [[draw.randrange(9) for _ in range(draw.randint(1, 8))] for _ in range(draw.randint(1, 4))]
-    rows = [(draw.choice(prompts), [draw.randrange(2) for _ in range(draw.randint(0, 6))]) for _ in range(n)]
-    return [(np.array(prompt, np.int64), np.array(completion, np.int64)) for prompt, completion in rows]
+    return [np.array(draw.choice(prompts) + [draw.randrange(2) for _ in range(draw.randint(0, 6))]) for _ in range(n)]
 
 
-def distinct_tokens(rows: list[tuple[np.ndarray, np.ndarray]], share: bool) -> int:
-    """The nodes of the prefix trees of the prompts."""
+def distinct_tokens(rows: list[np.ndarray], share: bool) -> int:
+    """The nodes of the prefix trees of the rows."""
     if not share:
-        return sum(len(prompt) + len(completion) for prompt, completion in rows)
-    nodes = {
-        (prompt.tobytes(), (*prompt, *completion)[:end])
-        for prompt, completion in rows
-        for end in range(1, len(prompt) + len(completion) + 1)
-    }
-    return len(nodes)
+        return sum(map(len, rows))
+    return len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
 
 
 def all_partitions(n: int) -> list[list[tuple[int, int]]]:
@@ -66,7 +60,7 @@ def test_relatives_are_neighbours():
 
 def test_dividing():
     """Runs are divided where prompts change, if they do, until there are enough."""
-    rows = [(np.full(5, prompt), np.arange(i)) for prompt in range(3) for i in (1, 2, 3, 4)]
+    rows = [np.append(np.full(5, prompt), np.arange(i)) for prompt in range(3) for i in (1, 2, 3, 4)]
     planner = RowPlanner(rows)
     runs = planner.cut(10**6)
     assert runs == [(0, 12)]
@@ -77,7 +71,7 @@ def test_dividing():
 
 @pytest.mark.parametrize("n", [1, 64])
 def test_equal_rows_are_even(n):
-    rows = [(np.array([prompt]), np.arange(9)) for prompt in range(n)]
+    rows = [np.append(prompt, np.arange(9)) for prompt in range(n)]
     sizes = [end - start for start, end in RowPlanner(rows).cut(190)]
     assert max(sizes) - min(sizes) <= 1
     assert len(sizes) == -(-n // 19)

@@ -43,7 +43,6 @@ class FactoryKTOLine(ScoringLine):
     )
     replaced = ("concatenated_forward", "forward", "log")
     path = ("get_batch_loss_metrics", "concatenated_forward", "forward")
-    groups = "prompts"
 
     def concatenated_forward(
         self, stock: Callable, trainer: CustomKTOTrainer, model: nn.Module, batch: dict[str, Tensor]

@@ -1,7 +1,7 @@
 """ms-swift's KTOTrainer, patched where it gives the model a batch and where it reads its logits.
 
 `forward` makes two calls of a model, one for the completions and one for the KL term, which has each
-prompt with the completion of another one. Rows with the same prompt share it within a call. Without
+prompt with the completion of another one. Rows of a call share what they begin with. Without
 gradients, both are one call.
 """
 
@@ -42,7 +42,6 @@ class SwiftKTOLine(SwiftLine):
     parameters = _PARAMETERS
     replaced = ("forward", "_get_model_kwargs", "_compute_kl_logps", "get_batch_logps")
     path = ("get_batch_loss_metrics", "forward", "_get_model_kwargs")
-    groups = "prompts"
 
     def forward(self, stock: Callable, trainer: Any, model: Any, batch: dict[str, Any]) -> Any:
         if not self.calls(trainer, model):  # created before patch()

@@ -3,7 +3,7 @@
 Both compute the log-probabilities of completions by `_get_per_token_logps_and_entropies`: those of
 the policy with gradients, and, before a batch is trained on, those of the old policy and of the
 reference. All of them are fused. The trainer shuffles the completions of all prompts, so rows of a
-batch share a prompt if they have the same one, wherever they are.
+batch share what they begin with, wherever they are.
 
 Positions count from the first real token, as during generation. TRL passes no positions, so that
 behind left padding a model with learned positions, such as GPT-2, sees other positions than those
@@ -64,7 +64,6 @@ class GroupLine(FusedHeadLine):
     module_parameters = MappingProxyType({"use_adapter": ["model", "adapter_name"]})
     module_replaced = ("add_fused_lm_head", "use_adapter")
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
-    groups = "prompts"
     kind_without_gradient = "old_policy"
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:

@@ -37,7 +37,6 @@ class KTOLine(FusedHeadLine):
     parameters = _PARAMETERS
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
-    groups = "prompts"
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
 
     def compute_ref_log_probs(

@@ -27,7 +27,6 @@ class SFTLine(FusedHeadLine):
     replaced = ("get_train_dataloader",)
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
-    groups = "prompts"
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

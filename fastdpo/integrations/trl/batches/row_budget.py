@@ -109,8 +109,7 @@ class RowBudget:
         device = trainer.accelerator.device
         prompts = torch.cat([x["prompt_ids"].masked_fill(x["prompt_mask"] == 0, -1) for x in batches])
         completions = torch.cat([x["completion_ids"].masked_fill(x["completion_mask"] == 0, -1) for x in batches])
-        ids, width = torch.cat([prompts, completions], 1).cpu().numpy(), prompts.shape[1]
-        rows = [(row[:width][row[:width] >= 0], row[width:][row[width:] >= 0]) for row in ids]
+        rows = [row[row >= 0] for row in torch.cat([prompts, completions], 1).cpu().numpy()]
         planner = RowPlanner(rows, share=shares_prompts(self._share_prompts, trainer.model))
         runs = planner.cut(self._max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
