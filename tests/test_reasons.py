@@ -23,7 +23,7 @@ CALLS = [
 PRINTED = {"nothing-imported"}
 """Printed by a process that may not have imported fastdpo."""
 
-WITHOUT_NAMES = {"ops", "doctor.py", "grouped_epochs.py", "row_budget.py", "token_budget.py"}
+WITHOUT_NAMES = {"ops", "doctor.py", "grouped_epochs.py", "batches"}
 """Where reasons concern one kernel or one file, or are raised as errors."""
 
 

@@ -54,6 +54,7 @@ class TrainerState:
         memory: of its reference. Disabled where the option does not apply.
         models: the models that were examined, without the wrappers of engines.
         batches: what was made of the last batch, by its kind: the reference gets the tensors of the policy.
+        budget: cuts the rows of its steps on this rank; None without `max_tokens`, and in lines that cut otherwise.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
         gather: gathers metrics in the place of accelerate while a micro-batch of a step runs.
         has_fused: whether a call has been fused, if the line keeps it.
@@ -65,6 +66,7 @@ class TrainerState:
     memory: Memory
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     batches: defaultdict[str, LastResult] = field(default_factory=lambda: defaultdict(LastResult))
+    budget: Any = None
     running: Any = None
     gather: Gather | None = None
     has_fused: bool = False

@@ -74,7 +74,7 @@ SCORING = (
 )
 """The functions of TRL since 1.15 that call models with labels, and what gives the models the form that takes them."""
 DPO_FUNCTIONS = (*SCORING, "_precompute_ref_logps", "torch_call")
-GROUP_FUNCTIONS = (*SCORING, "training_step")
+STEPS = (*SCORING, "training_step")
 
 TRL = ">=1.15,<1.17"
 SWIFT, SWIFT_MODULES = ">=4.6,<4.7", "swift.rlhf_trainers"
@@ -86,12 +86,12 @@ LINES = (
     Line("trl.OnlineDPOTrainer", TRL, "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES, compared=("training_step",)),
     Line("trl.OnlineDPOTrainer", ">=0.29,<1.15", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
     Line("trl.OnlineDPOTrainer", ">=0.24,<0.29", "trl.online_dpo:OnlineDPOLine", ONLINE_DPO_MODULES),
-    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), compared=SCORING),
+    Line("trl.KTOTrainer", TRL, "trl.kto:KTOLine", ("trl.trainer.kto_trainer",), compared=STEPS),
     Line("trl.RewardTrainer", TRL, "trl.reward:RewardLine", ("trl.trainer.reward_trainer",), True, ("compute_loss",)),
     Line("trl.RewardTrainer", ">=0.24,<1.15", "trl.reward:RewardLine", ("trl.trainer.reward_trainer",)),
-    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, SCORING),
-    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False, GROUP_FUNCTIONS),
-    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, GROUP_FUNCTIONS),
+    Line("trl.SFTTrainer", TRL, "trl.sft:SFTLine", ("trl.trainer.sft_trainer",), False, STEPS),
+    Line("trl.GRPOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.grpo_trainer",), False, STEPS),
+    Line("trl.RLOOTrainer", TRL, "trl.groups:GroupLine", ("trl.trainer.rloo_trainer",), False, STEPS),
     Line("trl.CPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.cpo.cpo_trainer",), False),
     Line(
         "trl.ORPOTrainer", TRL, "trl.reference_free:ReferenceFreeLine", ("trl.experimental.orpo.orpo_trainer",), False

@@ -1,4 +1,4 @@
-"""The rows of two batches, scored in one call of a model in which they share their prompts."""
+"""The rows of several batches in one, such as for one call of a model in which they share their prompts."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
     return widths[0] == widths[1] or support.rope_reason(base, max(widths)) is None
 
 
-def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rows [R, L] and below them others [R2, L2], as [R + R2, max(L, L2)], padded on the right.
+def merged(*batches: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of batches, one batch below the other, padded on the right to the widest.
 
     Args:
-        a: the upper rows by name, such as "input_ids" and "labels".
-        b: the lower ones, with at least the same names.
+        batches: their rows by name, such as "input_ids" and "labels", [R, L] each, or [R]. All have the names of the
+            first one.
     """
 
     def of(name: str) -> Tensor:
-        tensors = (a[name], b[name])
+        tensors = [batch[name] for batch in batches]
+        if tensors[0].ndim == 1:
+            return torch.cat(tensors)
         width = max(x.shape[1] for x in tensors)
         padding = IGNORE_INDEX if name == "labels" else 0
         return torch.cat([F.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
 
-    return {name: of(name) for name in a}
+    return {name: of(name) for name in batches[0]}
 
 
 def parts_of(output: Any, a: Tensor, b: Tensor) -> list[Any]:

@@ -116,8 +116,8 @@ class PatchOptions:
     max_tokens: int | None = _option(
         None,
         _count,
-        {"--max-tokens": dict(type=int, metavar="TOKENS", help="cut steps by this many distinct tokens")},
-        (_DPO, "trl.RewardTrainer", "trl.GRPOTrainer", "trl.RLOOTrainer"),
+        {"--max-tokens": dict(type=int, metavar="TOKENS", help="cut the rows of each step by distinct tokens")},
+        (_DPO, *(f"trl.{x}Trainer" for x in ("Reward", "KTO", "SFT", "GRPO", "RLOO"))),
     )
     group_prompts: bool | int = _option(
         False,
@@ -126,7 +126,10 @@ class PatchOptions:
             "--group-prompts": _constant(True, "put pairs that begin alike into one batch"),
             "--group-prompts-within": dict(type=int, metavar="BATCHES", help="within this many batches at a time"),
         },
-        (_DPO, "trl.RewardTrainer", "llamafactory.DPOTrainer", "swift.DPOTrainer", "swift.RewardTrainer"),
+        (
+            *(_DPO, "trl.RewardTrainer"),
+            *("llamafactory.DPOTrainer", "swift.DPOTrainer", "swift.RewardTrainer"),
+        ),
     )
     provisional: bool = _option(
         True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}

@@ -172,16 +172,17 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             weights as without.
         max_tokens: cut the rows of each optimizer step into micro-batches of up to this many
             distinct tokens, instead of fixed numbers of rows: in TRL's DPOTrainer and RewardTrainer with
-            balanced costs on all ranks, in GRPOTrainer and RLOOTrainer with the completions of a prompt
-            together. Loss and gradient of a step stay the same up to rounding. A warning says so if none
-            of them is patched. Before training, an error names options of the trainer that are not
-            supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens.
+            balanced costs on all ranks, in GRPOTrainer, RLOOTrainer, SFTTrainer and KTOTrainer with rows that
+            begin alike together. Loss and gradient of a step stay the same up to rounding. A warning says
+            so if none of them is patched. Before training, an error names options of the trainer that are
+            not supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens.
         group_prompts: put pairs that begin alike into one batch, whose rows then share it: pairs of one
             prompt, or turns of one conversation. Each epoch has the pairs that it has without, in
             another order, so its steps are not those of the unpatched trainer. With a number, pairs are
             moved only within each of this many batches. Applies to the DPOTrainers of TRL and
-            LLaMA-Factory and to TRL's RewardTrainer; a warning says so if none of them is patched. The
-            trainers of ms-swift, which draw pairs by themselves, raise an error before the first step.
+            LLaMA-Factory and to TRL's RewardTrainer; a warning says so if none of them is
+            patched. The trainers of ms-swift, which draw pairs by themselves, raise an error before the
+            first step.
         provisional: patch trainers of versions that are newer than the tested ones, if their code is the
             same, or if the first fused calls of each model agree with stock ones. Disabled for all calls
             by `FASTDPO_PROVISIONAL=0`.

@@ -74,11 +74,11 @@ def test_trainers_that_remember_no_reference_are_named(caplog):
 def test_trainers_without_a_token_budget_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fastdpo"):
         fastdpo.patch(max_tokens=8192)
-        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer, trl.KTOTrainer"
+        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer"
         assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.INFO, message)
         fastdpo.unpatch()
-        fastdpo.patch("trl.KTOTrainer", max_tokens=8192)
-        message = "fastdpo: max_tokens does not apply to trl.KTOTrainer"
+        fastdpo.patch("trl.OnlineDPOTrainer", max_tokens=8192)
+        message = "fastdpo: max_tokens does not apply to trl.OnlineDPOTrainer"
         assert (caplog.records[-1].levelno, caplog.records[-1].message) == (logging.WARNING, message)
 
 

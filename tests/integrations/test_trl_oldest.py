@@ -15,7 +15,7 @@ from tests.support import ROOT
 from tests.support.documents import trained
 from tests.support.trl.dpo import Run, assert_fused, assert_same
 from tests.support.trl.online import OnlineRun, assert_all_same
-from tests.support.workers import trainings, vision
+from tests.support.workers import row_budgets, trainings, vision
 
 CALLS = {
     "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
@@ -78,3 +78,11 @@ def assert_same_in_oldest(saved: Path, newest: Run, **calls: int) -> None:
     for run in (oldest, newest):
         assert_fused(run, **calls)
     assert_same(oldest, newest)
+
+
+@pytest.mark.parametrize("trainer", row_budgets.TRAINERS)
+def test_steps_that_are_cut(oldest, trainer):
+    drawn, cut = runs_in(oldest / f"{trainer} cut.pt")
+    assert {path for _, path in cut.calls} == {"fused"}
+    assert cut.calls["policy", "fused"] < drawn.calls["policy", "fused"]
+    assert_same(drawn, cut)

@@ -13,7 +13,15 @@ from fastdpo.integrations.trl.sft import SFTLine
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.families import FUSED, kind
-from tests.support.trl.dpo import WORDS, adapter, assert_fused, assert_same, assert_same_bits, tiny_model, tokenizer
+from tests.support.trl.dpo import (
+    WORDS,
+    adapter,
+    assert_fused,
+    assert_same,
+    assert_same_bits,
+    tiny_model,
+    tokenizer,
+)
 from tests.support.trl.sft import rows, texts, train_both_sft, train_sft
 
 FULL = dict(policy=3)

@@ -15,16 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
-from ..grouped_epochs import require_supported
-from ..line import TrainerState, option_reason
-from .batches.row_budget import RowBudget, unsupported_reason
-from .fused_head import FusedHeadLine
+from ..line import option_reason
+from .batches.group_budget import GroupBudget
+from .row_budget_line import RowBudgetLine
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {
@@ -46,18 +44,7 @@ by the name of the model's, which packing changes.
 """
 
 
-@dataclass(eq=False, kw_only=True)
-class GroupState(TrainerState):
-    """The state of a trainer.
-
-    Attributes:
-        budget: cuts its steps; None without the option `max_tokens`.
-    """
-
-    budget: RowBudget | None = None
-
-
-class GroupLine(FusedHeadLine):
+class GroupLine(RowBudgetLine):
     """The line of one of the two trainers."""
 
     parameters = _PARAMETERS
@@ -65,30 +52,15 @@ class GroupLine(FusedHeadLine):
     module_replaced = ("add_fused_lm_head", "use_adapter")
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     kind_without_gradient = "old_policy"
+    budget_class = GroupBudget
+    replaced_with_budget = ("training_step", _SCORES)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return option_reason(arguments.get("args"), DISABLING)
 
-    def new_state(self) -> GroupState:
-        return GroupState(**vars(super().new_state()))
-
-    def replace(self) -> None:
-        super().replace()
-        if self.options.max_tokens is not None:
-            for name in ("training_step", _SCORES):
-                self.wrap(name, getattr(self, name))
-
-    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        stock(trainer, *args, **kwargs)
-        state, max_tokens = self.state_of(trainer), self.options.max_tokens
-        if state is not None and max_tokens is not None:
-            require_supported("max_tokens", unsupported_reason(trainer, self.trainer_class()))
-            state.budget = RowBudget(self.name, max_tokens, self.options.share_prompts)
-            state.budget.install(trainer)
-
     def training_step(self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's own, which counts batches and takes the time of a step, around one that cuts the step."""
-        budget = getattr(self.state_of(trainer), "budget", None)
+        budget = self.budget_of(trainer)
         if budget is None:
             return stock(trainer, model, inputs, *args, **kwargs)
         start, step = time.perf_counter(), super(self.trainer_class(), trainer).training_step
@@ -101,10 +73,10 @@ class GroupLine(FusedHeadLine):
         return loss
 
     def _get_per_token_logps_and_entropies(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = getattr(self.state_of(trainer), "budget", None)
+        budget = self.budget_of(trainer)
         if budget is None:
             return stock(trainer, *args, **kwargs)
-        return budget.scores(lambda: stock(trainer, *args, **kwargs))
+        return budget.scores(lambda: stock(trainer, *args, **kwargs), lambda scores: scores[:2])
 
     @contextmanager
     def use_adapter(

@@ -17,8 +17,9 @@ from .. import evidence
 from ..bypass import STATE, is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..replacements import temporarily
-from .fused_head import FusedHeadLine
+from .batches.kto_budget import KTOBudget
 from .reference import reference_of
+from .row_budget_line import RowBudgetLine
 
 if TYPE_CHECKING:
     from trl.trainer.kto_trainer import KTOTrainer
@@ -27,16 +28,18 @@ _PARAMETERS = {
     "compute_ref_log_probs": ["self", "model", "inputs"],
     "_compute_kl_logps": ["self", "model", "batch"],
     "_compute_loss": ["self", "model", "inputs", "return_outputs"],
+    "training_step": ["self", "args", "kwargs"],
 }
 _RUNS_THE_REFERENCE = ("compute_ref_log_probs", "_compute_kl_logps", "_compute_loss")
 _ROWS = ("input_ids", "attention_mask", "completion_mask")
 _INPUTS = {*_ROWS, *(f"KL_{name}" for name in _ROWS), "label"}
 
 
-class KTOLine(FusedHeadLine):
+class KTOLine(RowBudgetLine):
     parameters = _PARAMETERS
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
+    budget_class = KTOBudget
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
 
     def compute_ref_log_probs(
@@ -60,6 +63,8 @@ class KTOLine(FusedHeadLine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        budget = self.budget_of(trainer)
+        model = model if budget is None else budget.scoring(model)
         reference = reference_of(trainer)
         overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
         if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):

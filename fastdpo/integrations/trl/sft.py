@@ -1,16 +1,17 @@
 """TRL's SFTTrainer, which prepares its model by `add_fused_lm_head`: packed, with the fused head.
 
-Rows share a prompt if the batch has it several times. A trainer whose batches TRL packs itself, or
-whose loss needs logits, is left unpatched.
+A trainer whose batches TRL packs itself, or whose loss needs logits, is left unpatched.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...reasons import Reason
 from .batches.packed_where_collated import with_packed_batches
-from .fused_head import FusedHeadLine
+from .batches.sft_budget import SFTBudget
+from .row_budget_line import RowBudgetLine
 
 _PARAMETERS = {
     "__init__": [
@@ -19,14 +20,21 @@ _PARAMETERS = {
         *("preprocess_logits_for_metrics", "quantization_config", "peft_config", "formatting_func"),
     ],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
+    "training_step": ["self", "args", "kwargs"],
 }
 
 
-class SFTLine(FusedHeadLine):
+class SFTLine(RowBudgetLine):
     parameters = _PARAMETERS
     replaced = ("get_train_dataloader",)
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
+    budget_class = SFTBudget
+    replaced_with_budget = ("training_step", "compute_loss")
+
+    def compute_loss(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = self.budget_of(trainer)
+        return stock(trainer, model if budget is None else budget.scoring(model), *args, **kwargs)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

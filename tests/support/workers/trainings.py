@@ -1,8 +1,9 @@
 """Patched trainings with the TRL that comes first on the path.
 
 Usage: `python -m tests.support.workers.trainings DIRECTORY TRAINER ...`. Saves a run
-of each trainer in the directory, one of DPOTrainer on pairs with images, and the three
-of `trl.online.train_three`, of which two are not patched.
+of each trainer in the directory, one of DPOTrainer on pairs with images, the three
+of `trl.online.train_three`, of which two are not patched, and those of SFT and KTO with
+and without `max_tokens`.
 """
 
 import functools
@@ -23,7 +24,7 @@ from tests.support.trl.online import train_three
 from tests.support.trl.reference_free import train_cpo, train_orpo
 from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
-from tests.support.workers import vision
+from tests.support.workers import row_budgets, vision
 
 
 def train_on_groups(trainer_class: type, directory: Path, model, reference, evaluate: int) -> Run:
@@ -62,6 +63,8 @@ def main(directory: Path, *trainers: str) -> None:
         save(directory / f"{trainer}.pt", patched_run(directory / trainer, trainer))
     save(directory / "images.pt", vision.patched_run(directory / "images"))
     save(directory / "online.pt", *train_three(directory / "online"))
+    for trainer in row_budgets.TRAINERS:
+        save(directory / f"{trainer} cut.pt", *row_budgets.with_and_without(directory / f"{trainer} cut", trainer))
 
 
 if __name__ == "__main__":

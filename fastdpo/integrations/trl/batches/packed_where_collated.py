@@ -91,7 +91,8 @@ def with_packed_batches(
         trainer: any trainer of the class.
         padding: the id of padding, if the trainer trains a reward model.
     """
-    if line.state_of(trainer) is None:
+    state = line.state_of(trainer)
+    if state is None or state.budget is not None:  # which cuts the batches anew
         return stock(trainer, *args, **kwargs)
     groups = line.groups if line.options.share_prompts else None
     with temporarily(trainer, data_collator=PackingCollator(trainer.data_collator, groups, padding)):

@@ -1,38 +1,40 @@
-"""`patch(max_tokens=...)` for TRL's GRPOTrainer and RLOOTrainer: the rows of a step are cut by a budget of tokens.
+"""`patch(max_tokens=...)` for trainers that keep the rows of a step on their rank: they are cut by a budget of tokens.
 
-TRL shuffles the completions of a generation before it cuts them into the batches that a step accumulates, and only
-rows of one batch can share their prompt. Here the batches of a step are collected instead, as far as they come from
-one generation. Their rows are cut anew, with those of a prompt together, and each micro-batch gets the weight in the
-step that its rows have in TRL.
+The batches that a step accumulates are collected. Their rows are cut anew, with those that begin alike together, and
+each micro-batch gets the weight in the step that its rows have in TRL. What TRL logs are numbers of its own batches:
+its own code computes them, from what the model has returned for their rows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ....batching.rows import RowPlanner
 from ....logs import warn
 from ....models.calls import outcomes
 from ....models.layouts import SharePrompts
+from ....models.wrapped import base_of
 from ...bypass import bypass_reason, is_overridden
 from ...callbacks import callback
+from ...gathering import of_all_ranks
+from ...grouped_epochs import require_supported
+from ...merged_rows import merged
 from ...replacements import Replacements, temporarily
-from .token_budget import shares_prompts, unsupported_processes_reason, without_sync
+from .token_budget import shares_prompts, unsupported_processes_reason, width_reason, without_sync
 
-MEANS_OVER_ROWS = {"grpo", "sapo", "dr_grpo", "luspo"}
-SUMS_OVER_A_GENERATION = {"dapo", "cispo", "vespo"}
-"""The values of `loss_type` that are supported, by what divides a loss: its own rows and the number of batches that a
-step accumulates, or the tokens of a generation.
-"""
+Batch = dict[str, Any]
 
-Scores = tuple[Tensor, Tensor, None]
-"""Log-probabilities and entropies of completions, [R, W] each."""
+Scores = tuple[Tensor, ...]
+"""What a model has returned for rows that TRL's loss reads, [R, W] each."""
 
 
 class RowBudget:
@@ -41,32 +43,98 @@ class RowBudget:
     Args:
         name: of the trainer, such as "trl.GRPOTrainer".
         max_tokens, share_prompts: as in `patch`.
+
+    Attributes:
+        functions: of the trainer, which compute the loss. A subclass of the trainer must not override them.
     """
+
+    functions: ClassVar[tuple[str, ...]] = ("compute_loss", "_compute_loss")
 
     def __init__(self, name: str, max_tokens: int, share_prompts: SharePrompts):
         self._name, self._max_tokens = name, max_tokens
         self._share_prompts: SharePrompts = share_prompts
-        self._batches: list[dict[str, Any]] = []  # of the step, not trained on yet
+        self._batches: list[Batch] = []  # of the step, not trained on yet
         self._position = 0  # in the step, of the next batch
         self._scored: list[Scores] | None = None  # by the micro-batches that were trained on, if any are
         self._known: Scores | None = None  # of the batch whose metrics are computed, if any are
+        self._train_on: Callable[[Batch], Tensor]
         self._warned = False
 
-    def install(self, trainer: Any) -> None:
+    # What a trainer defines.
+
+    def unsupported_reason(self, trainer: Any) -> str | None:
+        """Why rows of a trainer do not weigh the same in any micro-batch, or None."""
+        raise NotImplementedError
+
+    def must_train(self, trainer: Any) -> bool:
+        """Whether the rows that were taken cannot wait for the end of the step."""
+        return False
+
+    def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
+        """The rows of some batches in one."""
+        raise NotImplementedError
+
+    def tokens(self, joined: Batch) -> list[NDArray[np.int64]]:
+        """The tokens of each row."""
+        raise NotImplementedError
+
+    def width(self, batch: Batch) -> int:
+        """That of the scores of a batch."""
+        raise NotImplementedError
+
+    def prepare(
+        self, trainer: Any, model: nn.Module, batches: list[Batch], joined: Batch, micro_batches: list[Tensor]
+    ) -> None:
+        """Adds to the batches and to their joined rows what must be known of all rows before one is trained on."""
+
+    def micro_batch(self, joined: Batch, rows: Tensor) -> Batch:
+        """The batch that is trained on for some of the joined rows."""
+        raise NotImplementedError
+
+    def weighing(
+        self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
+    ) -> AbstractContextManager[object]:
+        """A context in which the loss of a micro-batch is the part that its rows have in the loss of the step."""
+        raise NotImplementedError
+
+    def known_scores(self, scores: Scores) -> Any:
+        """Scores in the form in which TRL's loss gets them."""
+        raise NotImplementedError
+
+    def computing_metrics(self, trainer: Any) -> AbstractContextManager[object]:
+        """A context in which TRL's loss computes the metrics of a batch whose scores are known."""
+        return nullcontext()
+
+    # What all of them do.
+
+    def install(self, trainer: Any, stock: type) -> None:
+        """Called when a trainer has been created. `stock` is the class that is patched.
+
+        Raises:
+            NotImplementedError: the steps of the trainer cannot be cut.
+        """
+        require_supported("max_tokens", unsupported_processes_reason(trainer))
+        is_own = is_overridden(trainer, stock, (x for x in self.functions if hasattr(stock, x)))
+        if is_own or bypass_reason(trainer, stock, ("training_step",)):
+            own = f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
+            require_supported("max_tokens", own)
+        if trainer.aux_loss_enabled:
+            require_supported("max_tokens", "the auxiliary loss of routers, which is not a mean over rows")
+        require_supported("max_tokens", self.unsupported_reason(trainer))
         trainer.add_callback(callback(on_step_begin=self._start_step))
 
     def _start_step(self, *args: Any, **kwargs: Any) -> None:
         """Begins a step. A training that was stopped within one may have left batches."""
         self._batches, self._position = [], 0
 
-    def training_step(self, trainer: Any, model: nn.Module, inputs: Any, train_on: Callable[[Any], Tensor]) -> Tensor:
-        """Takes a batch of a step. The last one of a step or of a generation trains on all that were taken.
+    def training_step(self, trainer: Any, model: nn.Module, inputs: Any, train_on: Callable[[Batch], Tensor]) -> Tensor:
+        """Takes a batch of a step. The last one of the step trains on all that were taken.
 
         Args:
             trainer: the trainer.
             model: the policy.
             inputs: what the trainer prepares the batch from.
-            train_on: transformers' `training_step` for a batch, which returns its loss.
+            train_on: the trainer's own step for a batch, which returns its loss.
 
         Returns:
             The loss of all rows that were trained on, a scalar.
@@ -74,43 +142,46 @@ class RowBudget:
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
+        self._train_on = train_on
         self._batches.append(trainer._prepare_inputs(inputs))
         self._position += 1
         ends_step = self._position == trainer.current_gradient_accumulation_steps
-        if not ends_step and (trainer._step + 1) % (trainer.args.steps_per_generation * trainer.num_iterations):
+        if not ends_step and not self.must_train(trainer):
             return torch.zeros((), device=trainer.args.device)
         batches, self._batches = self._batches, []
         self._position *= not ends_step
-        micro_batches = self._cut(trainer, batches)
+        joined = self.joined(trainer, batches)
+        micro_batches = self._cut(trainer, joined)
         outcomes[self._name, "steps"] += ends_step
         outcomes[self._name, "micro-batches"] += len(micro_batches)
-        self._scored = []
-        prepared = Replacements()
-        prepared.put(trainer, "_prepare_inputs", lambda batch: batch)  # micro-batches, which are made of prepared ones
-        try:
-            loss = self._train(trainer, model, batches, micro_batches, ends_step, train_on)
-            self._log_metrics(trainer, model, batches, torch.cat(micro_batches))
-        finally:
-            self._scored = None
-            prepared.undo()
+        with _taking_prepared(trainer):
+            self.prepare(trainer, model, batches, joined, micro_batches)
+            self._scored = []
+            try:
+                loss = self._train(trainer, model, batches, joined, micro_batches, ends_step)
+                self._log_metrics(trainer, model, batches, torch.cat(micro_batches))
+            finally:
+                self._scored = None
         return loss
 
-    def scores(self, score: Callable[[], Any]) -> Any:
-        """The scores of a batch by TRL's own function: those that are known, if its metrics are computed."""
-        if self._known is not None:
-            return self._known
-        scores = score()
-        if self._scored is not None:
-            self._scored.append((scores[0].detach(), scores[1].detach(), None))
-        return scores
+    def scores(self, score: Callable[[], Any], read: Callable[[Any], Scores]) -> Any:
+        """What a model returns for a batch: what is known, if its metrics are computed.
 
-    def _cut(self, trainer: Any, batches: list[dict[str, Any]]) -> list[Tensor]:
+        Args:
+            score: calls the model.
+            read: of what it returns, the scores.
+        """
+        if self._known is not None:
+            return self.known_scores(self._known)
+        returned = score()
+        if self._scored is not None:
+            self._scored.append(tuple(x.detach() for x in read(returned)))
+        return returned
+
+    def _cut(self, trainer: Any, joined: Batch) -> list[Tensor]:
         """The rows of each micro-batch, by their numbers in the joined batches."""
         device = trainer.accelerator.device
-        prompts = torch.cat([x["prompt_ids"].masked_fill(x["prompt_mask"] == 0, -1) for x in batches])
-        completions = torch.cat([x["completion_ids"].masked_fill(x["completion_mask"] == 0, -1) for x in batches])
-        rows = [row[row >= 0] for row in torch.cat([prompts, completions], 1).cpu().numpy()]
-        planner = RowPlanner(rows, share=shares_prompts(self._share_prompts, trainer.model))
+        planner = RowPlanner(self.tokens(joined), share=shares_prompts(self._share_prompts, trainer.model))
         runs = planner.cut(self._max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
         if largest > self._max_tokens and not self._warned:
@@ -125,63 +196,120 @@ class RowBudget:
         self,
         trainer: Any,
         model: nn.Module,
-        batches: list[dict[str, Any]],
+        batches: list[Batch],
+        joined: Batch,
         micro_batches: list[Tensor],
         ends_step: bool,
-        train_on: Callable[[Any], Tensor],
     ) -> Tensor:
         loss = torch.zeros((), device=trainer.args.device)
-        accumulated = trainer.current_gradient_accumulation_steps
-        rows_of_step = accumulated * len(batches[0]["prompt_ids"])
-        joined = {name: joined_entry(name, [x[name] for x in batches]) for name in batches[0]}
-        is_mean = getattr(trainer, "loss_type", None) not in SUMS_OVER_A_GENERATION
         for i, rows in enumerate(micro_batches):
-            batch = {name: x[rows] if x is not None and x.ndim else x for name, x in joined.items()}
-            divisor = rows_of_step / len(rows) if is_mean else accumulated
-            metrics = {"train": defaultdict(list)}  # left out: `_log_metrics` has those of TRL's batches
             with (
-                temporarily(trainer, current_gradient_accumulation_steps=divisor, _metrics=metrics),
+                self.weighing(trainer, batches, joined, rows),
+                _without_metrics(trainer),
                 nullcontext() if ends_step and i == len(micro_batches) - 1 else without_sync(trainer, model),
             ):
-                loss = loss + train_on(batch)
+                loss = loss + self._train_on(self.micro_batch(joined, rows))
         return loss
 
-    def _log_metrics(self, trainer: Any, model: nn.Module, batches: list[dict[str, Any]], rows: Tensor) -> None:
+    def _log_metrics(self, trainer: Any, model: nn.Module, batches: list[Batch], rows: Tensor) -> None:
         """Has TRL compute the metrics of its own batches, from the scores of the rows that were trained on."""
         places = rows.argsort()
-        of_rows = (torch.cat(x)[places] for x in list(zip(*self._scored or (), strict=True))[:2])
-        size = len(batches[0]["prompt_ids"])
-        for batch, logps, entropies in zip(batches, *(x.split(size) for x in of_rows), strict=True):
-            known = temporarily(self, _known=(logps, entropies, None))
-            with known, torch.no_grad(), trainer.compute_loss_context_manager():
+        of_rows = [_joined_scores(scores)[places] for scores in zip(*self._scored or (), strict=True)]
+        sizes = [_size(batch) for batch in batches]
+        for batch, *scores in zip(batches, *(x.split(sizes) for x in of_rows), strict=True):
+            known = tuple(_widened(x, self.width(batch)) for x in scores)
+            with (
+                temporarily(self, _known=known),
+                self.computing_metrics(trainer),
+                torch.no_grad(),
+                trainer.compute_loss_context_manager(),
+            ):
                 trainer.compute_loss(model, batch)
 
 
-def joined_entry(name: str, values: list[Any]) -> Tensor | None:
-    """An entry of batches of one generation, in one tensor."""
-    first = values[0]
-    if first is None or (isinstance(first, Tensor) and first.ndim == 0):  # of the whole generation
-        return first
-    if not isinstance(first, Tensor) or name.startswith(("pixel", "image")):
-        raise NotImplementedError(f"patch: max_tokens does not support batches with {name}, such as those with images")
-    return torch.cat(values)
+class PaddedRowBudget(RowBudget):
+    """Cuts steps of batches with `input_ids` and `attention_mask`, [R, L] each, as a collator has padded them.
+
+    Attributes:
+        entries: that a batch may have. Those of a name with a prefix have the width of the mask with this prefix.
+        fields: of the output of the model, that TRL's loss reads.
+    """
+
+    entries: ClassVar[frozenset[str]]
+    fields: ClassVar[tuple[str, ...]]
+
+    def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
+        unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
+        require_supported("max_tokens", unknown and f"batches with {unknown}")
+        joined = merged(*batches)
+        width = joined["input_ids"].shape[1]  # of which micro-batches may have less
+        require_supported("max_tokens", width_reason(base_of(trainer.model, "max_tokens"), width))
+        return joined
+
+    def tokens(self, joined: Batch) -> list[NDArray[np.int64]]:
+        ids, real = (joined[name].cpu().numpy() for name in ("input_ids", "attention_mask"))
+        return [row[mask != 0] for row, mask in zip(ids, real, strict=True)]
+
+    def width(self, batch: Batch) -> int:
+        return batch["input_ids"].shape[1] - 1
+
+    def micro_batch(self, joined: Batch, rows: Tensor) -> Batch:
+        """As narrow as its rows are."""
+        batch = {name: x[rows] for name, x in joined.items()}
+        for prefix in ("", "KL_"):
+            mask = batch.get(f"{prefix}attention_mask")
+            if mask is not None:
+                width = int(mask.any(0).nonzero().max()) + 1
+                names = [name for name, x in batch.items() if x.ndim > 1 and name.startswith("KL_") == bool(prefix)]
+                batch |= {name: batch[name][:, :width] for name in names}
+        return batch
+
+    def scoring(self, model: Any) -> Any:
+        """The model that TRL's loss calls while a step is trained on or its metrics are computed."""
+        if self._scored is None:
+            return model
+
+        def call(**inputs: Any) -> Any:
+            columns = slice(1 - inputs["input_ids"].shape[1], None)  # without virtual tokens of an adapter
+            return self.scores(
+                lambda: model(**inputs), lambda output: tuple(getattr(output, x)[:, columns] for x in self.fields)
+            )
+
+        return call
 
 
-def unsupported_reason(trainer: Any, stock: type) -> str | None:
-    """Why the steps of a trainer cannot be cut, or None. `stock` is the class that is patched."""
-    reason = unsupported_processes_reason(trainer)
-    if reason is not None:
-        return reason
-    loss = ("compute_loss", "_compute_loss")
-    if is_overridden(trainer, stock, loss) or bypass_reason(trainer, stock, ("training_step",)):
-        return f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
-    if trainer.aux_loss_enabled:
-        return "the auxiliary loss of routers, which is not a mean over rows"
-    loss_type = getattr(trainer, "loss_type", "grpo")
-    if loss_type not in MEANS_OVER_ROWS | SUMS_OVER_A_GENERATION:
-        return f"loss_type={loss_type!r}, which depends on the batch of a row"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
-        return "an entropy bonus, which is a mean over the tokens of a batch"
-    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
-        return "top_entropy_quantile below 1, which ranks the tokens of a batch"
-    return None
+def _size(batch: Batch) -> int:
+    """The number of rows."""
+    return next(len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """A tensor [R, W] with zeros on the right up to this width, or cut there."""
+    return F.pad(x, (0, width - x.shape[1]))
+
+
+def _joined_scores(scores: tuple[Tensor, ...]) -> Tensor:
+    width = max(x.shape[1] for x in scores)
+    return torch.cat([_widened(x, width) for x in scores])
+
+
+@contextmanager
+def _taking_prepared(trainer: Any) -> Iterator[None]:
+    """In the block, the trainer trains on batches that are prepared."""
+    prepared = Replacements()
+    prepared.put(trainer, "_prepare_inputs", lambda batch: batch)
+    try:
+        yield
+    finally:
+        prepared.undo()
+
+
+@contextmanager
+def _without_metrics(trainer: Any) -> Iterator[None]:
+    """In the block, what the trainer adds to its metrics is left out, and nothing is gathered for it."""
+    totals = {name: getattr(trainer, name) for name in ("_total_train_tokens",) if hasattr(trainer, name)}
+    with (
+        temporarily(trainer, _metrics={"train": defaultdict(list)}, **totals),
+        of_all_ranks(trainer.accelerator, lambda x: x),
+    ):
+        yield

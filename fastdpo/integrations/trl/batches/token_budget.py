@@ -73,7 +73,8 @@ class TokenBudget:
         self._metrics.start_step()
         options = self._options
         lengths, model = lengths_of(trainer, self._rewards), base_of(trainer.model, "max_tokens")
-        require_supported("max_tokens", _width_reason(trainer, model, lengths))
+        width = widest_batch(trainer.data_collator, lengths.longest)
+        require_supported("max_tokens", width_reason(model, width))
         planner = StepPlanner(
             lengths,
             cast(int, options.max_tokens),
@@ -173,16 +174,16 @@ def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool)
         logger.info("%s", text)
 
 
-def _width_reason(trainer: Any, model: PreTrainedModel, lengths: PairLengths) -> str | None:
-    """Why micro-batches, which may be narrower than the batches of the trainer, have other results, or None."""
-    width = widest_batch(trainer.data_collator, lengths.longest)
+def width_reason(model: PreTrainedModel, width: int) -> str | None:
+    """Why micro-batches, which may be narrower than the batches of the trainer, have other results if one of these is
+    that wide, or None.
+    """
     reason = rope_reason(model, width)
     return None if reason is None else f"batches of up to {width} tokens, since {reason}; truncate by max_length"
 
 
 def unsupported_reason(trainer: Any, loader: Any, rewards: bool) -> str | None:
     """Why the steps of a trainer cannot be cut, or None."""
-    args, accelerator = trainer.args, trainer.accelerator
     reason = unsupported_loader_reason(trainer, loader) or unsupported_processes_reason(trainer)
     if reason is not None:
         return reason
@@ -193,9 +194,7 @@ def unsupported_reason(trainer: Any, loader: Any, rewards: bool) -> str | None:
         return f"datasets without the columns {', '.join(columns)}, such as those with images"
     if not (rewards or hasattr(trainer.data_collator, "truncation_mode")):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
-    if accelerator.num_processes > 1 and not args.accelerator_config.even_batches:
-        return "even_batches=False on several ranks"
-    if args.auto_find_batch_size:
+    if trainer.args.auto_find_batch_size:
         return "auto_find_batch_size=True; max_tokens bounds the memory of a batch by itself"
     if rewards:
         return None
@@ -213,6 +212,8 @@ def unsupported_processes_reason(trainer: Any) -> str | None:
         return "torch.nn.DataParallel; start one process for each GPU"
     if trainer.accelerator.parallelism_config is not None:
         return "parallelism_config"
+    if trainer.accelerator.num_processes > 1 and not trainer.args.accelerator_config.even_batches:
+        return "even_batches=False on several ranks"
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         return "models that transformers shards while it loads them"
     return None
