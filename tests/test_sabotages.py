@@ -14,7 +14,7 @@ OTHERS = (
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     *("hybrid models", "LoRA", "gradient checkpointing", "storage", "batches that come with their layouts"),
     *("reward models in commands", "max_tokens for reward models", "rows of a step", "weights of micro-batches"),
-    *("max_tokens for SFT", "KL terms of KTO", "weights of rows in KTO"),
+    *("max_tokens for SFT", "KL terms of KTO", "weights of rows in KTO", "unpatch within a step"),
     "batches of reward models that come with their layouts",
     *("the random order of group_prompts", "tokens without sharing", "estimated epochs"),
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),

@@ -228,6 +228,10 @@ class TrainerLine:
         state = vars(trainer).get(STATE)
         return state if getattr(state, "name", None) == self.name else None
 
+    def trainers(self) -> list[Any]:
+        """The trainers that were created since `enable`."""
+        return list(self._trainers.values())
+
     def first_log(self, trainer: Any) -> None:
         """At the first log of a trainer, reports that its policy has had no call to fuse."""
         state = self.state_of(trainer)
@@ -296,7 +300,7 @@ class TrainerLine:
         """Restores the trainer class, and the trainers that were created since `enable`."""
         self.replacements.undo()
         self._patched_class = None
-        for trainer in list(self._trainers.values()):
+        for trainer in self.trainers():
             vars(trainer).pop(STATE, None)
         self._trainers.clear()
 

@@ -189,6 +189,27 @@ def test_a_training_after_one_that_was_stopped_within_a_step(tmp_path):
     assert counters.outcomes["trl.GRPOTrainer", "steps"] == steps + STEPS["max_steps"]
 
 
+class UnpatchesWithinAStep(TrainerCallback):
+    """Undoes the patches after two of the four batches of the first step."""
+
+    def __init__(self):
+        self.substeps = 0
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.substeps += 1
+        if self.substeps == 2:
+            fastdpo.unpatch()
+
+
+@pytest.mark.parametrize("trainer_class", NAMES)
+def test_unpatching_within_a_step_hands_its_batches_back(tmp_path, trainer_class):
+    stock = trained(tmp_path / "stock", trainer_class)
+    fastdpo.patch(NAMES[trainer_class], max_tokens=MAX_TOKENS)
+    patched = trained(tmp_path / "patched", trainer_class, callbacks=[UnpatchesWithinAStep()])
+    assert_same(stock, patched)
+    assert ("policy", "fused") not in patched.calls, "no batch was due before"
+
+
 @pytest.mark.parametrize("trainer_class", NAMES)
 def test_a_lost_row_is_noticed(compare, monkeypatch, trainer_class):
     stock = RowPlanner.rows

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import PromptTuningConfig
+from transformers import TrainerCallback
 from trl import KTOTrainer, SFTTrainer
 
 import fastdpo
@@ -114,6 +115,35 @@ def test_batches_that_fall_back(compare, trainer):
     patched = compare(trainer, peft_config=tuning, **(dict(reference=False) if trainer == KTO else {}))
     assert patched.calls["policy", "stock"] > STEPS
     assert not patched.calls["policy", "fused"]
+
+
+class Unpatches(TrainerCallback):
+    """Undoes the patches after some of the batches of the first step."""
+
+    def __init__(self, substep: int):
+        self.substep, self.seen = substep, 0
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.seen += 1
+        if self.seen == self.substep:
+            fastdpo.unpatch()
+
+
+@pytest.mark.parametrize("substep", [1, 3])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_unpatching_within_a_step_hands_its_batches_back(tmp_path, trainer, substep):
+    classes = {SFT: SFTTrainer, KTO: KTOTrainer}
+
+    class Unpatched(classes[trainer]):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Unpatches(substep))
+
+    stock = trained(tmp_path / "stock", trainer)
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS)
+    patched = trained(tmp_path / "patched", trainer, trainer_class=Unpatched)
+    assert not patched.calls, "no batch was due before"
+    assert_same(stock, patched)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

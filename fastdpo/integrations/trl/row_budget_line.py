@@ -35,6 +35,13 @@ class RowBudgetLine(FusedHeadLine):
             state.budget = self.budget_class(self.name, max_tokens, self.options.share_prompts)
             state.budget.install(trainer, self.trainer_class())
 
+    def disable(self) -> None:
+        budgets = [(trainer, self.budget_of(trainer)) for trainer in self.trainers()]
+        super().disable()
+        for trainer, budget in budgets:
+            if budget is not None:
+                budget.hand_back(trainer)
+
     def budget_of(self, trainer: Any) -> Any:
         """What cuts the steps of a trainer, or None."""
         return getattr(self.state_of(trainer), "budget", None)

@@ -58,6 +58,7 @@ class RowBudget:
         self._scored: list[Scores] | None = None  # by the micro-batches that were trained on, if any are
         self._known: Scores | None = None  # of the batch whose metrics are computed, if any are
         self._train_on: Callable[[Batch], Tensor]
+        self._handed_back = Replacements()
         self._warned = False
 
     # What a trainer defines.
@@ -126,6 +127,7 @@ class RowBudget:
     def _start_step(self, *args: Any, **kwargs: Any) -> None:
         """Begins a step. A training that was stopped within one may have left batches."""
         self._batches, self._position = [], 0
+        self._handed_back.undo()
 
     def training_step(self, trainer: Any, model: nn.Module, inputs: Any, train_on: Callable[[Batch], Tensor]) -> Tensor:
         """Takes a batch of a step. The last one of the step trains on all that were taken.
@@ -163,6 +165,21 @@ class RowBudget:
             finally:
                 self._scored = None
         return loss
+
+    def hand_back(self, trainer: Any) -> None:
+        """Has the trainer's own steps train on the batches that were taken, when the next one comes."""
+
+        def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            self._handed_back.undo()
+            batches, self._batches = self._batches, []
+            loss = torch.zeros((), device=trainer.args.device)
+            for batch in batches:
+                with _taking_prepared(trainer), without_sync(trainer, model):
+                    loss = loss + self._train_on(batch)
+            return loss + trainer.training_step(model, *args, **kwargs)
+
+        if trainer.is_in_train:
+            self._handed_back.put(trainer, "training_step", training_step)
 
     def scores(self, score: Callable[[], Any], read: Callable[[Any], Scores]) -> Any:
         """What a model returns for a batch: what is known, if its metrics are computed.
