@@ -19,8 +19,11 @@ CHOSEN_ROWS = (
     ("prompt_input_ids", "chosen_input_ids"),
     ("chosen_ids",),
     ("chosen_input_ids",),
+    ("input_ids",),
 )
-"""The columns that hold the chosen row of a pair: TRL's, those before TRL 0.29, RewardTrainer's and LLaMA-Factory's."""
+"""The columns that hold the chosen row of a pair: TRL's, those before TRL 0.29, RewardTrainer's and LLaMA-Factory's.
+The last is that of a row of SFTTrainer.
+"""
 
 
 def install(trainer: Any, name: str, options: PatchOptions) -> None:
@@ -54,7 +57,7 @@ def _train_dataloader(
     ranks = trainer.accelerator.num_processes
     splits = getattr(loader.batch_sampler, "split_batches", False)  # of all ranks
     size = batches.batch_size // ranks if splits else batches.batch_size
-    if whole_steps:
+    if whole_steps and (vars(trainer)[STATE].budget is None or ranks == 1):  # rows may move to other ranks
         size *= ranks * trainer.args.gradient_accumulation_steps
     window = None if options.group_prompts is True else options.group_prompts
     kinship = kinship_of(loader.dataset, columns, op="patch")

@@ -127,7 +127,7 @@ class PatchOptions:
             "--group-prompts-within": dict(type=int, metavar="BATCHES", help="within this many batches at a time"),
         },
         (
-            *(_DPO, "trl.RewardTrainer"),
+            *(_DPO, "trl.RewardTrainer", "trl.SFTTrainer"),
             *("llamafactory.DPOTrainer", "swift.DPOTrainer", "swift.RewardTrainer"),
         ),
     )

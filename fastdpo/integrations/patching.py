@@ -180,7 +180,7 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             prompt, or turns of one conversation. Each epoch has the pairs that it has without, in
             another order, so its steps are not those of the unpatched trainer. With a number, pairs are
             moved only within each of this many batches. Applies to the DPOTrainers of TRL and
-            LLaMA-Factory and to TRL's RewardTrainer; a warning says so if none of them is
+            LLaMA-Factory and to TRL's RewardTrainer and SFTTrainer; a warning says so if none of them is
             patched. The trainers of ms-swift, which draw pairs by themselves, raise an error before the
             first step.
         provisional: patch trainers of versions that are newer than the tested ones, if their code is the

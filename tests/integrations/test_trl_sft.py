@@ -5,20 +5,23 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.data import SequentialSampler
 from trl import SFTTrainer
 
 import fastdpo
 from fastdpo.integrations.bypass import bypass_reason
 from fastdpo.integrations.trl.sft import SFTLine
 from tests.support import faults
-from tests.support.comparison import assert_far_from_same
+from tests.support.comparison import assert_far_from_same, double
 from tests.support.models.families import FUSED, kind
+from tests.support.trl import grouping
 from tests.support.trl.dpo import (
     WORDS,
     adapter,
     assert_fused,
     assert_same,
     assert_same_bits,
+    recorded_layouts,
     tiny_model,
     tokenizer,
 )
@@ -134,6 +137,32 @@ def test_compute_metrics_receives_logits_of_the_ordinary_forward(both):
     assert_fused(patched, policy=3, eval=1)
     assert_same(stock, patched)
     assert "eval_mean_logit" in patched.logs[-1]
+
+
+class Sequential(SFTTrainer):
+    """Trains on the rows in the order of the dataset."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return SequentialSampler(self.train_dataset)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 200])
+def test_turns_of_a_conversation_come_together(tmp_path, monkeypatch, max_tokens):
+    """Steps are those of stock with the same rows, and compute less than in the order that is drawn."""
+    turns = [{"prompt": x["prompt"], "completion": x["chosen"]} for x in grouping.conversations()]
+    orders, layouts = grouping.recorded_orders(monkeypatch), recorded_layouts(monkeypatch)
+    options = dict(gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=1)
+    computed = []
+    for name, patch in {"drawn": {}, "grouped": dict(group_prompts=True)}.items():
+        layouts.clear()
+        with fastdpo.patched("trl.SFTTrainer", max_tokens=max_tokens, **patch):
+            patched = train_sft(tmp_path / name, double(tiny_model()), data=lambda n: turns, **options)
+        computed.append(sum(len(layout.token_index) for layout in layouts))
+    assert {path for _, path in patched.calls} == {"fused"}
+    assert sorted(orders[0]) == list(range(len(turns))) != orders[0]
+    assert computed[1] < (0.75 if max_tokens is None else 0.85) * computed[0]
+    in_order = dict(data=lambda n: [turns[i] for i in orders[0]], trainer_class=Sequential)
+    assert_same(train_sft(tmp_path / "stock", double(tiny_model()), **in_order, **options), patched)
 
 
 def loss_of_logits(outputs, labels, num_items_in_batch=None):
