@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "peft", "trl.trainer.dpo_trainer"]
+PRELOADED += ["fastdpo.ops", "fastdpo.models.forward"]  # nothing that refers to TRL, which some programs import anew
 PROCESSES.set_forkserver_preload(PRELOADED)  # the workers of benchmarks share this server
 
 
