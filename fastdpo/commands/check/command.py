@@ -20,17 +20,11 @@ from ...integrations import patching
 from ...integrations.lines import LINES
 from ..model_names import is_reward_model
 from . import tiny
-from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, parse_fields
+from .side import FLOAT64, LABELS, PATCHED, PERTURBED, STOCK, TRAINERS, Settings, own_fields, parse_fields
 from .verdicts import FAILED, Cost, Run, Verdict, costs, verdicts
 
 FLOAT64_PARAMETERS = 50_000_000
 """The largest float32 model that is also run in float64."""
-
-OWN_FIELDS = (
-    *("output_dir", "max_steps", "num_train_epochs", "learning_rate", "weight_decay", "optim", "lr_scheduler_type"),
-    *("max_grad_norm", "per_device_train_batch_size", "logging_steps", "save_strategy", "report_to", "disable_tqdm"),
-)
-"""Fields of the trainer's configuration that a check sets itself."""
 
 RunSide = Callable[[Settings, str], Run]
 
@@ -92,11 +86,10 @@ def check(
             paths = tiny.build(directory, pairs=batches * batch_size, rewards=rewards)
         else:
             paths = model, Path(dataset)
-        pairs = len(load_preferences(paths[1]))
-        parse_fields([f"--output_dir={directory}", "--use_cpu=true", *_checked(fields)], rewards)
-        batches = min(batches, -(-pairs // batch_size))
+        batches = min(batches, -(-len(load_preferences(paths[1])) // batch_size))
         where, size = (str(paths[0]), str(paths[1]), str(directory)), (batches, batch_size)
         settings = Settings(*where, rewards, *size, lora, list(fields))
+        _require_fields(settings)
         run = run or run_in_process
         stock, patched = run(settings, STOCK), run(settings, PATCHED)
         in_float32 = stock["dtype"] == "float32" and stock["autocast"] == "no"
@@ -151,12 +144,14 @@ def _hide_progress_of_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def _checked(fields: Sequence[str]) -> Sequence[str]:
-    for field in fields:
-        name = field.removeprefix("--").partition("=")[0].replace("-", "_")
-        if field.startswith("--") and name in OWN_FIELDS:
-            raise ValueError(f"{field.partition('=')[0]} is set by the check itself")
-    return fields
+def _require_fields(settings: Settings) -> None:
+    """Requires options that are fields of the trainer's configuration, and not those that a check sets itself."""
+    own = own_fields(settings)
+    for field in settings.fields:
+        option = field.partition("=")[0]
+        if option.startswith("--") and option.removeprefix("--").replace("-", "_") in own:
+            raise ValueError(f"{option} is set by the check itself")
+    parse_fields([f"--output_dir={settings.directory}", "--use_cpu=true", *settings.fields], settings.rewards)
 
 
 def _title(settings: Settings, stock: Run) -> str:

@@ -110,12 +110,27 @@ def parse_fields(fields: Sequence[str], rewards: bool = False) -> Config:
     return config
 
 
+def own_fields(settings: Settings) -> dict[str, Any]:
+    """The fields of the trainer's configuration that a check sets itself."""
+    return dict(
+        output_dir=settings.directory,
+        max_steps=settings.batches,
+        num_train_epochs=1,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=0,
+        weight_decay=0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm="true",
+    )
+
+
 def _config(settings: Settings) -> Config:
-    own = [f"--output_dir={settings.directory}"]
-    own += [f"--per_device_train_batch_size={settings.batch_size}", f"--max_steps={settings.batches}"]
-    own += ["--learning_rate=0", "--weight_decay=0", "--optim=sgd", "--lr_scheduler_type=constant"]
-    own += ["--max_grad_norm=1e9", "--logging_steps=1", "--save_strategy=no", "--report_to=none"]
-    own += ["--disable_tqdm=true"]
+    own = [f"--{name}={value}" for name, value in own_fields(settings).items()]
     defaults = ["--bf16=false"]  # TRL's default is autocast to bfloat16
     if not torch.accelerator.is_available():
         defaults += ["--use_cpu=true", "--dataloader_pin_memory=false"]

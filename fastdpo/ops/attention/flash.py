@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,42 +61,20 @@ def sizes_of_4(d: int, d_v: int, capability: int | None) -> HeadSizes:
     return of_latent_attention if fits else HeadSizes(256, 256)
 
 
-class VarlenFunctions(Protocol):
-    """Forward and backward of a library.
-
-    Tensors are [tokens, heads, D] with head sizes that the library takes, log-sum-exps [H, T].
-    """
-
-    def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> Any:
-        """What all calls with a layout have in common.
-
-        Raises:
-            NotImplementedError: a function has no parameter for an argument.
-        """
-        ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
-        """out and log-sum-exps."""
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, arguments: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
-        ...
-
-
 class TorchFlash:
     """torch's FlashAttention-2.
 
     `torch.nn.attention.activate_flash_attention_impl` may have replaced it.
+
+    Tensors are [tokens, heads, D] with head sizes that the library takes, log-sum-exps [H, T], as in all libraries.
     """
 
     def __init__(self) -> None:
         self.forward_function = torch.ops.aten._flash_attention_forward
         self.backward_function = torch.ops.aten._flash_attention_backward
 
-    def arguments(self, layout, options):
+    def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> Any:
+        """What all calls with a layout have in common."""
         device, causal = layout.cu_queries.device, options.window is None
         dropout_state = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
         of_forward = (*layout.lengths, 0.0, causal, False)  # dropout, causal, debug mask
@@ -104,12 +82,16 @@ class TorchFlash:
         named = {"scale": options.scale, "window_size_left": left, "window_size_right": right}
         return of_forward, (*layout.lengths, 0.0, causal, *dropout_state), named
 
-    def forward(self, q, k, v, arguments):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
+        """out and log-sum-exps."""
         positional, _, named = arguments
         out, lse, *_ = self.forward_function(q, k, v, *positional, **named)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, arguments):
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
         _, positional, named = arguments
         return self.backward_function(grad, q, k, v, out, lse, *positional, **named)
 
@@ -135,6 +117,11 @@ class FlashAttention2:
         self.parameters = [inspect.signature(function).parameters for function in functions]
 
     def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As those of `TorchFlash`.
+
+        Raises:
+            NotImplementedError: a function has no parameter for an argument.
+        """
         of_forward, of_backward = self.parameters
         lengths = dict(zip(LENGTHS, layout.lengths, strict=True))
         forward = lengths | self._options_of_forward(options, of_forward)
@@ -220,6 +207,10 @@ class FlashAttention4(FlashAttention2):
         left, right = (None, None) if options.window is None else _window_sizes(options)
         common = {"softmax_scale": options.scale, "causal": True}
         return {**common, "window_size_left": left, "window_size_right": right}
+
+
+VarlenFunctions = TorchFlash | FlashAttention2
+"""Forward and backward of a library."""
 
 
 @dataclass(frozen=True)
