@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BloomConfig
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from fastdpo.__main__ import main
 from fastdpo.batching import kinship_of
@@ -24,6 +25,7 @@ from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.workload import TINY, Workload
 
 BATCH = 2
+COLLATOR = DataCollatorForPreference(pad_token_id=batches.PADDING)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_tokens_of_an_epoch_are_those_of_layouts(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     dataset = batches.prepared(Dataset.from_list(chats()), tokenizer, config)
-    of_dataset = batches.Batches(dataset, pair_lengths(dataset), config, store_all=False)
+    of_dataset = batches.Batches(dataset, pair_lengths(dataset), COLLATOR)
     kinship = kinship_of(dataset)
     found = of_dataset.epoch(kinship, 4)
 
@@ -129,10 +131,10 @@ def test_the_search_finds_the_largest_number_in_few_steps(limit, first):
     assert len(calls) == len(set(calls)) <= 14
 
 
-def test_batches_are_chosen_by_their_tokens(tmp_path):
+def test_batches_are_chosen_by_their_tokens():
     rng = np.random.default_rng(0)
     rows = [{name: [1] * int(n) for name, n in zip(COLUMNS, rng.integers(1, 30, 3), strict=True)} for _ in range(31)]
-    found = batches.Batches(Dataset.from_list(rows), pair_lengths(rows), DPOConfig(str(tmp_path), bf16=False), False)
+    found = batches.Batches(Dataset.from_list(rows), pair_lengths(rows), COLLATOR)
     for layout in batches.LAYOUTS:
         of_all = [found.tokens(layout, rng.permutation(31)[:4]) for _ in range(200)]
         assert found.tokens(layout, found.largest(layout, 4)) >= max(of_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,8 @@ SEED = 42
 PADDING = 0
 """The id of padding."""
 
+Collator = Callable[[list[Any]], "dict[str, Tensor]"]
+
 
 def prepared(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> Dataset:
     """The dataset as TRL's DPOTrainer tokenizes it, chat templates included."""
@@ -33,27 +36,25 @@ def prepared(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOCo
 
 
 def prepared_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: RewardConfig) -> Dataset:
-    """The dataset as TRL's RewardTrainer tokenizes it, whose rows begin with their prompts: the prompts are empty."""
+    """The dataset as TRL's RewardTrainer tokenizes it, whose rows begin with their prompts."""
     from trl.trainer.reward_trainer import RewardTrainer
 
     prepare: Any = RewardTrainer._prepare_dataset
-    rows: Any = prepare(SimpleNamespace(), dataset, tokenizer, config, "train")
-    features = {**rows.features, "prompt_ids": rows.features["chosen_ids"]}
-    return rows.map(lambda row: {"prompt_ids": []}, features=type(rows.features)(features))
+    return prepare(SimpleNamespace(), dataset, tokenizer, config, "train")
 
 
 class Batches:
     """Batches of a dataset by their sizes.
 
     Args:
-        dataset: see `prepared`.
+        dataset: see `prepared` and `prepared_rows`.
         lengths: of its pairs.
-        config: how TRL truncates them.
+        collator: of TRL, which pads its rows.
         store_all: see `PairLengths.packed`.
     """
 
-    def __init__(self, dataset: Dataset, lengths: PairLengths, config: DPOConfig, store_all: bool) -> None:
-        self._dataset, self._lengths, self._config = dataset, lengths, config
+    def __init__(self, dataset: Dataset, lengths: PairLengths, collator: Collator, store_all: bool = False) -> None:
+        self._dataset, self._lengths, self._collator = dataset, lengths, collator
         packed = {share: lengths.packed(share=share, store_all=store_all) for share in (False, True)}
         self._sizes = {"padded": lengths.longest, "packed": packed[False], "shared": packed[True]}
 
@@ -94,19 +95,9 @@ class Batches:
         return layouts | {"drawn": tokens(drawn, n), "grouped": tokens(grouped, n), "tree": tokens(drawn, len(self))}
 
     def collate(self, pairs: np.ndarray) -> dict[str, Tensor]:
-        """The arguments of a model call with a batch, by TRL's collator."""
-        from trl.trainer.dpo_trainer import DataCollatorForPreference
-
-        truncation = {name: getattr(self._config, name) for name in ("max_length", "truncation_mode")}
-        batch = DataCollatorForPreference(pad_token_id=PADDING, **truncation)([self._dataset[int(i)] for i in pairs])
-        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
-        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
-
-
-class RewardBatches(Batches):
-    """Batches of rewards, of which every token is stored (see `prepared_rows`)."""
-
-    def collate(self, pairs: np.ndarray) -> dict[str, Tensor]:
-        from trl.trainer.reward_trainer import DataCollatorForPreference
-
-        return DataCollatorForPreference(pad_token_id=PADDING)([self._dataset[int(i)] for i in pairs])
+        """The arguments of a model call with a batch."""
+        batch = self._collator([self._dataset[int(i)] for i in pairs])
+        completions = batch.pop("completion_mask", None)
+        if completions is not None:
+            batch["labels"] = batch["input_ids"].masked_fill(completions == 0, IGNORE_INDEX)
+        return batch

@@ -16,10 +16,11 @@ from tqdm.auto import tqdm
 
 from ... import checks
 from ...batching import Kinship, kinship_of
+from ...data.columns import COLUMNS
 from ...data.files import load_preferences
 from ...lengths import pair_lengths
 from ..model_names import is_reward_model
-from .batches import LAYOUTS, Batches, RewardBatches, prepared, prepared_rows
+from .batches import LAYOUTS, PADDING, Batches, prepared, prepared_rows
 from .fitting import largest_fitting
 from .simulation import Memory, Setup, returns_router_logits, simulate
 
@@ -118,6 +119,7 @@ def _batches(
     model: str, pairs: Dataset, max_length: int | None, training: Setup, progress: bool
 ) -> tuple[Batches, Kinship]:
     from transformers import AutoTokenizer
+    from trl.trainer import dpo_trainer, reward_trainer
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.reward_config import RewardConfig
 
@@ -126,9 +128,12 @@ def _batches(
         config: Any = kind(output_dir=directory, max_length=max_length, use_cpu=True, report_to="none")
     if training.rewards:
         rows = prepared_rows(pairs, tokenizer, config)
-        lengths = pair_lengths(rows, op=OP, progress=progress)
-        return RewardBatches(rows, lengths, config, store_all=True), kinship_of(rows, op=OP)
+        lengths = pair_lengths(rows, rewards=True, op=OP, progress=progress)
+        collator = reward_trainer.DataCollatorForPreference(pad_token_id=PADDING)
+        return Batches(rows, lengths, collator), kinship_of(rows, COLUMNS[1:2], op=OP)
     dataset = prepared(pairs, tokenizer, config)
     lengths = pair_lengths(dataset, max_length, config.truncation_mode, op=OP, progress=progress)
-    batches = Batches(dataset, lengths, config, returns_router_logits(training.config))
+    truncation = {name: getattr(config, name) for name in ("max_length", "truncation_mode")}
+    collator = dpo_trainer.DataCollatorForPreference(pad_token_id=PADDING, **truncation)
+    batches = Batches(dataset, lengths, collator, returns_router_logits(training.config))
     return batches, kinship_of(dataset, op=OP)
