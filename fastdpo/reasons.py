@@ -36,7 +36,7 @@ class Reason(str):
         return f"{self} [{self.name}]"
 
 
-class Kind(NamedTuple):
+class ReasonKind(NamedTuple):
     """A kind of reasons.
 
     Attributes:
@@ -51,11 +51,11 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def kinds() -> dict[str, Kind]:
+def kinds() -> dict[str, ReasonKind]:
     """All kinds of reasons by their names."""
     sections = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return {
-        name: Kind(section["title"], *(" ".join(kind[field].split()) for field in ("text", "advice")))
+        name: ReasonKind(section["title"], *(" ".join(kind[field].split()) for field in ("text", "advice")))
         for section in sections.values()
         for name, kind in section.items()
         if name != "title"

@@ -22,7 +22,7 @@ from ...lengths import pair_lengths
 from ..model_names import is_reward_model
 from .batches import LAYOUTS, PADDING, Batches, prepared, prepared_rows
 from .fitting import largest_fitting
-from .simulation import Memory, Setup, returns_router_logits, simulate
+from .simulation import Setup, StepMemory, returns_router_logits, simulate
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,7 +54,7 @@ class Estimate:
     batch: int
     tokens: dict[str, dict[str, int]]
     epoch: dict[str, int]
-    memory: dict[str, dict[str, Memory]]
+    memory: dict[str, dict[str, StepMemory]]
     limit: int | None
     fits: dict[str, int]
 
@@ -98,7 +98,7 @@ def estimate(
     tokens = {size: {x: int(batches.tokens(x, choose(x, batch))) for x in LAYOUTS} for size, choose in of.items()}
     with tqdm(desc="Simulating steps", disable=not progress) as bar:
 
-        def memory(side: str, size: str, n: int) -> Memory:
+        def memory(side: str, size: str, n: int) -> StepMemory:
             step = simulate(training, batches.collate(of[size](SIDES[side], n)), patched=side == "patched")
             bar.update()
             return step

@@ -73,7 +73,7 @@ class Setup:
     rewards: bool = False
 
 
-class Memory(NamedTuple):
+class StepMemory(NamedTuple):
     """Bytes of a step.
 
     Attributes:
@@ -103,7 +103,7 @@ class Memory(NamedTuple):
         return self.weights + self.reference_weights + self.optimizer + self.step
 
 
-def simulate(setup: Setup, batch: dict[str, Tensor], *, patched: bool) -> Memory:
+def simulate(setup: Setup, batch: dict[str, Tensor], *, patched: bool) -> StepMemory:
     """The memory of a step on a batch.
 
     Args:
@@ -179,7 +179,7 @@ class _Step:
         if self.reference is not None:
             add_head(self.reference.eval())
 
-    def run(self) -> Memory:
+    def run(self) -> StepMemory:
         """Runs the step.
 
         Raises:
@@ -192,7 +192,7 @@ class _Step:
             name = type(self.base).__name__
             raise ValueError(f"estimate: {name} cannot be run on fake tensors: {error}") from error
 
-    def _run(self) -> Memory:
+    def _run(self) -> StepMemory:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in trainable)
         hook = self.base.base_model.register_forward_hook(self._start_head)
@@ -203,7 +203,7 @@ class _Step:
             loss.backward()
             del loss
         hook.remove()
-        return Memory(
+        return StepMemory(
             self.weights,
             self.reference_weights,
             OPTIMIZER_COPIES[self.setup.optimizer] * gradients,

@@ -284,13 +284,10 @@ def linear_preference_loss(
 
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     head = (hidden, weight, bias, targets, softcap, logit_scale, temperature, compute_dtype_of(hidden))
+    loss_weights = None if objective.loss_weights is None else [*map(float, objective.loss_weights)]
     constants = (
-        *(
-            ",".join(objective.losses),
-            None if objective.loss_weights is None else [*map(float, objective.loss_weights)],
-        ),
-        *(float(objective.beta), float(objective.label_smoothing), objective.f_divergence_type),
-        *(float(objective.f_alpha_divergence_coef), float(objective.discopop_tau)),
+        *(",".join(objective.losses), loss_weights, float(objective.beta), float(objective.label_smoothing)),
+        *(objective.f_divergence_type, float(objective.f_alpha_divergence_coef), float(objective.discopop_tau)),
     )
     chunk_bytes, budget = MEMORY_BUDGET, default_budget(weight)
     if memory_budget is not None:

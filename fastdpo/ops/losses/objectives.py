@@ -32,7 +32,7 @@ MAX_SQUARED = 1e17
 """Bound of the absolute scores per token before they are squared, which leaves room for sums over pairs."""
 
 
-class Pairs(NamedTuple):
+class LossInputs(NamedTuple):
     """The inputs of a loss, [P] each. All have one dtype except the lengths."""
 
     chosen_logps: Tensor
@@ -58,7 +58,7 @@ class Pairs(NamedTuple):
         return self.chosen_scores - self.rejected_scores
 
 
-def _scores_per_token(loss: str, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def _scores_per_token(loss: str, pairs: LossInputs) -> tuple[Tensor, Tensor]:
     chosen = _given(loss, "chosen_lengths", pairs.chosen_lengths).clamp(min=1)
     rejected = _given(loss, "rejected_lengths", pairs.rejected_lengths).clamp(min=1)
     return pairs.chosen_scores / chosen, pairs.rejected_scores / rejected
@@ -83,12 +83,12 @@ def _logistic(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))
 
 
-def _sigmoid(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _sigmoid(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`-log sigma(beta m)`. DPO, arXiv 2305.18290, eq. 7."""
     return -F.logsigmoid(objective.beta * pairs.margins)
 
 
-def _hinge(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _hinge(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`max(0, 1 - beta m)`.
 
     The hinge loss of SLiC-HF (arXiv 2305.10425) on log-ratios, as in RSO (arXiv 2309.06657).
@@ -96,7 +96,7 @@ def _hinge(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return torch.relu(1 - objective.beta * pairs.margins)
 
 
-def _ipo(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _ipo(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`(f(c) / |c| - f(r) / |r| - 1 / (2 beta))^2`.
 
     IPO, arXiv 2310.12036, eq. 17, with scores per token.
@@ -105,7 +105,7 @@ def _ipo(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return (chosen - rejected - 1 / (2 * objective.beta)) ** 2
 
 
-def _exo_pair(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _exo_pair(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`KL(p || q)` with `p = (sigma(beta m), sigma(-beta m))` and `q = (1 - eps, eps)`.
 
     EXO, arXiv 2402.00856, eq. 16.
@@ -116,7 +116,7 @@ def _exo_pair(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return of_chosen + of_rejected
 
 
-def _nca_pair(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _nca_pair(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`-log sigma(beta c) - (log sigma(-beta c) + log sigma(-beta r)) / 2`.
 
     NCA, arXiv 2402.05369, section 4.1.
@@ -125,7 +125,7 @@ def _nca_pair(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _robust(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _robust(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`(-(1 - eps) log sigma(beta m) + eps log sigma(-beta m)) / (1 - 2 eps)`.
 
     rDPO, arXiv 2403.00409, section 3.1.
@@ -134,7 +134,7 @@ def _robust(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return (-(1 - eps) * F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1 - 2 * eps)
 
 
-def _bco_pair(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _bco_pair(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`-log sigma(beta c) - log sigma(-beta r)`.
 
     BCO, arXiv 2404.04656, section 4, without its reward shift.
@@ -143,7 +143,7 @@ def _bco_pair(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
-def _sppo_hard(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _sppo_hard(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`.
 
     SPPO, arXiv 2405.00675, eq. 4.7 with hard preferences.
@@ -152,7 +152,7 @@ def _sppo_hard(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return (pairs.chosen_logratios - target) ** 2 + (pairs.rejected_logratios + target) ** 2
 
 
-def _aot(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _aot(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`_smoothed(beta (sort(policy) - sort(reference)))` of the log-ratios of chosen to rejected.
 
     AOT for paired data, arXiv 2406.05882, section 3.
@@ -162,25 +162,25 @@ def _aot(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return _smoothed(objective.beta * (policy - reference), objective.label_smoothing)
 
 
-def _aot_unpaired(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _aot_unpaired(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`_smoothed(beta (sort(c) - sort(r)))`. AOT for unpaired data, arXiv 2406.05882, section 3."""
     chosen, rejected = pairs.chosen_logratios.sort().values, pairs.rejected_logratios.sort().values
     return _smoothed(objective.beta * (chosen - rejected), objective.label_smoothing)
 
 
-def _apo_zero(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _apo_zero(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`1 - sigma(beta c) + sigma(beta r)`. APO, arXiv 2408.06266, eq. 7."""
     chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
     return _logistic(-chosen) + _logistic(rejected)
 
 
-def _apo_down(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _apo_down(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`sigma(beta c) + 1 - sigma(beta (c - r))`. APO, arXiv 2408.06266, eq. 8."""
     chosen, rejected = objective.beta * pairs.chosen_logratios, objective.beta * pairs.rejected_logratios
     return _logistic(chosen) + _logistic(rejected - chosen)
 
 
-def _discopop(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _discopop(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`-(1 - g) log sigma(beta m) + g exp(-beta m)` with `g = sigma(beta m / tau)`.
 
     DiscoPOP, arXiv 2406.08414, eq. 5. The code adds log g to the exponent, so that the product does
@@ -192,7 +192,7 @@ def _discopop(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return exponential - _logistic(-gate) * F.logsigmoid(x)
 
 
-def _sft(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _sft(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`-log policy` of the chosen completion.
 
     Scaled so that its mean over pairs is the mean over all chosen tokens.
@@ -201,7 +201,7 @@ def _sft(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
     return -pairs.sft_logps * len(pairs.sft_logps) / tokens
 
 
-def _sigmoid_norm(pairs: Pairs, objective: PreferenceObjective) -> Tensor:
+def _sigmoid_norm(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     """`-log sigma(beta (f(c) / |c| - f(r) / |r|))`.
 
     Length-normalized DPO of Tulu 3, arXiv 2411.15124.
@@ -214,7 +214,7 @@ _LOSSES = (
     *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _aot, _aot_unpaired, _apo_zero),
     *(_apo_down, _discopop, _sft, _sigmoid_norm),
 )
-LOSSES: dict[str, Callable[[Pairs, PreferenceObjective], Tensor]] = {x.__name__[1:]: x for x in _LOSSES}
+LOSSES: dict[str, Callable[[LossInputs, PreferenceObjective], Tensor]] = {x.__name__[1:]: x for x in _LOSSES}
 """By the names of TRL, which are those of the functions."""
 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import checks
 from ..devices import accumulation_dtype, is_host
 from .divergences import DIVERGENCES
-from .objectives import DPO, LOSSES, OP, SORTED, Pairs, PreferenceObjective, require_objective
+from .objectives import DPO, LOSSES, OP, SORTED, LossInputs, PreferenceObjective, require_objective
 
 
 class PreferenceLoss(NamedTuple):
@@ -114,7 +114,7 @@ def preference_loss(
     chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
     ref_chosen, ref_rejected = ref_chosen_logps.detach().to(dtype), ref_rejected_logps.detach().to(dtype)
     score = DIVERGENCES[objective.f_divergence_type]
-    pairs = Pairs(
+    pairs = LossInputs(
         chosen,
         rejected,
         ref_chosen,

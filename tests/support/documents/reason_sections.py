@@ -9,7 +9,7 @@ import string
 import textwrap
 from itertools import groupby
 
-from fastdpo.reasons import Kind, Reason, kinds
+from fastdpo.reasons import Reason, ReasonKind, kinds
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -44,7 +44,7 @@ def page() -> str:
     return TEXT.format(example=example, sections="\n\n".join(sections))
 
 
-def _entry(name: str, kind: Kind) -> str:
+def _entry(name: str, kind: ReasonKind) -> str:
     return f"### {name}\n\n{_filled(f'*{_without_formats(kind.text)}*')}\n\n{_filled(kind.advice)}"
 
 
