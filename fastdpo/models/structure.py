@@ -13,7 +13,7 @@ well as those by `setattr`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +45,8 @@ class _Snapshot(NamedTuple):
         implementation: of the model's attention.
         modules: in the order of `nn.Module.modules`, the model first.
         kinds: their classes.
-        attributes: of the other modules (see `_attributes_of`).
+        attributes: those of the other modules. Children and hooks are in dictionaries, which are equal here if they
+            are the same objects.
         empty: those of these dictionaries that had no entry.
         children: of the model.
         parents: the other modules that have children.
@@ -59,7 +60,7 @@ class _Snapshot(NamedTuple):
     implementation: str
     modules: list[nn.Module]
     kinds: list[type]
-    attributes: list[object]
+    attributes: list[dict[str, Any]]
     empty: list[dict]
     children: dict[str, nn.Module | None]
     parents: list[nn.Module]
@@ -69,7 +70,7 @@ class _Snapshot(NamedTuple):
     hash: int
     of_kinds: dict[type | str, list[nn.Module]]
 
-    def describes(self, model: PreTrainedModel, attributes: list[object]) -> bool:
+    def describes(self, model: PreTrainedModel, attributes: list[dict[str, Any]]) -> bool:
         """Whether a model is as it was, given the present attributes of its other modules."""
         if not _are_equal(attributes, self.attributes) or any(self.empty):
             return False
@@ -100,7 +101,7 @@ class Structure:
 
         Leaves out hooks on the model itself, because they run around its wrapped forward.
         """
-        attributes = _attributes_of(self._snapshots[0].modules[1:]) if self._snapshots else []
+        attributes = [*map(_variables_of, self._snapshots[0].modules[1:])] if self._snapshots else []
         latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model, attributes)), None)
         if latest is None:
             latest = self._snapshot(model)
@@ -131,7 +132,7 @@ class Structure:
             implementation,
             modules,
             kinds=[*map(type, modules)],
-            attributes=_attributes_of(others),
+            attributes=[self._cache[id(module)][2] for module in others],
             empty=[registry for module in others for registry in _registries_of(module) if not registry],
             children=dict(model._modules),
             parents=parents,
@@ -177,14 +178,6 @@ def plain_attributes(module: nn.Module) -> tuple[type, tuple[tuple[str, Any], ..
         if type(x) in PLAIN and name not in harmless.ATTRIBUTES and not name.startswith(harmless.COUNTERS)
     )
     return type(module), tuple(kept)
-
-
-def _attributes_of(modules: Sequence[nn.Module]) -> list[object]:
-    """The names of all attributes of modules, then their values. Children and hooks are in dictionaries, which
-    are compared by identity if they are the same objects as before.
-    """
-    variables = [*map(_variables_of, modules)]
-    return [*chain.from_iterable(variables), *chain.from_iterable(map(dict.values, variables))]
 
 
 def _are_equal(attributes: object, cached: object) -> bool:
