@@ -99,10 +99,12 @@ def backward_pass(
     needs_hidden, needs_weight, needs_bias = needs
     wide, inputs = accumulation_dtype(call.compute_dtype), GradientInputs(*sums)
     with torch.autocast(hidden.device.type, enabled=False):
+        ignored = targets == IGNORE_INDEX
         upstream_logps, upstream_entropy = (
-            torch.zeros_like(inputs.total) if grad is None else grad.to(wide).masked_fill(targets == IGNORE_INDEX, 0)
-            for grad in (grad_logps, grad_entropy)
+            None if grad is None else grad.to(wide).masked_fill(ignored, 0) for grad in (grad_logps, grad_entropy)
         )
+        if upstream_logps is None:
+            upstream_logps = torch.zeros_like(inputs.total)
         scale = upstream_scale(upstream_logps, inputs.total, call.transform)  # [N]
         if len(jacobian) and grad_entropy is None:
             torch.mul(jacobian, scale[:, None], out=grad_hidden)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,22 +13,23 @@ from ...packing import IGNORE_INDEX
 from ..devices import is_host
 
 
-class Targets(NamedTuple):
+@dataclass(frozen=True)
+class Targets:
     """Targets [N] as columns of logits [N, V].
 
+    Kernels read the ids. The columns are computed when PyTorch needs them in the place of a kernel.
+
     Attributes:
-        ids: as kernels take them.
-        index: int64, the columns, 0 where a target has none.
+        ids: -100 where the target is ignored.
+        vocabulary: V.
         ignored: bool, True where the target is -100.
-        unknown: bool, True where the target is neither -100 nor in the vocabulary.
         absent: bool, True where the target is in another rank's part of the vocabulary. None if the
             logits are those of the whole vocabulary.
     """
 
     ids: Tensor
-    index: Tensor
+    vocabulary: int
     ignored: Tensor
-    unknown: Tensor
     absent: Tensor | None = None
 
     @staticmethod
@@ -38,27 +40,43 @@ class Targets(NamedTuple):
             ValueError: the targets are on the CPU and one of them is unknown. On other devices the
                 check would synchronize with the host.
         """
-        ignored = targets == IGNORE_INDEX
-        index = targets.long().masked_fill(ignored, 0)
-        if is_host(index.device) and len(index):
-            low, high = (int(bound) for bound in index.aminmax())
+        of_all = Targets(targets.contiguous(), vocabulary, targets == IGNORE_INDEX)
+        if is_host(targets.device) and len(targets):
+            low, high = (int(bound) for bound in of_all._not_ignored.aminmax())
             checks.require(low >= 0, op, "targets", "be -100 or ids below {}", low, vocabulary)
             checks.require(high < vocabulary, op, "targets", "be -100 or ids below {}", high, vocabulary)
-        unknown = (index < 0) | (index >= vocabulary)
-        return Targets(targets.contiguous(), index.masked_fill(unknown, 0), ignored, unknown)
+        return of_all
+
+    @cached_property
+    def index(self) -> Tensor:
+        """int64, the columns, 0 where a target has none."""
+        return self._not_ignored.masked_fill(self._outside, 0)
+
+    @cached_property
+    def unknown(self) -> Tensor:
+        """bool, True where the target is neither -100 nor in the vocabulary of all ranks."""
+        return self._outside if self.absent is None else self._outside & ~self.absent
+
+    @cached_property
+    def _not_ignored(self) -> Tensor:
+        return self.ids.long().masked_fill(self.ignored, 0)
+
+    @cached_property
+    def _outside(self) -> Tensor:
+        return (self._not_ignored < 0) | (self._not_ignored >= self.vocabulary)
 
     def of_part(self, start: int, stop: int) -> Targets:
         """Targets as columns of the logits of the entries [start, stop).
 
-        Kernels take absent and unknown targets as the first id after these entries.
+        Absent and unknown targets have the first id after these entries.
         """
         absent = ((self.index < start) | (self.index >= stop)) & ~self.unknown
-        outside, index = absent | self.unknown, self.index - start
-        ids = index.masked_fill(outside, stop - start).masked_fill_(self.ignored, IGNORE_INDEX)
-        return Targets(ids, index.masked_fill_(outside, 0), self.ignored, self.unknown, absent)
+        ids = (self.index - start).masked_fill_(absent | self.unknown, stop - start)
+        return Targets(ids.masked_fill_(self.ignored, IGNORE_INDEX), stop - start, self.ignored, absent)
 
     def of_rows(self, rows: slice) -> Targets:
-        return Targets(*(None if x is None else x[rows] for x in self))  # pyright: ignore[reportArgumentType]
+        absent = None if self.absent is None else self.absent[rows]
+        return Targets(self.ids[rows], self.vocabulary, self.ignored[rows], absent)
 
     def read(self, logits: Tensor) -> Tensor:
         """The logits [N] of the targets, -inf where they are absent."""
