@@ -113,7 +113,8 @@ class Layout:
         _require_shape("Layout.unpack", "scored", scored, self.score_index.shape)
         checks.require_same_device("Layout.unpack", output_index=self.output_index, scored=scored)
         padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
-        return padded.index_copy(0, self.output_index, scored[self.output_source]).view(self.output_shape)
+        padded.index_copy_(0, self.output_index, scored.index_select(0, self.output_source))
+        return padded.view(self.output_shape)
 
     def to(self, device: torch.device) -> Layout:
         """A layout whose tensors are on the CPU with those on the device that are not read on the host.
