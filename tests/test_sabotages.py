@@ -18,7 +18,7 @@ OTHERS = (
     "batches of reward models that come with their layouts",
     *("the random order of group_prompts", "tokens without sharing", "estimated epochs"),
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),
-    "checkpointing that is disabled for the reference",
+    *("checkpointing that is disabled for the reference", "models that accelerate unwraps"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

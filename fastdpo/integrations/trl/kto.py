@@ -18,6 +18,7 @@ from ..bypass import STATE, is_overridden
 from ..merged_rows import equal_when_merged, merged
 from ..replacements import temporarily
 from .batches.kto_budget import KTOBudget
+from .model_state import unwrapping
 from .reference import reference_of
 from .row_budget_line import RowBudgetLine
 
@@ -45,7 +46,7 @@ class KTOLine(RowBudgetLine):
     def compute_ref_log_probs(
         self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
     ) -> Any:
-        with counting_calls_as("reference"):
+        with counting_calls_as("reference"), unwrapping(trainer.accelerator):
             if not _merges(trainer, model, inputs):
                 return stock(trainer, model, inputs, *args, **kwargs)
             with temporarily(trainer, calculate_KL=False):

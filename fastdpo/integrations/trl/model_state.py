@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from ...models.functions import module_of
 from ...models.state import state_of
 from ...models.wrapped import find_base, is_transformers_model
 
@@ -20,6 +21,28 @@ def is_peft_model(stock: Callable, model: Any) -> bool:
     if peft is not None and isinstance(model, peft.PeftModel):
         return True
     return not is_transformers_model(model) and stock(model)
+
+
+@contextmanager
+def unwrapping(accelerator: Any) -> Iterator[None]:
+    """In the block, accelerate's `unwrap_model` returns a PeftModel at once.
+
+    By itself, it looks for compiled parts in all modules, and then returns the same model.
+    """
+    stock, peft = accelerator.unwrap_model, sys.modules.get("peft")
+    if peft is None or "unwrap_model" in vars(accelerator) or not module_of(stock).startswith("accelerate."):
+        yield
+        return
+
+    def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
+        return model if is_bare else stock(model, *args, **kwargs)
+
+    vars(accelerator)["unwrap_model"] = unwrap_model
+    try:
+        yield
+    finally:
+        vars(accelerator).pop("unwrap_model", None)
 
 
 def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> AbstractContextManager:

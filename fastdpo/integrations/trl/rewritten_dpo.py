@@ -19,6 +19,7 @@ from . import precompute
 from .batches.packed_where_collated import with_packed_batches
 from .batches.token_budget import TokenBudget
 from .memory import serving
+from .model_state import unwrapping
 from .reference import reference_of
 
 DPOTrainer = Any  # of one of several versions
@@ -56,7 +57,7 @@ class RewrittenDPOLine(TrainerLine):
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
-        with counting_calls_as("reference"), self.scoring(trainer, inputs, False):
+        with counting_calls_as("reference"), unwrapping(trainer.accelerator), self.scoring(trainer, inputs, False):
             return stock(trainer, *args, **kwargs)
 
     def _precompute_ref_logps(

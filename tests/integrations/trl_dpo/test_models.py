@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from accelerate import dispatch_model
-from accelerate.utils import is_peft_model
+from accelerate import Accelerator, dispatch_model
+from accelerate.utils import is_peft_model, other
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.autograd.graph import saved_tensors_hooks
@@ -267,6 +267,39 @@ def test_a_status_has_its_other_fields():
         status = model.get_model_status()
     assert type(read[0]) is not type(status)
     assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
+
+
+def test_an_adapter_is_unwrapped_without_a_look_at_every_module(tmp_path, monkeypatch):
+    asked, original = [], other.has_compiled_regions
+    monkeypatch.setattr(other, "has_compiled_regions", lambda model: asked.append(model) or original(model))
+
+    def run(directory):
+        trainer = build(directory, trained_adapter(tiny_model()), None)
+        trainer.get_train_dataloader()
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+        asked.clear()
+        return trainer, trainer.compute_ref_log_probs(trainer.model, batch), len(asked)
+
+    _, stock, of_stock = run(tmp_path / "stock")
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer, patched, of_patched = run(tmp_path / "patched")
+    torch.testing.assert_close(patched, stock)
+    assert of_stock > of_patched == 0
+    assert "unwrap_model" not in vars(trainer.accelerator)
+
+
+def test_what_is_unwrapped():
+    """As without the context: models in wrappers, and where user code has replaced the function."""
+    accelerator, model = Accelerator(cpu=True), trained_adapter(tiny_model())
+    wrapped, compiled = torch.nn.DataParallel(model), torch.compile(model)
+    with model_state.unwrapping(accelerator):
+        assert accelerator.unwrap_model(model) is accelerator.unwrap_model(wrapped) is model
+        assert accelerator.unwrap_model(compiled) is compiled
+        assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+    accelerator.unwrap_model = lambda model: "of the user"
+    with model_state.unwrapping(accelerator):
+        assert accelerator.unwrap_model(model) == "of the user"
+    assert accelerator.unwrap_model(model) == "of the user"
 
 
 @pytest.mark.parametrize("enabled", ["nowhere", "everywhere", "in one layer", "in one layer after a step"])
