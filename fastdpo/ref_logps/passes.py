@@ -66,6 +66,8 @@ def run(
     equally often.
     """
     values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
+    if shards is not None:
+        shards.directory.remove_leftovers()  # by each rank, which may have a disk of its own
     if not (values == MISSING).any():
         if shards is not None:
             shards.clean(values)
@@ -109,7 +111,6 @@ def _lock(shards: Shards, stack: ExitStack) -> bool:
     else:
         while (failure := gather_objects(None)[0]) == held:
             continue
-        shards.directory.remove_leftovers()  # on a disk of its own
     return not cache_disabled(failure)
 
 

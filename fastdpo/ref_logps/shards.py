@@ -77,7 +77,6 @@ class Shards:
                     waited = True
                     waiting()
                     time.sleep(SECONDS_BETWEEN_TRIES)
-            self.directory.remove_leftovers()
             yield
 
     def read(self) -> Tensor:
@@ -106,8 +105,7 @@ class Shards:
         write_file(self.directory, self.key, tensors)  # the lock's holder may have another disk
 
     def merge(self, values: Tensor) -> None:
-        """Replaces several files by one with all rows, and removes unfinished ones. The caller must
-        hold the lock.
+        """Replaces several files by one with all rows. The caller must hold the lock.
 
         Deletes only files that could be read. Without locks, two processes may do this at the same
         time: a file with all rows is only deleted when there is another one before it.
@@ -120,13 +118,12 @@ class Shards:
             for file, _ in stored:
                 if file != complete:
                     self.directory.delete(file)
-        self.directory.remove_leftovers()
 
     def clean(self, values: Tensor) -> None:
-        """Removes what killed processes left in a finished cache, unless
+        """Merges the files that killed processes left in a finished cache, unless
         another process holds the lock.
         """
-        if len(self.directory.files()) < 2 and not self.directory.leftovers():
+        if len(self.directory.files()) < 2:
             return
         try:
             with self.directory.lock():
