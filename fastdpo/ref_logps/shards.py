@@ -21,7 +21,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,27 +57,22 @@ class Shards:
     key: str
     n_rows: int
 
-    @contextmanager
-    def lock(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Locks the directory, so that no two jobs compute the same. The lock ends with its
-        process.
+    def lock(self, waiting: Callable[[], object] = lambda: None) -> AbstractContextManager[object]:
+        """Locks the directory until the end of the block or of the process, so that no two jobs compute the same.
 
         Calls `waiting` after each failed attempt.
         """
-        with ExitStack() as stack:
-            waited = False
-            while True:
-                try:
-                    stack.enter_context(self.directory.lock())
-                    break
-                except Timeout as busy:
-                    if not waited:
-                        holder = f"another process that computes them and holds {busy.lock_file}"
-                        warn(f"reference log-probabilities: waiting for {holder}")
-                    waited = True
-                    waiting()
-                    time.sleep(SECONDS_BETWEEN_TRIES)
-            yield
+        waited = False
+        while True:
+            try:
+                return self.directory.lock()
+            except Timeout as busy:
+                if not waited:
+                    holder = f"another process that computes them and holds {busy.lock_file}"
+                    warn(f"reference log-probabilities: waiting for {holder}")
+                waited = True
+                waiting()
+                time.sleep(SECONDS_BETWEEN_TRIES)
 
     def read(self) -> Tensor:
         """The stored values of chosen and rejected completions, float32 [N, 2]; -inf where no file
