@@ -13,7 +13,7 @@ from fastdpo.integrations.trl.batches.sft_budget import SFTBudget
 from fastdpo.models import calls as counters
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.trl import kto, sft
-from tests.support.trl.dpo import Run, adapter, assert_same, tiny_model
+from tests.support.trl.dpo import Run, adapter, assert_same, recorded_packs, tiny_model
 from tests.support.workers import row_budgets
 from tests.support.workers.processes import run_ranks
 from tests.support.workers.row_budgets import MAX_TOKENS, TRAINERS, trained
@@ -95,6 +95,18 @@ def test_what_is_computed_in_a_step(tmp_path, monkeypatch, trainer):
             )
             assert trainer == KTO or max(tokens) <= 200
     assert computed[200] <= 1.02 * computed[10**6] < computed[None]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_call_is_packed_once(tmp_path, monkeypatch, trainer):
+    """Those with gradients are packed on the host, where their layouts are found again."""
+    packs = recorded_packs(monkeypatch)
+    with fastdpo.patched(trainer, max_tokens=MAX_TOKENS):
+        packs.clear()
+        patched = trained(tmp_path, trainer, max_steps=2)
+    assert {path for _, path in patched.calls} == {"fused"}
+    models = 1 if trainer == SFT else 2  # each of which is examined once
+    assert len(packs) == sum(patched.calls.values()) + models
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

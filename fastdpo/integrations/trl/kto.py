@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...models import layouts
 from ...models.calls import counting_calls_as
 from .. import evidence
 from ..bypass import STATE, is_overridden
@@ -65,7 +66,9 @@ class KTOLine(RowBudgetLine):
         **kwargs: Any,
     ) -> Any:
         budget = self.budget_of(trainer)
-        model = model if budget is None else budget.scoring(model)
+        if budget is not None and budget.is_running:
+            with layouts.labelling(inputs["completion_mask"]):
+                return stock(trainer, budget.scoring(model), inputs, return_outputs, *args, **kwargs)
         reference = reference_of(trainer)
         overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
         if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):

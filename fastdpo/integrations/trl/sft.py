@@ -34,7 +34,9 @@ class SFTLine(RowBudgetLine):
 
     def compute_loss(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget_of(trainer)
-        return stock(trainer, model if budget is None else budget.scoring(model), *args, **kwargs)
+        if budget is not None and budget.is_running:
+            model = budget.scoring(model)
+        return stock(trainer, model, *args, **kwargs)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

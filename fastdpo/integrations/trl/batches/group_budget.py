@@ -51,7 +51,8 @@ class GroupBudget(RowBudget):
     def width(self, batch: Batch) -> int:
         return batch["completion_ids"].shape[1]
 
-    def micro_batch(self, joined: Batch, rows: Tensor) -> Batch:
+    def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
+        rows = rows.to(trainer.accelerator.device)
         return {name: x[rows] if x is not None and x.ndim else x for name, x in joined.items()}
 
     def weighing(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ...replacements import Replacements, temporarily
 from ..reference import reference_of
-from .row_budget import Batch, PaddedRowBudget, Scores
+from .row_budget import Batch, PaddedRowBudget, Scores, on_device
 
 _OF_ROWS = ("input_ids", "attention_mask", "completion_mask")
 _OF_KL = tuple(f"KL_{name}" for name in _OF_ROWS)
@@ -60,11 +60,11 @@ class KTOBudget(PaddedRowBudget):
         for name in _OF_KL:
             joined.pop(name, None)
         joined.pop("ref_KL_logps", None)
-        joined["ref_logps"] = torch.cat(raised)
+        joined["ref_logps"] = torch.cat(raised)  # on the device, as all that is computed
 
     def _without_gradients(self, trainer: Any, model: nn.Module, joined: Batch, rows: Tensor) -> dict[str, Tensor]:
         """The log-probabilities of rows by the reference, and of their rows of the KL term by both, [R] each."""
-        batch = self.micro_batch(joined, rows)
+        batch = on_device(self.picked(joined, rows), trainer.accelerator.device)
         known: Batch = {name: batch.pop(name) for name in ("ref_logps", "ref_KL_logps") if name in batch}
         if not known:
             logps = trainer.compute_ref_log_probs(reference_of(trainer), batch)
@@ -76,13 +76,14 @@ class KTOBudget(PaddedRowBudget):
     def weighing(
         self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
     ) -> AbstractContextManager[object]:
-        sizes = torch.tensor([len(x["label"]) for x in batches for _ in x["label"]], device=rows.device)
+        sizes = torch.tensor([len(x["label"]) for x in batches for _ in x["label"]])
         weights = len(rows) / (sizes[rows] * trainer.current_gradient_accumulation_steps)
-        weights, is_desirable = weights.to(joined["ref_logps"].dtype), joined["label"][rows].bool()
+        is_desirable = joined["label"][rows].bool()
+        desirable, undesirable = (weights[x].to(joined["ref_logps"]) for x in (is_desirable, ~is_desirable))
         return temporarily(
             trainer,
-            desirable_weight=trainer.desirable_weight * weights[is_desirable],
-            undesirable_weight=trainer.undesirable_weight * weights[~is_desirable],
+            desirable_weight=trainer.desirable_weight * desirable,
+            undesirable_weight=trainer.undesirable_weight * undesirable,
             current_gradient_accumulation_steps=1,
             precompute_ref_logps=True,  # those of the batch
             calculate_KL=False,

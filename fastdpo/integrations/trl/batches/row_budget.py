@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from ...gathering import of_all_ranks
 from ...grouped_epochs import require_supported
 from ...merged_rows import merged
 from ...replacements import Replacements, temporarily
+from .packed_where_collated import CollatedBatch, PackingCollator
 from .token_budget import shares_prompts, unsupported_processes_reason, width_reason, without_sync
 
 Batch = dict[str, Any]
@@ -88,7 +90,7 @@ class RowBudget:
     ) -> None:
         """Adds to the batches and to their joined rows what must be known of all rows before one is trained on."""
 
-    def micro_batch(self, joined: Batch, rows: Tensor) -> Batch:
+    def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
         """The batch that is trained on for some of the joined rows."""
         raise NotImplementedError
 
@@ -181,6 +183,11 @@ class RowBudget:
         if trainer.is_in_train:
             self._handed_back.put(trainer, "training_step", training_step)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether rows of a step are trained on, or their metrics computed."""
+        return self._scored is not None
+
     def scores(self, score: Callable[[], Any], read: Callable[[Any], Scores]) -> Any:
         """What a model returns for a batch: what is known, if its metrics are computed.
 
@@ -197,7 +204,6 @@ class RowBudget:
 
     def _cut(self, trainer: Any, joined: Batch) -> list[Tensor]:
         """The rows of each micro-batch, by their numbers in the joined batches."""
-        device = trainer.accelerator.device
         planner = RowPlanner(self.tokens(joined), share=shares_prompts(self._share_prompts, trainer.model))
         runs = planner.cut(self._max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
@@ -205,9 +211,9 @@ class RowBudget:
             self._warned = True
             warn(f"{self._name}: a row has {largest} tokens, more than max_tokens={self._max_tokens}, and runs alone")
         if trainer.accelerator.num_processes > 1:  # each must run the model as often
-            counts = trainer.accelerator.gather(torch.tensor([len(runs)], device=device))
+            counts = trainer.accelerator.gather(torch.tensor([len(runs)], device=trainer.accelerator.device))
             runs = planner.divided(runs, int(counts.max()))
-        return [torch.tensor(planner.rows(run), device=device) for run in runs]
+        return [torch.tensor(planner.rows(run)) for run in runs]
 
     def _train(
         self,
@@ -225,7 +231,7 @@ class RowBudget:
                 _without_metrics(trainer),
                 nullcontext() if ends_step and i == len(micro_batches) - 1 else without_sync(trainer, model),
             ):
-                loss = loss + self._train_on(self.micro_batch(joined, rows))
+                loss = loss + self._train_on(self.micro_batch(trainer, joined, rows))
         return loss
 
     def _log_metrics(self, trainer: Any, model: nn.Module, batches: list[Batch], rows: Tensor) -> None:
@@ -247,6 +253,8 @@ class RowBudget:
 class PaddedRowBudget(RowBudget):
     """Cuts steps of batches with `input_ids` and `attention_mask`, [R, L] each, as a collator has padded them.
 
+    The host reads these batches once, and packs the micro-batches from there while the device computes.
+
     Attributes:
         entries: that a batch may have. Those of a name with a prefix have the width of the mask with this prefix.
         fields: of the output of the model, that TRL's loss reads.
@@ -258,20 +266,26 @@ class PaddedRowBudget(RowBudget):
     def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
         unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
         require_supported("max_tokens", unknown and f"batches with {unknown}")
-        joined = merged(*batches)
+        joined = merged(*({name: x.cpu() for name, x in batch.items()} for batch in batches))
         width = joined["input_ids"].shape[1]  # of which micro-batches may have less
         require_supported("max_tokens", width_reason(base_of(trainer.model, "max_tokens"), width))
         return joined
 
     def tokens(self, joined: Batch) -> list[NDArray[np.int64]]:
-        ids, real = (joined[name].cpu().numpy() for name in ("input_ids", "attention_mask"))
+        ids, real = (joined[name].numpy() for name in ("input_ids", "attention_mask"))
         return [row[mask != 0] for row, mask in zip(ids, real, strict=True)]
 
     def width(self, batch: Batch) -> int:
         return batch["input_ids"].shape[1] - 1
 
-    def micro_batch(self, joined: Batch, rows: Tensor) -> Batch:
-        """As narrow as its rows are."""
+    def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
+        groups = "content" if self._share_prompts else None
+        batch = PackingCollator(lambda batch: batch, groups)(self.picked(joined, rows))
+        device = trainer.accelerator.device
+        return batch.to(device) if isinstance(batch, CollatedBatch) else on_device(batch, device)
+
+    def picked(self, joined: Batch, rows: Tensor) -> Batch:
+        """Some of the joined rows, in a batch that is as narrow as they are."""
         batch = {name: x[rows] for name, x in joined.items()}
         for prefix in ("", "KL_"):
             mask = batch.get(f"{prefix}attention_mask")
@@ -282,9 +296,7 @@ class PaddedRowBudget(RowBudget):
         return batch
 
     def scoring(self, model: Any) -> Any:
-        """The model that TRL's loss calls while a step is trained on or its metrics are computed."""
-        if self._scored is None:
-            return model
+        """The model that TRL's loss calls while the budget is running."""
 
         def call(**inputs: Any) -> Any:
             columns = slice(1 - inputs["input_ids"].shape[1], None)  # without virtual tokens of an adapter
@@ -293,6 +305,10 @@ class PaddedRowBudget(RowBudget):
             )
 
         return call
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    return cast(Batch, send_to_device(batch, device))
 
 
 def _size(batch: Batch) -> int:
