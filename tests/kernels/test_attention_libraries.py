@@ -8,9 +8,11 @@ import inspect
 import os
 import re
 import sys
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,22 @@ def test_flash_attention_2_takes_multiples_of_8_up_to_256(sources):
         assert re.search(r"TORCH_CHECK\(head_size % 8 == 0", body)
         assert re.search(r"TORCH_CHECK\(head_size <= 256", body)
     assert {equal_sizes(d, d_v, 9) for d in SIZES for d_v in SIZES} == {HeadSizes(d, d) for d in SIZES}
+
+
+def test_flash_attention_3_has_kernels_for_the_padded_head_sizes(sources):
+    """It rounds head sizes up to those of its kernels. Its backward has none for values of another size than keys."""
+    archive, _ = recorded()["flash-attn-3 of June 2025"].source
+    generator: dict[str, Any] = {"__name__": "generate_kernels"}
+    exec(flash_sources.text(sources, archive, "hopper/generate_kernels.py"), generator)
+    kernels = defaultdict(set)
+    for x in generator["get_all_kernels"]():
+        if x.sm == 90 and x.dtype in ("fp16", "bf16"):
+            kernels[x.direction, x.dtype, x.softcap].add((x.head_dim, x.head_dim_v))
+    assert len(kernels) == 8
+    for (direction, *_), of_kernels in kernels.items():
+        equal = {HeadSizes(d, d_v) for d, d_v in of_kernels if d == d_v}
+        assert max(equal_sizes(d, d_v, 9) for d in SIZES for d_v in SIZES) <= max(equal)
+        assert direction == "fwd" or equal == of_kernels
 
 
 @pytest.mark.parametrize(
