@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from cProfile import Profile
 from functools import partial
+from pathlib import Path
 from pstats import Stats
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,12 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
+from trl import DPOTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
 from benchmarks.cases import Arrays, Unavailable
-from benchmarks.sides.trainer import TrainerStep
+from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
 from fastdpo.ops import devices
@@ -52,16 +54,24 @@ OTHER = "others"
 
 
 class HostStep(TrainerStep):
-    """See `TrainerStep`. `seconds` of a step are those of the process on all its cores."""
+    """See `TrainerStep`. `seconds` of a step are those of the process on all its cores.
+
+    Args:
+        compiled: whether the models are compiled, once nothing is launched. They are checked as they are before.
+    """
 
     now = staticmethod(time.process_time)
 
-    def __init__(self, workload: Workload, mode: str) -> None:
+    def __init__(self, workload: Workload, mode: str, compiled: bool = False) -> None:
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
+        self.compiled = compiled
         super().__init__(workload, mode)
         self.collate = self.trainer.get_train_dataloader().collate_fn
         self.examples = [self._examples(workload, i) for i in range(self.batches)]
+
+    def _build(self, workload: Workload, directory: Path, attention: str) -> DPOTrainer:
+        return build_trainer(workload, directory, attention, torch_compile=self.compiled)
 
     def _run(self, batch: int) -> Tensor:
         """Collating is a part of the step, as in a loader without workers."""
@@ -69,7 +79,15 @@ class HostStep(TrainerStep):
         return self.trainer.training_step(self.model, inputs)
 
     def check(self) -> Arrays:
-        arrays = super().check()
+        with torch.compiler.set_stance("force_eager" if self.compiled else "default"):
+            arrays = super().check()
+            self._run(0)
+            self.reset()
+            self.tokens = sum(counter.take() for counter in self.counters)
+            for counter in self.counters:
+                counter.remove()  # for a number that changes in each call, code would be compiled anew
+            self._run(0)  # fastdpo examines a model again that has changed
+            self.reset()
         self.launches = replace_launches()
         for _ in range(2):
             self._run(0)
@@ -77,12 +95,11 @@ class HostStep(TrainerStep):
         return arrays
 
     def facts(self) -> dict[str, Any]:
-        """Adds the numbers of launches in a step that were replaced, and the profile."""
-        facts = super().facts()
+        """The tokens of a step, the launches that were replaced outside of compiled code, and the profile."""
         self.launches.clear()
         self._run(0)
         self.reset()
-        return facts | {"launches": Counter(self.launches), "profile": self._profile()}
+        return {"tokens": self.tokens, "launches": Counter(self.launches), "profile": self._profile()}
 
     def _profile(self) -> dict[str, float]:
         """The share of each part, from Python's profiler. An operator is of the part that calls it."""
@@ -109,7 +126,11 @@ class _Launches(list[str]):
 
     def kernel(self, name: str) -> Any:
         """Stands for a kernel of Triton."""
-        return _Kernel(partial(self.append, name))
+        return _Kernel(partial(self.add, name))
+
+    def add(self, name: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.append(name)
 
 
 class _Kernel:

@@ -59,10 +59,11 @@ def trainer_options(workload: Workload, directory: Path) -> dict[str, Any]:
     }
 
 
-def build_trainer(workload: Workload, directory: Path, attention: str) -> DPOTrainer:
-    """A `DPOTrainer` with the default loss (sigmoid, beta 0.1)."""
+def build_trainer(workload: Workload, directory: Path, attention: str, **options: Any) -> DPOTrainer:
+    """A `DPOTrainer` with the default loss (sigmoid, beta 0.1). `options` are fields of `DPOConfig`."""
     quiet_datasets()
-    config = DPOConfig(**trainer_options(workload, directory), disable_dropout=not workload.lora_dropout)
+    options = {"disable_dropout": not workload.lora_dropout, **options}
+    config = DPOConfig(**trainer_options(workload, directory), **options)
     trainer = TokenizedTrainer(
         model=w.build_model(workload, w.POLICY, attention),
         ref_model=None if workload.lora else w.build_model(workload, w.REFERENCE, attention),

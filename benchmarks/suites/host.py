@@ -7,6 +7,7 @@ from benchmarks.sides.workload import ModelSize, Workload
 from benchmarks.suites.step import STOCK
 
 LAYERS = 24, 36
+COMPILED_LAYERS = (24,)
 QUICK_LAYERS = (2,)
 PAIRS = ((6, 3, 3), (5, 2, 4), (4, 3, 2))  # tokens of prompt, chosen and rejected completion
 HEAD_DIM = 64  # as it is on a GPU, where other sizes are padded
@@ -14,15 +15,14 @@ HEAD_DIM = 64  # as it is on a GPU, where other sizes are padded
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
-    for lora in (False, True):
-        for layers in QUICK_LAYERS if quick else LAYERS:
+    for group, lora, compiled in (("full", False, False), ("LoRA", True, False), ("compiled", False, True)):
+        for layers in QUICK_LAYERS if quick else COMPILED_LAYERS if compiled else LAYERS:
             size = ModelSize(layers=layers, hidden=HEAD_DIM, mlp=16, heads=1, kv_heads=1, vocabulary=100)
             work = Workload((PAIRS,), lora=lora, size=size)
             sides = tuple(
-                Side(name, "benchmarks.sides.host:HostStep", work, {"mode": mode})
+                Side(name, "benchmarks.sides.host:HostStep", work, {"mode": mode, "compiled": compiled})
                 for name, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo"))
             )
-            group = "LoRA" if lora else "full"
             cases.append(Case(f"{group}/{layers} layers", group, sides))
     return cases
 

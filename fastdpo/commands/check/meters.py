@@ -28,11 +28,12 @@ class TokenCounter:
     Attributes:
         tokens: those of all calls since the last `take`.
         last: those of the last call.
+        remove: removes the hook.
     """
 
     def __init__(self, backbone: nn.Module) -> None:
         self.tokens = self.last = 0
-        backbone.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.remove = backbone.register_forward_pre_hook(self._count, with_kwargs=True).remove
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
