@@ -76,7 +76,7 @@ class KTOBudget(PaddedRowBudget):
     def weighing(
         self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
     ) -> AbstractContextManager[object]:
-        sizes = torch.tensor([len(x["label"]) for x in batches for _ in x["label"]])
+        sizes = torch.tensor([len(x["label"]) for x in batches for _ in x["label"]], device="cpu")
         weights = len(rows) / (sizes[rows] * trainer.current_gradient_accumulation_steps)
         is_desirable = joined["label"][rows].bool()
         desirable, undesirable = (weights[x].to(joined["ref_logps"]) for x in (is_desirable, ~is_desirable))

@@ -213,7 +213,7 @@ class RowBudget:
         if trainer.accelerator.num_processes > 1:  # each must run the model as often
             counts = trainer.accelerator.gather(torch.tensor([len(runs)], device=trainer.accelerator.device))
             runs = planner.divided(runs, int(counts.max()))
-        return [torch.tensor(planner.rows(run)) for run in runs]
+        return [torch.tensor(planner.rows(run), device="cpu") for run in runs]
 
     def _train(
         self,
