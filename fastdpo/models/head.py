@@ -59,7 +59,7 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
         replaced = _replaced_forward(head)
         if replaced is not None and not (float32 and replaced.endswith(CAST)):
             return Reason("head-forward", function=replaced)
-    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not _is_hook_of_engine(hook)})
+    hooks = sorted({name_of(hook) for hook in hooks_of(head) if not is_hook_of_engine(hook)})
     if hooks:
         return Reason("head-hooks", hooks=", ".join(hooks))
     return _weight_unsupported_reason(cast(nn.Linear, head))
@@ -98,7 +98,7 @@ def bare(head: nn.Linear) -> Iterator[None]:
     """
     names = (*HOOKS, _forward_attribute(head))
     kept = {name: x for name, x in vars(head).items() if name in names}
-    hooks = {name: {key: hook for key, hook in kept[name].items() if _is_hook_of_engine(hook)} for name in HOOKS}
+    hooks = {name: {key: hook for key, hook in kept[name].items() if is_hook_of_engine(hook)} for name in HOOKS}
     vars(head).update(hooks, **{_forward_attribute(head): MethodType(_forward, head)})
     try:
         yield
@@ -126,7 +126,8 @@ def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = No
     return linear_logps(input, weight, fastdpo_targets, bias=bias, group=group, **options)
 
 
-def _is_hook_of_engine(hook: Callable) -> bool:
+def is_hook_of_engine(hook: Callable) -> bool:
+    """Whether a hook is one of those that gather and release the weights of a module (see `harmless.ENGINES`)."""
     return is_of(module_of(inspect.unwrap(inner_function(hook))), ENGINES)
 
 

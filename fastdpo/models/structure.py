@@ -157,11 +157,12 @@ def _has_additions(module: nn.Module) -> bool:
 
 
 def additions_to(module: nn.Module) -> Iterator[object]:
-    """Identifies the hooks on a module and a replaced forward, except
-    those that fastdpo sets.
+    """Identifies the hooks on a module and a replaced forward, except those that fastdpo sets, and hooks of
+    engines: TRL removes DeepSpeed's while a model generates, and adds new ones.
     """
     for hook in head.hooks_of(module):
-        if name_of(hook).split(".")[-1] not in harmless.HOOKS and module_of(hook) not in harmless.HOOK_MODULES:
+        is_named = name_of(hook).split(".")[-1] in harmless.HOOKS or module_of(hook) in harmless.HOOK_MODULES
+        if not is_named and not head.is_hook_of_engine(hook):
             yield _identity(hook)
     forward = vars(module).get("forward")
     if head.is_installed(forward):

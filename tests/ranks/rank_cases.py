@@ -38,8 +38,12 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
+from tests.support.trl import kto, sft
 from tests.support.trl.dpo import dataset, long_pairs, pairs, tiny_model
+from tests.support.trl.groups import prompts
+from tests.support.trl.online import writer
 from tests.support.trl.reward import reward_model
+from tests.support.workers.row_budgets import shuffled
 
 PAIRS = 24
 
@@ -74,7 +78,7 @@ class Case:
         changed_on: a predicate of the rank and the number of ranks.
         data: creates the training data, from a directory that all ranks share and the kind.
         trainer_class: the class of the trainer.
-        rewards: whether a reward model is trained, by `trl.reward.train_reward`.
+        trainer: the trainer of TRL, by its name in `rank_worker.TRAINERS`.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +96,7 @@ class Case:
     changed_on: Callable[[int, int], bool] = lambda rank, ranks: True
     data: Callable[[Path, str], Any] = lambda directory, kind: pairs(PAIRS)
     trainer_class: type[DPOTrainer] = DPOTrainer
-    rewards: bool = False
+    trainer: str = "DPO"
 
 
 @dataclass(kw_only=True)
@@ -266,6 +270,21 @@ The last batches are filled with the first pairs of the epoch.
 
 SEQUENTIAL = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=1, num_train_epochs=2, evaluate=0)
 
+
+def rows_of_sft(directory: Path, kind: str) -> Callable[..., list[dict]]:
+    return lambda n, seed=0: shuffled(sft.rows, PAIRS, seed)
+
+
+def rows_of_kto(directory: Path, kind: str) -> list[dict]:
+    return shuffled(kto.rows, PAIRS)
+
+
+def of_prompts(directory: Path, kind: str) -> list[dict]:
+    return prompts(8)
+
+
+COMPLETIONS = dict(per_device_train_batch_size=4, steps_per_generation=2, num_generations=4, evaluate=0)
+
 PROMPTS = 6
 
 
@@ -352,15 +371,26 @@ CASES = {
     "fsdp2 not qualified on the last rank": Case(fsdp2(), prepare=disqualify, changed_on=on_last),
     "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
     **{
-        f"{engine} reward{' lora' if lora else ''}": Case(options, make_model=reward_model, lora=lora, rewards=True)
+        f"{engine} reward{' lora' if lora else ''}": Case(options, make_model=reward_model, lora=lora, trainer="Reward")
         for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
         for lora in (False, True)
     },
     **{
         f"{engine} reward token budget": Case(
-            dict(options, **WHOLE_STEPS), make_model=reward_model, patch=BUDGET, rewards=True
+            dict(options, **WHOLE_STEPS), make_model=reward_model, patch=BUDGET, trainer="Reward"
         )
         for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
+    },
+    **{
+        f"{engine} {trainer} token budget": Case(dict(options, evaluate=0), data=data, patch=BUDGET, trainer=trainer)
+        for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
+        for trainer, data in {"SFT": rows_of_sft, "KTO": rows_of_kto}.items()
+    },
+    **{
+        f"{engine} GRPO token budget": Case(
+            dict(options, **COMPLETIONS), make_model=writer, data=of_prompts, patch=BUDGET, trainer="GRPO"
+        )
+        for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
     },
     "ddp multimodal": Case(FEW_STEPS, MULTIMODAL, tiny_multimodal, kinds=("stock",)),
     "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),

@@ -5,11 +5,13 @@ Trains the named cases of `rank_cases.CASES` and saves the results in the direct
 
 import copy
 import faulthandler
+import functools
 import gc
 import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -31,8 +33,26 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import fastdpo
-from tests.support.trl.dpo import adapter, train
+from tests.support.trl.dpo import Run, adapter, record, train
+from tests.support.trl.groups import build_group
+from tests.support.trl.kto import train_kto
 from tests.support.trl.reward import train_reward
+from tests.support.trl.sft import train_sft
+
+
+def train_on_completions(directory: Path, model: PreTrainedModel, evaluate: int = 0, **options: Any) -> Run:
+    """Runs a short training of GRPO."""
+    return record(functools.partial(build_group, directory, model, **options))
+
+
+TRAINERS: dict[str, tuple[Callable[..., Run], bool]] = {
+    "DPO": (train, True),
+    "GRPO": (train_on_completions, False),
+    "KTO": (train_kto, True),
+    "Reward": (train_reward, False),
+    "SFT": (train_sft, False),
+}
+"""By the names of trainers, the function that trains with one, and whether it has a reference."""
 
 ENVIRONMENT = dict(os.environ)
 RANK = int(ENVIRONMENT["RANK"])
@@ -108,7 +128,8 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     """
     forget_engines()
     model = build(directory, case, seed=0)
-    reference = None if case.lora or case.rewards else build(directory, case, seed=1)
+    train_with, has_reference = TRAINERS[case.trainer]
+    reference = build(directory, case, seed=1) if has_reference and not case.lora else None
     if case.prepare is not None and case.changed_on(RANK, dist.get_world_size()):
         for each in filter(None, (model, reference)):
             case.prepare(each)
@@ -117,14 +138,15 @@ def run(directory: Path, case: Case, kind: str) -> dict[str, Any]:
     messages = recorded_messages()
     memory = directory.parent / "memory"
     patch = case.patch | (dict(reference_memory=memory) if case.in_directory else {})
-    peft_config = adapter(task_type=TaskType.SEQ_CLS if case.rewards else None)["peft_config"] if case.lora else None
+    task_type = TaskType.SEQ_CLS if case.trainer == "Reward" else None
+    peft_config = adapter(task_type=task_type)["peft_config"] if case.lora else None
     options |= dict(peft_config=peft_config, data=case.data(directory, kind))
-    with nullcontext() if kind == "stock" else fastdpo.patched("trl.DPOTrainer", "trl.RewardTrainer", **patch):
-        if case.rewards:
-            done = train_reward(directory / f"rank{RANK}", model, **options)
-        else:
-            of_dpo = dict(trainer_class=case.trainer_class, data_collator=collator(case, kind))
-            done = train(directory / f"rank{RANK}", model, reference, **of_dpo, **options)
+    if has_reference:
+        options["reference"] = reference
+    if case.trainer == "DPO":
+        options |= dict(trainer_class=case.trainer_class, data_collator=collator(case, kind))
+    with nullcontext() if kind == "stock" else fastdpo.patched(f"trl.{case.trainer}Trainer", **patch):
+        done = train_with(directory / f"rank{RANK}", model, **options)
     done.gradients = [{name: whole(x) for name, x in step.items()} for step in done.gradients]
     named = dict(model.named_parameters())
     sharded = sum(is_sharded(x) for x in named.values()) / len(named)

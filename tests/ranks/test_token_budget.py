@@ -13,6 +13,7 @@ CASES = [
     ("ddp", "token budget grouped by length"),
     *product(["ddp", "fsdp2", "zero2", "zero3"], ["token budget"]),
     *product(["ddp", "fsdp2", "zero3"], ["reward token budget"]),
+    *product(["fsdp2", "zero2", "zero3"], ["SFT token budget", "KTO token budget", "GRPO token budget"]),
 ]
 
 
