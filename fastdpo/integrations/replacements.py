@@ -81,6 +81,18 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+@contextmanager
+def replacing(owner: object, **attributes: Any) -> Iterator[None]:
+    """As `temporarily`, for attributes that an object may inherit, such as methods."""
+    replacements = Replacements()
+    for name, value in attributes.items():
+        replacements.put(owner, name, value)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
 def existing_instances(*kinds: type) -> list[Any]:
     """Every instance of these classes and of their subclasses that exists now.
 

@@ -10,6 +10,7 @@ from typing import Any
 from ...models.functions import module_of
 from ...models.state import state_of
 from ...models.wrapped import find_base, is_transformers_model
+from ..replacements import replacing
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
@@ -38,11 +39,8 @@ def unwrapping(accelerator: Any) -> Iterator[None]:
         is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
         return model if is_bare else stock(model, *args, **kwargs)
 
-    vars(accelerator)["unwrap_model"] = unwrap_model
-    try:
+    with replacing(accelerator, unwrap_model=unwrap_model):
         yield
-    finally:
-        vars(accelerator).pop("unwrap_model", None)
 
 
 def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> AbstractContextManager:

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...replacements import Replacements, temporarily
+from ...replacements import replacing, temporarily
 from ..reference import reference_of
-from .row_budget import Batch, PaddedRowBudget, Scores, on_device
+from .row_budget import Batch, PaddedRowBudget, on_device
 
 _OF_ROWS = ("input_ids", "attention_mask", "completion_mask")
 _OF_KL = tuple(f"KL_{name}" for name in _OF_ROWS)
@@ -89,18 +88,11 @@ class KTOBudget(PaddedRowBudget):
             calculate_KL=False,
         )
 
-    def known_scores(self, scores: Scores) -> Any:
-        return SimpleNamespace(**dict(zip(self.fields, scores, strict=True)))
-
     @contextmanager
     def computing_metrics(self, trainer: Any) -> Iterator[None]:
-        known = Replacements()
-        known.put(trainer, "_compute_kl_logps", lambda model, batch: batch.get("KL_logps"))
-        try:
-            with temporarily(trainer, precompute_ref_logps=True):
-                yield
-        finally:
-            known.undo()
+        known = replacing(trainer, _compute_kl_logps=lambda model, batch: batch.get("KL_logps"))
+        with known, temporarily(trainer, precompute_ref_logps=True):
+            yield
 
 
 def kl_term(trainer: Any, batch: Batch) -> Tensor | float:

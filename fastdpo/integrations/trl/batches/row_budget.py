@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -29,7 +30,7 @@ from ...callbacks import callback
 from ...gathering import of_all_ranks
 from ...grouped_epochs import require_supported
 from ...merged_rows import merged
-from ...replacements import Replacements, temporarily
+from ...replacements import Replacements, replacing, temporarily
 from .packed_where_collated import CollatedBatch, PackingCollator
 from .token_budget import shares_prompts, unsupported_processes_reason, width_reason, without_sync
 
@@ -278,6 +279,9 @@ class PaddedRowBudget(RowBudget):
     def width(self, batch: Batch) -> int:
         return batch["input_ids"].shape[1] - 1
 
+    def known_scores(self, scores: Scores) -> Any:
+        return SimpleNamespace(**dict(zip(self.fields, scores, strict=True)))
+
     def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
         groups = "content" if self._share_prompts else None
         batch = PackingCollator(lambda batch: batch, groups)(self.picked(joined, rows))
@@ -326,15 +330,9 @@ def _joined_scores(scores: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([_widened(x, width) for x in scores])
 
 
-@contextmanager
-def _taking_prepared(trainer: Any) -> Iterator[None]:
+def _taking_prepared(trainer: Any) -> AbstractContextManager[None]:
     """In the block, the trainer trains on batches that are prepared."""
-    prepared = Replacements()
-    prepared.put(trainer, "_prepare_inputs", lambda batch: batch)
-    try:
-        yield
-    finally:
-        prepared.undo()
+    return replacing(trainer, _prepare_inputs=lambda batch: batch)
 
 
 @contextmanager

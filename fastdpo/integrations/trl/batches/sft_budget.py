@@ -7,12 +7,11 @@ accumulates. So rows weigh the same in any micro-batch.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from .row_budget import Batch, PaddedRowBudget, Scores
+from .row_budget import Batch, PaddedRowBudget
 
 
 class SFTBudget(PaddedRowBudget):
@@ -30,6 +29,3 @@ class SFTBudget(PaddedRowBudget):
         self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
     ) -> AbstractContextManager[object]:
         return nullcontext()
-
-    def known_scores(self, scores: Scores) -> Any:
-        return SimpleNamespace(**dict(zip(self.fields, scores, strict=True)))
