@@ -22,11 +22,10 @@ from torch import nn
 from ..logs import logger
 from ..models import forward
 from ..models.calls import Counted, counted
-from ..models.language_model import text_config
 from ..models.layouts import Groups
+from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import ForwardOptions, MakeOutput
-from ..models.wrapped import base_of, find_base, without_engines
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
 from . import grouped_epochs

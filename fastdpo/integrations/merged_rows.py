@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models import forward, support
-from ..models.wrapped import base_of
+from ..models import forward, sharding, support
+from ..models.parts import base_of
 from ..packing import IGNORE_INDEX
 from .scored_rows import ScoredRows
 
@@ -29,7 +29,7 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
         return False
     if support.rope_limit(base) is None:
         return True
-    if support.is_sharded(base):  # ranks that run it together must agree, and see other widths
+    if sharding.is_sharded(base):  # ranks that run it together must agree, and see other widths
         return False
     widths = a.shape[1], b.shape[1]
     return widths[0] == widths[1] or support.rope_reason(base, max(widths)) is None

@@ -1,14 +1,18 @@
-"""PEFT's adapters in a model: the modules that hold them, and which of them are active."""
+"""PEFT's adapters in a model: the modules that hold them, which of them are active, and others in their place."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from .harmless import ADAPTER_ENTRIES
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 WRAPPED = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Names under which PEFT, `torch.compile` and checkpoint wrappers hold the module that they wrap.
@@ -90,3 +94,56 @@ def inactive_names(model: nn.Module) -> Callable[[str], bool]:
 
 def _active(module: Any) -> set[str]:
     return set() if module.disable_adapters else set(module.active_adapters)
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model that a PeftModel wraps. Any other model is returned as it is."""
+    from accelerate.utils import is_peft_model
+
+    return cast("PeftModel", model).get_base_model() if is_peft_model(model) else model
+
+
+@contextmanager
+def with_adapter(model: nn.Module, adapter: str | None, op: str) -> Iterator[None]:
+    """Activates only this adapter of a PeftModel for the block, or none.
+    Leaves any other model as it is.
+
+    Args:
+        model: the model.
+        adapter: the adapter's name.
+        op: what needs it, for the messages of errors.
+
+    Raises:
+        ValueError: the model has no such adapter, or one of virtual tokens.
+    """
+    peft_model = _peft_model(model)
+    if peft_model is None:
+        if adapter is not None:
+            raise ValueError(f"{op}: adapter must be None without a PeftModel; got {adapter!r}")
+        yield
+        return
+    if adapter is None:
+        with peft_model.disable_adapter():
+            yield
+        return
+    configs = peft_model.peft_config
+    if adapter not in configs or configs[adapter].is_prompt_learning:
+        known = [name for name, config in configs.items() if not config.is_prompt_learning]
+        raise ValueError(f"{op}: adapter must be one of {known}, none of virtual tokens; got {adapter!r}")
+    previous, trainable = peft_model.active_adapter, [p for p in model.parameters() if p.requires_grad]
+    peft_model.set_adapter(adapter)
+    try:
+        yield
+    finally:
+        peft_model.set_adapter(cast(str, previous))
+        model.requires_grad_(False)  # PEFT makes trainable whatever it activates
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def _peft_model(model: nn.Module) -> PeftModel | None:
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftModel
+
+    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)

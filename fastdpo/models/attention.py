@@ -30,8 +30,8 @@ from ..ops.attention import backends
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
-from .language_model import language_model, text_config
 from .mixers import running
+from .parts import language_model, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,6 +15,7 @@ from . import calls, head, images, probe, support
 from .laying_out import packed_call, padded_call
 from .probe import ProbeResult
 from .scoring import verify
+from .sharding import is_sharded, shared_reason
 from .state import FusedForward, RunnableBatch, disabled_reason, restore, switch_attention
 
 if TYPE_CHECKING:
@@ -36,14 +37,14 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     fused.was_called = True
     batch, path, reason = None, "stock", None
     own = call_reason = None if disabled_reason(model, fused) else _call_reason(model, fused, args, kwargs)
-    if call_reason is None or support.is_sharded(model):
+    if call_reason is None or is_sharded(model):
         reason = model_reason(model, fused, device_of(model, args, kwargs))
     if reason is None and call_reason is None:
         try:
             batch, path = packed_call(model, fused, kwargs), "fused"
         except NotPackable as error:
             own = error.reason
-    if reason is None and own is not None and support.is_sharded(model):
+    if reason is None and own is not None and is_sharded(model):
         # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
         batch = padded_call(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
         path = "stock" if batch is None else "padded"
@@ -91,7 +92,7 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
         return disabled
     structure = fused.examined = fused.structure.hash(model)
     results = fused.probe_results
-    if structure not in results and not (results and support.is_sharded(model)):
+    if structure not in results and not (results and is_sharded(model)):
         if len(results) >= MAX_PROBE_RESULTS:
             results.clear()
             fused.image_results.clear()
@@ -104,7 +105,7 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
 
 
 def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> ProbeResult:
-    reason = support.shared_reason(
+    reason = shared_reason(
         model,
         disabled_reason(model, fused)
         or support.unsupported_reason(model)
@@ -112,14 +113,14 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
     )
     if reason is not None:
         return ProbeResult(reason)
-    reason = support.shared_reason(model, _installing_reason(model, fused))
+    reason = shared_reason(model, _installing_reason(model, fused))
     if reason is not None:
         return ProbeResult(reason)
     result = probe.probe(model, device)
     if result.unsupported_reason is None and not fused.prior_scores:
         rewards = fused.options.rewards
         differs = probe.score_difference(model, device, rewards) if rewards else probe.head_difference(model, device)
-        reason = support.shared_reason(model, differs)
+        reason = shared_reason(model, differs)
         result = result._replace(unsupported_reason=reason)
     return result
 

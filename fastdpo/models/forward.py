@@ -25,9 +25,10 @@ from ..reasons import Reason
 from . import attention, deciding, head, laying_out, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
-from .language_model import text_config
 from .laying_out import call_layout
+from .parts import find_base, text_config
 from .scoring import prior_logits, score
+from .sharding import is_sharded
 from .state import (
     ATTRIBUTE,
     MODELS,
@@ -39,7 +40,6 @@ from .state import (
     state_of,
     switch_attention,
 )
-from .wrapped import find_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +174,7 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     if base is None or fused is None:
         raise ValueError(f"record_fallback: model must have the fused forward of {integration}; got none")
     fused.was_called = True
-    fused.is_awaited = not fused.probe_results and support.is_sharded(base)
+    fused.is_awaited = not fused.probe_results and is_sharded(base)
     calls[integration, kind_of_call(base, fused), "stock"] += 1
     log_once(fused, fused.unsupported_reason() or reason)
 

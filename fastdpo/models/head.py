@@ -2,7 +2,11 @@
 
 Calling the module lets the hooks of engines (FSDP2, ZeRO-3, accelerate's `device_map`) gather its
 weight and reduce its gradient. Only a plain `nn.Linear` is supported, whole or cut over the vocabulary
-(see `cut_heads`): any other hook or replaced forward would be bypassed.
+by transformers' tensor parallelism: any other hook or replaced forward would be bypassed.
+
+A plan of `colwise_gather_output` or `colwise_rep` makes the weight and the bias DTensors with
+consecutive rows on each rank, and replaces the head's forward by one that gathers the logits. FSDP2
+may shard these rows again over other ranks. It gathers them before the head is called.
 """
 
 from __future__ import annotations
@@ -15,13 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
+from ..ops import VocabularyGroup
 from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
-from . import cut_heads
-from .functions import inner_function, module_of, name_of
-from .harmless import ENGINES, is_of
+from .harmless import ENGINES, closure_contents, inner_function, is_of, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,8 +34,14 @@ CAST = "._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32"
 computed from the weight.
 """
 
+GATHERING = "TensorParallelLayer.install_forward.<locals>.tp_forward"
+"""The forward that tensor parallelism gives a head that is cut over the vocabulary."""
+
 OWN_FORWARD = "_fastdpo_own_forward"
-"""The attribute of a head that keeps its `CAST` forward, or the one of `cut_heads`, while ours is installed."""
+"""The attribute of a head that keeps its `CAST` or `GATHERING` forward while ours is installed."""
+
+_StridedShard = getattr(placement_types, "_StridedShard", Replicate)
+"""The placement by FSDP2 of a tensor that is a shard already. It has no public name."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -55,14 +64,19 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
         return Reason("no-head")
     if not _is_linear(type(head)):
         return Reason("head-type", kind=type(head).__name__)
-    if not cut_heads.gathers_logits(_own_forward(head)):
-        replaced = _replaced_forward(head)
-        if replaced is not None and not (float32 and replaced.endswith(CAST)):
-            return Reason("head-forward", function=replaced)
+    is_cut = _gathers_logits(_own_forward(head))
+    replaced = None if is_cut else _replaced_forward(head)
+    if replaced is not None and not (float32 and replaced.endswith(CAST)):
+        return Reason("head-forward", function=replaced)
     hooks = sorted({name_of(hook) for hook in hooks_of(head) if not is_hook_of_engine(hook)})
     if hooks:
         return Reason("head-hooks", hooks=", ".join(hooks))
-    return _weight_unsupported_reason(cast(nn.Linear, head))
+    weight = _weight(head)
+    if weight is None:
+        return Reason("no-head-weight")
+    if weight.device.type == "meta":
+        return Reason("offloaded-head")
+    return None if (_has_rows_on_all_ranks(head) if is_cut else _is_gathered(head)) else Reason("split-head")
 
 
 def device_of(head: nn.Linear) -> torch.device:
@@ -122,7 +136,7 @@ def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = No
     if fastdpo_targets is None:
         own = vars(self).get(OWN_FORWARD)
         return nn.Linear.forward(self, input) if own is None else own(input)
-    weight, bias, group = cut_heads.local_parameters(self)
+    weight, bias, group = _local_parameters(self)
     return linear_logps(input, weight, fastdpo_targets, bias=bias, group=group, **options)
 
 
@@ -133,9 +147,7 @@ def is_hook_of_engine(hook: Callable) -> bool:
 
 def _is_linear(kind: type) -> bool:
     """Whether a class is nn.Linear, or the subclass of it that FSDP2 creates."""
-    if kind is nn.Linear:
-        return True
-    return len(kind.__bases__) == 2 and kind.__bases__[1] is nn.Linear and _is_fsdp(kind)
+    return kind is nn.Linear or (len(kind.__bases__) == 2 and kind.__bases__[1] is nn.Linear and _is_fsdp(kind))
 
 
 def _is_fsdp(kind: type) -> bool:
@@ -166,21 +178,67 @@ def _replaced_forward(head: nn.Module) -> str | None:
     return None
 
 
-def _weight_unsupported_reason(head: nn.Linear) -> Reason | None:
+def _is_gathered(head: nn.Module) -> bool:
+    """Whether the weight is whole when the head is called, as FSDP2 makes it."""
     weight = _weight(head)
-    if weight is None:
-        return Reason("no-head-weight")
-    if weight.device.type == "meta":
-        return Reason("offloaded-head")
-    if cut_heads.gathers_logits(_own_forward(head)):
-        return None if cut_heads.is_cut(head) else Reason("split-head")
-    if isinstance(weight, DTensor):
-        shards = sum(isinstance(placement, Shard) for placement in weight.placements)
-        if shards > 1 or not _is_fsdp(type(head)):  # FSDP2 gathers the whole weight when the head is called
-            return Reason("split-head")
-    return None
+    if not isinstance(weight, DTensor):
+        return True
+    return _is_fsdp(type(head)) and sum(isinstance(placement, Shard) for placement in weight.placements) <= 1
 
 
-def _weight(head: nn.Linear) -> Tensor | None:
+def _weight(head: nn.Module) -> Tensor | None:
     """The weight, or ZeRO-3's placeholder for it. Reading the attribute would gather it."""
     return head._parameters.get("weight")
+
+
+def _gathers_logits(forward: object) -> bool:
+    """Whether a head's forward is `nn.Linear`'s on a part of the vocabulary, after which the logits
+    of all ranks are gathered.
+    """
+    if not callable(forward) or name_of(forward) != GATHERING or not module_of(forward).startswith("transformers."):
+        return False
+    function: Any = inner_function(forward)
+    variables = dict(zip(function.__code__.co_freevars, closure_contents(function), strict=True))
+    style, inner = variables.get("self"), inner_function(variables.get("original_forward"))
+    layouts = [getattr(style, name, None) for name in ("input_layouts", "output_layouts")]
+    return inner is nn.Linear.forward and type(style).__name__ == "ColwiseParallel" and layouts == [Replicate()] * 2
+
+
+def _has_rows_on_all_ranks(head: nn.Module) -> bool:
+    """Whether every rank has some rows of the weight and, if there is one, the same of the bias.
+
+    The result is the same on all ranks.
+    """
+    weight, bias = head._parameters["weight"], head._parameters.get("bias")
+    return all(x is None or _is_cut_by_rows(x) for x in (weight, bias)) and min(_sizes(cast(DTensor, weight))) > 0
+
+
+def _local_parameters(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyGroup | None]:
+    """The weight and the bias of this rank, and the ranks that the vocabulary is cut over, if it is.
+
+    Gradients reach the head's own parameters.
+    """
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return weight, bias, None
+    group = VocabularyGroup.of_sizes(_sizes(weight), weight.device_mesh.get_group())
+    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else None, group
+
+
+def _is_cut_by_rows(x: Tensor) -> bool:
+    if not isinstance(x, DTensor):
+        return False
+    *of_fsdp, placement = x.placements
+    is_by_rows = type(placement) is Shard and placement.dim == 0
+    return is_by_rows and all(isinstance(other, _StridedShard | Replicate) for other in of_fsdp)
+
+
+def _sizes(weight: DTensor) -> list[int]:
+    mesh = weight.device_mesh
+    return chunk_sizes(len(weight), mesh.size(mesh.ndim - 1))
+
+
+def chunk_sizes(rows: int, ranks: int) -> list[int]:
+    """The rows of each rank, as `Shard(0)` cuts them."""
+    chunk = -(-rows // ranks)
+    return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands, probe
-from .language_model import backbone, language_model
+from .parts import backbone, language_model
 from .probe import ProbeResult
 from .support import rope_limit
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from .language_model import text_config
 from .mixers import finding
+from .parts import text_config
 from .support import attention_window
 
 if TYPE_CHECKING:

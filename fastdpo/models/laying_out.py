@@ -16,6 +16,7 @@ from . import attention, images, support
 from .layouts import Groups, layout_of, padded_batch
 from .probe import ProbeResult
 from .router import returns_router_logits
+from .sharding import is_sharded
 from .state import FusedForward, RunnableBatch, install_head, switch_attention
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def packed_call(model: PreTrainedModel, fused: FusedForward, kwargs: dict) -> Ru
     if found is None:
         layout = call_layout(model, fused, kwargs)
         return RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]), {})
-    if support.is_sharded(model):
+    if is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
 
     make_layout = functools.partial(call_layout, model, fused, kwargs, groups="pairs")

@@ -17,11 +17,11 @@ from .. import packing
 from ..accuracy import PROBE_FACTOR, fixed_rounding, model_unit, perturbed, probe_bound, row_errors
 from ..reasons import Reason
 from . import attention
-from .language_model import backbone, text_config
 from .mixers import finding, function_probe
+from .parts import backbone, in_mode, text_config
 from .reward_head import RewardHead
-from .support import attention_window, logit_transform, rope_reason, shared_reason
-from .wrapped import in_mode
+from .sharding import shared_reason
+from .support import attention_window, logit_transform, rope_reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

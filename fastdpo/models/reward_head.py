@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason
-from .language_model import text_config
+from .parts import text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from .language_model import text_config
+from .parts import text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

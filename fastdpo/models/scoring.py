@@ -14,9 +14,10 @@ from ..logs import report
 from ..ops import definitions
 from ..ops.head.results import TokenLogps
 from ..reasons import Reason
-from . import calls, head, support, towers, verification
-from .language_model import backbone
+from . import calls, head, towers, verification
+from .parts import backbone
 from .router import returns_router_logits
+from .sharding import is_sharded
 from .state import FusedForward, RunnableBatch, ScoredBatch, install_head, restore, switch_attention
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def verify(
             install_head(model, fused)
 
     obstacle, is_scored = None, _shifted_labels(kwargs) != packing.IGNORE_INDEX
-    if support.is_sharded(model):
+    if is_sharded(model):
         fused.verified.update((True, False))
         obstacle = Reason("verified-ranks")
     else:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
-from . import attention, head, images, output_dtypes
+from . import attention, head, images, sharding
 from .layouts import Groups, SharePrompts
 from .probe import ProbeResult
 from .reward_head import RewardHead
@@ -201,7 +201,7 @@ def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
         return
     head.install(head.head_of(model))
     if fused.structure.modules_of(model, FSDPModule):
-        output_dtypes.keep(model, head.head_of(model))
+        sharding.keep_output_dtypes(model, head.head_of(model))
 
 
 def restore(model: PreTrainedModel, fused: FusedForward) -> None:
@@ -210,4 +210,4 @@ def restore(model: PreTrainedModel, fused: FusedForward) -> None:
         attention.restore(model, fused.prior_attention)
         fused.prior_attention = None
     head.restore(head.head_of(model))
-    output_dtypes.restore(model, head.head_of(model))
+    sharding.restore_output_dtypes(model, head.head_of(model))

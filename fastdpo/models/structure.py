@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from . import attention, harmless, head
-from .functions import closure_contents, inner_function, module_of, name_of
+from .harmless import closure_contents, inner_function, module_of, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,15 +11,12 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..distributed import gather_objects
 from ..reasons import Reason
 from . import attention, head
-from .functions import inner_function, module_of, name_of
-from .harmless import FORWARD_WRAPPERS, is_of
-from .language_model import language_model, text_config
+from .harmless import FORWARD_WRAPPERS, forwards_of, inner_function, is_of, module_of, name_of
 from .mixers import finding
+from .parts import language_model, text_config
 from .reward_head import RewardHead
 
 if TYPE_CHECKING:
@@ -116,11 +113,11 @@ def scoring_unsupported_reason(
 
 def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
     """Returns why a model's logits are not those of its class's forward, or None if they are."""
-    forward = vars(model).get("forward")
-    while forward is not None and inner_function(forward) is not type(model).forward:
+    for forward in forwards_of(model):
+        if inner_function(forward) is type(model).forward:
+            break
         if not is_of(module_of(forward), FORWARD_WRAPPERS):
             return Reason("replaced-forward", function=name_of(forward))
-        forward = getattr(forward, "__wrapped__", None)
     return None
 
 
@@ -185,25 +182,6 @@ def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
     if scaling is None:
         return softcap, 1.0
     return softcap, scaling if config.model_type == "hyperclovax" else 1 / scaling
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of a model and so run it together:
-    FSDP, tensor parallelism or ZeRO-3.
-    """
-    in_units = any(type(module).__module__.startswith("torch.distributed.fsdp.") for module in model.modules())
-    return in_units or any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in model.parameters())
-
-
-def shared_reason(model: nn.Module, reason: Reason | None) -> Reason | None:
-    """The reason of the first rank that has one, where ranks run a model together: they must take
-    the same path.
-
-    Every rank must call this if the model is sharded. Otherwise each rank keeps its own reason.
-    """
-    if not is_sharded(model):
-        return reason
-    return next((each for each in gather_objects(reason) if each is not None), None)
 
 
 def _sequences_are_split() -> bool:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import support
 from .adapters import adapter_modules
-from .language_model import language_model
+from .parts import language_model
 from .structure import additions_to, plain_attributes
 
 if TYPE_CHECKING:

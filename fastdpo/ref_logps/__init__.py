@@ -21,7 +21,8 @@ from torch import nn
 
 from .. import checks, storage
 from ..data.columns import require_dataset
-from ..models import forward, wrapped
+from ..models import forward, parts
+from ..models.adapters import with_adapter
 from ..models.support import rope_reason
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs
@@ -111,13 +112,13 @@ def precompute(
         rule = "be the path or URL of a directory, or None"
         directory = storage.checked_directory("precompute", "cache_dir", cache_dir, rule)
     checks.require_positive_integer("precompute", "tokens_per_batch", tokens_per_batch)
-    base = wrapped.base_of(model, "precompute")
-    pairs = Pairs(dataset, max_length, truncation_mode, wrapped.vocabulary_of(base))
+    base = parts.base_of(model, "precompute")
+    pairs = Pairs(dataset, max_length, truncation_mode, parts.vocabulary_of(base))
     _require_any_batch(base, pairs)
-    device = wrapped.input_device_of(base)
+    device = parts.input_device_of(base)
     with (
-        wrapped.evaluating(model),
-        wrapped.with_adapter(model, adapter, "precompute"),
+        parts.in_mode(model, training=False),
+        with_adapter(model, adapter, "precompute"),
         scoring.scoring(model, pairs, ld_alpha) as score,
     ):
         bounds = (int(tokens_per_batch), None if forward.is_fused(base) else 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..models.adapters import active_parameters
-from ..models.local_shards import local_shard
+from ..models.sharding import local_shard
 from ..models.structure import Structure, additions_to
 
 if TYPE_CHECKING:

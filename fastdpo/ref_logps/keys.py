@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..distributed import raising_on_all
 from ..models.adapters import active_adapters
-from ..models.support import is_sharded
-from ..models.wrapped import base_of
+from ..models.parts import base_of
+from ..models.sharding import is_sharded
 from ..reasons import Reason
 from .digests import canonical_json, config_digest, tensor_digest
 from .module_state import ModuleStates, NotCacheable

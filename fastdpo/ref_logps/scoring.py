@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models import forward
+from ..models.parts import base_of, input_device_of
 from ..models.state import ForwardOptions, state_of
-from ..models.wrapped import base_of, input_device_of
 from ..ops import length_desensitized_logps, token_logps
 from ..packing import IGNORE_INDEX
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from fastdpo.models import cut_heads, head
+from fastdpo.models import head
 from fastdpo.ops import definitions
 
 SUPPORTED = ("colwise_gather_output", "colwise_rep")
@@ -101,6 +101,6 @@ def test_rows_that_fsdp2_shards_again(of_fsdp, mesh):
 
 @pytest.mark.parametrize(("rows", "sizes"), [(9, [3, 3, 3]), (7, [3, 3, 1]), (4, [2, 2, 0])])
 def test_rows_of_each_rank_are_those_of_a_chunked_tensor(rows, sizes):
-    assert cut_heads.chunk_sizes(rows, 3) == sizes
+    assert head.chunk_sizes(rows, 3) == sizes
     chunks = [len(x) for x in torch.zeros(rows, 1).chunk(3)]
     assert chunks == [size for size in sizes if size]

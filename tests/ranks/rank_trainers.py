@@ -13,7 +13,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.integrations.bypass import STATE
-from fastdpo.models.local_shards import local_shard
+from fastdpo.models.sharding import local_shard
 from tests.support.workers.collectives import COLLECTIVES
 
 

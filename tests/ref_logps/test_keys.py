@@ -21,7 +21,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.models import wrapped
+from fastdpo.models.adapters import with_adapter
 from fastdpo.ref_logps import digests, keys, module_state
 from fastdpo.ref_logps.pairs import Pairs
 from tests.support.ref_logps import tokens
@@ -397,7 +397,7 @@ def test_a_merged_and_disabled_adapter_changes_the_key():
     """Its forward subtracts the adapter again, unlike that of a model with merged weights."""
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     model.merge_adapter()
-    with wrapped.with_adapter(model, None, "test"):
+    with with_adapter(model, None, "test"):
         digest = keys.model_digest(model.get_base_model())
     assert digest != keys.model_digest(model.merge_and_unload())
 
@@ -405,7 +405,7 @@ def test_a_merged_and_disabled_adapter_changes_the_key():
 def test_only_the_active_adapter_changes_the_key():
     def digest(adapter, **options) -> str:
         model = adapters(**options)
-        with wrapped.with_adapter(model, adapter, "test"):
+        with with_adapter(model, adapter, "test"):
             return keys.model_digest(model.get_base_model())
 
     plain = keys.model_digest(tiny_model())
@@ -417,7 +417,7 @@ def test_only_the_active_adapter_changes_the_key():
 
 def test_an_adapter_may_have_the_name_of_a_parameter():
     model = get_peft_model(tiny_model(), LoraConfig(**LORA), adapter_name="weight")
-    with wrapped.with_adapter(model, None, "test"):
+    with with_adapter(model, None, "test"):
         digest = keys.model_digest(model.get_base_model())
         model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.data += 1
         assert digest != keys.model_digest(model.get_base_model())

@@ -27,8 +27,7 @@ from ...data.files import load_preferences
 from ...integrations.callbacks import callback
 from ...integrations.patching import patched
 from ...models import calls, forward, gradients
-from ...models.language_model import backbone
-from ...models.wrapped import base_of
+from ...models.parts import backbone, base_of
 from ...plain_checks import suggested
 from ...testing import float64_throughout
 from .meters import PeakMemory, TokenCounter, timed

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...integrations import patching
 from ...models import forward
 from ...models.mixers import segments
+from ...models.parts import base_of
 from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import ForwardOptions
-from ...models.wrapped import base_of
 from ...ops.head.budget import budget_for
 from ...packing import IGNORE_INDEX
 from .batches import PADDING

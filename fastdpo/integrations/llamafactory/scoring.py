@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...models import forward
-from ...models.functions import module_of
-from ...models.wrapped import base_of
+from ...models.harmless import module_of
+from ...models.parts import base_of
 from ...reasons import Reason
 from ..line import TrainerLine, arguments_of
 from ..scored_rows import ScoredRows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...models.wrapped import base_of
+from ...models.parts import base_of
 from ...packing import IGNORE_INDEX
 from ..scored_rows import Inputs, ScoredRows
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...models.support import is_sharded
-from ...models.wrapped import base_of
+from ...models.parts import base_of
+from ...models.sharding import is_sharded
 from ...packing import IGNORE_INDEX
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..scored_rows import Inputs

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...models.calls import counting_calls_as
 from ...models.forward import record_fallback
-from ...models.wrapped import base_of
+from ...models.parts import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden
 from ..fused_logits import FusedLogits

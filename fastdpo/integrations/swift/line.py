@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from ...models import forward
-from ...models.wrapped import without_adapters
+from ...models.adapters import without_adapters
 from ...reasons import Reason
 from ..line import TrainerLine, liger_reason
 from ..scored_rows import Inputs, ScoredRows

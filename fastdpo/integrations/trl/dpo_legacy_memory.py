@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...models.support import is_sharded
+from ...models.sharding import is_sharded
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...models import forward
-from ...models.language_model import text_config
+from ...models.parts import text_config
 from ...models.state import ScoredBatch
 from ...reasons import Reason
 from .. import evidence

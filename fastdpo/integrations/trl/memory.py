@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ...models import support
+from ...models import sharding, support
 from ...models.adapters import active_parameters
 from ...models.image_content import digests_of_rows
 from ...models.images import ARGUMENTS
-from ...models.local_shards import reshard
-from ...models.wrapped import base_of
+from ...models.parts import base_of
+from ...models.sharding import reshard
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..callbacks import callback
@@ -63,7 +63,7 @@ def _start(memory: Memory, trainer: DPOTrainer) -> None:
 
     reason = memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference)
     # Ranks agree on running the reference on this device, unless each has a whole one.
-    vote_on = trainer.accelerator.device if support.is_sharded(reference_of(trainer)) else None
+    vote_on = trainer.accelerator.device if sharding.is_sharded(reference_of(trainer)) else None
     start(memory, trainer, reason, key, vote_on)
 
 

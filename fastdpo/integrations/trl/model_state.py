@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from ...models.functions import module_of
+from ...models.harmless import module_of
+from ...models.parts import find_base, is_transformers_model
 from ...models.state import state_of
-from ...models.wrapped import find_base, is_transformers_model
 from ..replacements import replacing
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ...logs import report, warn
-from ...models import forward, wrapped
+from ...models import forward, parts
 from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
 from ...storage import Directory, directory_at
@@ -80,7 +80,7 @@ def _width_reason(trainer: DPOTrainer, dataset: Dataset) -> Reason | None:
     """
     from ...ref_logps import pairs
 
-    base = wrapped.base_of(reference_of(trainer), "precompute_ref_log_probs")
+    base = parts.base_of(reference_of(trainer), "precompute_ref_log_probs")
     if rope_limit(base) is None or set(VALUES) <= set(dataset.column_names):
         return None
     collator = cast("DataCollatorForPreference", trainer.data_collator)
@@ -104,7 +104,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     model = reference_of(trainer)
     accelerator = trainer.accelerator
     collator = cast(DataCollatorForPreference, trainer.data_collator)
-    vocabulary = wrapped.vocabulary_of(wrapped.base_of(model, "precompute_ref_log_probs"))
+    vocabulary = parts.vocabulary_of(parts.base_of(model, "precompute_ref_log_probs"))
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
     # A model that runs padded is given as many pairs as TRL would give it.
     most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if forward.is_fused(model) else batch_size
@@ -125,7 +125,7 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
         batch = send_to_device(collator(examples), accelerator.device)
         return reference_logps(trainer, batch, _engine(trainer))
 
-    with wrapped.evaluating(model):
+    with parts.in_mode(model, training=False):
         logps = passes.run(
             score,
             rows,

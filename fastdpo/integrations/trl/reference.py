@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from ...models.local_shards import reshard
-from ...models.wrapped import base_of, with_adapter, without_engines
+from ...models.adapters import with_adapter
+from ...models.parts import base_of, without_engines
+from ...models.sharding import reshard
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ...models import layouts
-from ...models.language_model import text_config
+from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
-from ...models.wrapped import find_base
 from ..gathering import Gather, of_all_ranks
 from ..line import TrainerLine
 from .batches.packed_where_collated import with_packed_batches

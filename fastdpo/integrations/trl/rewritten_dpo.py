@@ -9,7 +9,7 @@ from typing import Any
 from ...logs import warn
 from ...models import forward, layouts
 from ...models.calls import counting_calls_as
-from ...models.wrapped import passes_arguments_on
+from ...models.parts import passes_arguments_on
 from .. import evidence
 from ..gathering import of_all_ranks
 from ..line import TrainerLine, arguments_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...reasons import Reason
-from ..language_model import language_model
+from ..parts import language_model
 from . import known
 
 if TYPE_CHECKING:

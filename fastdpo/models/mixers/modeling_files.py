@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ...packing import is_layout
-from ..language_model import language_model
+from ..parts import language_model
 from . import known
 from .finding import forward_of
 

@@ -11,7 +11,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo.integrations.trl import memory as trl_memory
 from fastdpo.models import images, islands, probe, support
-from fastdpo.models.language_model import language_model
+from fastdpo.models.parts import language_model
 from fastdpo.ops.attention.islands import is_island
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.multimodal import tiny_multimodal

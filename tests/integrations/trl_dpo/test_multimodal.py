@@ -8,7 +8,7 @@ import torch
 
 from fastdpo import attention
 from fastdpo.models import probe
-from fastdpo.models.language_model import language_model, text_config
+from fastdpo.models.parts import language_model, text_config
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.multimodal import FAILS_IN_STOCK, FUSED, STOCK, tiny_multimodal

@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from fastdpo.models.language_model import language_model
+from fastdpo.models.parts import language_model
 from tests.support import ROOT
 from tests.support.documents.support_tables import reason_of, table
 from tests.support.models.multimodal import FUSED, STOCK, tiny_multimodal

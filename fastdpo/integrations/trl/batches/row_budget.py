@@ -24,7 +24,7 @@ from ....batching.rows import RowPlanner
 from ....logs import warn
 from ....models.calls import outcomes
 from ....models.layouts import SharePrompts
-from ....models.wrapped import base_of
+from ....models.parts import base_of
 from ...bypass import bypass_reason, is_overridden
 from ...callbacks import callback
 from ...gathering import of_all_ranks

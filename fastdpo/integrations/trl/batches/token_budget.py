@@ -19,8 +19,8 @@ from ....data.columns import COLUMNS
 from ....logs import logger
 from ....models.calls import outcomes
 from ....models.layouts import SharePrompts
+from ....models.parts import base_of
 from ....models.support import rope_reason
-from ....models.wrapped import base_of
 from ...bypass import STATE
 from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
 from ...options import PatchOptions

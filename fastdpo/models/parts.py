@@ -1,0 +1,127 @@
+"""The parts of a model: the transformers model inside the wrappers of PEFT and engines, and in it the
+backbone, which is everything but the head, and the language model, which text passes through.
+
+A model of text alone is its own language model. Image and audio towers lie outside of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from .harmless import FORWARD_WRAPPERS, forwards_of, inner_function, is_of, module_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PASSING = (*FORWARD_WRAPPERS, "peft", "transformers")
+"""Packages whose hooks and wrappers of a causal LM pass the arguments of its calls on."""
+
+
+def base_of(model: nn.Module, op: str) -> PreTrainedModel:
+    """The transformers model inside a model, which PEFT, DDP or another engine may have wrapped.
+
+    Args:
+        model: the model.
+        op: what needs it, for the message of the error.
+
+    Raises:
+        TypeError: there is none.
+    """
+    base = find_base(model)
+    if base is None:
+        raise TypeError(f"{op}: model must be or hold a transformers.PreTrainedModel; got {type(model).__name__}")
+    return base
+
+
+def find_base(model: nn.Module) -> PreTrainedModel | None:
+    """As `base_of`, or None if there is no transformers model."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return cast("PreTrainedModel | None", next(filter(is_transformers_model, modules), None))
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def passes_arguments_on(model: nn.Module) -> bool:
+    """Whether keyword arguments of a model reach the transformers model inside of it as they are.
+
+    So they do unless code that is not known has hooks on these modules, or has replaced their forward.
+    """
+    for module in model.modules():
+        is_base = is_transformers_model(module)
+        of_class = () if is_base else (type(module).forward,)
+        before = (*of_class, *_hooks_on_arguments(module), *forwards_of(module))
+        if not all(is_of(module_of(x), PASSING) for x in before):
+            return False
+        if is_base:
+            return True
+    return False
+
+
+def _hooks_on_arguments(module: nn.Module) -> list[Callable]:
+    """The hooks that may change keyword arguments of a module's call."""
+    hooks = module._forward_pre_hooks
+    return [inspect.unwrap(inner_function(hooks[key])) for key in module._forward_pre_hooks_with_kwargs if key in hooks]
+
+
+def text_config(model: PreTrainedModel) -> PretrainedConfig:
+    """The configuration of the language model."""
+    return model.config.get_text_config()
+
+
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that has its text configuration, or the model itself if there is no such part."""
+    from transformers import PreTrainedModel
+
+    config = text_config(model)
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config)
+    return next(parts, model)
+
+
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """Everything of a model but its head: its towers and its language model.
+
+    Multimodal models of transformers 4 have it as `model`, and are their own `base_model`.
+    """
+    inner = getattr(model, "model", None)
+    return cast("PreTrainedModel", inner if model.base_model is model and inner is not None else model.base_model)
+
+
+def without_engines(model: nn.Module) -> nn.Module:
+    """A model without the wrappers of DDP, FSDP, DeepSpeed and `torch.compile`."""
+    from accelerate.utils import extract_model_from_parallel
+
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def input_device_of(base: PreTrainedModel) -> torch.device:
+    """The device that a model's inputs go to."""
+    return cast(Tensor, base.get_input_embeddings().weight).device
+
+
+def vocabulary_of(base: PreTrainedModel) -> int | None:
+    """The number of rows of a model's token embedding, or None for an embedding of another kind."""
+    return getattr(base.get_input_embeddings(), "num_embeddings", None)
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Puts a model into training or evaluation mode for the block, and each module back into its own
+    mode afterwards.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
