@@ -28,8 +28,7 @@ from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
-from fastdpo.models.layouts import Groups, SharePrompts
-from fastdpo.models.state import ATTRIBUTE
+from fastdpo.models.state import ATTRIBUTE, Groups, SharePrompts
 
 
 class TokenizedTrainer(DPOTrainer):

@@ -22,10 +22,9 @@ from torch import nn
 from ..logs import logger
 from ..models import forward
 from ..models.calls import Counted, counted
-from ..models.layouts import Groups
 from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
-from ..models.state import ForwardOptions, MakeOutput
+from ..models.state import ForwardOptions, Groups, MakeOutput
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
 from . import grouped_epochs

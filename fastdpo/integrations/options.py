@@ -16,7 +16,7 @@ from .. import storage
 from ..logs import warn
 
 if TYPE_CHECKING:
-    from ..models.layouts import SharePrompts
+    from ..models.state import SharePrompts
 
 _DPO = "trl.DPOTrainer"
 

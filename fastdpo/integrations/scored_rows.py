@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models import forward
-from ..models.router import router_loss
+from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason

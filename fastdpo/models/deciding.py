@@ -8,18 +8,33 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from .. import packing
 from ..logs import report, strict
 from ..packing import NotPackable
 from ..reasons import Reason
-from . import calls, head, images, probe, support
-from .laying_out import packed_call, padded_call
+from . import attention, calls, head, images, probe, sharding, support
+from .layouts import labels_of_call, layout_of_call
 from .probe import ProbeResult
-from .scoring import verify
-from .sharding import is_sharded, shared_reason
-from .state import FusedForward, RunnableBatch, disabled_reason, restore, switch_attention
+from .sharding import shared_reason
+from .state import (
+    ForwardOptions,
+    FusedForward,
+    RunnableBatch,
+    disabled_reason,
+    install_head,
+    restore,
+    switch_attention,
+)
+from .verification import verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+CALL_ARGUMENTS = {
+    *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
+    *("output_router_logits", "use_cache", "return_dict"),
+}
+"""Arguments of a model call that the fused forward takes or can ignore."""
 
 MAX_PROBE_RESULTS = 16
 """Number of structures of a model whose probe results are kept, for
@@ -37,16 +52,16 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     fused.was_called = True
     batch, path, reason = None, "stock", None
     own = call_reason = None if disabled_reason(model, fused) else _call_reason(model, fused, args, kwargs)
-    if call_reason is None or is_sharded(model):
+    if call_reason is None or sharding.is_sharded(model):
         reason = model_reason(model, fused, device_of(model, args, kwargs))
     if reason is None and call_reason is None:
         try:
-            batch, path = packed_call(model, fused, kwargs), "fused"
+            batch, path = _packed(model, fused, kwargs), "fused"
         except NotPackable as error:
             own = error.reason
-    if reason is None and own is not None and is_sharded(model):
+    if reason is None and own is not None and sharding.is_sharded(model):
         # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
-        batch = padded_call(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
+        batch = _padded(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
         path = "stock" if batch is None else "padded"
     if batch is not None and fused.options.is_compared and torch.is_grad_enabled() not in fused.verified:
         reason = fused.disabled_reason = verify(model, fused, batch, args, kwargs)
@@ -65,11 +80,86 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
 
 
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
-    """Why the fused forward cannot take a call."""
-    options = fused.options
+    """Returns why the fused forward cannot take the arguments of a call, or None if it can."""
+    if args:
+        return Reason("positional-arguments")
+    ids, mask, options = kwargs.get("input_ids"), kwargs.get("attention_mask"), fused.options
+    if ids is None or mask is None:
+        return Reason("no-input-ids")
+    if options.rewards and kwargs.get("labels") is not None:
+        return Reason("unsupported-argument", names="labels")
+    if labels_of_call(kwargs)[0] is None:
+        return Reason("no-labels")
     others = options.rewards.ignored if options.rewards else images.ARGUMENTS if options.images else ()
-    reason = support.call_unsupported_reason(model, args, kwargs, others=others, **options.of_head)
-    return reason or images.unsupported_reason(model, kwargs)
+    given = [name for name, x in kwargs.items() if x is not None and x is not False]
+    unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
+    if unknown:
+        return Reason("unsupported-argument", names=", ".join(unknown))
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        return Reason("attention-mask", given=kind)
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return Reason("neftune")
+    return scoring_unsupported_reason(model, fused.options) or images.unsupported_reason(model, kwargs)
+
+
+def scoring_unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:
+    """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
+    if _sequences_are_split():
+        return Reason("split-sequences", method="context or sequence parallelism")
+    if options.rewards:
+        return options.rewards.unsupported_reason(model)
+    return head.unsupported_reason(head.head_of(model), float32=options.float32_head)
+
+
+def _sequences_are_split() -> bool:
+    """Whether accelerate was configured for context or sequence parallelism, by whichever trainer."""
+    if "accelerate" not in sys.modules:
+        return False
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
+
+
+def _packed(model: PreTrainedModel, fused: FusedForward, kwargs: dict) -> RunnableBatch:
+    """The packed batch. One with images is examined before it is run, as the model was before.
+
+    Raises:
+        NotPackable: the batch has no packed form, or the model does not run packed as it is now.
+    """
+    if fused.examined not in fused.probe_results:
+        raise NotPackable(Reason("changed-model"))
+    if model.training and cast(ProbeResult, fused.probe_result).attention_dropout:
+        raise NotPackable(Reason("attention-dropout"))
+    switch_attention(model, fused)
+    install_head(model, fused)
+    given = images.images_of(kwargs)
+    if given is None:
+        layout = layout_of_call(model, fused, kwargs)
+        return RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]), {})
+    if sharding.is_sharded(model):
+        raise NotPackable(Reason("image-ranks"))
+    return images.pack_examined(model, fused, given, kwargs)
+
+
+def _padded(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
+    """How a call runs padded, with the fused head, next to ranks that run their packed batches. None if
+    it has no labels, or if the model's own forward is to run it.
+
+    The backbone gets all that the call was given, as from TRL's forward. That forward reads the weight of
+    the head, so if others have added hooks to the head or replaced its forward, they do not run here either.
+    """
+    labels, shifted = labels_of_call(kwargs)
+    if labels is None or (fused.options.rewards and not fused.options.rewards.runs_padded):
+        return None
+    mask = kwargs.get("attention_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
+    layout = packing.padded_layout(labels, mask, labels, shifted)
+    bare = scoring_unsupported_reason(model, fused.options) is not None
+    if not bare:
+        install_head(model, fused)
+    return RunnableBatch(layout, images.padded_inputs(kwargs), {}, args, bare)
 
 
 def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:
@@ -92,7 +182,7 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
         return disabled
     structure = fused.examined = fused.structure.hash(model)
     results = fused.probe_results
-    if structure not in results and not (results and is_sharded(model)):
+    if structure not in results and not (results and sharding.is_sharded(model)):
         if len(results) >= MAX_PROBE_RESULTS:
             results.clear()
             fused.image_results.clear()
@@ -109,7 +199,7 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         model,
         disabled_reason(model, fused)
         or support.unsupported_reason(model)
-        or support.scoring_unsupported_reason(model, **fused.options.of_head),
+        or scoring_unsupported_reason(model, fused.options),
     )
     if reason is not None:
         return ProbeResult(reason)

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from ..logs import warn
 from ..reasons import Reason
-from . import attention, deciding, head, laying_out, support
+from . import attention, deciding, head, layouts, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
-from .laying_out import call_layout
 from .parts import find_base, text_config
 from .scoring import prior_logits, score
 from .sharding import is_sharded
@@ -145,7 +144,7 @@ def disabled_reason(model: nn.Module, integration: str) -> Reason | None:
 def is_random(model: nn.Module, integration: str) -> bool:
     """Whether a model draws random numbers in training mode, as far as is known before its first call."""
     fused = _find(model, integration)
-    return fused is not None and laying_out.is_random(cast("PreTrainedModel", find_base(model)), fused)
+    return fused is not None and layouts.is_random(cast("PreTrainedModel", find_base(model)), fused)
 
 
 def logged_reasons(model: nn.Module, integration: str) -> frozenset[Reason]:
@@ -194,14 +193,14 @@ def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], 
         NotPackable: the batch has no packed form.
     """
     fused = cast(FusedForward, state_of(model))
-    reason = fused.disabled_reason or support.scoring_unsupported_reason(model, **fused.options.of_head)
+    reason = fused.disabled_reason or deciding.scoring_unsupported_reason(model, fused.options)
     if reason is not None:
         raise ValueError(reason)
     if fused.options.rewards:
         kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
     else:
         head.install(head.head_of(model))
-    layout = call_layout(model, fused, kwargs)
+    layout = layouts.layout_of_call(model, fused, kwargs)
     switch_attention(model, fused)
     inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
     inputs |= {name: convert(inputs[name]) for name in ("input_ids", "position_ids")}

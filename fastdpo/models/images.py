@@ -20,8 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands, probe
+from .layouts import layout_of_call
 from .parts import backbone, language_model
 from .probe import ProbeResult
+from .state import FusedForward, RunnableBatch
 from .support import rope_limit
 
 if TYPE_CHECKING:
@@ -104,54 +106,38 @@ class Packed(NamedTuple):
     shared: bool
 
 
-ImageResults = dict[tuple[int, frozenset[str], bool], ProbeResult]
-"""What was found out about batches with images: by the structure of the model, the names of the arguments, and
-whether each pair's images are run once.
-"""
-
-
-def pack_examined(
-    model: PreTrainedModel,
-    structure: int,
-    results: ImageResults,
-    images: Images,
-    kwargs: dict,
-    make_layout: Callable[..., Layout],
-    *,
-    share_random: bool = True,
-) -> tuple[Layout, dict[str, Any]]:
-    """The layout of a batch, and the arguments of the model's backbone for its packed tokens. The first batch
-    of each kind is examined before it is run.
+def pack_examined(model: PreTrainedModel, fused: FusedForward, images: Images, kwargs: dict) -> RunnableBatch:
+    """The packed batch of a call. The first one of each kind is examined before it is run.
 
     Args:
         model: a model that is switched to packed attention.
-        structure: hash of the model's structure.
-        results: of the batches that have been examined.
+        fused: the state of its fused forward.
         images: in the batch.
         kwargs: the arguments of the call on the padded batch.
-        make_layout: makes a layout, in which pairs share no prefix if it is called with
-            `share=False`.
-        share_random: whether pairs share images and prefixes in a model that is random, as with
-            dropout.
 
     Raises:
         NotPackable: the batch has no packed form.
     """
+    make_layout = functools.partial(layout_of_call, model, fused, kwargs, groups="pairs")
     packed = pack(model, images, kwargs, make_layout)
-    key = structure, frozenset([*images.of_tokens, *images.of_images]), packed.shared
-    if key not in results:
-        results[key] = _examine(model, images, packed, kwargs)
-    result = results[key]
+    results, kind = (
+        fused.image_results,
+        (fused.examined, frozenset([*images.of_tokens, *images.of_images]), packed.shared),
+    )
+    if kind not in results:
+        results[kind] = _examine(model, images, packed, kwargs)
+    result = results[kind]
     if result.unsupported_reason is not None:
         raise NotPackable(result.unsupported_reason)
     if model.training and result.attention_dropout:
         raise NotPackable(Reason("attention-dropout"))
-    if model.training and result.is_random and packed.shared and not share_random:
+    if model.training and result.is_random and packed.shared and fused.options.share_prompts == "deterministic":
         packed = pack(model, images, kwargs, functools.partial(make_layout, share=False))
-    return packed.layout, packed.inputs
+    return RunnableBatch(packed.layout, packed.inputs, images.of_images)
 
 
 def pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Callable[..., Layout]) -> Packed:
+    """Packs a batch. `make_layout` makes its layout, in which pairs share no prefix if called with `share=False`."""
     if images.of_images and placeholder(model) is None:
         raise NotPackable(Reason("image-placeholder"))
     for shared in (True, False) if images.are_repeated() else (False,):

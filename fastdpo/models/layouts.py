@@ -5,22 +5,28 @@ A batch may also come with a layout, which was made where the batch was collated
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from .. import packing
+from ..logs import logger
 from ..packing import Layout
+from ..reasons import Reason
+from .state import FusedForward, Groups
+from .support import returns_router_logits, rope_reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Layouts by the labels of their batch, or by what these follow from if the layouts came with it: weak references
-to its other tensors, what the layout depends on, and the layout.
+"""What each layout depends on, and the layout, by the labels of its batch, or by what these follow from if the layout
+came with it.
 """
 
 _sources: ContextVar[tuple[tuple[Tensor, int | None], ...]] = ContextVar("fastdpo_sources", default=())
@@ -43,18 +49,10 @@ class PaddedBatch(NamedTuple):
     shifted: bool
 
 
-def padded_batch(kwargs: dict) -> PaddedBatch:
-    """The batch in the keyword arguments of a model call."""
+def labels_of_call(kwargs: dict) -> tuple[Any, bool]:
+    """The labels in the keyword arguments of a model call, or None, and whether they came as `shift_labels`."""
     shifted = kwargs.get("shift_labels") is not None
-    labels = kwargs["shift_labels" if shifted else "labels"]
-    return PaddedBatch(kwargs["input_ids"], kwargs["attention_mask"], labels, shifted)
-
-
-SharePrompts = bool | Literal["deterministic"]
-"""Whether rows share what they begin with: always, never, or only where a model is not random."""
-
-Groups = Literal["content", "pairs"]
-"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
+    return kwargs.get("shift_labels" if shifted else "labels"), shifted
 
 
 def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
@@ -113,20 +111,16 @@ def labelling(source: Tensor | None, padding: int | None = None) -> Iterator[Non
 
 def _kept(key: Tensor, batch: PaddedBatch, how: tuple) -> Layout | None:
     kept = _layouts.get(key)
-    if kept is None:
-        return None
-    others, version, layout = kept
-    is_same = others[0]() is batch.input_ids and others[1]() is batch.attention_mask
-    return layout if is_same and version == _version(key, batch, how) else None
+    return kept[1] if kept is not None and kept[0] == _state(key, batch, how) else None
 
 
 def _keep(key: Tensor, batch: PaddedBatch, how: tuple, layout: Layout) -> None:
-    others = weakref.ref(batch.input_ids), weakref.ref(batch.attention_mask)
-    _layouts[key] = others, _version(key, batch, how), layout
+    _layouts[key] = _state(key, batch, how), layout
 
 
-def _version(key: Tensor, batch: PaddedBatch, how: tuple) -> tuple:
-    return *how, *(x._version for x in (key, batch.input_ids, batch.attention_mask))
+def _state(key: Tensor, batch: PaddedBatch, how: tuple) -> tuple:
+    others = batch.input_ids, batch.attention_mask
+    return *how, *map(WeakIdRef, others), *(x._version for x in (key, *others))
 
 
 def pack(batch: PaddedBatch, groups: Groups | None, store_all: bool = False, reach: int | None = None) -> Layout:
@@ -137,3 +131,32 @@ def pack(batch: PaddedBatch, groups: Groups | None, store_all: bool = False, rea
         members = torch.arange(rows, device="cpu") % (rows // 2)
     tensors = batch[:3]
     return packing.pack(*tensors, groups=members, shifted=batch.shifted, store_all=store_all, reach=reach)
+
+
+def layout_of_call(
+    model: PreTrainedModel, fused: FusedForward, kwargs: dict, *, groups: Groups | None = None, share: bool = True
+) -> Layout:
+    """The layout of a packed call, with shared prompts if its options and the model's state allow it."""
+    labels, shifted = labels_of_call(kwargs)
+    batch = PaddedBatch(kwargs["input_ids"], kwargs["attention_mask"], labels, shifted)
+    requested = fused.options.share_prompts
+    share = share and requested is not False
+    if share and requested == "deterministic" and model.training and is_random(model, fused):
+        share = False
+        if not fused.has_logged_dropout:
+            fused.has_logged_dropout = True
+            name, role = fused.options.integration, fused.options.role
+            logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, Reason("dropout").named)
+    # All positions of the padded rows count, padding included.
+    width = batch.input_ids.shape[1]
+    reach = None if rope_reason(model, width) is None else width
+    groups = (groups or fused.options.groups) if share else None
+    return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
+
+
+def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:
+    """Whether training is random. The probe misses dropout in an
+    adapter whose weights are still zero.
+    """
+    seen = fused.probe_result is not None and fused.probe_result.is_random
+    return seen or any(cast(nn.Dropout, x).p > 0 for x in fused.structure.modules_of(model, nn.Dropout))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
-from . import attention, head, images, sharding
-from .layouts import Groups, SharePrompts
+from . import attention, head, sharding
 from .probe import ProbeResult
 from .reward_head import RewardHead
 from .structure import Structure
@@ -26,6 +25,13 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "_fastdpo_forward"
 """The attribute of a model that holds its `FusedForward`."""
+
+
+SharePrompts = bool | Literal["deterministic"]
+"""Whether rows share what they begin with: always, never, or only where a model is not random."""
+
+Groups = Literal["content", "pairs"]
+"""Which rows of a batch may share the tokens that they begin with: rows that begin alike, or rows i and i + R/2."""
 
 
 class ForwardOptions(NamedTuple):
@@ -65,11 +71,6 @@ class ForwardOptions(NamedTuple):
     memory_budget: int | None = None
     verify: bool = False
     changed: tuple[str, ...] = ()
-
-    @property
-    def of_head(self) -> dict[str, Any]:
-        """Those that say whether the model's head can score (`support.scoring_unsupported_reason`)."""
-        return {"rewards": self.rewards, "float32_head": self.float32_head}
 
     @property
     def is_compared(self) -> bool:
@@ -136,7 +137,8 @@ class FusedForward:
         probe_results: by the hash of the structure that the model had when it was probed.
         probe_result: of the model as it is; None before its first call.
         examined: the hash of the structure that the model has.
-        image_results: of batches with images.
+        image_results: of batches with images, by the hash of the model's structure, the names of the arguments, and
+            whether each pair's images are run once.
         logged: reasons that have been logged, for which calls have fallen back.
         was_called: whether an integration has called the model, or has left a call to its trainer.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
@@ -161,7 +163,7 @@ class FusedForward:
     probe_results: dict[int, ProbeResult] = field(default_factory=dict)
     probe_result: ProbeResult | None = None
     examined: int = 0
-    image_results: images.ImageResults = field(default_factory=dict)
+    image_results: dict[tuple[int, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[Reason] = field(default_factory=set)
     was_called: bool = False
     is_awaited: bool = False

@@ -6,18 +6,15 @@ No model is known by its name here. `probe.py` then compares a packed run with a
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..reasons import Reason
-from . import attention, head
+from . import attention
 from .harmless import FORWARD_WRAPPERS, forwards_of, inner_function, is_of, module_of, name_of
 from .mixers import finding
 from .parts import language_model, text_config
-from .reward_head import RewardHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -25,12 +22,6 @@ if TYPE_CHECKING:
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 LAYER_TYPES_WITH_MIXERS = {*LAYER_TYPES, "linear_attention", "conv", "hybrid", "mlp", "moe"}
-
-CALL_ARGUMENTS = {
-    *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
-    *("output_router_logits", "use_cache", "return_dict"),
-}
-"""Arguments of a model call that the fused forward takes or can ignore."""
 
 
 def unsupported_reason(model: PreTrainedModel) -> Reason | None:
@@ -64,51 +55,6 @@ def unsupported_reason(model: PreTrainedModel) -> Reason | None:
     if getattr(config, "reorder_and_upcast_attn", False):
         return Reason("upcast-attention")
     return None
-
-
-def call_unsupported_reason(
-    model: PreTrainedModel,
-    args: tuple,
-    kwargs: dict,
-    *,
-    rewards: RewardHead | None = None,
-    float32_head: bool = False,
-    others: Collection[str] = (),
-) -> Reason | None:
-    """Returns why the fused forward cannot take the arguments of a call, or None if it can.
-
-    `rewards` and `float32_head` are those of the `ForwardOptions`. `others` are arguments that are examined elsewhere.
-    """
-    if args:
-        return Reason("positional-arguments")
-    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if ids is None or mask is None:
-        return Reason("no-input-ids")
-    if rewards and kwargs.get("labels") is not None:
-        return Reason("unsupported-argument", names="labels")
-    if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
-        return Reason("no-labels")
-    given = [name for name, x in kwargs.items() if x is not None and x is not False]
-    unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
-    if unknown:
-        return Reason("unsupported-argument", names=", ".join(unknown))
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        return Reason("attention-mask", given=kind)
-    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
-        return Reason("neftune")
-    return scoring_unsupported_reason(model, rewards=rewards, float32_head=float32_head)
-
-
-def scoring_unsupported_reason(
-    model: PreTrainedModel, *, rewards: RewardHead | None = None, float32_head: bool = False
-) -> Reason | None:
-    """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
-    if _sequences_are_split():
-        return Reason("split-sequences", method="context or sequence parallelism")
-    if rewards:
-        return rewards.unsupported_reason(model)
-    return head.unsupported_reason(head.head_of(model), float32=float32_head)
 
 
 def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
@@ -184,11 +130,9 @@ def logit_transform(config: PretrainedConfig) -> tuple[float | None, float]:
     return softcap, scaling if config.model_type == "hyperclovax" else 1 / scaling
 
 
-def _sequences_are_split() -> bool:
-    """Whether accelerate was configured for context or sequence parallelism, by whichever trainer."""
-    if "accelerate" not in sys.modules:
-        return False
-    from accelerate.state import AcceleratorState
-
-    parallelism = AcceleratorState._shared_state.get("parallelism_config")
-    return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
+def returns_router_logits(model: PreTrainedModel, kwargs: dict) -> bool:
+    """Whether a call asks for router logits, itself or, as in the model's
+    own forward, by the configuration.
+    """
+    requested = kwargs.get("output_router_logits")
+    return bool(getattr(text_config(model), "output_router_logits", False) if requested is None else requested)

@@ -58,9 +58,9 @@ def sharing(model: PreTrainedModel, images: dict[str, Tensor]) -> AbstractContex
 
     Args:
         model: a multimodal model that is about to be called.
-        images: the image tensors of the batch.
+        images: the image tensors of the batch, at least one.
     """
-    if not images or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return nullcontext()
     return _sharing(model, next(iter(images.values())))
 

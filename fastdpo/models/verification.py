@@ -12,19 +12,25 @@ as in a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from .. import packing
 from ..accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
-from ..logs import logger
+from ..logs import logger, report
+from ..ops import definitions
 from ..ops.head.results import TokenLogps
-from . import gradients
+from ..reasons import Reason
+from . import calls, gradients
+from .scoring import prior_logits, score, targets_of_call
+from .sharding import is_sharded
+from .state import FusedForward, RunnableBatch, install_head, restore, switch_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,37 +88,58 @@ class _Outcome(NamedTuple):
     others: dict[str, Tensor]
 
 
-Score = Callable[[], tuple[TokenLogps, Mapping[str, Tensor]]]
-"""Scores the batch: results of shape [R, W], zero where nothing is scored, and other results to be compared."""
+Results = tuple[TokenLogps, dict[str, Tensor]]
+"""What one side returns: results of shape [R, W], zero where nothing is scored, and other results to be compared."""
 
 
 def verify(
-    model: PreTrainedModel,
-    name: str,
-    label_mask: Tensor,
-    stock: Score,
-    fused: Score,
-    as_before: Callable[[], AbstractContextManager[None]],
-    is_random: bool = False,
-    scores: str = "log-probabilities",
-) -> None:
-    """Verifies one call, with gradients if they are enabled.
+    model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
+) -> Reason | None:
+    """Compares a call that is about to run with the same call of the prior forward.
 
-    Args:
-        model: the causal LM.
-        name: of the call, for messages.
-        label_mask: bool [R, W], where a token is scored; for scores of whole rows, [R, 1].
-        stock, fused: score the batch on either side.
-        as_before: a context in which the model is as it was before its forward was replaced. Stock
-            results and gradients are computed in it.
-        is_random: whether the model draws random numbers outside of dropout modules. It is then
-            verified in evaluation mode.
-        scores: what is scored, in words.
+    Returns why all calls go to the prior forward from now on. Only a trial has such a reason.
 
     Raises:
-        VerificationError: a difference is beyond rounding.
-        NotComparable: the model's gradients cannot be taken.
+        VerificationError: they differ, and this is no trial.
     """
+    options = fused.options
+    name, finding, obstacle = f"{options.integration} ({options.role})", None, None
+    fused.verified.add(torch.is_grad_enabled())
+    if is_sharded(model):
+        fused.verified.update((True, False))
+        obstacle = Reason("verified-ranks")
+    else:
+        try:
+            _compare(name, model, fused, batch, args, kwargs)
+            calls.outcomes[options.integration, "verified"] += 1
+        except NotComparable:
+            obstacle = Reason("verified-checkpoints")
+        except VerificationError as error:
+            if options.verify:
+                raise
+            finding = f"its first call differs from stock in {error.differences}"
+    if obstacle is not None and options.changed:
+        finding = f"its calls cannot be compared with stock ones: {obstacle}"
+    elif obstacle is not None:
+        report(f"{name}: not verified, {obstacle.named}")
+    return None if finding is None else Reason("changed-calls", functions=", ".join(options.changed), finding=finding)
+
+
+def _compare(
+    name: str, model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
+) -> None:
+    """Compares one call, with gradients if they are enabled. A model that draws random numbers outside of dropout
+    modules is compared in evaluation mode.
+    """
+    is_random = fused.probe_result is not None and fused.probe_result.is_random
+    label_mask, scores = targets_of_call(kwargs) != packing.IGNORE_INDEX, "log-probabilities"
+    if fused.options.rewards:
+        label_mask, scores = label_mask.any(1, keepdim=True), fused.options.rewards.scored
+
+    def outcome(score: Callable[..., Results], *call: Any) -> _Outcome:
+        torch.manual_seed(0)
+        return _outcome(model, label_mask, scores, *score(fused, *call))
+
     unit = training_unit(model)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
@@ -120,25 +147,62 @@ def verify(
         stack.enter_context(_without_dropout(model, is_random))
         stack.enter_context(_without_gradients(model))
         stack.enter_context(_without_reentrant_checkpoints())
-        with as_before():
-            expected = _outcome(model, label_mask, stock, scores)
+        with _as_before(model, fused):
+            expected = outcome(_prior_results, args, kwargs)
             with perturbed(layers_of(model), random_rounding, unit):
-                rounded = _outcome(model, label_mask, stock, scores)
-        found = _outcome(model, label_mask, fused, scores)
+                rounded = outcome(_prior_results, args, kwargs)
+        found = outcome(_fused_results, model, batch, kwargs)
     differences = [*_differences(label_mask, found, expected, rounded, unit)]
-    raise_if_unexplained(name, differences)
+    wrong = ", ".join(str(x) for x in differences if not x.explained)
+    if wrong:
+        raise VerificationError(
+            f"fastdpo: {name}: the fused path differs from the stock path by more than rounding explains, in "
+            f"{wrong}. No weight has been changed. Train without fastdpo, and report this",
+            wrong,
+        )
     logger.info("fastdpo: %s: verified; differs in %s", name, ", ".join(map(str, differences)))
 
 
-def raise_if_unexplained(name: str, differences: list[Difference]) -> None:
-    wrong = [x for x in differences if not x.explained]
-    if wrong:
-        described = ", ".join(map(str, wrong))
-        raise VerificationError(
-            f"fastdpo: {name}: the fused path differs from the stock path by more than rounding explains, in "
-            f"{described}. No weight has been changed. Train without fastdpo, and report this",
-            described,
-        )
+def _fused_results(fused: FusedForward, model: PreTrainedModel, batch: RunnableBatch, kwargs: dict) -> Results:
+    scored = score(model, fused, batch, kwargs)
+    return scored.logps, _other_results(fused, fused.make_output(scored, kwargs)) if fused.prior_scores else {}
+
+
+def _prior_results(fused: FusedForward, args: tuple, kwargs: dict) -> Results:
+    """What the prior forward computes of a batch, [R, W]."""
+    options = fused.options
+    if fused.prior_scores:
+        output = fused.prior_forward(*args, fused_lm_head=True, **kwargs)
+        logps = TokenLogps(output.log_probs, **{name: getattr(output, name) for name in options.outputs})
+        return logps, _other_results(fused, output)
+    output, targets = prior_logits(fused, args, kwargs), targets_of_call(kwargs)
+    if options.rewards:
+        return TokenLogps(options.rewards.returned(output, targets != packing.IGNORE_INDEX)), {}
+    logits = output.logits[:, : targets.shape[1]]
+    outputs = ("logps", *options.outputs)
+    return definitions.token_logps(
+        logits, targets.to(logits.device), temperature=options.temperature, outputs=outputs
+    ), {}
+
+
+def _other_results(fused: FusedForward, output: Any) -> dict[str, Tensor]:
+    """What a model that scores returns next to the results of tokens, such as its loss, if its code has changed.
+
+    A result that is new is among them.
+    """
+    own = ("log_probs", *fused.options.outputs)
+    return {name: x for name, x in output.items() if name not in own} if fused.options.changed else {}
+
+
+@contextmanager
+def _as_before(model: PreTrainedModel, fused: FusedForward) -> Iterator[None]:
+    """In the block, the attention and the head of the model are its own."""
+    restore(model, fused)
+    try:
+        yield
+    finally:
+        switch_attention(model, fused)
+        install_head(model, fused)
 
 
 @contextmanager
@@ -188,9 +252,9 @@ def _not_reentrant(function: Callable, preserve_rng_state: bool, *args: object) 
     return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-def _outcome(model: PreTrainedModel, label_mask: Tensor, score: Score, scores: str) -> _Outcome:
-    torch.manual_seed(0)
-    scored, others = score()
+def _outcome(
+    model: PreTrainedModel, label_mask: Tensor, scores: str, scored: TokenLogps, others: dict[str, Tensor]
+) -> _Outcome:
     others = {name: x.detach().double().cpu().flatten() for name, x in others.items()}
     values = {name: x for name, x in scored._asdict().items() if x is not None and x.is_floating_point()}
     labels = {"logps": scores, **_LABELS}

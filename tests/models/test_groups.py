@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from fastdpo.models import forward
-from fastdpo.models.router import router_loss
+from fastdpo.models.scoring import router_loss
 from fastdpo.models.state import ForwardOptions
 from fastdpo.ops import packed_attention
 from fastdpo.packing import IGNORE_INDEX

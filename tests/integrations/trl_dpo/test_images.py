@@ -10,7 +10,7 @@ import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo.integrations.trl import memory as trl_memory
-from fastdpo.models import images, islands, probe, support
+from fastdpo.models import images, islands, probe, sharding
 from fastdpo.models.parts import language_model
 from fastdpo.ops.attention.islands import is_island
 from tests.support.comparison import assert_far_from_same
@@ -210,7 +210,7 @@ def test_the_memory_is_disabled_where_images_have_no_owner(both, caplog):
 
 
 def test_ranks_that_run_a_model_together_run_images_padded(both, monkeypatch, caplog):
-    monkeypatch.setattr(support, "is_sharded", lambda model: True)
+    monkeypatch.setattr(sharding, "is_sharded", lambda model: True)
     stock, patched = both("qwen3_vl")
     assert_same(stock, patched)
     assert patched.calls == {("policy", "padded"): 2, ("reference", "padded"): 2}

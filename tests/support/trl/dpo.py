@@ -31,8 +31,8 @@ from trl import DPOConfig, DPOTrainer
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.models import laying_out
-from fastdpo.models.layouts import SharePrompts
+from fastdpo.models import layouts
+from fastdpo.models.state import SharePrompts
 from fastdpo.packing import Layout
 from tests.support.comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
 from tests.support.workers.processes import run_ranks
@@ -283,13 +283,13 @@ def train_both(
 
 def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     """A list to which the layout of each following call is appended."""
-    stock, recorded = laying_out.layout_of, []
+    stock, recorded = layouts.layout_of, []
 
     def layout_of(*args, **options):
         recorded.append(stock(*args, **options))
         return recorded[-1]
 
-    monkeypatch.setattr(laying_out, "layout_of", layout_of)
+    monkeypatch.setattr(layouts, "layout_of", layout_of)
     return recorded
 
 

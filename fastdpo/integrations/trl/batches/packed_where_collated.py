@@ -14,7 +14,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from ....models import layouts, reward_head
-from ....models.layouts import Groups, PaddedBatch
+from ....models.layouts import PaddedBatch
+from ....models.state import Groups
 from ....packing import IGNORE_INDEX, Layout, NotPackable
 from ...line import TrainerLine
 from ...replacements import temporarily

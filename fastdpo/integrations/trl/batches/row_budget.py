@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ....batching.rows import RowPlanner
 from ....logs import warn
 from ....models.calls import outcomes
-from ....models.layouts import SharePrompts
 from ....models.parts import base_of
+from ....models.state import SharePrompts
 from ...bypass import bypass_reason, is_overridden
 from ...callbacks import callback
 from ...gathering import of_all_ranks

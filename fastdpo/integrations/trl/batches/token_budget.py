@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from ....data.columns import COLUMNS
 from ....logs import logger
 from ....models.calls import outcomes
-from ....models.layouts import SharePrompts
 from ....models.parts import base_of
+from ....models.state import SharePrompts
 from ....models.support import rope_reason
 from ...bypass import STATE
 from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
