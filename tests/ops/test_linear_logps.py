@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fastdpo.ops import definitions, linear_logps
 from fastdpo.ops.head.formats import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
-from tests.support.ops.heads import LEAVES, OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
+from tests.support.ops.heads import LEAVES, OUTPUTS, REAL_OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
 from tests.support.ops.special_rows import special_row
 
 INF = float("inf")
@@ -90,7 +90,7 @@ def assert_accurate(*draws, memory_budget=1 << 20, **options):
     mine, gradients = collected(linear_logps, draws, memory_budget=memory_budget)
     eager, eager_gradients = collected(definitions.linear_logps, draws)
     exact, exact_gradients = collected(definitions.linear_logps, [doubled(inputs) for inputs in draws], torch.float64)
-    for name in set(OUTPUTS) - {"is_top1"}:
+    for name in REAL_OUTPUTS:
         assert_as_accurate_as(mine[name], eager[name], exact[name])
     transform = {name: value for name, value in options.items() if name in ("softcap", "logit_scale")}
     for inputs, is_top1 in zip(draws, mine["is_top1"].split([len(u[0]) for u in upstreams]), strict=True):
@@ -149,7 +149,7 @@ def test_each_mode_propagates_overflows(special, name, mode):
     weight[:, :4] = logits.t().clamp(-1e30, 1e30)
     weight[:, :4] /= torch.where(logits.t().isinf(), 1, 1e30)
     inputs = {"hidden": hidden, "weight": weight, "bias": None, "targets": targets}
-    options = {**mode(name, torch.float32), "outputs": tuple(set(OUTPUTS) - {"is_top1"})}
+    options = {**mode(name, torch.float32), "outputs": REAL_OUTPUTS}
     results, gradients = results_and_gradients(linear_logps, inputs, **options)
     options.pop("memory_budget")
     expected, eager_gradients = results_and_gradients(definitions.linear_logps, inputs, **options)

@@ -8,11 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastdpo.ops import definitions, token_logps
 from fastdpo.ops.head.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error, floor
-from tests.support.ops.heads import Dropped
+from tests.support.ops.heads import OUTPUTS, Dropped
 from tests.support.ops.special_rows import SPECIAL_ROWS, assert_special_row, special_row
 
 INF = float("inf")
-OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = {  # draws, N, V, rows of a tile

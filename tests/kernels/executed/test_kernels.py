@@ -11,9 +11,9 @@ from fastdpo.kernels.logit_math import tanh
 from fastdpo.kernels.token_logps import token_logps_fwd
 from fastdpo.ops import definitions, packed_attention, token_logps
 from fastdpo.ops.attention import layouts
-from fastdpo.ops.head.results import STATISTICS
 from fastdpo.ops.transform import Transform
 from fastdpo.testing import assert_as_accurate_as, error
+from tests.support.ops.heads import OUTPUTS, REAL_OUTPUTS
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -36,13 +36,13 @@ def gradients(op, tensors, grad, **options):
 def test_token_logps(vocabulary, dtype, launches):
     logits, grad = (1 + torch.randn(3, vocabulary)).to(dtype), torch.randn(3)
     targets = torch.tensor([vocabulary - 1, -100, 5])
-    options = dict(targets=targets, softcap=20.0, outputs=("logps", *STATISTICS))
+    options = dict(targets=targets, softcap=20.0, outputs=OUTPUTS)
     (mine, mine_grad), (eager, eager_grad) = (
         gradients(op, [logits], grad, **options) for op in (token_logps, definitions.token_logps)
     )
     exact, exact_grad = gradients(definitions.token_logps, [logits.double()], grad, **options)
     assert launches == ["_token_logps_fwd_kernel", "_token_logps_bwd_kernel"]
-    for name in ("logps", "entropy", "mean_logits", "log_sum_sq_probs"):
+    for name in REAL_OUTPUTS:
         assert_as_accurate_as(*(getattr(x, name) for x in (mine, eager, exact)))
     assert torch.equal(mine.is_top1, exact.is_top1)
     assert_as_accurate_as(mine_grad[0], eager_grad[0], exact_grad[0])

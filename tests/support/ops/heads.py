@@ -2,8 +2,11 @@
 
 import torch
 
+from fastdpo.ops.head.results import STATISTICS
+
 LEAVES = ("hidden", "weight", "bias")
-OUTPUTS = ("logps", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+OUTPUTS = ("logps", *STATISTICS)
+REAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "is_top1")
 
 
 def head_inputs(n, v, d, dtype=torch.float32):

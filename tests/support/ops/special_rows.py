@@ -3,9 +3,9 @@
 import torch
 
 from fastdpo.ops import definitions, token_logps
+from tests.support.ops.heads import REAL_OUTPUTS
 
 INF, NAN = float("inf"), float("nan")
-OUTPUTS = ("logps", "entropy", "mean_logits", "log_sum_sq_probs")
 V, TARGET, OTHER = 67, 41, 5
 
 SPECIAL_ROWS = {  # the target's logit, one other logit, all other logits; None keeps the random value
@@ -47,7 +47,7 @@ def assert_special_row(logits, targets, **options):
 
     def call(op, logits):
         leaf = logits.detach().clone().requires_grad_()
-        results = op(leaf, targets, outputs=OUTPUTS)
+        results = op(leaf, targets, outputs=REAL_OUTPUTS)
         results.logps.sum().backward()
         return results, leaf.grad
 
@@ -55,10 +55,8 @@ def assert_special_row(logits, targets, **options):
     exact, exact_gradient = call(definitions.token_logps, logits.double())
     eps = 4 * torch.finfo(logits.dtype).eps
     wide = dict(atol=1e-4, rtol=1e-5, equal_nan=True)  # float32 sums
-    assert torch.allclose(result.logps.double(), exact.logps.double(), **wide)
-    assert torch.allclose(result.mean_logits.double(), exact.mean_logits.double(), **wide)
-    assert torch.allclose(result.log_sum_sq_probs.double(), exact.log_sum_sq_probs.double(), **wide)
-    assert torch.allclose(result.entropy.double(), exact.entropy.double(), **wide)
+    for name in REAL_OUTPUTS:
+        assert torch.allclose(getattr(result, name).double(), getattr(exact, name).double(), **wide), name
     scored = targets != -100
     assert torch.allclose(gradient[scored].double(), exact_gradient[scored], atol=eps, rtol=eps, equal_nan=True)
     assert not gradient[~scored].any()
