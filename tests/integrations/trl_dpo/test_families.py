@@ -15,10 +15,11 @@ from fastdpo import attention
 from fastdpo.models import probe
 from tests.support import faults
 from tests.support.comparison import RELATIVE, assert_close
-from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, WINDOW, kind, tiny_family
-from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits, assert_same_error
+from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family
+from tests.support.trl.dpo import assert_fused, assert_same, assert_same_bits, assert_same_error, tiny_model, train
 
 CPU = torch.device("cpu")
+LARGEST = 100_000_000  # parameters, of models whose parts have sizes of their own
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -59,6 +60,27 @@ def test_unsupported_families_fall_back_to_stock(both, caplog, name):
 def test_families_that_fail_in_stock_raise_the_same_error(tmp_path, caplog, name):
     assert_same_error(tmp_path, functools.partial(tiny_family, name), FAILS_IN_STOCK[name])
     assert STOCK[name][0] in caplog.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_family_trains_as_in_stock(both, tmp_path, name):
+    def trains(tiny):
+        try:
+            with torch.device("meta"):
+                if tiny_model(name, **tiny).num_parameters() > LARGEST:
+                    return False
+            train(tmp_path, *(tiny_model(name, seed, **tiny) for seed in range(2)), max_steps=1)
+        except Exception:  # it needs other sizes, or TRL does not train it
+            return False
+        return True
+
+    tiny = next(filter(trains, GUESSES), None)
+    if tiny is None:
+        pytest.skip("no tiny model of it trains in TRL")
+    stock, patched = both(name, tiny, max_steps=2)
+    assert_same(stock, patched)
+    assert sum(patched.calls.values()) == 4
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.trl.dpo import tiny_model
 
@@ -195,10 +196,17 @@ STOCK: dict[str, tuple[str, dict]] = {
 FAILS_IN_STOCK = {"phimoe": AttributeError, "llama4_text": AttributeError, "doge": IndexError}
 """Maps the families on which TRL's own fused head fails, with or without fastdpo, to its error."""
 
+GUESSES = [{}, EXPERTS, EXPERTS | LOCAL_EXPERTS, EXPERTS | LATENT]
+"""Configurations of families that are not named here. The first one with which a model trains is taken."""
+
 
 def kind(name: str) -> str:
     """Returns the model type of a family."""
     return name.split("-")[0]
+
+
+OTHERS = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in {*map(kind, FUSED | STOCK)}]
+"""Every other causal LM of the installed transformers."""
 
 
 def tiny_family(name: str, seed: int = 0, **config) -> PreTrainedModel:
