@@ -33,25 +33,26 @@ def packed_attention(
     dtype: torch.dtype,
     d: int,
     d_v: int,
-    group: int = 2,
+    heads: int = 4,
+    key_heads: int = 2,
     windowed: bool = False,
     capped: bool = False,
     with_sinks: bool = True,
     whole_tiles: bool = False,
 ) -> Iterator[Comparison]:
-    """Forward and backward of an attention backend, for two heads of keys with `group` of queries each.
+    """Forward and backward of an attention backend.
 
     The last row is full of NaN, or of large numbers if the backend may multiply whole tiles, in which
     the probabilities of other rows are 0 but their values are not: 0 times NaN is NaN.
     """
     options = AttentionOptions(d**-0.5, WINDOW if windowed else None, 5.0 if capped else None)
-    heads = (2 * group, d), (2, d), (2, d_v), (2 * group, d_v)
-    values = [random_values(PACKED, *size, seed=i).to(dtype).double() for i, size in enumerate(heads)]
+    sizes = (heads, d), (key_heads, d), (key_heads, d_v), (heads, d_v)
+    values = [random_values(PACKED, *size, seed=i).to(dtype).double() for i, size in enumerate(sizes)]
     for x in values:
         x[BEFORE_FOREIGN:] *= FOREIGN if whole_tiles else torch.nan
     q, k, v, grad = (placed(x, device, dtype) for x in values)
     query, key, value = leaves = [x[:BEFORE_FOREIGN].requires_grad_() for x in values[:3]]
-    sinks = random_values(2 * group, seed=4).to(dtype).double()
+    sinks = random_values(heads, seed=4).to(dtype).double()
     for sink in (sinks, None) if with_sinks else (None,):
         exact = definitions.packed_attention(query, key, value, ROWS[:-1], **options._asdict(), sinks=sink)
         call = prepare(q, v, ROWS, options)

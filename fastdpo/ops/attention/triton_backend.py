@@ -39,7 +39,7 @@ class TritonBackend:
         return works(*self.kernel_and_trial(query, value, options))
 
     def kernel_and_trial(self, query: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Kernel, Trial]:
-        sizes = dict(d=query.shape[2], d_v=value.shape[2], group=query.shape[1] // value.shape[1])
+        sizes = dict(d=query.shape[2], d_v=value.shape[2], heads=query.shape[1], key_heads=value.shape[1])
         features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
         described = tuple(f"{name} {x}" for name, x in features.items())
         kernel = Kernel(OP, query.device, query.dtype, described)

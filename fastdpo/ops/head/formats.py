@@ -21,6 +21,7 @@ from ..transform import Transform
 from . import trials
 from .gradient_sums import GradientSum, wide_product
 from .logit_rows import kernel_tile_rows, tile_rows
+from .results import LOGGED_STATISTICS
 
 OP = "linear_logps"
 ALIGNMENT = 16  # elements: rows of a tile start where kernels load vectors, whatever the size of the vocabulary
@@ -34,7 +35,6 @@ ROW_WARPS: dict[str, int | None] = {DEFAULT_WARPS: None}
 """By name, the numbers of warps for a row, one of which may be faster."""
 if torch.version.hip is None:
     ROW_WARPS[f"{WHOLE_MULTIPROCESSOR} warps"] = WHOLE_MULTIPROCESSOR
-TUNED_STATISTICS = "entropy,mean_logits,is_top1"  # those that TRL logs
 
 
 class TileFormat(NamedTuple):
@@ -177,7 +177,7 @@ def _run_tile(format: TileFormat, weight: Tensor) -> None:
     targets = torch.arange(len(hidden), device=weight.device)
     tile = torch.mm(hidden, weight.t(), out=format.allocate(len(hidden), weight))
     of_targets = target_logits(hidden, weight, None, targets, *transform)
-    token_logps_fwd(tile, targets, *transform, TUNED_STATISTICS, of_targets, tile, format.row_warps)
+    token_logps_fwd(tile, targets, *transform, ",".join(LOGGED_STATISTICS), of_targets, tile, format.row_warps)
     wide_product(tile, weight, torch.empty_like(hidden, dtype=wide))
     if trained:
         GradientSum(torch.empty_like(weight, dtype=wide), wide, None).add(tile, hidden)

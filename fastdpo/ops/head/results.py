@@ -17,6 +17,8 @@ from ..devices import accumulation_dtype
 STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 """The statistics that can be requested, in the order in which custom ops and kernels return them.
 """
+LOGGED_STATISTICS = ("entropy", "mean_logits", "is_top1")
+"""Those that TRL logs."""
 
 
 class TokenLogps(NamedTuple):

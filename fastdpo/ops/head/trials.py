@@ -17,11 +17,12 @@ from ..choice.verdicts import Comparison
 from ..transform import Transform
 from . import definitions
 from .logit_rows import upstream_scale
-from .results import STATISTICS, TokenLogps
+from .results import LOGGED_STATISTICS, STATISTICS, TokenLogps
 
 TRANSFORMS = Transform(None, 1.0, 1.0), Transform(5.0, 1.7, 0.7)
 TOKENS = 6
-VOCABULARY = 8229  # two blocks of columns and a part of a third
+VOCABULARY = 8240  # two blocks of columns and a part of a third; divisible by 16, as most vocabularies are
+UNALIGNED = VOCABULARY - 11
 
 
 def _targets(vocabulary: int, tokens: int = TOKENS) -> Tensor:
@@ -31,25 +32,35 @@ def _targets(vocabulary: int, tokens: int = TOKENS) -> Tensor:
 
 
 def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = None) -> Iterator[Comparison]:
-    """Forward, gradient tile and backward of `kernels/token_logps.py`."""
+    """Forward, gradient tile and backward of `kernels/token_logps.py`.
+
+    First as a head calls them in TRL's trainers, so that these are compiled once for trial and training. Then with
+    every other option, where nothing is aligned.
+    """
     from ...kernels.token_logps import NUM_WARPS, token_logps_bwd, token_logps_fwd
 
-    vocabulary = VOCABULARY if warps is None else VOCABULARY * warps // NUM_WARPS
-    x = (3 * random_values(TOKENS, vocabulary)).to(dtype).double().requires_grad_()
-    targets, upstream = _targets(vocabulary), random_values(2, TOKENS, seed=1)
+    blocks = 1 if warps is None else warps // NUM_WARPS
+    x, targets = _logits(VOCABULARY * blocks, dtype), _targets(VOCABULARY * blocks)
+    upstream = random_values(2, TOKENS, seed=1)
     logits, on_device = placed(x.detach(), device, dtype), targets.to(device)
     plain, capped = TRANSFORMS
 
-    exact: Any = definitions.token_logps(x, targets)
+    exact: Any = definitions.token_logps(x, targets, outputs=LOGGED_STATISTICS)
     (slope,) = torch.autograd.grad(exact.logps.sum(), x)
+    own = x.detach().gather(1, targets.clamp(min=0)[:, None])[:, 0].to(device, torch.float32)
     tile = Result.like(x, device, dtype)
-    logps, *sums = token_logps_fwd(logits, on_device, *plain, "", tile=tile.inside, warps=warps)
+    logps, *found = token_logps_fwd(
+        logits, on_device, *plain, ",".join(LOGGED_STATISTICS), own, tile=tile.inside, warps=warps
+    )
     yield "logps", logps, exact.logps
-    yield from _tile("the tile of the forward", tile, sums[2], plain, slope)
+    yield from _statistics(found[3:], exact, LOGGED_STATISTICS)
+    yield from _tile("the tile of the forward", tile, found[2], plain, slope)
     tile = Result.like(x, device, dtype)
-    token_logps_bwd(tile.inside, None, None, logits, on_device, sums, *plain)
-    yield from _tile("the tile of the backward", tile, sums[2], plain, slope)
+    token_logps_bwd(tile.inside, None, None, logits, on_device, found[:3], *plain)
+    yield from _tile("the tile of the backward", tile, found[2], plain, slope)
 
+    x, targets = _logits(UNALIGNED * blocks, dtype), _targets(UNALIGNED * blocks)
+    on_device = targets.to(device)
     softcap, logit_scale, temperature = capped
     options: dict[str, Any] = dict(softcap=softcap, logit_scale=logit_scale, temperature=temperature)
     exact = definitions.token_logps(x, targets, **options, outputs=STATISTICS)
@@ -67,6 +78,10 @@ def token_logps(device: torch.device, dtype: torch.dtype, warps: int | None = No
         yield grad.margin("the gradient")
 
 
+def _logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
+    return (3 * random_values(TOKENS, vocabulary)).to(dtype).double().requires_grad_()
+
+
 def _tile(name: str, tile: Result, total: Tensor, transform: Transform, slope: Tensor) -> Iterator[Comparison]:
     scale = upstream_scale(torch.ones_like(total), total, transform)
     yield name, (tile.inside * scale[:, None]).to(tile.inside.dtype), slope
@@ -82,7 +97,7 @@ def target_logits(device: torch.device, dtype: torch.dtype) -> Iterator[Comparis
     """The kernel of `kernels/linear_logps.py`."""
     from ...kernels.linear_logps import target_logits as launch
 
-    width, vocabulary = 1100, 50
+    width, vocabulary = 1104, 48  # divisible by 16, as those of models are
     shapes = (TOKENS, width), (vocabulary, width), (1, vocabulary)
     h, w, b = (random_values(*shape, seed=i) for i, shape in enumerate(shapes))
     h, w, b = (x.to(dtype).double() for x in (h, w / width**0.5, b))

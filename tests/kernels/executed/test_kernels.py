@@ -1,5 +1,7 @@
 """The kernels, compiled for NVIDIA architectures and executed on the CPU (tests/support/kernels/ptx)."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -11,6 +13,10 @@ from fastdpo.kernels.logit_math import tanh
 from fastdpo.kernels.token_logps import token_logps_fwd
 from fastdpo.ops import definitions, packed_attention, token_logps
 from fastdpo.ops.attention import layouts
+from fastdpo.ops.attention import trials as attention_trials
+from fastdpo.ops.attention.triton_backend import TritonBackend
+from fastdpo.ops.choice import verdicts
+from fastdpo.ops.head import trials as head_trials
 from fastdpo.ops.transform import Transform
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import OUTPUTS, REAL_OUTPUTS
@@ -124,3 +130,17 @@ def test_target_logits(shape, transform, launches):
     found = target_logits(hidden, weight, bias, targets, *transform)
     assert error(found, Transform(*transform).apply_(logits)) < 4e-6
     assert launches == ["_target_logits_kernel"]
+
+
+TRIALS = {
+    **head_trials.OF_LOGITS,
+    "attention": partial(
+        attention_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16, heads=2, key_heads=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_kernels_pass_their_trials(name, launches):
+    assert verdicts.outcome(TRIALS[name], CPU, torch.bfloat16) is None
+    assert launches

@@ -25,7 +25,7 @@ TRIALS = {
     "token_logps, 32 warps": partial(head_trials.token_logps, warps=32),
     "attention": partial(attention_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16),
     "attention, every option": partial(
-        attention_trials.packed_attention, TritonBackend().prepare, d=24, d_v=8, group=1, windowed=True, capped=True
+        attention_trials.packed_attention, TritonBackend().prepare, d=24, d_v=8, heads=2, windowed=True, capped=True
     ),
 }
 
@@ -173,7 +173,7 @@ def test_attention_that_fails_is_computed_in_pieces(monkeypatch, caplog):
     torch.testing.assert_close(gradients[0], gradients[2])
     (message,) = (record.message for record in caplog.records)
     assert "kernel packed_attention is disabled" in message
-    assert "d 8, d_v 8, group 2, windowed False, capped False" in message
+    assert "d 8, d_v 8, heads 4, key_heads 2, windowed False, capped False" in message
     monkeypatch.setenv(backends.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match="got triton: it is disabled, as logged"):
         ops.packed_attention(query, key, key, rows)
