@@ -115,6 +115,7 @@ def is_tried(device: torch.device) -> bool:
 
 def outcome(trial: Trial, device: torch.device, dtype: torch.dtype) -> str | None:
     """Runs a trial, wherever the kernel is first used, and says what is wrong with it, if anything."""
+    _announce(device)
     return in_new_thread(partial(_outcome, trial, device, dtype), device)
 
 
@@ -143,7 +144,6 @@ def _report(kernel: Kernel, reason: str) -> None:
 def _tried(kernel: Kernel, trial: Trial) -> str | None:
     if kernel.noted in notes.read(kernel.device).passed:
         return None
-    _announce(kernel.device)
     reason = outcome(trial, kernel.device, kernel.dtype)
     if reason is None:
         notes.note(kernel.device, passed=kernel.noted)
