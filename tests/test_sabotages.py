@@ -23,6 +23,7 @@ OTHERS = (
     *("reward models in commands", "max_tokens for reward models", "rows of a step", "weights of micro-batches"),
     *("max_tokens for SFT", "KL terms of KTO", "weights of rows in KTO", "unpatch within a step"),
     "batches of reward models that come with their layouts",
+    *("kernels that batches of other lengths do not compile again", "kernels that run as they were tried"),
     *("the random order of group_prompts", "tokens without sharing", "estimated epochs"),
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),
     *("checkpointing that is disabled for the reference", "models that accelerate unwraps"),

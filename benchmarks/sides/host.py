@@ -142,39 +142,47 @@ class _Kernel:
 
 
 def replace_launches() -> list[str]:
-    """From now on, heads and fastdpo's attention take the path of a GPU on the CPU. Their launches are listed instead.
+    """Takes the path of a GPU from now on (`take_path_of_gpu`), with launches that are listed instead.
 
     What kernels would write is left as it is. Attention of stock models is torch's, whose CPU kernels are short.
     """
     launches = _Launches()
+    take_path_of_gpu(lambda: launches.append("attention"))
+    backends.passes_probe = lambda name, kind: True  # pyright: ignore[reportAttributeAccessIssue]
+    for module in (gather_keys, linear_logps, token_logps, chunked_logprob):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel") and isinstance(kernel, KernelInterface):
+                setattr(module, name, launches.kernel(name))
+    return launches
+
+
+def take_path_of_gpu(attend: Callable[[], None]) -> None:
+    """From now on, heads and fastdpo's attention take the path of a GPU on the CPU.
+
+    Attention is that of a library whose functions call `attend` and compute nothing.
+    """
 
     def forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size_left, window_size_right, softcap, alibi_slopes,
     ):  # fmt: skip
-        launches.append("attention")
+        attend()
         return torch.empty_like(q), torch.empty(q.shape[1], len(q))
 
     def backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
     ):  # fmt: skip
-        launches.append("attention")
+        attend()
 
     functions: Any = SimpleNamespace(**dict(zip(FlashAttention2.function_names, (forward, backward), strict=True)))
     backends.forget()  # the plans of the check, which are of a CPU
-    backends.passes_probe = lambda name, kind: True  # pyright: ignore[reportAttributeAccessIssue]
     backends.BACKENDS.clear()
     backends.BACKENDS["flash-attn-2"] = _Library(lambda: FlashAttention2(functions), (None,))
     devices.TRITON_DEVICES = ("cpu",)
     targets.is_host = lambda device: False  # ids are checked where the host has them
-    for module in (gather_keys, linear_logps, token_logps, chunked_logprob):
-        for name, kernel in vars(module).items():
-            if name.endswith("_kernel") and isinstance(kernel, KernelInterface):
-                setattr(module, name, launches.kernel(name))
     for module in (chunked_logprob, utils):
         module._use_triton = lambda device: True
-    return launches
 
 
 class _Library(FlashLibrary):
