@@ -18,8 +18,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +29,7 @@ from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
 from .mixers import running
+from .mixers.running import Witness
 from .parts import language_model, text_config
 
 if TYPE_CHECKING:
@@ -64,28 +63,6 @@ attention in its place must not add them.
 """
 
 
-@dataclass
-class Witness:
-    """Counts of attention calls, and the arguments that came with them.
-
-    Attributes:
-        layouts: number of calls with a layout.
-        others: number of calls without one.
-        windows: values of `sliding_window`.
-        dropout: the largest dropout of attention weights.
-        mixers: the mixers that ran on packed tokens.
-    """
-
-    layouts: int = 0
-    others: int = 0
-    windows: set[int | None] = field(default_factory=set)
-    dropout: float = 0.0
-    mixers: set[nn.Module] = field(default_factory=set)
-
-
-_witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=None)
-
-
 @contextmanager
 def witness() -> Iterator[Witness]:
     """Records the attention calls and the mixers of the block, which proves that every layer received
@@ -95,12 +72,12 @@ def witness() -> Iterator[Witness]:
     may be another one under autocast.
     """
     recorded = Witness()
-    token = _witness.set(recorded)
+    token = running.witness.set(recorded)
     try:
-        with running.witness(recorded.mixers), backends.trial():
+        with backends.trial():
             yield recorded
     finally:
-        _witness.reset(token)
+        running.witness.reset(token)
 
 
 class _Name(str):
@@ -241,7 +218,7 @@ def _attention(prior: str) -> Callable:
 
     def forward(module, query, key, value, attention_mask, *args, **kwargs):
         packed = is_layout(attention_mask)
-        if not torch.compiler.is_compiling() and (recorded := _witness.get()) is not None:
+        if not torch.compiler.is_compiling() and (recorded := running.witness.get()) is not None:
             recorded.layouts += packed
             recorded.others += not packed
             recorded.windows.add(kwargs.get("sliding_window"))

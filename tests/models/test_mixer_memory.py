@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastdpo import attention
 from fastdpo.models.mixers import finding
-from fastdpo.models.mixers.scans import Scan
+from fastdpo.models.mixers.known import Scan
 from tests.support.models.families import tiny_family
 from tests.support.models.mixer_errors import pairs, results
 

@@ -4,10 +4,8 @@ A mixer is a short convolution, a linear attention, a state-space model or a com
 reads tokens in order, so packed tokens reach its functions as sequences:
 
     segments.py        where the segments of a layout are, and the sequences they form
-    convolutions.py    short convolutions: each segment behind the tokens that precede it
-    scans.py           recurrences: branches begin with the final state of their prefix
-    known.py           the functions of modeling files that this package can run on packed tokens
-    implementations.py whether they call PyTorch code or the kernel of a package
+    known.py           the functions of modeling files that this package can run on packed tokens: short
+                       convolutions and recurrences, in PyTorch code or as the kernel of a package
     function_probe.py  compares a known function on packed tokens with whole rows
     finding.py         which modules of a model are mixers, and whether they are supported
     running.py         the mixer that runs now, and the functions that it has called

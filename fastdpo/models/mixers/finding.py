@@ -33,7 +33,7 @@ def mixers_of(model: PreTrainedModel) -> list[nn.Module]:
     modules = _modules(model)
     masked = [module for module in modules if _takes_mask(type(module))]
     attends = {module for module in modules if any(_attends(type(inner)) for inner in module.modules())}
-    containers = {type(module) for module in masked if _contains(module, masked) or module in attends}
+    containers = {type(module) for module in masked if module in attends or _inside(module) & set(masked)}
     return [module for module in masked if type(module) not in containers]
 
 
@@ -98,6 +98,5 @@ def _attends(kind: type[nn.Module]) -> bool:
     return code is not None and ATTENTION in code.co_names
 
 
-def _contains(module: nn.Module, others: list[nn.Module]) -> bool:
-    inside = set(module.modules()) - {module}
-    return any(other in inside for other in others)
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}

@@ -18,8 +18,7 @@ from ...logs import warn
 from ...reasons import Reason
 from . import running
 from .finding import called_by, functions_of, mixers_of
-from .implementations import calls_kernel, refuse
-from .known import KNOWN, wrapper
+from .known import KNOWN, REFUSED, calls_kernel, wrapper
 from .running import RunningMixer
 from .segments import Segments, gather, gather_all
 
@@ -47,8 +46,8 @@ def refuse_wrong_kernels(model: PreTrainedModel, device: torch.device) -> bool:
         on whole rows.
     """
     wrong = {x: reason for name, x in _functions(model) if calls_kernel(x) and (reason := difference(name, x, device))}
-    for function, reason in wrong.items():
-        refuse(function)
+    REFUSED.update(wrong)
+    for reason in wrong.values():
         warn(f"mixers of {type(model).__name__} run on whole rows, since the kernel of {reason.named}")
     return bool(wrong)
 

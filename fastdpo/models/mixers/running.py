@@ -1,4 +1,4 @@
-"""The mixer that runs on packed tokens now.
+"""The mixer that runs on packed tokens now, and the record of what has run.
 
 The functions that a mixer calls are not told which mixer calls them, so its hooks leave here what
 they need. Dynamo does not trace this state, so compiled models must read and write it outside of
@@ -8,8 +8,6 @@ their graphs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -33,8 +31,29 @@ class RunningMixer:
     called: set[str] = field(default_factory=set)
 
 
+@dataclass
+class Witness:
+    """Counts of attention calls, and the arguments that came with them.
+
+    Attributes:
+        layouts: number of calls with a layout.
+        others: number of calls without one.
+        windows: values of `sliding_window`.
+        dropout: the largest dropout of attention weights.
+        mixers: the mixers that ran on packed tokens.
+    """
+
+    layouts: int = 0
+    others: int = 0
+    windows: set[int | None] = field(default_factory=set)
+    dropout: float = 0.0
+    mixers: set[nn.Module] = field(default_factory=set)
+
+
 _running = threading.local()
-_witnessed: ContextVar[set[nn.Module] | None] = ContextVar("fastdpo_witnessed_mixers", default=None)
+
+witness: ContextVar[Witness | None] = ContextVar("fastdpo_witness", default=None)
+"""What records the calls of attention and of mixers now."""
 
 
 def running() -> RunningMixer | None:
@@ -55,16 +74,6 @@ def end() -> RunningMixer | None:
 
 def record(module: nn.Module) -> None:
     """Notes that a mixer has run on packed tokens."""
-    recorded = _witnessed.get()
+    recorded = witness.get()
     if recorded is not None:
-        recorded.add(module)
-
-
-@contextmanager
-def witness(recorded: set[nn.Module]) -> Iterator[None]:
-    """Adds the mixers that run on packed tokens in the block to a set."""
-    token = _witnessed.set(recorded)
-    try:
-        yield
-    finally:
-        _witnessed.reset(token)
+        recorded.mixers.add(module)
