@@ -35,11 +35,10 @@ def raising_on_all(function: Callable[[], T], *errors: type[Exception]) -> T:
         result = function()
     except errors as caught:
         own = caught
-    others = filter(None, gather_objects(own))
-    if own is not None:
-        raise own
-    for other in others:
-        raise other
+    of_all = gather_objects(own)
+    error = own or next(filter(None, of_all), None)
+    if error is not None:
+        raise error
     return result
 
 

@@ -219,10 +219,9 @@ def pack(
     device = input_ids.device
     on_host = to_host(input_ids, _real_tokens(attention_mask), labels if shifted else labels[:, 1:])
     ids, real, targets = (x.numpy() for x in on_host)
-    if real.dtype != np.bool_ and (real > 1).any():
-        raise ValueError(
-            "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value"
-        )
+    is_mask = real.dtype == np.bool_ or not (real > 1).any()
+    rule = "be bool, int, or floating point with values 0 and 1"
+    checks.require(is_mask, "pack", "attention_mask", rule, "another value")
     scored = targets != IGNORE_INDEX  # [R, W]
     target = targets[scored]  # [M]
     if (target < 0).any():
@@ -319,20 +318,18 @@ def _require_batch(op: str, input_ids: Tensor, attention_mask: Tensor, labels: T
     tensors = dict(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
     checks.require_tensors(op, **tensors)
     checks.require_values(op, **tensors)
+    shape = list(input_ids.shape)
     for name, tensor in tensors.items():
-        if tensor.shape != input_ids.shape:
-            shape = list(input_ids.shape)
-            raise ValueError(f"{op}: {name} must have the shape of input_ids {shape}; got {list(tensor.shape)}")
-    if input_ids.dim() != 2:
-        raise ValueError(f"{op}: input_ids must be [R, L]; got {list(input_ids.shape)}")
+        of_ids = tensor.shape == input_ids.shape
+        checks.require(of_ids, op, name, "have the shape of input_ids {}", list(tensor.shape), shape)
+    checks.require(len(shape) == 2, op, "input_ids", "be [R, L]", shape)
     checks.require_ints(op, input_ids=input_ids, labels=labels)
     checks.require_real(op, attention_mask=attention_mask)
     checks.require_same_device(op, **tensors)
 
 
 def _require_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{op}: {argument} must be {list(shape)}; got {list(tensor.shape)}")
+    checks.require(tuple(tensor.shape) == tuple(shape), op, argument, "be {}", list(tensor.shape), list(shape))
 
 
 def _real_tokens(attention_mask: Tensor) -> Tensor:

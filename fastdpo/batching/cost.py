@@ -26,12 +26,10 @@ class CostModel:
     scored: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("token", "attended", "scored"):
-            value = getattr(self, name)
-            checks.require_number("CostModel", name, value, "be a finite number that is not negative")
-            checks.require(
-                0 <= value < float("inf"), "CostModel", name, "be a finite number that is not negative", value
-            )
+        rule = "be a finite number that is not negative"
+        for name, value in vars(self).items():
+            checks.require_number("CostModel", name, value, rule)
+            checks.require(0 <= value < float("inf"), "CostModel", name, rule, value)
         checks.require(self.token > 0, "CostModel", "token", "be positive", self.token)
 
     @classmethod
@@ -65,12 +63,8 @@ class CostModel:
             lengths: of the pairs.
             share: as in `PairLengths.packed`.
         """
-        parts = (
-            (self.token, lengths.packed(share=share)),
-            (self.attended, lengths.attended(share=share)),
-            (self.scored, lengths.scored(share=share)),
-        )
-        return np.sum([weight * amount for weight, amount in parts], axis=0)
+        computed = self.token * lengths.packed(share=share) + self.attended * lengths.attended(share=share)
+        return computed + self.scored * lengths.scored(share=share)
 
     def of_prefixes(self, tokens: np.ndarray) -> np.ndarray:
         """The costs of rows without a scored position, float64 [N], given their tokens [N]."""

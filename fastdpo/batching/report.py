@@ -83,7 +83,7 @@ def budget_report(
     if not steps:
         raise ValueError("budget_report: steps must not be empty; got none")
     unshared, longest = lengths.chosen + lengths.rejected, lengths.longest
-    rows = []
+    rows, most = [], 0
     for batches in tqdm(steps, desc="Scanning steps", unit=" steps", disable=not progress):
         pairs = np.concatenate([np.asarray(batch, np.int64) for batch in batches])
         cut = planner.cut(pairs)
@@ -92,18 +92,7 @@ def budget_report(
         shared = sum(planner.tokens_of(pairs) for of_ranks in cut for pairs in of_ranks)
         tokens = padded, unshared[pairs].sum(), shared
         rows.append((len(pairs), *tokens, len(batches) / planner.ranks, len(cut), of_ranks.max() / of_ranks.mean()))
-    table = np.array(rows, np.float64)
-    pairs, padded, packed, shared, fixed, by_budget, slowest = table.mean(0).tolist()
-    return BudgetReport(
-        steps=len(steps),
-        pairs=pairs,
-        max_tokens=planner.max_tokens,
-        ranks=planner.ranks,
-        padded=padded,
-        packed=packed,
-        shared=shared,
-        fixed=fixed,
-        by_budget=by_budget,
-        most=int(table[:, 5].max()),
-        slowest=slowest,
-    )
+        most = max(most, len(cut))
+    names = ("pairs", "padded", "packed", "shared", "fixed", "by_budget", "slowest")
+    means = dict(zip(names, np.array(rows, np.float64).mean(0).tolist(), strict=True))
+    return BudgetReport(steps=len(steps), max_tokens=planner.max_tokens, ranks=planner.ranks, most=most, **means)

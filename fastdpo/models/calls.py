@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
 
 calls: Counter[tuple[str, str, str]] = Counter()
 """Number of model calls by (integration, kind, path).
@@ -46,25 +45,21 @@ def count_tokens(integration: str, given: int, unshared: int, computed: int) -> 
     tokens[integration, "computed"] += computed
 
 
-class Counted(NamedTuple):
-    """The values of the counters at some time."""
+Counted = tuple[Counter[tuple[str, str, str]], Counter[tuple[str, str]]]
+"""The values of `calls` and `tokens` at some time."""
 
-    calls: Counter[tuple[str, str, str]]
-    tokens: Counter[tuple[str, str]]
-
-
-NOTHING = Counted(Counter(), Counter())
+NOTHING: Counted = Counter(), Counter()
 
 
 def counted() -> Counted:
     """What has been counted so far in this process."""
-    return Counted(calls.copy(), tokens.copy())
+    return calls.copy(), tokens.copy()
 
 
 def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
     """What was counted of a trainer since a time, in one line, or None if none of its models was called."""
-    since = Counted(calls - before.calls, tokens - before.tokens)
-    counts = {(kind, path): n for (name, kind, path), n in since.calls.items() if name == integration}
+    calls_since, tokens_since = calls - before[0], tokens - before[1]
+    counts = {(kind, path): n for (name, kind, path), n in calls_since.items() if name == integration}
     if not counts:
         return None
     paths: Counter[str] = Counter()
@@ -74,7 +69,7 @@ def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
     savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"] if paths.total() else []
     if avoided:
         savings.append(f"{avoided} reference runs avoided")
-    given, unshared, computed = (since.tokens[integration, x] for x in ("given", "unshared", "computed"))
+    given, unshared, computed = (tokens_since[integration, x] for x in ("given", "unshared", "computed"))
     if given:
         without = f" ({unshared / given:.0%} without sharing)" if unshared > computed else ""
         savings.append(f"{computed / given:.0%} of {given:,} padded tokens computed{without}")

@@ -63,7 +63,8 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
         # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
         batch = _padded(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
         path = "stock" if batch is None else "padded"
-    if batch is not None and fused.options.is_compared and torch.is_grad_enabled() not in fused.verified:
+    is_compared = fused.options.verify or fused.options.changed
+    if batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
         reason = fused.disabled_reason = verify(model, fused, batch, args, kwargs)
         if reason is not None:
             restore(model, fused)

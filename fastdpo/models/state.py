@@ -72,10 +72,6 @@ class ForwardOptions(NamedTuple):
     verify: bool = False
     changed: tuple[str, ...] = ()
 
-    @property
-    def is_compared(self) -> bool:
-        return self.verify or bool(self.changed)
-
 
 class ScoredBatch(NamedTuple):
     """Result of one fused call.

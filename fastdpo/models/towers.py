@@ -7,7 +7,6 @@ model has the same tower if it is the same module without adapters, or one whose
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -120,7 +119,9 @@ def reusing(tower: PreTrainedModel, earlier: list[_Encoded], kept: list[_Encoded
         encoded_by_others = False
         for call in earlier:
             known = call.tower()
-            if known is None or not _is_unchanged(call, known) or not _are_equal(call.arguments, arguments):
+            if known is None or _versions(call.arguments, call.output, _weights(known)) != call.versions:
+                continue
+            if not _are_equal(call.arguments, arguments):
                 continue
             encoded_by_others = True
             if call.autocast == autocast and (known is tower or _have_equal_weights(known, tower)):
@@ -140,10 +141,6 @@ def _autocast(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _is_unchanged(call: _Encoded, tower: PreTrainedModel) -> bool:
-    return _versions(call.arguments, call.output, _weights(tower)) == call.versions
-
-
 def _versions(*trees: Any) -> list[int]:
     return [x._version for x in _tensors_of(trees)]
 
@@ -158,7 +155,7 @@ def _weights(tower: PreTrainedModel) -> list[Tensor]:
 
 def _are_equal(first: Any, second: Any) -> bool:
     (leaves, form), (others, other_form) = tree_flatten(first), tree_flatten(second)
-    return form == other_form and all(itertools.starmap(_is_equal, zip(leaves, others, strict=True)))
+    return form == other_form and all(map(_is_equal, leaves, others))
 
 
 def _is_equal(x: Any, y: Any) -> bool:
