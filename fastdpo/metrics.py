@@ -73,9 +73,8 @@ class Means:
         if unknown:
             raise ValueError(f"Means: metrics must be among {', '.join(self.names)}; got {', '.join(sorted(unknown))}")
         for name, (value, weight) in values.items():
-            checks.require_tensors("Means", **{name: value})
-            checks.require_tensors_or_none("Means", **{f"weight of {name}": weight})
             tensors = {name: value} if weight is None else {name: value, f"weight of {name}": weight}
+            checks.require_tensors("Means", **tensors)
             if not self._sums_and_counts.is_meta:
                 checks.require_values("Means", **tensors)
             checks.require_real("Means", **tensors)

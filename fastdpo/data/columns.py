@@ -53,8 +53,7 @@ def arrow_columns(dataset: Any, columns: Sequence[str] = COLUMNS) -> Any:
 
 
 def require_dataset(op: str, dataset: object) -> None:
-    is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not is_sequence or isinstance(dataset, Mapping | str | bytes):
+    if not _is_sequence(dataset):
         kind = type(dataset).__name__
         raise TypeError(f"{op}: dataset must be a datasets.Dataset or a sequence of mappings; got {kind}")
     if len(dataset):  # pyright: ignore[reportArgumentType]
@@ -72,10 +71,13 @@ def ids_of(op: str, name: str, row: Mapping, columns: Sequence[str] = COLUMNS) -
     if name not in mapping_of(op, row):
         raise ValueError(f"{op}: dataset must have {', '.join(columns)} in every row; got {checks.shown(list(row))}")
     ids = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
-    is_sequence = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
-    if not is_sequence or isinstance(ids, Mapping | str | bytes):
+    if not _is_sequence(ids):
         raise _not_ids(op, name, checks.shown(row[name]))
     return list(ids)
+
+
+def _is_sequence(x: object) -> bool:
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__") and not isinstance(x, Mapping | str | bytes)
 
 
 def _of_lists(op: str, name: str, lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -142,11 +142,7 @@ def _compare(
 
     unit = training_unit(model)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=list(cuda)))
-        stack.enter_context(_without_dropout(model, is_random))
-        stack.enter_context(_without_gradients(model))
-        stack.enter_context(_without_reentrant_checkpoints())
+    with torch.random.fork_rng(devices=list(cuda)), _comparable(model, is_random):
         with _as_before(model, fused):
             expected = outcome(_prior_results, args, kwargs)
             with perturbed(layers_of(model), random_rounding, unit):
@@ -206,42 +202,24 @@ def _as_before(model: PreTrainedModel, fused: FusedForward) -> Iterator[None]:
 
 
 @contextmanager
-def _without_dropout(model: nn.Module, evaluating: bool) -> Iterator[None]:
-    """In the block, dropout modules keep all values: two layouts of a batch would not drop the same
-    ones. In evaluation mode, if `evaluating`, nothing else is dropped either.
+def _comparable(model: nn.Module, evaluating: bool) -> Iterator[None]:
+    """In the block, dropout modules keep all values, since two layouts of a batch would not drop the same ones.
+    In evaluation mode, if `evaluating`, nothing else is dropped either. Parameters have no gradients, and torch
+    checkpoints activations in the form that works with `torch.autograd.grad`, whichever form is asked for, and
+    through whatever functions.
     """
+    modules = [*model.modules()]
+    attributes: list[tuple[Any, str, Any]] = [
+        (checkpoint, "CheckpointFunction", SimpleNamespace(apply=_not_reentrant)),
+        *((x, "p", 0.0) for x in modules if isinstance(x, nn.modules.dropout._DropoutNd)),
+        *((x, "training", False) for x in modules if evaluating),
+        *((x, "grad", None) for x in model.parameters()),
+    ]
     with ExitStack() as undo:
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                undo.callback(setattr, module, "p", module.p)
-                module.p = 0.0
-            if evaluating:
-                undo.callback(setattr, module, "training", module.training)
-                module.training = False
+        for owner, name, value in attributes:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-
-
-@contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """In the block, parameters have no gradients."""
-    with ExitStack() as undo:
-        for parameter in model.parameters():
-            undo.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.grad = None
-        yield
-
-
-@contextmanager
-def _without_reentrant_checkpoints() -> Iterator[None]:
-    """In the block, torch checkpoints activations in the form that works with `torch.autograd.grad`,
-    whichever form is asked for, and through whatever functions.
-    """
-    reentrant = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = SimpleNamespace(apply=_not_reentrant)
-    try:
-        yield
-    finally:
-        checkpoint.CheckpointFunction = reentrant
 
 
 _checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant
