@@ -63,7 +63,7 @@ def _sum_places(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl
     for start in tl.static_range(0, WIDTH, BLOCK):
         off = start + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
-        for i in range(first, last):
+        for i in tl.range(first, last, loop_unroll_factor=2):  # two loads are under way
             place = tl.load(readers_ptr + i).to(tl.int64)
             total += tl.load(placed_ptr + place * WIDTH + off, mask=off < WIDTH, other=0.0).to(tl.float32)
         tl.store(grad_ptr + token * WIDTH + off, total, mask=off < WIDTH)
@@ -81,11 +81,13 @@ def _gather_keys_bwd_kernel(
     VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token."""
+    """One program for the key of each token, and one for its value."""
     token = tl.program_id(0).to(tl.int64)
     first, last = tl.load(first_reader_ptr + token), tl.load(first_reader_ptr + token + 1)
-    _sum_places(key_grad_ptr, placed_key_ptr, token, first, last, readers_ptr, KEY_WIDTH, BLOCK)
-    _sum_places(value_grad_ptr, placed_value_ptr, token, first, last, readers_ptr, VALUE_WIDTH, BLOCK)
+    if tl.program_id(1) == 0:
+        _sum_places(key_grad_ptr, placed_key_ptr, token, first, last, readers_ptr, KEY_WIDTH, BLOCK)
+    else:
+        _sum_places(value_grad_ptr, placed_value_ptr, token, first, last, readers_ptr, VALUE_WIDTH, BLOCK)
 
 
 def gather_keys_fwd(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ def gather_keys_bwd(
     tokens, widths = first_reader.shape[0] - 1, (h_kv * d, h_v * d_v)
     key_grad, value_grad = placed_key.new_empty(tokens, h_kv, d), placed_value.new_empty(tokens, h_v, d_v)
     with torch.cuda.device_of(placed_key):
-        _gather_keys_bwd_kernel[(tokens,)](
+        _gather_keys_bwd_kernel[(tokens, 2)](
             key_grad,
             value_grad,
             placed_key,
