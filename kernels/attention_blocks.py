@@ -14,8 +14,16 @@ from torch import Tensor
 from .logit_math import LOG2E
 
 
+class PartialSums(NamedTuple):
+    """Where several programs leave their parts of the gradients of a key. int32, on the device."""
+
+    places: Tensor  # [number of parts] those of each token, in the order in which they are added
+    first_place: Tensor  # [number of tokens + 1] where those of each token start in `places`
+    tokens: Tensor  # [number of tokens]
+
+
 class LayoutBlocks(NamedTuple):
-    """The rows of a layout in blocks of queries and of keys, blocks with the most work first.
+    """The rows of a layout in blocks of queries and of keys, and the programs with the most work first.
 
     int32, on the device.
     """
@@ -23,10 +31,12 @@ class LayoutBlocks(NamedTuple):
     rows: Tensor  # [S, 4]
     pieces: Tensor  # [P, 4]
     first_piece: Tensor  # [S + 1] where the pieces of each row start in `pieces`
-    queries: Tensor  # [number of blocks, 2] the block's row, and the block's first token within the row
-    keys: Tensor  # [number of blocks, 2] the same for blocks of keys
+    queries: Tensor  # [number of blocks, 2] for the forward: the block's row, and its first token within the row
+    gradient_queries: Tensor  # [number of blocks, 2] the same for the gradient of queries
+    keys: Tensor  # [number of programs, 5] row and first token of a block of keys; the range of its readers
+    # that the program goes over; its first place in buffers for parts, or -1 if it goes over all of them
     readers: Tensor  # [R] the pieces that contain own keys of a row, sorted by the row
-    first_reader: Tensor  # [S + 1] where the readers of each row start in `readers`
+    parts: PartialSums | None  # None if no block has several programs
 
 
 class KernelConfig(NamedTuple):

@@ -11,10 +11,13 @@
 
 Libraries of flash attention for sequences of variable length take keys in this form. The gradient
 of a token is summed over its places in float32, in their order, and rounded once. There are no
-atomics, so it is reproducible bit by bit.
+atomics, so it is reproducible bit by bit. `sum_places` does the same for tokens whose gradient several
+programs compute a part of (`packed_attention_backward`).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -70,20 +73,22 @@ def _sum_places(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl
 
 
 @triton.jit
-def _gather_keys_bwd_kernel(
+def _sum_places_kernel(
     key_grad_ptr,  # [T, H_kv, D]
     value_grad_ptr,  # [T, H_v, D_v]
     placed_key_ptr,  # [M, H_kv, D] gradient
     placed_value_ptr,  # [M, H_v, D_v] gradient
     readers_ptr,
     first_reader_ptr,
+    tokens_ptr,  # None if every token has places
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for the key of each token, and one for its value."""
-    token = tl.program_id(0).to(tl.int64)
-    first, last = tl.load(first_reader_ptr + token), tl.load(first_reader_ptr + token + 1)
+    """One program for the key of each token that has places, and one for its value."""
+    i = tl.program_id(0)
+    first, last = tl.load(first_reader_ptr + i), tl.load(first_reader_ptr + i + 1)
+    token = (i if tokens_ptr is None else tl.load(tokens_ptr + i)).to(tl.int64)
     if tl.program_id(1) == 0:
         _sum_places(key_grad_ptr, placed_key_ptr, token, first, last, readers_ptr, KEY_WIDTH, BLOCK)
     else:
@@ -122,24 +127,38 @@ def gather_keys_bwd(
     first_reader: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of key [T, H_kv, D] and value [T, H_v, D_v]."""
-    (_, h_kv, d), (_, h_v, d_v) = placed_key.shape, placed_value.shape
-    tokens, widths = first_reader.shape[0] - 1, (h_kv * d, h_v * d_v)
-    key_grad, value_grad = placed_key.new_empty(tokens, h_kv, d), placed_value.new_empty(tokens, h_v, d_v)
+    tokens = first_reader.shape[0] - 1
+    key_grad, value_grad = (x.new_empty(tokens, *x.shape[1:]) for x in (placed_key, placed_value))
+    sum_places(key_grad, value_grad, placed_key, placed_value, readers, first_reader)
+    return key_grad, value_grad
+
+
+def sum_places(
+    key_grad: Tensor,  # [T, H_kv, D], contiguous
+    value_grad: Tensor,  # [T, H_v, D_v], contiguous
+    placed_key: Tensor,  # [M, H_kv, D] gradient, contiguous
+    placed_value: Tensor,  # [M, H_v, D_v] gradient, contiguous
+    readers: Tensor,
+    first_reader: Tensor,
+    tokens: Tensor | None = None,  # int32, those that have places; None if all have
+) -> None:
+    """Writes the gradients of the tokens that have places."""
+    widths = [math.prod(x.shape[1:]) for x in (key_grad, value_grad)]
     with torch.cuda.device_of(placed_key):
-        _gather_keys_bwd_kernel[(tokens, 2)](
+        _sum_places_kernel[(first_reader.shape[0] - 1, 2)](
             key_grad,
             value_grad,
             placed_key,
             placed_value,
             readers,
             first_reader,
+            tokens,
             KEY_WIDTH=widths[0],
             VALUE_WIDTH=widths[1],
             BLOCK=_block(max(widths)),
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
-    return key_grad, value_grad
 
 
 def _block(width: int) -> int:

@@ -2,7 +2,8 @@
 
 One program computes the gradient of a block of queries; in the kernel of the gradients of k and v, one program takes
 a block of keys and goes over the queries of its row and of all pieces that contain some of those keys, in a fixed
-order.
+order. Where these are far more than the share of a program, as behind a prefix of very many rows, several programs
+go over some of these readers each, and their float32 sums are added in the order of the readers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .attention_blocks import (
     strides,
     unmasked_range,
 )
+from .gather_keys import sum_places
 from .logit_math import LOG2E, slope, transform
 
 BLOCK_T = 64  # tokens per program of the delta kernel
@@ -173,6 +175,8 @@ def _add_queries_to_dkv(
 def _packed_attention_dkv_kernel(
     dk_ptr,  # [T, H_kv, D] contiguous
     dv_ptr,  # [T, H_kv, D_v] contiguous
+    dk_parts_ptr,  # [number of parts, H_kv, D] float32, contiguous
+    dv_parts_ptr,  # [number of parts, H_kv, D_v] float32, contiguous
     grad_ptr,  # [T, H, D_v] contiguous
     lse_ptr,  # [H, T] float32
     delta_ptr,  # [H, T] float32
@@ -181,9 +185,8 @@ def _packed_attention_dkv_kernel(
     v_ptr,
     rows_ptr,
     pieces_ptr,
-    blocks_ptr,
+    programs_ptr,
     readers_ptr,
-    first_reader_ptr,
     stride_qt,
     stride_qh,
     stride_kt,
@@ -204,11 +207,12 @@ def _packed_attention_dkv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per block of a row's keys and key head."""
-    row, first = load_block(blocks_ptr)
+    """One program per block of a row's keys, range of its readers and key head."""
+    program_ptr = programs_ptr + 5 * tl.program_id(0)
+    row, first = tl.load(program_ptr), tl.load(program_ptr + 1)
+    first_reader, last_reader = tl.load(program_ptr + 2), tl.load(program_ptr + 3)
     kv_head = tl.program_id(1).to(tl.int64)
     _, own, own_length = load_row(rows_ptr, row)
-    first_reader, last_reader = tl.load(first_reader_ptr + row), tl.load(first_reader_ptr + row + 1)
 
     off_k = first + tl.arange(0, BLOCK_K)
     inside = off_k < own_length
@@ -236,8 +240,16 @@ def _packed_attention_dkv_kernel(
                 stride_qt, window, scale, cap,
                 H, D, D_V, BLOCK_D, BLOCK_DV, BLOCK_Q,
             )  # fmt: skip
-    store_tokens(dk_ptr + (own * H_KV + kv_head) * D, off_k, inside, H_KV * D, dk * gain, D, BLOCK_D)
-    store_tokens(dv_ptr + (own * H_KV + kv_head) * D_V, off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
+    dk *= gain
+    place = tl.load(program_ptr + 4)
+    off_k = tl.arange(0, BLOCK_K)  # again: the ones above would take registers until here
+    inside = off_k < own_length - first
+    if place < 0:
+        store_tokens(dk_ptr + ((own + first) * H_KV + kv_head) * D, off_k, inside, H_KV * D, dk, D, BLOCK_D)
+        store_tokens(dv_ptr + ((own + first) * H_KV + kv_head) * D_V, off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
+    else:
+        store_tokens(dk_parts_ptr + kv_head * D, place + off_k, inside, H_KV * D, dk, D, BLOCK_D)
+        store_tokens(dv_parts_ptr + kv_head * D_V, place + off_k, inside, H_KV * D_V, dv, D_V, BLOCK_DV)
 
 
 def packed_attention_bwd(
@@ -260,6 +272,8 @@ def packed_attention_bwd(
     delta = torch.empty_like(lse)
     contiguous = torch.contiguous_format
     dq, dk, dv = (torch.empty_like(x, memory_format=contiguous) for x in (query, key, value))
+    places = 0 if blocks.parts is None else len(blocks.parts.places)
+    parts = [torch.empty(places, *x.shape[1:], dtype=torch.float32, device=x.device) for x in (key, value)]
     shape = head_sizes(query, key, value)
     common = (*strides(query, key, value), t, window, *base_2(scale, softcap), scale)
     with torch.cuda.device_of(query):
@@ -267,11 +281,11 @@ def packed_attention_bwd(
         sizes = dict(H=h, D_V=d_v, BLOCK_DV=shape["BLOCK_DV"], BLOCK_T=BLOCK_T)
         _delta_kernel[grid](delta, out, grad, t, **sizes, enable_fp_fusion=True)
         operands = (grad, lse, delta, query, key, value, blocks.rows, blocks.pieces)
-        _packed_attention_dq_kernel[(len(blocks.queries), h)](
+        _packed_attention_dq_kernel[(len(blocks.gradient_queries), h)](
             dq,
             *operands,
             blocks.first_piece,
-            blocks.queries,
+            blocks.gradient_queries,
             *common,
             **shape,
             **launch_options(configs.query_gradient),
@@ -279,12 +293,14 @@ def packed_attention_bwd(
         _packed_attention_dkv_kernel[(len(blocks.keys), key.shape[1])](
             dk,
             dv,
+            *parts,
             *operands,
             blocks.keys,
             blocks.readers,
-            blocks.first_reader,
             *common,
             **shape,
             **launch_options(configs.key_gradient),
         )
+        if blocks.parts is not None:
+            sum_places(dk, dv, *parts, *blocks.parts)
     return dq, dk, dv

@@ -27,6 +27,7 @@ OTHERS = (
     *("the random order of group_prompts", "tokens without sharing", "estimated epochs"),
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),
     *("checkpointing that is disabled for the reference", "models that accelerate unwraps"),
+    "readers of a header in several programs",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

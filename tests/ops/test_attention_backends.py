@@ -1,6 +1,9 @@
 """The host side of attention on GPUs, without a GPU: the choice of a backend, and launches."""
 
+import math
+from collections import Counter
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastdpo import attention
 from fastdpo.ops.attention import backends
 from fastdpo.ops.attention.calls import AttentionOptions
-from fastdpo.ops.attention.layouts import layout_blocks, varlen_layout
+from fastdpo.ops.attention.layouts import LEAST_TURNS, MOST_PARTS, layout_blocks, varlen_layout
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -85,13 +88,59 @@ def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     for module, kernels in names.items():
         for name in kernels:
             monkeypatch.setattr(module, name, Recorder(name))
-    blocks = layout_blocks(ROWS, 13, 64, 64, CPU)
     varlen = varlen_layout(ROWS, 13, CPU)
     configs = attention_blocks.kernel_configs(16, 16, None)
     query, key = torch.empty(13, 4, 16, device="meta"), torch.empty(13, 2, 16, device="meta")
+    blocks = layout_blocks(query, key, ROWS, None, configs)
     out, lse = packed_attention.packed_attention_fwd(query, key, key, blocks, configs.forward, None, *OPTIONS)
     packed_attention_backward.packed_attention_bwd(out, query, key, key, out, lse, blocks, configs, *OPTIONS)
     placed = gather_keys.gather_keys_fwd(key, key, varlen.places.index)
     gather_keys.gather_keys_bwd(*placed, varlen.places.readers, varlen.places.first_reader)
     assert launches.keys() == {name for kernels in names.values() for name in kernels}
     assert all(options.get("enable_fp_fusion") is True for options in launches.values())
+
+
+def rows_of_pairs(pairs, header, prompt, completion):
+    """Pairs behind a header that all of them share."""
+    rows = [(0, 0, 0, header)] * (header > 0)
+    for _ in range(pairs):
+        start = sum(rows[-1][2:]) if rows else 0
+        rows.append((0, header, start, prompt))
+        before = start + prompt - (header + prompt)
+        rows += [(before, header + prompt, start + prompt + skipped, completion) for skipped in (0, completion)]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("pairs", "header"), [(2, 0), (16, 0), (8, 200), (20, 200), (20, 64)])
+def test_programs_of_keys_share_the_readers_of_a_header(pairs, header, window):
+    """Every block of queries that sees keys is read once; no program is much longer than the mean of 256."""
+    pytest.importorskip("triton")
+    from fastdpo.kernels.attention_blocks import kernel_configs
+
+    rows, key_heads = rows_of_pairs(pairs, header, 312, 301), 8
+    tokens = int(rows[-1, 2:].sum())
+    query, value = (torch.empty(1, device="cpu").expand(tokens, heads, 128) for heads in (32, key_heads))
+    blocks = layout_blocks(query, value, rows, window, kernel_configs(128, 128, 9))
+    rows, pieces = rows.tolist(), blocks.pieces.tolist()
+
+    def turns(row, first, reader):
+        """Blocks of 64 queries of a reader of which one sees a key of a block of 64."""
+        (_, _, own, own_length), (reading, start, length, position) = rows[row], pieces[reader]
+        keys = range(max(own + first, start), min(own + min(first + 64, own_length), start + length))
+        before, queries = rows[reading][1], rows[reading][3]
+        begin = max(keys.start - start + position - before, 0)
+        end = min(queries, keys.stop - 1 - start + position - before + (window or tokens))
+        return math.ceil(max(end - begin, 0) / 64) if keys else 0
+
+    readers = blocks.readers.tolist()
+    programs = [[(row, first, x) for x in readers[begin:end]] for row, first, begin, end, _ in blocks.keys.tolist()]
+    everything = product(range(len(rows)), range(0, 312, 64), range(len(pieces)))
+    read = Counter({x: n for program in programs for x in program if (n := turns(*x))})
+    expected = {x: turns(*x) for x in everything if x[1] < rows[x[0]][3]}
+    assert read == {x: n for x, n in expected.items() if n}
+    assert len(read) == sum(turns(*x) > 0 for program in programs for x in program)  # nothing twice
+    longest, mean = max(sum(turns(*x) for x in program) for program in programs), read.total() * key_heads / 256
+    assert longest <= max(mean, 2 * LEAST_TURNS / 4) + 5  # a reader has 5 at most
+    assert (blocks.parts is not None) == (header > 0)
+    assert blocks.parts is None or len(blocks.parts.places) * key_heads <= MOST_PARTS * 64

@@ -1,10 +1,11 @@
-"""The rows of a layout in the forms that GPU kernels take, computed on the host.
+"""The rows of a layout in the forms that GPU kernels take, computed on the host, whatever the default device.
 
 Dimensions: T packed tokens, S rows of the layout, M gathered keys.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,17 @@ from .calls import OP
 from .layout_cache import to_device
 
 if TYPE_CHECKING:
-    from ...kernels.attention_blocks import LayoutBlocks
+    from ...kernels.attention_blocks import KernelConfig, KernelConfigs, LayoutBlocks
+
+MOST_PARTS = 512
+"""Programs of a launch whose sums are parts of those of a block of keys.
+
+A block has several programs if each can have this share of all work, so that none does much more than twice as much,
+which is the mean on GPUs: they run 200 to 300 programs at a time. The buffers of all parts take at most 32 MiB, or 64
+with heads above 128.
+"""
+LEAST_TURNS = 64
+"""Blocks of queries of one head in such a program. They take much longer than to store its sums and to add them."""
 
 
 class KeyPlaces(NamedTuple):
@@ -120,54 +131,129 @@ def checked_rows(rows: Tensor, tokens: int) -> list[Row]:
     return checked
 
 
-def layout_blocks(rows: Tensor, tokens: int, query_block: int, key_block: int, device: torch.device) -> LayoutBlocks:
-    """The rows in blocks of queries and of keys, for fastdpo's kernels."""
-    from ...kernels.attention_blocks import LayoutBlocks
+def layout_blocks(
+    query: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    window: int | None,
+    configs: KernelConfigs,
+    least_turns: int = LEAST_TURNS,
+) -> LayoutBlocks:
+    """The rows in blocks of queries and of keys, for fastdpo's kernels.
 
-    with torch.device("cpu"):  # independent of torch.set_default_device
-        checked = checked_rows(rows, tokens)
-        pieces = [(i, *piece) for i, row in enumerate(checked) for piece in row.pieces]
-        pieces = torch.tensor(pieces, dtype=torch.long).view(-1, 4)
-        reader, start, length, _ = pieces.unbind(1)
-        _, prefix_length, own, own_length = rows.long().unbind(1)
-        row, first = _blocks_of_rows(own_length, query_block)
-        keys_seen = prefix_length[row] + torch.minimum(first + query_block, own_length[row])
-        queries = torch.stack([row, first], 1)[keys_seen.argsort(descending=True, stable=True)]
+    Args:
+        query: [T, H, D], of which only the shape and the device are read.
+        value: [T, H_kv, D_v], the same.
+        rows: [S, 4].
+        window: of the call, or None.
+        configs: the sizes of blocks.
+        least_turns: instead of `LEAST_TURNS`.
+    """
+    from ...kernels.attention_blocks import LayoutBlocks, PartialSums
 
-        overlap = (start < (own + own_length)[:, None]) & (start + length > own[:, None])  # [row, piece]
-        row, first = _blocks_of_rows(own_length, key_block)
-        queries_seeing = (overlap * own_length[reader]).sum(1)[row] - first
-        keys = torch.stack([row, first], 1)[queries_seeing.argsort(descending=True, stable=True)]
-        first_piece = _offsets(reader.bincount(minlength=len(rows)))
-        tensors = (rows, pieces, first_piece, queries, keys, overlap.nonzero()[:, 1], _offsets(overlap.sum(1)))
-        return LayoutBlocks(*(to_device(x, device) for x in tensors))
+    checked, device = checked_rows(rows, len(query)), query.device
+    pieces = [(i, *piece) for i, row in enumerate(checked) for piece in row.pieces]
+    pieces, rows = torch.tensor(pieces, dtype=torch.long, device="cpu").view(-1, 4), rows.long()
+    first_piece = _offsets(pieces[:, 0].bincount(minlength=len(rows)))
+    queries = (_blocks_of_queries(rows, x.block_q) for x in (configs.forward, configs.query_gradient))
+    readers, work = _readers(rows, pieces, window, configs.key_gradient)
+    heads, key_heads = query.shape[1], value.shape[1]
+    share = math.ceil(int(work[:, 2].sum()) * key_heads / MOST_PARTS)
+    least = max(share, least_turns * key_heads // heads, 1)
+    keys, token_of_place = _programs_of_keys(rows, work, configs.key_gradient.block_k, least)
+    parts = None
+    if len(token_of_place):
+        places = token_of_place.argsort(stable=True)
+        tokens, counts = token_of_place[places].unique_consecutive(return_counts=True)
+        parts = PartialSums(*(to_device(x, device) for x in (places, _offsets(counts), tokens)))
+    tensors = (rows, pieces, first_piece, *queries, keys, readers)
+    return LayoutBlocks(*(to_device(x, device) for x in tensors), parts=parts)
+
+
+def _blocks_of_queries(rows: Tensor, size: int) -> Tensor:
+    """[number of blocks, 2] row and first token, those that see the most keys first."""
+    _, prefix_length, _, own_length = rows.unbind(1)
+    row, first = _blocks_of_rows(own_length, size)
+    keys_seen = prefix_length[row] + torch.minimum(first + size, own_length[row])
+    return torch.stack([row, first], 1)[keys_seen.argsort(descending=True, stable=True)]
+
+
+def _readers(rows: Tensor, pieces: Tensor, window: int | None, config: KernelConfig) -> tuple[Tensor, Tensor]:
+    """`LayoutBlocks.readers`, and who reads each block of keys.
+
+    The latter is [E, 3]: a block, one of the readers of its row that have queries that see some of its keys, and the
+    number of blocks of such queries. It is sorted.
+    """
+    _, prefix_length, own, own_length = rows.unbind(1)
+    reading, start, length, position = pieces.unbind(1)
+    overlap = (start < (own + own_length)[:, None]) & (start + length > own[:, None])  # [row, piece]
+    readers, counts = overlap.nonzero()[:, 1], overlap.sum(1)
+    row, first = _blocks_of_rows(own_length, config.block_k)
+    block, nth = _blocks_of_rows(counts[row], 1)
+    reader = _offsets(counts)[row[block]] + nth
+    piece = readers[reader]
+    skipped = (own[row] + first)[block] - start[piece]  # keys of the piece before those of the block
+    begin = position[piece] + skipped - prefix_length[reading[piece]]
+    end = own_length[reading[piece]]
+    if window is not None:
+        end = torch.minimum(end, begin + config.block_k - 1 + window)
+    queries = (end - begin.clamp(min=0)) * (skipped < length[piece])
+    turns = (queries + config.block_q - 1) // config.block_q
+    return readers, torch.stack([block, reader, turns], 1)[queries > 0]
+
+
+def _programs_of_keys(rows: Tensor, work: Tensor, size: int, least: int) -> tuple[Tensor, Tensor]:
+    """`LayoutBlocks.keys`, and the token of each place of a part.
+
+    A block of `size` keys has as many programs as can have `least` turns each, with whole readers. These are short
+    enough: a row of m blocks of queries reads its own keys in m^2 / 2 turns, so it has more turns than the mean of 256
+    programs only if m < 512 / H_kv and the batch has little else.
+    """
+    _, _, own, own_length = rows.unbind(1)
+    row, first = _blocks_of_rows(own_length, size)
+    block, reader, turns = work.unbind(1)
+    done = _offsets(turns)
+    of_block = torch.zeros_like(row).index_add_(0, block, turns)
+    programs = (of_block // least).clamp(min=1)
+    middle = done[:-1] + turns // 2 - _offsets(of_block)[block]  # of a reader in the turns of its block
+    program = _offsets(programs)[block] + middle * programs[block] // of_block[block]
+    _, counts = program.unique_consecutive(return_counts=True)
+    ends = _offsets(counts)
+    block, first_reader, last_reader = block[ends[:-1]], reader[ends[:-1]], reader[ends[1:] - 1]
+    row, first = row[block], first[block]
+
+    is_part = block.bincount()[block] > 1
+    places = (own_length[row] - first).clamp(max=size) * is_part
+    first_place = torch.where(is_part, _offsets(places)[:-1], -1)
+    found = torch.stack([row, first, first_reader, last_reader + 1, first_place], 1)
+    program, key = _blocks_of_rows(places, 1)
+    return found[done[ends].diff().argsort(descending=True, stable=True)], (own[row] + first)[program] + key
 
 
 def _blocks_of_rows(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The row of each block of `size` tokens, and the block's first token within the row."""
     counts = (lengths + size - 1) // size
-    row = torch.arange(len(lengths)).repeat_interleave(counts)
-    return row, (torch.arange(len(row)) - _offsets(counts)[row]) * size
+    row = torch.arange(len(lengths), device="cpu").repeat_interleave(counts)
+    return row, (torch.arange(len(row), device="cpu") - _offsets(counts)[row]) * size
 
 
 def _offsets(lengths: Tensor) -> Tensor:
     """[n + 1] start of each of n contiguous pieces, and the end of the last."""
-    return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    return torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), lengths.cumsum(0)])
 
 
 def varlen_layout(rows: Tensor, tokens: int, device: torch.device) -> VarlenLayout:
     """The rows as sequences of variable length, for libraries of flash attention."""
-    with torch.device("cpu"):  # independent of torch.set_default_device
-        checked = checked_rows(rows, tokens)
-        own_length, lengths = rows[:, 3].long(), rows[:, 1].long() + rows[:, 3]
-        cu_queries, cu_keys = _offsets(own_length), _offsets(lengths)
-        max_queries, max_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
-        places = None
-        if rows[:, 1].any():
-            pieces = [piece for row in checked for piece in row.pieces]
-            index = torch.cat([torch.arange(start, start + length) for start, length, _ in pieces])
-            first_reader = _offsets(index.bincount(minlength=tokens))
-            tensors = (index, index.argsort(stable=True), first_reader)
-            places = KeyPlaces(*(to_device(x, device) for x in tensors))
-        cu_queries, cu_keys = (to_device(x, device) for x in (cu_queries, cu_keys))
-        return VarlenLayout(cu_queries, cu_keys, max_queries, max_keys, places)
+    checked = checked_rows(rows, tokens)
+    own_length, lengths = rows[:, 3].long(), rows[:, 1].long() + rows[:, 3]
+    cu_queries, cu_keys = _offsets(own_length), _offsets(lengths)
+    max_queries, max_keys = (int(x.max()) if len(x) else 0 for x in (own_length, lengths))
+    places = None
+    if rows[:, 1].any():
+        pieces = [piece for row in checked for piece in row.pieces]
+        index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in pieces])
+        first_reader = _offsets(index.bincount(minlength=tokens))
+        tensors = (index, index.argsort(stable=True), first_reader)
+        places = KeyPlaces(*(to_device(x, device) for x in tensors))
+    cu_queries, cu_keys = (to_device(x, device) for x in (cu_queries, cu_keys))
+    return VarlenLayout(cu_queries, cu_keys, max_queries, max_keys, places)

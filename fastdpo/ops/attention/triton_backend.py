@@ -12,7 +12,7 @@ from ..choice.verdicts import Kernel, Trial, works
 from ..devices import compute_capability
 from . import trials
 from .calls import OP, AttentionOptions, kernels_unsupported_reason, with_last_stride_1
-from .layouts import layout_blocks
+from .layouts import LEAST_TURNS, layout_blocks
 
 if TYPE_CHECKING:
     from ...kernels.attention_blocks import KernelConfigs, LayoutBlocks
@@ -43,25 +43,23 @@ class TritonBackend:
         features = dict(sizes, windowed=options.window is not None, capped=options.softcap is not None)
         described = tuple(f"{name} {x}" for name, x in features.items())
         kernel = Kernel(OP, query.device, query.dtype, described)
-        return kernel, partial(trials.packed_attention, self.prepare, **features)
+        prepare = partial(self.prepare, least_turns=1)  # several programs for the keys of a prefix
+        return kernel, partial(trials.packed_attention, prepare, **features)
 
-    def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> TritonCall:
+    def prepare(
+        self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions, least_turns: int = LEAST_TURNS
+    ) -> TritonCall:
         from ...kernels.attention_blocks import kernel_configs
 
         configs = kernel_configs(query.shape[2], value.shape[2], compute_capability(query.device))
-        of_forward = configs.forward.block_q, configs.forward.block_k
-        of_gradients = configs.query_gradient.block_q, configs.key_gradient.block_k
-        sizes = dict.fromkeys((of_forward, of_gradients))
-        blocks = {x: layout_blocks(rows, len(query), *x, query.device) for x in sizes}
-        return TritonCall(configs, blocks[of_forward], blocks[of_gradients], options)
+        return TritonCall(configs, layout_blocks(query, value, rows, options.window, configs, least_turns), options)
 
 
 class TritonCall(NamedTuple):
-    """One call of fastdpo's kernels, with the rows in the blocks of the forward and of the gradients."""
+    """One call of fastdpo's kernels, with the rows in their blocks."""
 
     configs: KernelConfigs
     blocks: LayoutBlocks
-    gradient_blocks: LayoutBlocks
     options: AttentionOptions
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,4 +75,4 @@ class TritonCall(NamedTuple):
         from ...kernels.packed_attention_backward import packed_attention_bwd
 
         q, k, v = with_last_stride_1(query), with_last_stride_1(key), with_last_stride_1(value)
-        return packed_attention_bwd(grad, q, k, v, out, lse, self.gradient_blocks, self.configs, *self.options)
+        return packed_attention_bwd(grad, q, k, v, out, lse, self.blocks, self.configs, *self.options)

@@ -1,6 +1,6 @@
 """The kernels, compiled for NVIDIA architectures and executed on the CPU (tests/support/kernels/ptx)."""
 
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -84,7 +84,17 @@ def test_tanh(launches):
 
 @pytest.mark.parametrize("options", [dict(), dict(window=40, softcap=15.0, sinks=True)], ids=["plain", "options"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_packed_attention(d, options, launches):
+def test_packed_attention(d, options, launches, monkeypatch):
+    """With options, each reader of the keys of the prefix has a program of its own."""
+    names = [
+        "_packed_attention_fwd_kernel",
+        "_delta_kernel",
+        "_packed_attention_dq_kernel",
+        "_packed_attention_dkv_kernel",
+    ]
+    if options:
+        monkeypatch.setattr(TritonBackend, "prepare", partialmethod(TritonBackend.prepare, least_turns=1))
+        names.append("_sum_places_kernel")
     options = {**options, "sinks": torch.randn(4)} if "sinks" in options else options
     tensors = [torch.randn(TOKENS, h, d).bfloat16() for h in (4, 2, 2)]
     grad = torch.randn(TOKENS, 4, d)
@@ -92,12 +102,6 @@ def test_packed_attention(d, options, launches):
         gradients(op, tensors, grad, rows=ROWS, **options) for op in (packed_attention, definitions.packed_attention)
     )
     exact = gradients(definitions.packed_attention, [x.double() for x in tensors], grad, rows=ROWS, **options)
-    names = [
-        "_packed_attention_fwd_kernel",
-        "_delta_kernel",
-        "_packed_attention_dq_kernel",
-        "_packed_attention_dkv_kernel",
-    ]
     assert launches == names
     for x, eager_x, exact_x in zip((mine[0], *mine[1]), (eager[0], *eager[1]), (exact[0], *exact[1]), strict=True):
         assert_as_accurate_as(x, eager_x, exact_x)
@@ -114,7 +118,7 @@ def test_gather_keys(dtype, launches):
     for x, grad, of in zip(summed, grads, (key, value), strict=True):
         exact = torch.zeros(of.shape, dtype=torch.float64).index_add_(0, places.index.long(), grad.double())
         assert error(x, exact) < torch.finfo(dtype).eps
-    assert launches == ["_gather_keys_fwd_kernel", "_gather_keys_bwd_kernel"]
+    assert launches == ["_gather_keys_fwd_kernel", "_sum_places_kernel"]
 
 
 @pytest.mark.parametrize("transform", [(None, 1.0, 1.0), (5.0, 1.7, 0.7)], ids=["plain", "capped"])
@@ -135,7 +139,12 @@ def test_target_logits(shape, transform, launches):
 TRIALS = {
     **head_trials.OF_LOGITS,
     "attention": partial(
-        attention_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16, heads=2, key_heads=1
+        attention_trials.packed_attention,
+        partial(TritonBackend().prepare, least_turns=1),
+        d=16,
+        d_v=16,
+        heads=2,
+        key_heads=1,
     ),
 }
 

@@ -19,13 +19,14 @@ from fastdpo.ops.head import trials as head_trials
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
+PREPARE = partial(TritonBackend().prepare, least_turns=1)
 TRIALS = {
     "token_logps": head_trials.token_logps,
     "target_logits": head_trials.target_logits,
     "token_logps, 32 warps": partial(head_trials.token_logps, warps=32),
-    "attention": partial(attention_trials.packed_attention, TritonBackend().prepare, d=16, d_v=16),
+    "attention": partial(attention_trials.packed_attention, PREPARE, d=16, d_v=16),
     "attention, every option": partial(
-        attention_trials.packed_attention, TritonBackend().prepare, d=24, d_v=8, heads=2, windowed=True, capped=True
+        attention_trials.packed_attention, PREPARE, d=24, d_v=8, heads=2, windowed=True, capped=True
     ),
 }
 
@@ -171,8 +172,9 @@ def test_one_kernel_of_a_head_that_fails_disables_its_tiles_only(monkeypatch, ca
     assert launches["token_logps_fwd"] == 1
 
 
-def test_attention_that_fails_is_computed_in_pieces(monkeypatch, caplog):
-    monkeypatch.setattr(packed_attention_backward, "packed_attention_bwd", raising(OutOfResources("shared memory")))
+@pytest.mark.parametrize("launcher", ["packed_attention_bwd", "sum_places"])  # the latter is launched in the trial only
+def test_attention_that_fails_is_computed_in_pieces(launcher, monkeypatch, caplog):
+    monkeypatch.setattr(packed_attention_backward, launcher, raising(OutOfResources("shared memory")))
     query, key = torch.randn(9, 4, 8, requires_grad=True), torch.randn(9, 2, 8)
     rows = torch.tensor([[0, 0, 0, 5], [0, 4, 5, 4]], dtype=torch.int32)
     gradients = []

@@ -5,14 +5,16 @@ in plain PyTorch. The tests in tests/ops also run with the kernels (`--device in
 """
 
 import sys
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
 
+from fastdpo.kernels import attention_blocks
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.ops import definitions, packed_attention
 from fastdpo.ops.attention import backends, flash, layouts
+from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.stand_ins import flash_libraries
 
@@ -43,12 +45,12 @@ def backend(request, monkeypatch, installed):
     return request.param
 
 
-def results(op, tensors, **options):
+def results(op, tensors, rows=ROWS, **options):
     *leaves, grad = (x.detach().clone() for x in tensors)
     sinks = options.pop("sinks", None)
     leaves += [] if sinks is None else [sinks.detach().clone()]
     leaves = [x.requires_grad_() for x in leaves]
-    out = op(*leaves[:3], ROWS, sinks=leaves[3] if leaves[3:] else None, **options)
+    out = op(*leaves[:3], rows, sinks=leaves[3] if leaves[3:] else None, **options)
     out.backward(grad.to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -103,18 +105,75 @@ def test_deterministic_and_groups_do_not_see_each_other(backend):
         assert torch.equal(x[17:], expected[17:])
 
 
+def configs_of(*sizes):
+    return attention_blocks.KernelConfigs(*[attention_blocks.KernelConfig(*sizes, 4, 2)] * 3)
+
+
+def use_blocks(monkeypatch, sizes, least_turns=layouts.LEAST_TURNS):
+    """Blocks of these sizes, and programs for a part of the readers of a block if they have this many turns."""
+    monkeypatch.setattr(attention_blocks, "kernel_configs", lambda *_: configs_of(*sizes))
+    monkeypatch.setattr(TritonBackend, "prepare", partialmethod(TritonBackend.prepare, least_turns=least_turns))
+    backends.forget()
+
+
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 32)], ids=str)
 @pytest.mark.parametrize("window", [None, 2, 7, 17, 27])
 def test_blocks_of_every_size(window, sizes, monkeypatch):
     """Rows of one or many blocks; prefixes and windows that end within, at and after a block."""
-    from fastdpo.kernels import attention_blocks as kernels
-
-    configs = kernels.KernelConfigs(*[kernels.KernelConfig(*sizes, 4, 2)] * 3)
-    monkeypatch.setattr(kernels, "kernel_configs", lambda d, d_v, capability: configs)
+    use_blocks(monkeypatch, sizes)
     tensors = inputs_of("grouped")
     mine = results(packed_attention, tensors, window=window, softcap=2.0)
     exact = results(definitions.packed_attention, [x.double() for x in tensors], window=window, softcap=2.0)
     assert all(error(x, expected) < 2e-6 for x, expected in zip(mine, exact, strict=True))
+
+
+# A header of several blocks, the last one partial; two prompts behind all of it and behind a part, with two completions
+# each; a row that no other one reads.
+HEADER = [[0, 0, 0, 37], [0, 37, 37, 12], [0, 49, 49, 9], [0, 49, 58, 5]]
+HEADER += [[0, 30, 63, 20], [33, 50, 83, 2], [33, 50, 85, 6], [91, 0, 91, 7]]
+HEADER, ALONE = torch.tensor(HEADER, dtype=torch.int32), slice(91, 98)
+HEADER_CASES = {
+    "plain": ((2, 2, 16, 16), torch.float32, {}),
+    "groups of four": ((4, 1, 24, 8), torch.float16, {}),
+    "window": ((4, 1, 16, 16), torch.float32, dict(window=29)),
+    "softcap": ((2, 2, 8, 40), torch.float16, dict(softcap=2.0, window=60)),
+}
+
+
+def inputs_of_header(case):
+    (h, h_kv, d, d_v), dtype, options = HEADER_CASES[case]
+    shapes = (h, d), (h_kv, d), (h_kv, d_v), (h, d_v)
+    return [torch.randn(ALONE.stop, *shape).to(dtype) for shape in shapes], dict(options, rows=HEADER)
+
+
+@pytest.mark.parametrize("case", HEADER_CASES)
+def test_several_programs_for_the_readers_of_a_header(case, monkeypatch):
+    use_blocks(monkeypatch, (16, 16), least_turns=1)
+    tensors, options = inputs_of_header(case)
+    exact = results(definitions.packed_attention, [x.double() for x in tensors], **options)
+    eager = results(definitions.packed_attention, tensors, **options)
+    for x in tensors:
+        x[ALONE] = torch.nan
+    mine = results(packed_attention, tensors, **options)
+    for x, eager_x, exact_x in zip(mine, eager, exact, strict=True):
+        assert_as_accurate_as(*(y[: ALONE.start] for y in (x, eager_x, exact_x)), x.dtype)
+
+
+def test_several_programs_give_the_same_bits(monkeypatch):
+    """From run to run; and those of one program to all tokens that have one."""
+    tensors, options = inputs_of_header("softcap")
+    use_blocks(monkeypatch, (16, 16), least_turns=10_000)
+    whole = results(packed_attention, tensors, **options)
+    use_blocks(monkeypatch, (16, 16), least_turns=1)
+    mine, again = (results(packed_attention, tensors, **options) for _ in range(2))
+    parts = layouts.layout_blocks(*tensors[:3:2], HEADER, 60, configs_of(16, 16), least_turns=1).parts
+    assert parts.tokens.tolist() == [*range(49), *range(63, 83)]  # header and prompts
+    assert {*parts.first_place.diff().tolist()} == {3, 4, 7}
+    of_one = torch.ones(ALONE.stop, dtype=torch.bool)
+    for name, x, y, expected in zip(("out", "queries", "keys", "values"), mine, again, whole, strict=True):
+        assert torch.equal(x, y)
+        of_one[parts.tokens] = name in ("out", "queries")
+        assert torch.equal(x[of_one], expected[of_one])
 
 
 @pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
@@ -133,10 +192,11 @@ def test_gather_keys_and_its_gradient(dtype, value_heads):
 
 
 def test_layouts_do_not_depend_on_the_default_device():
+    query, _, value, _ = inputs_of("grouped")
     with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
         varlen = layouts.varlen_layout(ROWS, TOKENS, CPU)
-        blocks = layouts.layout_blocks(ROWS, TOKENS, 16, 16, CPU)
-    for layout in (varlen, blocks, varlen.places):
+        blocks = layouts.layout_blocks(query, value, ROWS, None, configs_of(16, 16), least_turns=8)
+    for layout in (varlen, varlen.places, blocks, blocks.parts):
         assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
     assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47, 66, 73, 75, 79]
     assert blocks.pieces[14:].tolist() == [
@@ -144,10 +204,20 @@ def test_layouts_do_not_depend_on_the_default_device():
         *([9, 17, 18, 0], [9, 37, 4, 18], [9, 66, 1, 22], [9, 75, 4, 23]),
     ]
     assert blocks.first_piece.tolist() == [0, 1, 3, 5, 6, 7, 9, 11, 14, 17, 21]
-    assert blocks.first_reader.tolist() == [0, 3, 4, 5, 6, 12, 17, 19, 21, 22, 23]
     assert blocks.readers[:17].tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 11, 14, 17, 8, 10, 12, 15, 18]
     assert blocks.queries[:2].tolist() == [[6, 16], [6, 0]]  # sorted by the number of visible keys: 47, 44
-    assert blocks.keys[0].tolist() == [4, 0]  # seen by the most queries
+    assert blocks.gradient_queries.equal(blocks.queries)
+    # The first keys of row 4 are seen by most blocks of queries, in two programs: readers 8 to 11, and before 6 and 7.
+    assert blocks.keys[:5].tolist() == [
+        [4, 16, 6, 12, -1],
+        [5, 0, 12, 17, -1],
+        [4, 0, 8, 12, 16],
+        [0, 0, 0, 3, -1],
+        [4, 0, 6, 8, 0],
+    ]
+    assert blocks.parts.tokens.tolist() == [*range(17, 33)]
+    assert blocks.parts.first_place.tolist() == [*range(0, 33, 2)]
+    assert blocks.parts.places[:4].tolist() == [0, 16, 1, 17]
 
 
 def test_an_unknown_backend_raises(monkeypatch):

@@ -105,9 +105,9 @@ def attention_arguments(d: int, d_v: int, config: attention_blocks.KernelConfig,
     """Arguments as the launchers pass them: bfloat16, 32 query heads, 8 key heads."""
     return {
         **dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
-        **dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32"),
+        **dict.fromkeys(("lse_ptr", "delta_ptr", "dk_parts_ptr", "dv_parts_ptr"), "*fp32"),
         **dict.fromkeys(("rows_ptr", "pieces_ptr", "first_piece_ptr"), "*i32"),
-        **dict.fromkeys(("blocks_ptr", "readers_ptr", "first_reader_ptr"), "*i32"),
+        **dict.fromkeys(("blocks_ptr", "programs_ptr", "readers_ptr"), "*i32"),
         **dict.fromkeys((f"stride_{x}{y}" for x in "qkv" for y in "th"), "i32"),
         **dict(T="i32", scale="fp32", gain="fp32", H=HEADS, H_KV=KEY_HEADS, D=d, D_V=d_v),
         **dict(BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=triton.next_power_of_2(d_v)),
