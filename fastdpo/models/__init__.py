@@ -1,5 +1,33 @@
 """Everything that fastdpo does to one transformers model: packed attention, fused head, fused
 forward.
 
-Nothing in this package knows of a trainer.
+Nothing in this package knows of a trainer. Each call of a model crosses
+
+    forward.py       replaces the forward of a model, and has the functions that integrations call
+    state.py         the options of a fused forward, and what has been found out about its model
+    deciding.py      whether a call runs packed, padded or falls back, and why
+    structure.py     whether the model is as it was when it was examined
+    parts.py         the model inside wrappers, its backbone and its language model
+    harmless.py      names of hooks, wrappers and attributes that outputs do not depend on
+    layouts.py       the layout of the batch
+    attention.py     packed attention as an attention implementation of transformers
+    head.py          an LM head that returns log-probabilities
+    scoring.py       runs the backbone and the head
+    calls.py         counts calls and tokens
+
+A model is examined before its first call, and when it has changed:
+
+    support.py       what its configuration and its modules rule out
+    probe.py         a few random rows, packed and padded
+    verification.py  the first calls, fused and by the forward that the model had before
+    gradients.py     gradients in a form that is small enough to keep
+    sharding.py      models that ranks hold parts of, and so examine together
+
+Some models and batches need more:
+
+    images.py        batches with images, with islands.py (their attention), towers.py (images that are
+                     encoded once for policy and reference) and image_content.py (which images a row has)
+    mixers/          layers that mix tokens by other means than attention
+    reward_head.py   models that score rows
+    adapters.py      PEFT's adapters
 """
