@@ -20,8 +20,7 @@ from ..models import forward
 from ..models.calls import calls_line
 from ..models.harmless import closure_contents, inner_function
 from ..reasons import Reason
-from .callbacks import callback
-from .replacements import existing_instances
+from .replacements import callback, existing_instances
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerState

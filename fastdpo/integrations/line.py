@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..logs import logger
 from ..models import forward
@@ -29,12 +29,10 @@ from ..reasons import Reason
 from ..ref_logps.memory import Memory
 from . import grouped_epochs
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
-from .gathering import Gather
-from .last_result import LastResult
+from .evidence import first_difference
 from .options import PatchOptions, applies
 from .replacements import Replacements
-from .scored_rows import Inputs, ScoredRows, score
-from .signatures import first_difference
+from .scored_rows import Inputs, LastResult, ScoredRows, score
 
 T = TypeVar("T")
 
@@ -66,7 +64,7 @@ class TrainerState:
     batches: defaultdict[str, LastResult] = field(default_factory=lambda: defaultdict(LastResult))
     budget: Any = None
     running: Any = None
-    gather: Gather | None = None
+    gather: Callable[[Tensor], Tensor] | None = None
     has_fused: bool = False
     has_logged: bool = False
     before: Counted = field(default_factory=counted)

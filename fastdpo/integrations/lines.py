@@ -99,7 +99,7 @@ LINES = (
     Line(
         "openrlhf.DPOTrainer",
         ">=0.9.10,<0.12",
-        "openrlhf.dpo:OpenRLHFLine",
+        "openrlhf.dpo:OpenRLHFDPOLine",
         ("openrlhf.trainer.dpo_trainer",),
         compared=("save_logs_and_checkpoints",),
     ),
@@ -123,7 +123,7 @@ LINES = (
     Line(
         "swift.RewardTrainer",
         SWIFT,
-        "swift.reward:SwiftRewardLine",
+        "swift.line:SwiftRewardLine",
         (f"{SWIFT_MODULES}.reward_trainer",),
         compared=("compute_loss",),
     ),

@@ -1,4 +1,4 @@
-"""Replaces attributes, and restores them."""
+"""Replaces attributes of a trainer and restores them, makes its callbacks, and finds trainers that exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 _INHERITED = object()
 
@@ -91,6 +94,16 @@ def replacing(owner: object, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         replacements.undo()
+
+
+def callback(**events: Callable[..., None]) -> TrainerCallback:
+    """A callback with these functions of a trainer's arguments, state and control, by the names of their events.
+
+    transformers is imported when the first one is made.
+    """
+    from transformers import TrainerCallback
+
+    return type("FastDPOCallback", (TrainerCallback,), {name: staticmethod(x) for name, x in events.items()})()
 
 
 def existing_instances(*kinds: type) -> list[Any]:

@@ -1,18 +1,23 @@
 """What a trainer line gets of a batch: per-token results instead of logits.
 
 The function of a line gives the model a padded batch with labels, and computes from `ScoredRows` what
-the trainer computes from logits.
+the trainer computes from logits. The rows of several batches may be scored in one call, in which they
+share their prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+import operator
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ..models import forward
+from ..models import forward, sharding, support
+from ..models.parts import base_of
 from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
 from ..packing import IGNORE_INDEX
@@ -150,3 +155,85 @@ def score(
         return stock(model)
     output = model(**inputs, fused_lm_head=True)
     return results(output) if isinstance(output, ScoredRows) else stock(lambda *args, **kwargs: output)
+
+
+def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
+    """Whether one fused call for the rows of two batches has the results of one for each batch.
+
+    Args:
+        model: the model, which may be wrapped.
+        a: tokens [R, L] of one batch.
+        b: those of the other, [R2, L2].
+    """
+    base = base_of(model, "equal_when_merged")
+    if not forward.is_fused(base) or (base.training and support.has_dropout(base)):
+        return False
+    if support.rope_limit(base) is None:
+        return True
+    if sharding.is_sharded(base):  # ranks that run it together must agree, and see other widths
+        return False
+    widths = a.shape[1], b.shape[1]
+    return widths[0] == widths[1] or support.rope_reason(base, max(widths)) is None
+
+
+def merged(*batches: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of batches, one batch below the other, padded on the right to the widest.
+
+    Args:
+        batches: their rows by name, such as "input_ids" and "labels", [R, L] each, or [R]. All have the names of the
+            first one.
+    """
+
+    def of(name: str) -> Tensor:
+        tensors = [batch[name] for batch in batches]
+        if tensors[0].ndim == 1:
+            return torch.cat(tensors)
+        width = max(x.shape[1] for x in tensors)
+        padding = IGNORE_INDEX if name == "labels" else 0
+        return torch.cat([F.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
+
+    return {name: of(name) for name in batches[0]}
+
+
+def parts_of(output: Any, a: Tensor, b: Tensor) -> list[Any]:
+    """The output of a model for `merged` rows, as one for each of the two batches: `ScoredRows`, or one with
+    `logits` if the call fell back.
+
+    Args:
+        output: of the model.
+        a, b: tokens of the batches, [R, L] and [R2, L2].
+    """
+    parts, start = [], 0
+    for rows, width in (a.shape, b.shape):
+        part = slice(start, start := start + rows)
+        if isinstance(output, ScoredRows):
+            parts.append(output.rows(part, width - 1))
+        else:
+            parts.append(SimpleNamespace(logits=output.logits[part, :width]))
+    return parts
+
+
+class LastResult(Generic[T]):
+    """Keeps the result for the tensors of the last call: the reference is called with those of the
+    policy.
+
+    Layouts are cached by the tensors they were made for, so policy and reference then share a
+    layout, too.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Tensor, ...] = ()
+        self._versions: list[int] = []
+        self._result: T | None = None
+
+    def get(self, tensors: tuple[Tensor, ...], make: Callable[[], T]) -> T:
+        """Returns the last result if it was made from the same unmodified
+        tensors, or else makes a new one.
+        """
+        if any(x.is_inference() for x in tensors):  # they have no version, so a write to them would be missed
+            return make()
+        versions = [x._version for x in tensors]
+        same = versions == self._versions and all(map(operator.is_, tensors, self._tensors))
+        if self._result is None or not same:
+            self._tensors, self._versions, self._result = tensors, versions, make()
+        return self._result

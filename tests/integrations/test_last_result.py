@@ -2,7 +2,7 @@
 
 import torch
 
-from fastdpo.integrations.last_result import LastResult
+from fastdpo.integrations.scored_rows import LastResult
 
 
 def test_computed_once_for_the_same_tensors():

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.integrations.gathering import of_all_ranks
+from fastdpo.integrations.trl.gathering import of_all_ranks
 from tests.support.comparison import RELATIVE, approximately
 from tests.support.trl.dpo import assert_same, build, run_two_ranks, tiny_model, train
 from tests.support.trl.online import build as build_online

@@ -7,7 +7,7 @@ trainers of ms-swift and LLaMA-Factory ask `equal_when_merged` before one call r
 import pytest
 import torch
 
-from fastdpo.integrations.merged_rows import equal_when_merged
+from fastdpo.integrations.scored_rows import equal_when_merged
 from fastdpo.models import forward
 from fastdpo.models.state import ForwardOptions
 from fastdpo.ref_logps.memory import Memory

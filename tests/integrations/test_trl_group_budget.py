@@ -12,7 +12,7 @@ from trl import GRPOTrainer, RLOOTrainer
 import fastdpo
 from fastdpo.batching.rows import RowPlanner
 from fastdpo.integrations import outcomes
-from fastdpo.integrations.trl.batches import group_budget
+from fastdpo.integrations.trl import groups
 from fastdpo.models import calls as counters
 from tests.support.trl.dpo import LORA
 from tests.support.trl.groups import NAMES, build_group
@@ -220,7 +220,7 @@ def test_a_lost_row_is_noticed(compare, monkeypatch, trainer_class):
 
 def test_a_wrong_weight_is_noticed(compare, monkeypatch):
     for name, values in {"SUMS_OVER_A_GENERATION": set(), "MEANS_OVER_ROWS": {"dapo"}}.items():
-        monkeypatch.setattr(group_budget, name, values)
+        monkeypatch.setattr(groups, name, values)
     with pytest.raises(AssertionError):
         compare(loss_type="dapo")
 
@@ -261,6 +261,6 @@ def test_a_router_loss_is_refused(tmp_path):
 
 def test_batches_with_images_are_refused():
     with pytest.raises(NotImplementedError, match="does not support batches with pixel_values, such as"):
-        group_budget.joined_entry("pixel_values", [torch.zeros(2, 3), torch.zeros(2, 3)])
+        groups.joined_entry("pixel_values", [torch.zeros(2, 3), torch.zeros(2, 3)])
     with pytest.raises(NotImplementedError, match="does not support batches with num_images, such as"):
-        group_budget.joined_entry("num_images", [[1, 1], [1, 1]])
+        groups.joined_entry("num_images", [[1, 1], [1, 1]])

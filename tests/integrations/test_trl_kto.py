@@ -10,7 +10,7 @@ from peft import PromptTuningConfig
 from trl import KTOTrainer
 
 import fastdpo
-from fastdpo.integrations.merged_rows import merged
+from fastdpo.integrations.scored_rows import merged
 from fastdpo.integrations.trl import kto
 from tests.support import faults
 from tests.support.comparison import SIZES, assert_close, assert_far_from_same, assert_same_in_low_precision, double

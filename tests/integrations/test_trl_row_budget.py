@@ -8,8 +8,8 @@ from trl import KTOTrainer, SFTTrainer
 
 import fastdpo
 from fastdpo.batching.rows import RowPlanner
-from fastdpo.integrations.trl.batches import kto_budget
-from fastdpo.integrations.trl.batches.sft_budget import SFTBudget
+from fastdpo.integrations.trl import kto as kto_line
+from fastdpo.integrations.trl.sft import SFTLine
 from fastdpo.models import calls as counters
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.trl import kto, sft
@@ -167,19 +167,19 @@ def test_a_lost_row_is_noticed(compare, monkeypatch, trainer):
 
 
 def _no_KL_term(monkeypatch):
-    monkeypatch.setattr(kto_budget, "kl_term", lambda *args: 0.0)
+    monkeypatch.setattr(kto_line, "kl_term", lambda *args: 0.0)
 
 
 def _one_KL_term_for_all_batches(monkeypatch):
-    monkeypatch.setattr(kto_budget, "kl_term", lambda *args: 0.8788)
+    monkeypatch.setattr(kto_line, "kl_term", lambda *args: 0.8788)
 
 
 def _weights_of_micro_batches(monkeypatch):
     def weighing(self, trainer, batches, joined, rows):
         return weighed(self, trainer, [{"label": joined["label"]}], joined, rows)
 
-    weighed = kto_budget.KTOBudget.weighing
-    monkeypatch.setattr(kto_budget.KTOBudget, "weighing", weighing)
+    weighed = kto_line.KTOLine.weighing
+    monkeypatch.setattr(kto_line.KTOLine, "weighing", weighing)
 
 
 @pytest.mark.parametrize("sabotage", [_no_KL_term, _one_KL_term_for_all_batches, _weights_of_micro_batches])
@@ -242,4 +242,4 @@ def test_a_router_loss_is_refused(tmp_path, trainer):
 def test_batches_with_other_entries_are_refused():
     batch = dict(input_ids=torch.ones(1, 2), attention_mask=torch.ones(1, 2), pixel_values=torch.ones(1, 3))
     with pytest.raises(NotImplementedError, match="does not support batches with pixel_values"):
-        SFTBudget(SFT, MAX_TOKENS, True).joined(None, [batch])
+        SFTLine(SFT, ("trl.trainer.sft_trainer",)).joined(None, [batch])

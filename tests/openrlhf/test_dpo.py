@@ -13,7 +13,7 @@ from openrlhf.trainer import dpo_trainer
 from openrlhf_runs import HERE, Recorded, Strategy, assert_same, checkpoint, rows, tokenizer, train
 
 import fastdpo
-from fastdpo.integrations.openrlhf import batches
+from fastdpo.integrations.openrlhf.dpo import answer_labels
 from tests.support.comparison import assert_far_from_same, double
 from tests.support.stand_ins.flash import stand_in
 from tests.support.trl.verified import assert_verified
@@ -136,14 +136,14 @@ def test_labels_equal_those_of_a_loop_over_tokens(seed):
         for token in range(width):
             if token >= prompts[row % pairs] and token < lengths[row]:
                 expected[row, token] = ids[row, token]
-    assert torch.equal(batches.answer_labels(ids, mask, prompts.tolist()), expected)
-    assert torch.equal(batches.answer_labels(ids, mask, prompts), expected)
+    assert torch.equal(answer_labels(ids, mask, prompts.tolist()), expected)
+    assert torch.equal(answer_labels(ids, mask, prompts), expected)
 
 
 def test_a_wrong_number_of_prompt_lengths_raises():
     ids = torch.ones(4, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="one entry for each of 2 pairs; got 4"):
-        batches.answer_labels(ids, ids, [3, 3, 3, 3])
+        answer_labels(ids, ids, [3, 3, 3, 3])
 
 
 def test_an_unsupported_model_falls_back_to_stock(both, caplog):

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from ...accuracy import layers_of, perturbed, random_rounding, training_unit
 from ...data.files import load_preferences
-from ...integrations.callbacks import callback
 from ...integrations.patching import patched
+from ...integrations.replacements import callback
 from ...models import calls, forward, gradients
 from ...models.parts import backbone, base_of
 from ...plain_checks import suggested

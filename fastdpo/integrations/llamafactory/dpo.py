@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...reasons import Reason
 from ..scored_rows import ScoredRows, label_mask
-from .scoring import INPUTS, PARAMETERS, ScoringLine, mean_logits_of
+from .line import INPUTS, PARAMETERS, FactoryLine, mean_logits_of
 
 if TYPE_CHECKING:
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
@@ -29,7 +29,7 @@ _AVERAGED = ("ipo", "orpo", "simpo")
 _LOGITS = ("chosen_logits", "rejected_logits")
 
 
-class FactoryDPOLine(ScoringLine):
+class FactoryDPOLine(FactoryLine):
     class_name = "CustomDPOTrainer"
     parameters = MappingProxyType(
         {

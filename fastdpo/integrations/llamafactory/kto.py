@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from ...models.calls import counting_calls_as
 from ..bypass import is_overridden
-from ..merged_rows import equal_when_merged, merged, parts_of
 from ..replacements import temporarily
-from ..scored_rows import ScoredRows, label_mask, masked_mean
-from .scoring import INPUTS, PARAMETERS, ScoringLine, mean_logits_of
+from ..scored_rows import ScoredRows, equal_when_merged, label_mask, masked_mean, merged, parts_of
+from .line import INPUTS, PARAMETERS, FactoryLine, mean_logits_of
 
 if TYPE_CHECKING:
     from llamafactory.train.kto.trainer import CustomKTOTrainer
@@ -31,7 +30,7 @@ _PREFIXES = ("", "kl_")
 _KNOWN = {"kto_tags", *(f"{prefix}{name}" for prefix in _PREFIXES for name in INPUTS)}
 
 
-class FactoryKTOLine(ScoringLine):
+class FactoryKTOLine(FactoryLine):
     class_name = "CustomKTOTrainer"
     parameters = MappingProxyType(
         {

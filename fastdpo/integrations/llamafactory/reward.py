@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...models.reward_head import RewardHead, labels_at
 from ...reasons import Reason
 from ..line import TrainerLine
-from .scoring import replaced_kernels
+from .line import replaced_kernels
 
 if TYPE_CHECKING:
     from llamafactory.train.rm.trainer import PairwiseTrainer

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.reward_head import RewardHead, labels_at
 from ...reasons import Reason
-from ..line import TrainerLine
-from ..signatures import first_difference
-from .dpo import strategy_unsupported_reason
+from ..evidence import first_difference
+from .line import OpenRLHFLine, strategy_unsupported_reason
 
 if TYPE_CHECKING:
     from openrlhf.trainer.rm_trainer import RewardModelTrainer
@@ -53,7 +52,7 @@ class _ValueHead(RewardHead):
         return scored.logps.logps[:, 0], {}  # a backbone returns no router loss, which the trainer looks for
 
 
-class OpenRLHFRewardLine(TrainerLine):
+class OpenRLHFRewardLine(OpenRLHFLine):
     parameters = MappingProxyType(
         {
             "concatenated_forward": ["self", "model", "chosen_ids", "c_mask", "reject_ids", "r_mask"],
@@ -61,9 +60,6 @@ class OpenRLHFRewardLine(TrainerLine):
             "save_logs_and_checkpoints": ["self"],
         }
     )
-    exact = False
-    replaced = ("concatenated_forward", "save_logs_and_checkpoints")
-    path = ("concatenated_forward",)
     rewards = _ValueHead()
 
     def unsupported_reason(self) -> Reason | None:
@@ -73,12 +69,6 @@ class OpenRLHFRewardLine(TrainerLine):
 
     def models(self, trainer: RewardModelTrainer) -> dict[str, nn.Module]:
         return {"policy": trainer.model}
-
-    def save_logs_and_checkpoints(
-        self, stock: Callable, trainer: RewardModelTrainer, *args: Any, **kwargs: Any
-    ) -> None:
-        self.first_log(trainer)
-        stock(trainer, *args, **kwargs)
 
     def concatenated_forward(
         self, stock: Callable, trainer: RewardModelTrainer, model: nn.Module, *batch: Tensor

@@ -20,9 +20,8 @@ from ...models.parts import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden
 from ..fused_logits import FusedLogits
-from ..merged_rows import equal_when_merged, merged, parts_of
 from ..replacements import temporarily
-from ..scored_rows import Inputs, ScoredRows
+from ..scored_rows import Inputs, ScoredRows, equal_when_merged, merged, parts_of
 from .line import SwiftLine
 
 _COMPLETIONS, _KL = "completion_", "KL_completion_"

@@ -16,6 +16,7 @@ from ...models.adapters import without_adapters
 from ...reasons import Reason
 from ..line import TrainerLine, liger_reason
 from ..scored_rows import Inputs, ScoredRows
+from ..trl.reward import RewardLine
 from .batches import OutputOfRows, inputs_of
 
 T = TypeVar("T")
@@ -77,3 +78,10 @@ class SwiftLine(TrainerLine):
         if getattr(trainer.args, "tuner_backend", None) == "unsloth":
             return Reason("unsloth")
         return liger_reason(trainer.args)
+
+
+class SwiftRewardLine(SwiftLine):
+    """RewardTrainer. Its loss is computed from what its model returns, so that nothing of it is replaced."""
+
+    parameters = RewardLine.parameters
+    rewards = RewardLine.rewards

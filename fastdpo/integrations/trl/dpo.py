@@ -1,20 +1,122 @@
-"""TRL's DPOTrainer since TRL 1.15, which prepares its models by `add_fused_lm_head`."""
+"""TRL's DPOTrainer since its rewrite in TRL 0.29.
+
+Since TRL 1.15 it prepares its models by `add_fused_lm_head`; `dpo_logits.py` has the versions before.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
+from ...logs import warn
+from ...models import forward, layouts
+from ...models.calls import counting_calls_as
+from ...models.parts import passes_arguments_on
 from ...reasons import Reason
-from ..signatures import field_difference, signature_difference
+from .. import evidence
+from ..evidence import field_difference, signature_difference
+from ..line import TrainerLine, arguments_of
+from ..lines import DPO
+from ..replacements import temporarily
+from . import precompute
+from .batches.packed_where_collated import with_packed_batches
+from .batches.token_budget import TokenBudget
 from .fused_head import FusedHeadLine
-from .rewritten_dpo import PARAMETERS, RewrittenDPOLine
+from .gathering import of_all_ranks
+from .memory import serving
+from .models import reference_of, unwrapping
 
+DPOTrainer = Any  # of one of several versions
+
+PARAMETERS = {
+    "_precompute_ref_logps": ["self", "dataset", "name", "batch_size"],
+    "_compute_loss": ["self", "model", "inputs", "return_outputs"],
+}
 _PARAMETERS = {"compute_ref_log_probs": ["self", "model", "inputs"], **PARAMETERS}
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
     *("compute_metrics", "callbacks", "optimizers", "quantization_config", "peft_config"),
 ]
 _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of", "return_tensors"}
+
+
+class RewrittenDPOLine(TrainerLine):
+    """What the lines of these DPOTrainers share.
+
+    Attributes:
+        loss_is_tested: whether the trainer's own `_compute_loss` is one that was tested.
+    """
+
+    replaced = ("_compute_loss", "get_train_dataloader", "compute_ref_log_probs", "_precompute_ref_logps")
+    get_train_dataloader = with_packed_batches
+    loss_is_tested: bool
+
+    def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
+        """A context in which TRL's code scores a batch.
+
+        Args:
+            trainer: the trainer, which may have no state.
+            inputs: the batch.
+            wants_output: whether the caller wants the output of the model.
+        """
+        return nullcontext()
+
+    def replace(self) -> None:
+        self.loss_is_tested = evidence.is_tested(self.trainer_class()._compute_loss)
+        super().replace()
+
+    def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
+        with counting_calls_as("reference"), unwrapping(trainer.accelerator), self.scoring(trainer, inputs, False):
+            return stock(trainer, *args, **kwargs)
+
+    def _precompute_ref_logps(
+        self, stock: Callable, trainer: DPOTrainer, dataset: Any, name: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not precompute.is_supported(trainer, dataset):
+            return stock(trainer, dataset, name, batch_size, *args, **kwargs)
+        return precompute.with_precomputed_logps(trainer, dataset, name, batch_size)
+
+    def _compute_loss(
+        self,
+        stock: Callable,
+        trainer: DPOTrainer,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool,
+        *args: Any,  # of a newer TRL
+        **kwargs: Any,
+    ) -> Any:
+        state = self.state_of(trainer)
+        if state is None:
+            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+        models = model, reference_of(trainer)
+        is_known = self.loss_is_tested and all(map(passes_arguments_on, models))
+        with (
+            serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
+            of_all_ranks(trainer.accelerator, state.gather),
+            self.scoring(trainer, inputs, return_outputs),
+            layouts.labelling(inputs.get("completion_mask") if is_known else None),
+        ):
+            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+
+    def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
+        if init_padded(stock, trainer, *args, **kwargs):
+            trainer.padding_free = forward.is_fused(trainer.model)
+            if not trainer.padding_free:
+                warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
+        if self.options.max_tokens is not None and self.state_of(trainer) is not None:
+            TokenBudget(self.name, self.options).install(trainer)
+
+
+def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> bool:
+    """Calls `__init__` without the option `padding_free`, of which TRL would warn. Returns whether it was given."""
+    config = arguments_of(stock, trainer, *args, **kwargs).get("args")
+    is_given = config is not None and config.padding_free
+    with temporarily(config, padding_free=False) if is_given else nullcontext():
+        stock(trainer, *args, **kwargs)
+    return is_given
 
 
 class DPOLine(RewrittenDPOLine, FusedHeadLine):

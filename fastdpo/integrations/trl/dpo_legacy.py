@@ -1,28 +1,36 @@
 """TRL's DPOTrainer before its rewrite, patched where it scores a batch, in `concatenated_forward`.
 
-Training, evaluation, the reference and precomputing all call it.
+Training, evaluation, the reference and precomputing all call it. What TRL computes from logits is
+computed here from per-token results in the same way, including its peculiarities: `ld_alpha` counts
+positions from the beginning of a row, and `use_weighting` multiplies a token's log-probability by the
+next token's weight.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...logs import warn
 from ...models import forward
 from ...models.calls import counting_calls_as
+from ...models.sharding import is_sharded
+from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..gathering import of_all_ranks
+from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..line import TrainerLine, liger_reason
 from ..replacements import temporarily
-from ..scored_rows import Inputs
-from .dpo_legacy_batches import inputs_of, results_of
-from .dpo_legacy_memory import remembered
-from .rewritten_dpo import init_padded
+from ..scored_rows import Inputs, ScoredRows
+from .dpo import init_padded
+from .gathering import of_all_ranks
+from .memory import memory_unsupported_reason, remembered_logps, start
+from .models import precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -32,6 +40,7 @@ _PARAMETERS = {
     "concatenated_inputs": ["batch", "padding_value"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
 }
+_OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 
 
 class LegacyDPOLine(TrainerLine):
@@ -93,3 +102,123 @@ class LegacyDPOLine(TrainerLine):
         """`inputs_of`, with the same tensors for policy and reference."""
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
         return self.state_of(trainer).batches[""].get(tensors, lambda: inputs_of(trainer, batch))
+
+
+def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
+    """Ids, mask and labels [2B, L], aligned and truncated as in TRL; or the
+    reason why the batch is unsupported.
+    """
+    from trl.trainer import dpo_trainer
+
+    flush_left, flush_right = (getattr(dpo_trainer, name) for name in ("flush_left", "flush_right"))
+    if trainer.is_encoder_decoder:
+        return Reason("encoder-decoder", model="the model")
+    other = [name for name in _OTHER_INPUTS if batch.get(name) is not None]
+    if other:
+        return Reason("batch-entries", names=", ".join(other))
+    whole = trainer.concatenated_inputs(batch, padding_value=trainer.pad_token_id)
+    ids, mask = (
+        torch.cat([whole[f"prompt_{name}"], whole[f"completion_{name}"]], dim=1)
+        for name in ("input_ids", "attention_mask")
+    )
+    scored = torch.cat([torch.zeros_like(whole["prompt_attention_mask"]), whole["completion_attention_mask"]], dim=1)
+
+    longest = mask.shape[1] if trainer.max_length is None else trainer.max_length
+    truncated = longest < mask.shape[1]
+    if truncated and trainer.truncation_mode == "keep_end":
+        mask, ids, scored = (x[:, -longest:] for x in flush_right(mask, ids, scored))
+    mask, ids, scored = flush_left(mask, ids, scored)
+    if truncated:
+        mask, ids, scored = (x[:, :longest] for x in (mask, ids, scored))
+        if scored[:, 0].any():  # TRL counts a token there that nothing predicts
+            return Reason("truncated-prompt")
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(scored == 0, IGNORE_INDEX),
+        "use_cache": False,
+        **({"output_router_logits": True} if trainer.aux_loss_enabled else {}),
+    }
+
+
+def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, rows: ScoredRows) -> dict[str, Tensor]:
+    """The return value of TRL. The first token of a row is never scored."""
+    scored = inputs["labels"] != IGNORE_INDEX  # [2B, L]
+    start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of TRL's logits
+    logps = F.pad(rows.log_probs, (1, 0))[:, start:]  # of each token from there
+    tokens = ScoredRows(logps, scored[:, start:].to(logps.device))
+    counts, sums = tokens.counts(), tokens.sums()
+    n = len(sums) // 2
+    results = {}
+
+    if rows.log_sum_sq_probs is not None:  # arXiv 2406.11827, eq. 2
+        with torch.no_grad():
+            weights = ((F.pad(rows.log_probs, (1, -1)) - rows.log_sum_sq_probs) * rows.mask).sum(1) / counts
+            results["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
+    if trainer.args.rpo_alpha is not None or "sft" in trainer.loss_type:
+        is_zero = inputs["input_ids"][:, start:] == 0  # TRL ignores token 0
+        results["nll_loss"] = tokens.within(~is_zero).rows(slice(n)).nll()
+    if "ipo" in trainer.loss_type:
+        sums = tokens.means()
+    if trainer.args.ld_alpha is not None and not is_ref_model:
+        position = torch.arange(logps.shape[1], device=logps.device)
+        weights = tokens.ld_weights(trainer.args.ld_alpha, position)
+        sums = tokens.sums(weights * (position < counts[:, None]))
+
+    results |= {"chosen_logps": sums[:n], "rejected_logps": sums[n:]}
+    if rows.mean_logits is not None:
+        chosen, rejected = rows.halves()
+        results |= {"mean_chosen_logits": chosen.mean_logit(), "mean_rejected_logits": rejected.mean_logit()}
+    if trainer.aux_loss_enabled:
+        results["aux_loss"] = rows.aux_loss
+    return results
+
+
+def remembered(
+    trainer: DPOTrainer, memory: Memory, batch: dict[str, Any], inputs_of: Callable[[], Inputs | Reason]
+) -> dict[str, Tensor]:
+    """The reference's log-probabilities [B] by their names in a batch; nothing if the memory is
+    disabled.
+
+    `inputs_of` returns the batch as the model is given it, or the reason why it is not supported.
+    """
+    if not memory.enabled or "ref_chosen_logps" in batch:  # precomputed
+        return {}
+    if not memory.started:
+        _start(trainer, memory)
+    if not memory.enabled:
+        return {}
+    inputs = inputs_of()
+    if isinstance(inputs, Reason):  # the reason is logged when the model is called
+        return {}
+    digests = digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["labels"] != IGNORE_INDEX)
+
+    def compute(missing: list[int]) -> Tensor:
+        all_missing = len(missing) == len(digests)  # the layout of the same tensors is cached
+        part = batch if all_missing else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
+        return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
+
+    logps = remembered_logps(memory, trainer, _as_reference, digests, compute, inputs["input_ids"].shape)
+    if logps is None:
+        return {}
+    chosen, rejected = logps.to(inputs["input_ids"].device, torch.float32).unbind(1)
+    return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
+
+def _start(trainer: DPOTrainer, memory: Memory) -> None:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    def key() -> str:
+        normalized = "ipo" in trainer.loss_type
+        return key_of("legacy", reference_digest(trainer, _as_reference), precision_of(trainer), normalized)
+
+    reason = None
+    if trainer.is_encoder_decoder:
+        reason = Reason("encoder-decoder", model="the model")
+    elif is_sharded(reference_of(trainer)):
+        reason = Reason("reference-on-ranks")
+    start(memory, trainer, reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
+
+
+def _as_reference(trainer: Any) -> AbstractContextManager:
+    return nullcontext() if trainer.ref_model is not None else trainer.null_ref_context()

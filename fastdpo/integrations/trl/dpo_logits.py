@@ -15,11 +15,11 @@ from torch import nn
 from ...models import forward
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
+from ..evidence import first_difference, signature_difference
 from ..fused_logits import replace_functions
 from ..line import liger_reason
 from ..replacements import temporarily
-from ..signatures import first_difference, signature_difference
-from .rewritten_dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
+from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
 
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),

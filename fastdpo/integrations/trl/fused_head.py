@@ -15,11 +15,11 @@ from ...models.parts import text_config
 from ...models.state import ScoredBatch
 from ...reasons import Reason
 from .. import evidence
+from ..evidence import field_difference, signature_difference
 from ..line import TrainerLine
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
-from ..signatures import field_difference, signature_difference
-from .model_state import disable_gradient_checkpointing, is_peft_model, use_adapter
+from .models import disable_gradient_checkpointing, is_peft_model, use_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -3,25 +3,40 @@
 For the loss "kto", TRL estimates a KL term from each prompt with the completion of another one, so
 that a step makes four calls: policy and reference, each for the completions and for the KL term.
 Here the reference has one call for both, in which they share their prompts.
+
+With `patch(max_tokens=...)`, the loss of a row depends on its own tokens, on its label, and in the loss "kto" on a KL
+term. That is one number for each batch that TRL has cut, at the same position of the step on all ranks: the mean of
+the differences between policy and reference over the rows of its column `KL_completion_ids`, without gradients and not
+below 0. TRL fills this column while it prepares the dataset, in the order of which it then trains. So a row may be
+trained on in any micro-batch of its step if its KL term remains that of TRL's batch, and it takes its row of the KL
+term along, which shares its prompt. It may not move to another step.
+
+For this, all passes without gradients come first: the policy for the rows of the KL term, and the reference. The KL
+terms of TRL's batches are computed from them as TRL does. A row then is trained on with the log-probability of its
+reference raised by its KL term, since the loss depends on no more than the difference of the two from that of the
+policy. `apo_zero_unpaired` has no KL term.
+
+The loss of a batch is the mean over its rows, and TRL multiplies those of desirable and undesirable rows by a weight
+each. There it also enters how much a row weighs in a step whose last batch is smaller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ...models import layouts
 from ...models.calls import counting_calls_as
 from .. import evidence
 from ..bypass import STATE, is_overridden
-from ..merged_rows import equal_when_merged, merged
-from ..replacements import temporarily
-from .batches.kto_budget import KTOBudget
-from .model_state import unwrapping
-from .reference import reference_of
-from .row_budget_line import RowBudgetLine
+from ..replacements import replacing, temporarily
+from ..scored_rows import equal_when_merged, merged
+from .models import reference_of, unwrapping
+from .row_budget import Batch, PaddedRowBudgetLine, on_device
 
 if TYPE_CHECKING:
     from trl.trainer.kto_trainer import KTOTrainer
@@ -34,15 +49,18 @@ _PARAMETERS = {
 }
 _RUNS_THE_REFERENCE = ("compute_ref_log_probs", "_compute_kl_logps", "_compute_loss")
 _ROWS = ("input_ids", "attention_mask", "completion_mask")
-_INPUTS = {*_ROWS, *(f"KL_{name}" for name in _ROWS), "label"}
+_KL_ROWS = tuple(f"KL_{name}" for name in _ROWS)
+_INPUTS = {*_ROWS, *_KL_ROWS, "label"}
 
 
-class KTOLine(RowBudgetLine):
+class KTOLine(PaddedRowBudgetLine):
     parameters = _PARAMETERS
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
-    budget_class = KTOBudget
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
+    loss_functions = ("compute_loss", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs")
+    entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
+    fields = ("log_probs", "entropy", "mean_logits")
 
     def compute_ref_log_probs(
         self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
@@ -65,10 +83,10 @@ class KTOLine(RowBudgetLine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        budget = self.budget_of(trainer)
-        if budget is not None and budget.is_running:
+        called = self.scoring(trainer, model)
+        if called is not model:  # while a step is cut
             with layouts.labelling(inputs["completion_mask"]):
-                return stock(trainer, budget.scoring(model), inputs, return_outputs, *args, **kwargs)
+                return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
         reference = reference_of(trainer)
         overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
         if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):
@@ -76,6 +94,57 @@ class KTOLine(RowBudgetLine):
         logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
         with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
             return stock(trainer, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
+
+    def score_without_gradients(
+        self, trainer: Any, model: nn.Module, batches: list[Batch], joined: Batch, micro_batches: list[Tensor]
+    ) -> None:
+        """Adds the log-probabilities of the passes without gradients to the batches, and to the joined rows those of
+        the reference, raised by the KL terms.
+        """
+        of_rows = [self._without_gradients(trainer, model, joined, rows) for rows in micro_batches]
+        places = torch.cat(micro_batches).argsort()
+        known = {name: torch.cat([x[name] for x in of_rows])[places] for name in of_rows[0]}
+        sizes, raised = [len(batch["label"]) for batch in batches], []
+        for batch, *of_batch in zip(batches, *(x.split(sizes) for x in known.values()), strict=True):
+            batch |= dict(zip(known, of_batch, strict=True))
+            raised.append(batch["ref_logps"] + kl_term(trainer, batch))
+        for name in _KL_ROWS:
+            joined.pop(name, None)
+        joined.pop("ref_KL_logps", None)
+        joined["ref_logps"] = torch.cat(raised)  # on the device, as all that is computed
+
+    def _without_gradients(self, trainer: Any, model: nn.Module, joined: Batch, rows: Tensor) -> dict[str, Tensor]:
+        """The log-probabilities of rows by the reference, and of their rows of the KL term by both, [R] each."""
+        batch = on_device(self.picked(joined, rows), trainer.accelerator.device)
+        known: Batch = {name: batch.pop(name) for name in ("ref_logps", "ref_KL_logps") if name in batch}
+        if not known:
+            logps = trainer.compute_ref_log_probs(reference_of(trainer), batch)
+            known = dict(zip(("ref_logps", "ref_KL_logps"), logps, strict=True))
+        with trainer.compute_loss_context_manager():
+            known["KL_logps"] = trainer._compute_kl_logps(model, batch)
+        return {name: x for name, x in known.items() if x is not None}
+
+    def weighing(
+        self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
+    ) -> AbstractContextManager[object]:
+        sizes = torch.tensor([len(x["label"]) for x in batches for _ in x["label"]], device="cpu")
+        weights = len(rows) / (sizes[rows] * trainer.current_gradient_accumulation_steps)
+        is_desirable = joined["label"][rows].bool()
+        desirable, undesirable = (weights[x].to(joined["ref_logps"]) for x in (is_desirable, ~is_desirable))
+        return temporarily(
+            trainer,
+            desirable_weight=trainer.desirable_weight * desirable,
+            undesirable_weight=trainer.undesirable_weight * undesirable,
+            current_gradient_accumulation_steps=1,
+            precompute_ref_logps=True,  # those of the batch
+            calculate_KL=False,
+        )
+
+    @contextmanager
+    def computing_metrics(self, trainer: Any) -> Iterator[None]:
+        known = replacing(trainer, _compute_kl_logps=lambda model, batch: batch.get("KL_logps"))
+        with known, temporarily(trainer, precompute_ref_logps=True):
+            yield
 
 
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:
@@ -93,3 +162,11 @@ def _merged(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of a batch, [B, L1], and below them those of its KL term, [B, L2], as [2B, max(L1, L2)]."""
     completions, KL = ({name: inputs[f"{prefix}{name}"] for name in _ROWS} for prefix in ("", "KL_"))
     return merged(completions, KL)
+
+
+def kl_term(trainer: Any, batch: Batch) -> Tensor | float:
+    """The KL term of a batch as TRL computes it, with the batches of the other ranks at its position of the step."""
+    if not trainer.calculate_KL:
+        return 0.0
+    mean = (batch["KL_logps"] - batch["ref_KL_logps"]).mean()
+    return trainer.accelerator.gather_for_metrics(mean).mean().clamp(min=0)

@@ -23,9 +23,8 @@ from ...models.parts import base_of
 from ...models.sharding import reshard
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
-from ..callbacks import callback
-from ..replacements import temporarily
-from .reference import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
+from ..replacements import callback, temporarily
+from .models import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer

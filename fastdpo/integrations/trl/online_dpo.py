@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
-from ..gathering import of_all_ranks
 from ..line import TrainerLine
 from ..scored_rows import ScoredRows
+from .gathering import of_all_ranks
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer

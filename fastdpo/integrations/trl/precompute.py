@@ -21,8 +21,8 @@ from ...storage import Directory, directory_at
 from .. import evidence
 from ..fingerprints import name_of
 from ..lines import DPO
-from .batches.widths import widest_batch
-from .reference import as_reference, precision_of, reference_digest, reference_logps, reference_of
+from .batches.token_budget import widest_batch
+from .models import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

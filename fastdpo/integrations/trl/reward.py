@@ -10,10 +10,10 @@ from typing import Any
 from ...models import layouts
 from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
-from ..gathering import Gather, of_all_ranks
 from ..line import TrainerLine
 from .batches.packed_where_collated import with_packed_batches
 from .batches.token_budget import TokenBudget
+from .gathering import Gather, of_all_ranks
 
 
 class RewardLine(TrainerLine):

@@ -10,8 +10,7 @@ from typing import Any
 
 from ...reasons import Reason
 from .batches.packed_where_collated import with_packed_batches
-from .batches.sft_budget import SFTBudget
-from .row_budget_line import RowBudgetLine
+from .row_budget import PaddedRowBudgetLine
 
 _PARAMETERS = {
     "__init__": [
@@ -24,19 +23,25 @@ _PARAMETERS = {
 }
 
 
-class SFTLine(RowBudgetLine):
+class SFTLine(PaddedRowBudgetLine):
     parameters = _PARAMETERS
     replaced = ("get_train_dataloader",)
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
-    budget_class = SFTBudget
     replaced_with_budget = ("training_step", "compute_loss")
+    entries = frozenset({"input_ids", "attention_mask", "labels"})
+    fields = ("log_probs", "label_mask", "entropy", "is_top1")
 
     def compute_loss(self, stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = self.budget_of(trainer)
-        if budget is not None and budget.is_running:
-            model = budget.scoring(model)
-        return stock(trainer, model, *args, **kwargs)
+        return stock(trainer, self.scoring(trainer, model), *args, **kwargs)
+
+    def uncuttable(self, trainer: Any) -> str | None:
+        """The loss of a step is a sum over its tokens, which the trainer divides by their number in all batches that
+        the step accumulates. So rows weigh the same in any micro-batch.
+        """
+        if trainer.model_accepts_loss_kwargs:
+            return None
+        return "models whose loss does not take num_items_in_batch, since it then is a mean over the tokens of a batch"
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         config = arguments.get("args")

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
 import fastdpo
-from fastdpo.integrations.trl import model_state
+from fastdpo.integrations.trl import models as models_of_trl
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import (
     LORA,
@@ -263,7 +263,7 @@ def test_a_status_has_its_other_fields():
         read.append(model.get_model_status())
         yield
 
-    with model_state.use_adapter(reading, model, None):
+    with models_of_trl.use_adapter(reading, model, None):
         status = model.get_model_status()
     assert type(read[0]) is not type(status)
     assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
@@ -292,12 +292,12 @@ def test_what_is_unwrapped():
     """As without the context: models in wrappers, and where user code has replaced the function."""
     accelerator, model = Accelerator(cpu=True), trained_adapter(tiny_model())
     wrapped, compiled = torch.nn.DataParallel(model), torch.compile(model)
-    with model_state.unwrapping(accelerator):
+    with models_of_trl.unwrapping(accelerator):
         assert accelerator.unwrap_model(model) is accelerator.unwrap_model(wrapped) is model
         assert accelerator.unwrap_model(compiled) is compiled
         assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
     accelerator.unwrap_model = lambda model: "of the user"
-    with model_state.unwrapping(accelerator):
+    with models_of_trl.unwrapping(accelerator):
         assert accelerator.unwrap_model(model) == "of the user"
     assert accelerator.unwrap_model(model) == "of the user"
 

@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 import fastdpo
 from fastdpo.batching import StepPlanner
 from fastdpo.integrations.trl.batches import budgeted_loader
-from fastdpo.integrations.trl.batches.step_metrics import StepMetrics
+from fastdpo.integrations.trl.gathering import StepMetrics
 from fastdpo.lengths import PairLengths
 from fastdpo.models import calls as counters
 from tests.support.comparison import double

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from fastdpo.integrations.gathering import rows_of_all_ranks
+from fastdpo.integrations.trl.gathering import rows_of_all_ranks
 
 
 def gather_rows(directory: Path) -> None:

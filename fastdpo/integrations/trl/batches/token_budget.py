@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -25,8 +26,7 @@ from ...bypass import STATE
 from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
 from ...options import PatchOptions
 from ...replacements import temporarily
-from .step_metrics import StepMetrics
-from .widths import widest_batch
+from ..gathering import StepMetrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,6 +172,17 @@ def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool)
         tqdm.write(text)
     else:
         logger.info("%s", text)
+
+
+def widest_batch(collator: Any, lengths: np.ndarray) -> int:
+    """The width of the widest batch of rows.
+
+    Args:
+        collator: of the trainer.
+        lengths: [N], numbers of tokens of rows after truncation.
+    """
+    multiple = getattr(collator, "pad_to_multiple_of", None) or 1
+    return -(-int(lengths.max(initial=0)) // multiple) * multiple
 
 
 def width_reason(model: PreTrainedModel, width: int) -> str | None:

@@ -20,19 +20,18 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....batching.rows import RowPlanner
-from ....logs import warn
-from ....models.calls import outcomes
-from ....models.parts import base_of
-from ....models.state import SharePrompts
-from ...bypass import bypass_reason, is_overridden
-from ...callbacks import callback
-from ...gathering import of_all_ranks
-from ...grouped_epochs import require_supported
-from ...merged_rows import merged
-from ...replacements import Replacements, replacing, temporarily
-from .packed_where_collated import CollatedBatch, PackingCollator
-from .token_budget import shares_prompts, unsupported_processes_reason, width_reason, without_sync
+from ...batching.rows import RowPlanner
+from ...logs import warn
+from ...models.calls import outcomes
+from ...models.parts import base_of
+from ..bypass import bypass_reason, is_overridden
+from ..grouped_epochs import require_supported
+from ..replacements import Replacements, callback, replacing, temporarily
+from ..scored_rows import merged
+from .batches.packed_where_collated import CollatedBatch, PackingCollator
+from .batches.token_budget import shares_prompts, unsupported_processes_reason, width_reason, without_sync
+from .fused_head import FusedHeadLine
+from .gathering import of_all_ranks
 
 Batch = dict[str, Any]
 
@@ -40,35 +39,21 @@ Scores = tuple[Tensor, ...]
 """What a model has returned for rows that TRL's loss reads, [R, W] each."""
 
 
-class RowBudget:
-    """Cuts the steps of one trainer.
-
-    Args:
-        name: of the trainer, such as "trl.GRPOTrainer".
-        max_tokens, share_prompts: as in `patch`.
+class RowBudgetLine(FusedHeadLine):
+    """The line of a trainer whose steps are cut.
 
     Attributes:
-        functions: of the trainer, which compute the loss. A subclass of the trainer must not override them.
+        loss_functions: of the trainer, which compute the loss. A subclass of the trainer must not override them.
+        replaced_with_budget: functions of the class that are replaced with `max_tokens` only.
     """
 
-    functions: ClassVar[tuple[str, ...]] = ("compute_loss", "_compute_loss")
-
-    def __init__(self, name: str, max_tokens: int, share_prompts: SharePrompts):
-        self._name, self._max_tokens = name, max_tokens
-        self._share_prompts: SharePrompts = share_prompts
-        self._batches: list[Batch] = []  # of the step, not trained on yet
-        self._position = 0  # in the step, of the next batch
-        self._scored: list[Scores] | None = None  # by the micro-batches that were trained on, if any are
-        self._known: Scores | None = None  # of the batch whose metrics are computed, if any are
-        self._train_on: Callable[[Batch], Tensor]
-        self._handed_back = Replacements()
-        self._warned = False
+    loss_functions: ClassVar[tuple[str, ...]] = ("compute_loss", "_compute_loss")
+    replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step",)
 
     # What a trainer defines.
 
-    def unsupported_reason(self, trainer: Any) -> str | None:
-        """Why rows of a trainer do not weigh the same in any micro-batch, or None."""
-        raise NotImplementedError
+    def uncuttable(self, trainer: Any) -> str | None:
+        """What of a trainer keeps its rows from weighing the same in any micro-batch, or None."""
 
     def must_train(self, trainer: Any) -> bool:
         """Whether the rows that were taken cannot wait for the end of the step."""
@@ -86,7 +71,7 @@ class RowBudget:
         """That of the scores of a batch."""
         raise NotImplementedError
 
-    def prepare(
+    def score_without_gradients(
         self, trainer: Any, model: nn.Module, batches: list[Batch], joined: Batch, micro_batches: list[Tensor]
     ) -> None:
         """Adds to the batches and to their joined rows what must be known of all rows before one is trained on."""
@@ -99,11 +84,7 @@ class RowBudget:
         self, trainer: Any, batches: list[Batch], joined: Batch, rows: Tensor
     ) -> AbstractContextManager[object]:
         """A context in which the loss of a micro-batch is the part that its rows have in the loss of the step."""
-        raise NotImplementedError
-
-    def known_scores(self, scores: Scores) -> Any:
-        """Scores in the form in which TRL's loss gets them."""
-        raise NotImplementedError
+        return nullcontext()
 
     def computing_metrics(self, trainer: Any) -> AbstractContextManager[object]:
         """A context in which TRL's loss computes the metrics of a batch whose scores are known."""
@@ -111,23 +92,129 @@ class RowBudget:
 
     # What all of them do.
 
-    def install(self, trainer: Any, stock: type) -> None:
-        """Called when a trainer has been created. `stock` is the class that is patched.
+    def replace(self) -> None:
+        super().replace()
+        if self.options.max_tokens is not None:
+            for name in self.replaced_with_budget:
+                self.wrap(name, getattr(self, name))
 
-        Raises:
-            NotImplementedError: the steps of the trainer cannot be cut.
-        """
+    def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().init(stock, trainer, *args, **kwargs)
+        state = self.state_of(trainer)
+        if state is not None and self.options.max_tokens is not None:
+            self._require_cuttable(trainer)
+            state.budget = RowBudget(self)
+            trainer.add_callback(callback(on_step_begin=state.budget.start_step))
+
+    def disable(self) -> None:
+        budgets = [(trainer, self.budget_of(trainer)) for trainer in self.trainers()]
+        super().disable()
+        for trainer, budget in budgets:
+            if budget is not None:
+                budget.hand_back(trainer)
+
+    def budget_of(self, trainer: Any) -> RowBudget | None:
+        """What cuts the steps of a trainer, or None."""
+        return getattr(self.state_of(trainer), "budget", None)
+
+    def training_step(
+        self, stock: Callable, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        budget = self.budget_of(trainer)
+        if budget is None:
+            return stock(trainer, model, inputs, *args, **kwargs)
+        return budget.training_step(trainer, model, inputs, lambda batch: stock(trainer, model, batch, *args, **kwargs))
+
+    def _require_cuttable(self, trainer: Any) -> None:
+        """Raises NotImplementedError if the steps of a trainer cannot be cut."""
+        stock = self.trainer_class()
         require_supported("max_tokens", unsupported_processes_reason(trainer))
-        is_own = is_overridden(trainer, stock, (x for x in self.functions if hasattr(stock, x)))
+        is_own = is_overridden(trainer, stock, (x for x in self.loss_functions if hasattr(stock, x)))
         if is_own or bypass_reason(trainer, stock, ("training_step",)):
             own = f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
             require_supported("max_tokens", own)
         if trainer.aux_loss_enabled:
             require_supported("max_tokens", "the auxiliary loss of routers, which is not a mean over rows")
-        require_supported("max_tokens", self.unsupported_reason(trainer))
-        trainer.add_callback(callback(on_step_begin=self._start_step))
+        require_supported("max_tokens", self.uncuttable(trainer))
 
-    def _start_step(self, *args: Any, **kwargs: Any) -> None:
+
+class PaddedRowBudgetLine(RowBudgetLine):
+    """The line of a trainer whose batches have `input_ids` and `attention_mask`, [R, L] each, as a collator has padded
+    them.
+
+    The host reads these batches once, and packs the micro-batches from there while the device computes.
+
+    Attributes:
+        entries: that a batch may have. Those of a name with a prefix have the width of the mask with this prefix.
+        fields: of the output of the model, that TRL's loss reads.
+    """
+
+    entries: ClassVar[frozenset[str]]
+    fields: ClassVar[tuple[str, ...]]
+
+    def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
+        unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
+        require_supported("max_tokens", unknown and f"batches with {unknown}")
+        joined = merged(*({name: x.cpu() for name, x in batch.items()} for batch in batches))
+        width = joined["input_ids"].shape[1]  # of which micro-batches may have less
+        require_supported("max_tokens", width_reason(base_of(trainer.model, "max_tokens"), width))
+        return joined
+
+    def tokens(self, joined: Batch) -> list[NDArray[np.int64]]:
+        ids, real = (joined[name].numpy() for name in ("input_ids", "attention_mask"))
+        return [row[mask != 0] for row, mask in zip(ids, real, strict=True)]
+
+    def width(self, batch: Batch) -> int:
+        return batch["input_ids"].shape[1] - 1
+
+    def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
+        groups = "content" if self.options.share_prompts else None
+        batch = PackingCollator(lambda batch: batch, groups)(self.picked(joined, rows))
+        device = trainer.accelerator.device
+        return batch.to(device) if isinstance(batch, CollatedBatch) else on_device(batch, device)
+
+    def picked(self, joined: Batch, rows: Tensor) -> Batch:
+        """Some of the joined rows, in a batch that is as narrow as they are."""
+        batch = {name: x[rows] for name, x in joined.items()}
+        for prefix in ("", "KL_"):
+            mask = batch.get(f"{prefix}attention_mask")
+            if mask is not None:
+                width = int(mask.any(0).nonzero().max()) + 1
+                names = [name for name, x in batch.items() if x.ndim > 1 and name.startswith("KL_") == bool(prefix)]
+                batch |= {name: batch[name][:, :width] for name in names}
+        return batch
+
+    def scoring(self, trainer: Any, model: Any) -> Any:
+        """The model that TRL's loss calls: one that notes or knows its scores while a step is cut."""
+        budget = self.budget_of(trainer)
+        if budget is None or not budget.is_running:
+            return model
+
+        def call(**inputs: Any) -> Any:
+            columns = slice(1 - inputs["input_ids"].shape[1], None)  # without virtual tokens of an adapter
+            return budget.scores(
+                lambda: model(**inputs),
+                lambda output: tuple(getattr(output, x)[:, columns] for x in self.fields),
+                lambda known: SimpleNamespace(**dict(zip(self.fields, known, strict=True))),
+            )
+
+        return call
+
+
+class RowBudget:
+    """Cuts the steps of one trainer of a line."""
+
+    def __init__(self, line: RowBudgetLine):
+        self._line, self._max_tokens = line, cast(int, line.options.max_tokens)
+        self._batches: list[Batch] = []  # of the step, not trained on yet
+        self._position = 0  # in the step, of the next batch
+        self._scored: list[Scores] | None = None  # by the micro-batches that were trained on, if any are
+        self._known: Scores | None = None  # of the batch whose metrics are computed, if any are
+        self._train_on: Callable[[Batch], Tensor]
+        self._handed_back = Replacements()
+        self._warned = False
+
+    def start_step(self, *args: Any, **kwargs: Any) -> None:
         """Begins a step. A training that was stopped within one may have left batches."""
         self._batches, self._position = [], 0
         self._handed_back.undo()
@@ -151,16 +238,16 @@ class RowBudget:
         self._batches.append(trainer._prepare_inputs(inputs))
         self._position += 1
         ends_step = self._position == trainer.current_gradient_accumulation_steps
-        if not ends_step and not self.must_train(trainer):
+        if not ends_step and not self._line.must_train(trainer):
             return torch.zeros((), device=trainer.args.device)
         batches, self._batches = self._batches, []
         self._position *= not ends_step
-        joined = self.joined(trainer, batches)
+        joined = self._line.joined(trainer, batches)
         micro_batches = self._cut(trainer, joined)
-        outcomes[self._name, "steps"] += ends_step
-        outcomes[self._name, "micro-batches"] += len(micro_batches)
+        outcomes[self._line.name, "steps"] += ends_step
+        outcomes[self._line.name, "micro-batches"] += len(micro_batches)
         with _taking_prepared(trainer):
-            self.prepare(trainer, model, batches, joined, micro_batches)
+            self._line.score_without_gradients(trainer, model, batches, joined, micro_batches)
             self._scored = []
             try:
                 loss = self._train(trainer, model, batches, joined, micro_batches, ends_step)
@@ -189,15 +276,18 @@ class RowBudget:
         """Whether rows of a step are trained on, or their metrics computed."""
         return self._scored is not None
 
-    def scores(self, score: Callable[[], Any], read: Callable[[Any], Scores]) -> Any:
+    def scores(
+        self, score: Callable[[], Any], read: Callable[[Any], Scores], returned_for: Callable[[Scores], Any]
+    ) -> Any:
         """What a model returns for a batch: what is known, if its metrics are computed.
 
         Args:
             score: calls the model.
             read: of what it returns, the scores.
+            returned_for: what it returns for scores.
         """
         if self._known is not None:
-            return self.known_scores(self._known)
+            return returned_for(self._known)
         returned = score()
         if self._scored is not None:
             self._scored.append(tuple(x.detach() for x in read(returned)))
@@ -205,12 +295,14 @@ class RowBudget:
 
     def _cut(self, trainer: Any, joined: Batch) -> list[Tensor]:
         """The rows of each micro-batch, by their numbers in the joined batches."""
-        planner = RowPlanner(self.tokens(joined), share=shares_prompts(self._share_prompts, trainer.model))
+        share = shares_prompts(self._line.options.share_prompts, trainer.model)
+        planner = RowPlanner(self._line.tokens(joined), share=share)
         runs = planner.cut(self._max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
         if largest > self._max_tokens and not self._warned:
             self._warned = True
-            warn(f"{self._name}: a row has {largest} tokens, more than max_tokens={self._max_tokens}, and runs alone")
+            tokens = f"{largest} tokens, more than max_tokens={self._max_tokens}"
+            warn(f"{self._line.name}: a row has {tokens}, and runs alone")
         if trainer.accelerator.num_processes > 1:  # each must run the model as often
             counts = trainer.accelerator.gather(torch.tensor([len(runs)], device=trainer.accelerator.device))
             runs = planner.divided(runs, int(counts.max()))
@@ -228,11 +320,11 @@ class RowBudget:
         loss = torch.zeros((), device=trainer.args.device)
         for i, rows in enumerate(micro_batches):
             with (
-                self.weighing(trainer, batches, joined, rows),
+                self._line.weighing(trainer, batches, joined, rows),
                 _without_metrics(trainer),
                 nullcontext() if ends_step and i == len(micro_batches) - 1 else without_sync(trainer, model),
             ):
-                loss = loss + self._train_on(self.micro_batch(trainer, joined, rows))
+                loss = loss + self._train_on(self._line.micro_batch(trainer, joined, rows))
         return loss
 
     def _log_metrics(self, trainer: Any, model: nn.Module, batches: list[Batch], rows: Tensor) -> None:
@@ -241,74 +333,14 @@ class RowBudget:
         of_rows = [_joined_scores(scores)[places] for scores in zip(*self._scored or (), strict=True)]
         sizes = [_size(batch) for batch in batches]
         for batch, *scores in zip(batches, *(x.split(sizes) for x in of_rows), strict=True):
-            known = tuple(_widened(x, self.width(batch)) for x in scores)
+            known = tuple(_widened(x, self._line.width(batch)) for x in scores)
             with (
                 temporarily(self, _known=known),
-                self.computing_metrics(trainer),
+                self._line.computing_metrics(trainer),
                 torch.no_grad(),
                 trainer.compute_loss_context_manager(),
             ):
                 trainer.compute_loss(model, batch)
-
-
-class PaddedRowBudget(RowBudget):
-    """Cuts steps of batches with `input_ids` and `attention_mask`, [R, L] each, as a collator has padded them.
-
-    The host reads these batches once, and packs the micro-batches from there while the device computes.
-
-    Attributes:
-        entries: that a batch may have. Those of a name with a prefix have the width of the mask with this prefix.
-        fields: of the output of the model, that TRL's loss reads.
-    """
-
-    entries: ClassVar[frozenset[str]]
-    fields: ClassVar[tuple[str, ...]]
-
-    def joined(self, trainer: Any, batches: list[Batch]) -> Batch:
-        unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
-        require_supported("max_tokens", unknown and f"batches with {unknown}")
-        joined = merged(*({name: x.cpu() for name, x in batch.items()} for batch in batches))
-        width = joined["input_ids"].shape[1]  # of which micro-batches may have less
-        require_supported("max_tokens", width_reason(base_of(trainer.model, "max_tokens"), width))
-        return joined
-
-    def tokens(self, joined: Batch) -> list[NDArray[np.int64]]:
-        ids, real = (joined[name].numpy() for name in ("input_ids", "attention_mask"))
-        return [row[mask != 0] for row, mask in zip(ids, real, strict=True)]
-
-    def width(self, batch: Batch) -> int:
-        return batch["input_ids"].shape[1] - 1
-
-    def known_scores(self, scores: Scores) -> Any:
-        return SimpleNamespace(**dict(zip(self.fields, scores, strict=True)))
-
-    def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
-        groups = "content" if self._share_prompts else None
-        batch = PackingCollator(lambda batch: batch, groups)(self.picked(joined, rows))
-        device = trainer.accelerator.device
-        return batch.to(device) if isinstance(batch, CollatedBatch) else on_device(batch, device)
-
-    def picked(self, joined: Batch, rows: Tensor) -> Batch:
-        """Some of the joined rows, in a batch that is as narrow as they are."""
-        batch = {name: x[rows] for name, x in joined.items()}
-        for prefix in ("", "KL_"):
-            mask = batch.get(f"{prefix}attention_mask")
-            if mask is not None:
-                width = int(mask.any(0).nonzero().max()) + 1
-                names = [name for name, x in batch.items() if x.ndim > 1 and name.startswith("KL_") == bool(prefix)]
-                batch |= {name: batch[name][:, :width] for name in names}
-        return batch
-
-    def scoring(self, model: Any) -> Any:
-        """The model that TRL's loss calls while the budget is running."""
-
-        def call(**inputs: Any) -> Any:
-            columns = slice(1 - inputs["input_ids"].shape[1], None)  # without virtual tokens of an adapter
-            return self.scores(
-                lambda: model(**inputs), lambda output: tuple(getattr(output, x)[:, columns] for x in self.fields)
-            )
-
-        return call
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

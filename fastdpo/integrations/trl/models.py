@@ -1,16 +1,81 @@
-"""What TRL asks in every step about the state of a model, answered without a long walk over its modules."""
+"""The models of TRL's trainers: the reference, which may be the policy with its adapters disabled, and what TRL
+asks about a model in every step, answered without a long walk over its modules.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import Tensor, nn
+
+from ...models.adapters import with_adapter
 from ...models.harmless import module_of
-from ...models.parts import find_base, is_transformers_model
+from ...models.parts import base_of, find_base, is_transformers_model, without_engines
+from ...models.sharding import reshard
 from ...models.state import state_of
 from ..replacements import replacing
+
+if TYPE_CHECKING:
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
+
+
+AsReference = Callable[[Any], AbstractContextManager[None]]
+"""Returns a context in which a trainer's policy with adapters acts as its own reference."""
+
+
+def reference_of(trainer: DPOTrainer | KTOTrainer) -> nn.Module:
+    """The trainer's reference model, or its policy, which then is the
+    reference inside `as_reference`.
+    """
+    # A compiled model has no truth value.
+    return cast(nn.Module, trainer.model if trainer.ref_model is None else trainer.ref_model)
+
+
+def reference_logps(trainer: Any, inputs: dict[str, Any], model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    """The reference's log-probabilities of chosen and rejected completions, [B] each, by TRL's own
+    function.
+
+    `model` is the engine that runs the reference if it is not the trainer's own model.
+    """
+    takes_model = "model" in inspect.signature(trainer.compute_ref_log_probs).parameters  # since TRL 1.9
+    return trainer.compute_ref_log_probs(
+        *((reference_of(trainer) if model is None else model,) if takes_model else ()), inputs
+    )
+
+
+def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
+    """Disables the adapters of a policy that is its own reference, or
+    activates the copy named "ref".
+    """
+    adapters = _adapters(trainer)
+    if adapters is None:
+        return nullcontext()
+    return with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None, "as_reference")
+
+
+def reference_digest(trainer: Any, as_reference: AsReference) -> str:
+    """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
+    from ...ref_logps import keys
+
+    reshard(reference_of(trainer))
+    with as_reference(trainer):
+        return keys.model_digest(base_of(reference_of(trainer), "reference_digest"))
+
+
+def precision_of(trainer: Any) -> str:
+    """The precision that accelerate runs the reference in."""
+    return f"accelerate {trainer.accelerator.mixed_precision}"
+
+
+def _adapters(trainer: DPOTrainer) -> dict | None:
+    """The adapters of a policy that is its own reference."""
+    unwrapped = without_engines(reference_of(trainer))
+    return getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:

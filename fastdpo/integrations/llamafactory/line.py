@@ -37,7 +37,7 @@ _KERNELS = {
 }
 
 
-class ScoringLine(TrainerLine):
+class FactoryLine(TrainerLine):
     """What the lines of LLaMA-Factory's trainers have in common."""
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
