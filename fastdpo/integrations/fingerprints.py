@@ -12,20 +12,13 @@ import symtable
 import textwrap
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 LARGEST_REACH = 400
 """The number of functions after which `reached` looks no further."""
 
 _WITHOUT_EFFECT = {"annotation", "returns", "type_comment", "ctx", "kind"}
 """Fields of a syntax tree that do not change what a function does."""
-
-
-class _Method(NamedTuple):
-    """A function, and the class as whose method it is called, if any."""
-
-    function: Any
-    owner: type | None = None
 
 
 def inner(function: Any) -> Any:
@@ -59,17 +52,18 @@ def reached(function: FunctionType, ends: Collection[str] = ()) -> dict[str, obj
     """
     package = package_of(function.__module__)
     found: dict[str, object] = {}
-    waiting = [_Method(function, _owner(function))]
+    waiting = [(function, _owner(function))]
     while waiting and len(found) < LARGEST_REACH:
-        each = waiting.pop()
-        name = name_of(each.function)
-        if name not in found and (name not in ends or each.function is function):
-            found[name] = each.function
+        each, owner = waiting.pop()
+        name = name_of(each)
+        if name not in found and (name not in ends or each is function):
+            found[name] = each
             for other, value in _named(each, package):
-                if isinstance(value, _Method):
-                    waiting.append(value)
+                if isinstance(value, FunctionType):
+                    waiting.append((value, None))
                 else:
                     found[other] = value
+            waiting += [(method, owner) for method in _methods_of_self(each, owner, package)]
     return found
 
 
@@ -79,21 +73,23 @@ def _owner(function: FunctionType) -> type | None:
     return owner if isinstance(owner, type) else None
 
 
-def _named(function: _Method, package: str) -> Iterator[tuple[str, object]]:
-    """The functions (`_Method`) and constants of a package that the code of a function names."""
-    variables = function.function.__globals__
-    names = {name for code in codes_in(function.function.__code__) for name in code.co_names}
+def _named(function: FunctionType, package: str) -> Iterator[tuple[str, object]]:
+    """The functions and constants of a package that the code of a function names."""
+    variables = function.__globals__
+    names = {name for code in codes_in(function.__code__) for name in code.co_names}
     spaces = [variables, *(vars(x) for name in names if isinstance(x := variables.get(name), ModuleType))]
     for name in sorted(names):
         for space in spaces:
             if package_of(space.get("__name__", "")) == package and name in space:
                 yield from _parts(f"{space['__name__']}.{name}", space[name], package)
-    if function.owner is not None:
-        for name in _attributes_of_self(function.function.__code__):
-            kind = next((kind for kind in function.owner.__mro__ if name in vars(kind)), None)
-            method = inner(vars(kind)[name]) if kind is not None else None
-            if _is_own(method, package):
-                yield name, _Method(method, function.owner)
+
+
+def _methods_of_self(function: FunctionType, owner: type | None, package: str) -> Iterator[FunctionType]:
+    """The methods of a package that a method of a class calls on its first argument. None without a class."""
+    for name in _attributes_of_self(function.__code__) if owner is not None else ():
+        method = inner(inspect.getattr_static(owner, name, None))
+        if _is_own(method, package):
+            yield method
 
 
 def _parts(name: str, value: object, package: str) -> Iterator[tuple[str, object]]:
@@ -106,7 +102,7 @@ def _parts(name: str, value: object, package: str) -> Iterator[tuple[str, object
     elif callable(value) or isinstance(value, staticmethod | classmethod):
         function = inner(value)
         if _is_own(function, package):
-            yield name, _Method(function)
+            yield name, function
     elif _is_constant(value) and not name.rpartition(".")[2].startswith("__"):
         yield name, value
 

@@ -115,22 +115,29 @@ def changed(packages: Iterable[str]) -> dict[str, list[str]]:
 
     `evidence.is_allowed` does not matter here: these versions were supported before their code was known.
     """
-    found = {package: _changed_in(package) for package in packages}
+    compared = {package: _compared(package) for package in packages}
+    found = {
+        package: [name for name, x in functions.items() if not evidence.is_recorded(name, x)]
+        for package, functions in compared.items()
+    }
     return {package: names for package, names in found.items() if names}
-
-
-def _changed_in(package: str) -> list[str]:
-    compared = PACKAGES[package].compared
-    functions = {name: x for name, x in _values(package) if name.partition(":")[2] in compared and x is not None}
-    return [_dotted(name) for name, x in functions.items() if not evidence.is_recorded(_dotted(name), _inner(x))]
 
 
 def functions_of(package: str) -> dict[str, object]:
     """The functions of the table whose code matters, by their dotted names, of modules that can be imported."""
     for module in PACKAGES[package].names:
         importlib.import_module(module)
-    compared = PACKAGES[package].compared
-    return {_dotted(name): _inner(x) for name, x in _values(package) if name.partition(":")[2] in compared}
+    return _compared(package)
+
+
+def _compared(package: str) -> dict[str, object]:
+    """Those of imported modules."""
+    names = PACKAGES[package].compared
+    functions = {name: x for name, x in _values(package) if name.partition(":")[2] in names and x is not None}
+    return {
+        name.replace(":", "."): fingerprints.inner(x.fget if isinstance(x, property) else x)
+        for name, x in functions.items()
+    }
 
 
 def description(package: str) -> str:
@@ -144,14 +151,6 @@ def description(package: str) -> str:
     if names:
         known = f"where {', '.join(names)} differs: first calls are compared with stock ones"
     return f"provisionally, newer than the tested version, {tested}, {known}"
-
-
-def _dotted(name: str) -> str:
-    return name.replace(":", ".")
-
-
-def _inner(value: object) -> object:
-    return fingerprints.inner(value.fget if isinstance(value, property) else value)
 
 
 def _values(package: str) -> Iterator[tuple[str, object]]:

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, ParamSpec, Unpack, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, Unpack, cast
 
 from ..logs import logger, strict, warn
 from ..models import forward
@@ -19,8 +20,6 @@ from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
 from .versions import unsupported_version_reason
-
-_P = ParamSpec("_P")
 
 
 class PatchError(RuntimeError):
@@ -87,45 +86,33 @@ class PatchReport:
 
 
 class _Examined(NamedTuple):
-    """A trainer that was examined.
+    """A trainer that was examined, and how it is patched, if it is.
 
     Attributes:
         seam: without the trainers created before `patch()`.
-        line: can patch the trainer; None if it is off.
+        line: can patch the trainer, or has patched it; None if it is off.
         stock: the trainers created before `patch()`, by their ids. Trainers may have no hash.
+        options: those that it is patched with.
+        by_run: whether only `fastdpo run` has patched it, so that the program may give further options.
+        sources: by option, who has given it.
     """
 
     seam: Seam
     line: TrainerLine | None
     stock: weakref.WeakValueDictionary[int, Any]
+    options: PatchOptions = PatchOptions()
+    by_run: bool = False
+    sources: Mapping[str, str] = MappingProxyType({})
 
     def current_seam(self) -> Seam:
         """The seam, with the trainers created before `patch()` that still exist."""
         return replace(self.seam, stock_trainers=tuple(sorted(type(x).__name__ for x in self.stock.values())))
 
 
-class _Patched(NamedTuple):
-    """A trainer that is patched.
-
-    Attributes:
-        examined: the trainer.
-        line: has patched it.
-        options: those that it is patched with.
-        by_run: whether only `fastdpo run` has patched it, so that the program may give further options.
-        sources: by option, who has given it.
-    """
-
-    examined: _Examined
-    line: TrainerLine
-    options: PatchOptions
-    by_run: bool
-    sources: Mapping[str, str]
-
-
 RUN, CALL = "`fastdpo run`", "an earlier call of patch()"
 """Who patches a trainer, in messages."""
 
-_patched: dict[str, _Patched] = {}
+_patched: dict[str, _Examined] = {}
 
 _said: set[str] = set()
 """The warnings that were logged since the last `unpatch()`."""
@@ -219,9 +206,9 @@ def _patch(
     for name, found in examined.items():
         before = _patched.get(name)
         if found.line is not None and (before is None or before.options != options[name]):
-            sources = {**(before.sources if before else {}), **dict.fromkeys(given, source)}
+            sources = {**found.sources, **dict.fromkeys(given, source)}
             _undo({name})
-            _enable(_Patched(found, found.line, options[name], source == RUN, sources))
+            _enable(found._replace(options=options[name], by_run=source == RUN, sources=sources))
     _log(report, examined.values())
     on = [seam.name for seam in report.seams if seam.on]
     for option in OPTIONS:
@@ -247,7 +234,7 @@ def _options_of(name: str, given: dict[str, Any]) -> PatchOptions:
             f"patch: options must be those that {name} is patched with, {had}; got {got}. "
             "Give an option once, or call fastdpo.unpatch() first"
         )
-    if changed and (trainers := patched_trainers(before.line.trainer_class())):
+    if changed and (trainers := patched_trainers(cast(TrainerLine, before.line).trainer_class())):
         raise PatchError(
             f"patch: {', '.join(changed)} must be given before a trainer is created under {RUN}; "
             f"got {', '.join(trainers)}"
@@ -273,16 +260,15 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     return examined if reason is None else examined._replace(seam=replace(seam, reason=reason), line=None)
 
 
-def _difference(before: _Patched, option: str, value: object) -> tuple[str, str]:
+def _difference(before: _Examined, option: str, value: object) -> tuple[str, str]:
     """An option as the trainer has it and who gave it, and as it is given now."""
     source = before.sources.get(option, CALL)
     return f"{option}={getattr(before.options, option)!r} by {source}", f"{option}={value!r}"
 
 
-def _enable(patched: _Patched) -> None:
-    seam, options = patched.examined.seam, patched.options
-    patched.line.enable(replace(options, changed=seam.changed))
-    _patched[seam.name] = patched
+def _enable(examined: _Examined) -> None:
+    cast(TrainerLine, examined.line).enable(replace(examined.options, changed=examined.seam.changed))
+    _patched[examined.seam.name] = examined
 
 
 def _log_unaffected(option: str, on: list[str], unaffected: list[str]) -> None:
@@ -362,7 +348,7 @@ _name_options(patched)
 
 def _undo(names: set[str]) -> None:
     for name in names & _patched.keys():
-        _patched.pop(name).line.disable()
+        cast(TrainerLine, _patched.pop(name).line).disable()
         forward.uninstall_all(name)
 
 
@@ -397,7 +383,7 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
         return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
 
     if name in _patched:
-        return _patched[name].examined
+        return _patched[name]
     lines = [line for line in all_lines() if line.trainer == name]
     package, distribution = lines[0].package, lines[0].distribution
     version = installed_version(package)
@@ -425,7 +411,7 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
         for module_name in (x for x in new if x.partition(".")[0] == package):
             del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
     if name in _patched:
-        return _patched[name].examined
+        return _patched[name]
     changed: dict[str, list[str]] = {}
     if not is_tested and reason is None:
         changed = evidence.changed(functions, package)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -198,7 +198,7 @@ def remembered(
         part = batch if all_missing else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
         return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
 
-    logps = remembered_logps(memory, trainer, _as_reference, digests, compute, inputs["input_ids"].shape)
+    logps = remembered_logps(memory, trainer, digests, compute, inputs["input_ids"].shape)
     if logps is None:
         return {}
     chosen, rejected = logps.to(inputs["input_ids"].device, torch.float32).unbind(1)
@@ -206,19 +206,12 @@ def remembered(
 
 
 def _start(trainer: DPOTrainer, memory: Memory) -> None:
-    from trl.trainer.dpo_trainer import DPOTrainer
-
     def key() -> str:
-        normalized = "ipo" in trainer.loss_type
-        return key_of("legacy", reference_digest(trainer, _as_reference), precision_of(trainer), normalized)
+        return key_of("legacy", reference_digest(trainer), precision_of(trainer), "ipo" in trainer.loss_type)
 
     reason = None
     if trainer.is_encoder_decoder:
         reason = Reason("encoder-decoder", model="the model")
     elif is_sharded(reference_of(trainer)):
         reason = Reason("reference-on-ranks")
-    start(memory, trainer, reason or memory_unsupported_reason(trainer, DPOTrainer, _as_reference), key)
-
-
-def _as_reference(trainer: Any) -> AbstractContextManager:
-    return nullcontext() if trainer.ref_model is not None else trainer.null_ref_context()
+    start(memory, trainer, reason or memory_unsupported_reason(trainer), key)

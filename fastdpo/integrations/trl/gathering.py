@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bypass import STATE
-from ..replacements import temporarily
+from ..replacements import replacing, temporarily
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -44,12 +44,8 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
         yield
         return
     of_all: Gather = gather or (_as_it_is if accelerator.distributed_type == "NO" else accelerator.gather)
-    vars(accelerator).update({name: lambda x, *args, **kwargs: of_all(x) for name in _FUNCTIONS})
-    try:
+    with replacing(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x))):
         yield
-    finally:
-        for name in _FUNCTIONS:
-            vars(accelerator).pop(name, None)
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ...models.sharding import reshard
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..replacements import callback, temporarily
-from .models import AsReference, as_reference, precision_of, reference_digest, reference_logps, reference_of
+from .models import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
@@ -50,20 +50,16 @@ def serving(memory: Memory, trainer: DPOTrainer, inputs: dict[str, Any]) -> Iter
 
 
 def _start(memory: Memory, trainer: DPOTrainer) -> None:
-    from trl.trainer import dpo_trainer
-
     if trainer.precompute_ref_logps:  # nothing is left to remember
         memory.enabled = False
         return
 
     def key() -> str:
-        digest = reference_digest(trainer, as_reference)
-        return key_of(digest, precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
+        return key_of(reference_digest(trainer), precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
 
-    reason = memory_unsupported_reason(trainer, dpo_trainer.DPOTrainer, as_reference)
     # Ranks agree on running the reference on this device, unless each has a whole one.
     vote_on = trainer.accelerator.device if sharding.is_sharded(reference_of(trainer)) else None
-    start(memory, trainer, reason, key, vote_on)
+    start(memory, trainer, memory_unsupported_reason(trainer), key, vote_on)
 
 
 def start(
@@ -114,7 +110,7 @@ def _of_batch(memory: Memory, trainer: DPOTrainer, inputs: dict[str, Tensor]) ->
         part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
         return torch.stack(list(reference_logps(trainer, part)), 1)
 
-    logps = remembered_logps(memory, trainer, as_reference, digests, compute, inputs["input_ids"].shape)
+    logps = remembered_logps(memory, trainer, digests, compute, inputs["input_ids"].shape)
     dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
     return None if logps is None else logps.to(device, dtype)
 
@@ -124,14 +120,16 @@ def _truncation(trainer: Any) -> tuple[object, ...]:
     return (trainer.args.max_length, trainer.args.truncation_mode) if hasattr(trainer, "_truncate_inputs") else ()
 
 
-def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReference) -> Reason | None:
+def memory_unsupported_reason(trainer: Any) -> Reason | None:
     """Returns why a trainer's reference log-probabilities cannot be
     remembered, or None if they can.
     """
+    from trl.trainer.dpo_trainer import DPOTrainer
+
     args = trainer.args
     if args.sync_ref_model:
         return Reason("synced-reference")
-    if type(trainer).compute_ref_log_probs is not stock.compute_ref_log_probs:
+    if type(trainer).compute_ref_log_probs is not DPOTrainer.compute_ref_log_probs:
         return Reason("own-reference", trainer=type(trainer).__name__)
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
@@ -152,12 +150,7 @@ def memory_unsupported_reason(trainer: Any, stock: type, as_reference: AsReferen
 
 
 def remembered_logps(
-    memory: Memory,
-    trainer: Any,
-    as_reference: AsReference,
-    digests: list[bytes],
-    compute: Callable[[list[int]], Tensor],
-    padded_shape: torch.Size,
+    memory: Memory, trainer: Any, digests: list[bytes], compute: Callable[[list[int]], Tensor], padded_shape: torch.Size
 ) -> Tensor | None:
     """`Memory.log_probs` for a trainer's reference as it is now, and a batch of this padded shape."""
     base = base_of(reference_of(trainer), "reference_memory")

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from trl.trainer.kto_trainer import KTOTrainer
 
 
-AsReference = Callable[[Any], AbstractContextManager[None]]
-"""Returns a context in which a trainer's policy with adapters acts as its own reference."""
-
-
 def reference_of(trainer: DPOTrainer | KTOTrainer) -> nn.Module:
     """The trainer's reference model, or its policy, which then is the
     reference inside `as_reference`.
@@ -48,17 +44,21 @@ def reference_logps(trainer: Any, inputs: dict[str, Any], model: nn.Module | Non
     )
 
 
-def as_reference(trainer: DPOTrainer) -> AbstractContextManager[None]:
-    """Disables the adapters of a policy that is its own reference, or
-    activates the copy named "ref".
+def as_reference(trainer: Any) -> AbstractContextManager[None]:
+    """A context in which a policy that is its own reference acts as such: with its adapters disabled, or with
+    the copy named "ref".
     """
-    adapters = _adapters(trainer)
+    if trainer.ref_model is not None:
+        return nullcontext()
+    if hasattr(trainer, "null_ref_context"):  # TRL before 0.29, which knows the adapter by its options
+        return trainer.null_ref_context()
+    adapters = getattr(without_engines(trainer.model), "peft_config", None)
     if adapters is None:
         return nullcontext()
-    return with_adapter(reference_of(trainer), "ref" if "ref" in adapters else None, "as_reference")
+    return with_adapter(trainer.model, "ref" if "ref" in adapters else None, "as_reference")
 
 
-def reference_digest(trainer: Any, as_reference: AsReference) -> str:
+def reference_digest(trainer: Any) -> str:
     """The digest of a trainer's reference (`ref_logps.keys.model_digest`)."""
     from ...ref_logps import keys
 
@@ -70,12 +70,6 @@ def reference_digest(trainer: Any, as_reference: AsReference) -> str:
 def precision_of(trainer: Any) -> str:
     """The precision that accelerate runs the reference in."""
     return f"accelerate {trainer.accelerator.mixed_precision}"
-
-
-def _adapters(trainer: DPOTrainer) -> dict | None:
-    """The adapters of a policy that is its own reference."""
-    unwrapped = without_engines(reference_of(trainer))
-    return getattr(unwrapped, "peft_config", None) if trainer.ref_model is None else None
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
@@ -123,8 +117,9 @@ def use_adapter(stock: Callable, model: Any, adapter_name: str | None, *args: An
     """TRL's context. To disable adapters, PEFT asks for the status of the model, and reads only whether they are
     enabled. The other fields describe each layer in words, which takes longer than a forward of small layers.
     """
+    is_asked = adapter_name is None and _are_enabled(model)
     with ExitStack() as stack:
-        with _enabled_status(model) if adapter_name is None and _are_enabled(model) else nullcontext():
+        with replacing(model, get_model_status=lambda: _EnabledStatus(model)) if is_asked else nullcontext():
             stack.enter_context(stock(model, adapter_name, *args, **kwargs))
         yield
 
@@ -146,13 +141,3 @@ class _EnabledStatus:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self._model).get_model_status(self._model), name)
-
-
-@contextmanager
-def _enabled_status(model: Any) -> Iterator[None]:
-    """In the block, a model's `get_model_status` returns an `_EnabledStatus`."""
-    vars(model)["get_model_status"] = lambda: _EnabledStatus(model)
-    try:
-        yield
-    finally:
-        del vars(model)["get_model_status"]

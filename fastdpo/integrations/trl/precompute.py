@@ -177,7 +177,7 @@ def _cacheable_digest(trainer: DPOTrainer) -> str | None:
         return None
     digest, reason = None, None
     try:
-        digest = reference_digest(trainer, as_reference)
+        digest = reference_digest(trainer)
     except NotImplementedError as error:
         reason = Reason("no-key", error=error)
     return None if ranks.cache_disabled(reason) else digest
