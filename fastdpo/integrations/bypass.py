@@ -127,20 +127,13 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
     return callback(on_train_begin=on_train_begin, on_log=on_log, on_train_end=on_train_end)
 
 
-def stock_trainers(*kinds: type) -> list[Any]:
-    """The trainers of some classes that exist and are not patched."""
+def existing_trainers(*kinds: type, patched: bool) -> list[Any]:
+    """The trainers of some classes that exist and are patched, or are not."""
     if not kinds or not existing_instances(*kinds):
         return []
     gc.collect()  # trainers are parts of reference cycles, so finished ones may still be there
     # The line of a subclass may have patched a trainer already.
-    return [x for x in existing_instances(*kinds) if vars(x).get(STATE) is None]
-
-
-def patched_trainers(kind: type) -> list[str]:
-    """The class names of the patched trainers of a class that exist."""
-    if existing_instances(kind):
-        gc.collect()
-    return sorted({type(x).__name__ for x in existing_instances(kind) if vars(x).get(STATE) is not None})
+    return [x for x in existing_instances(*kinds) if (vars(x).get(STATE) is not None) == patched]
 
 
 def _reachable_names(function: Any, subclasses: tuple[type, ...]) -> set[str] | None:

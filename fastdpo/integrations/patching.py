@@ -15,7 +15,7 @@ from ..logs import logger, strict, warn
 from ..models import forward
 from ..reasons import Reason
 from . import evidence, packages
-from .bypass import patched_trainers, stock_trainers
+from .bypass import existing_trainers
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
@@ -234,10 +234,11 @@ def _options_of(name: str, given: dict[str, Any]) -> PatchOptions:
             f"patch: options must be those that {name} is patched with, {had}; got {got}. "
             "Give an option once, or call fastdpo.unpatch() first"
         )
-    if changed and (trainers := patched_trainers(cast(TrainerLine, before.line).trainer_class())):
+    kind = cast(TrainerLine, before.line).trainer_class()
+    if changed and (trainers := existing_trainers(kind, patched=True)):
         raise PatchError(
             f"patch: {', '.join(changed)} must be given before a trainer is created under {RUN}; "
-            f"got {', '.join(trainers)}"
+            f"got {', '.join(sorted({type(x).__name__ for x in trainers}))}"
         )
     return replace(before.options, **given)
 
@@ -366,7 +367,7 @@ def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     kinds = {
         name: x.line.trainer_class() for name, x in examined.items() if x.line is not None and name not in _patched
     }
-    stock = stock_trainers(*kinds.values())
+    stock = existing_trainers(*kinds.values(), patched=False)
     for name, kind in kinds.items():
         own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
         examined[name] = examined[name]._replace(stock=own)

@@ -91,7 +91,9 @@ class GroupLine(RowBudgetLine):
         if budget is None:
             return stock(trainer, *args, **kwargs)
         return budget.scores(
-            lambda: stock(trainer, *args, **kwargs), lambda scores: scores[:2], lambda scores: (*scores, None)
+            lambda: stock(trainer, *args, **kwargs),
+            lambda returned: {"logps": returned[0], "entropies": returned[1]},
+            lambda known: (known["logps"], known["entropies"], None),  # no auxiliary loss
         )
 
     @contextmanager

@@ -35,8 +35,8 @@ from .gathering import of_all_ranks
 
 Batch = dict[str, Any]
 
-Scores = tuple[Tensor, ...]
-"""What a model has returned for rows that TRL's loss reads, [R, W] each."""
+Scores = dict[str, Tensor]
+"""What a model has returned for rows that TRL's loss reads, by name, [R, W] each."""
 
 
 class RowBudgetLine(FusedHeadLine):
@@ -194,8 +194,8 @@ class PaddedRowBudgetLine(RowBudgetLine):
             columns = slice(1 - inputs["input_ids"].shape[1], None)  # without virtual tokens of an adapter
             return budget.scores(
                 lambda: model(**inputs),
-                lambda output: tuple(getattr(output, x)[:, columns] for x in self.fields),
-                lambda known: SimpleNamespace(**dict(zip(self.fields, known, strict=True))),
+                lambda output: {name: getattr(output, name)[:, columns] for name in self.fields},
+                lambda known: SimpleNamespace(**known),
             )
 
         return call
@@ -290,7 +290,7 @@ class RowBudget:
             return returned_for(self._known)
         returned = score()
         if self._scored is not None:
-            self._scored.append(tuple(x.detach() for x in read(returned)))
+            self._scored.append({name: x.detach() for name, x in read(returned).items()})
         return returned
 
     def _cut(self, trainer: Any, joined: Batch) -> list[Tensor]:
@@ -329,11 +329,11 @@ class RowBudget:
 
     def _log_metrics(self, trainer: Any, model: nn.Module, batches: list[Batch], rows: Tensor) -> None:
         """Has TRL compute the metrics of its own batches, from the scores of the rows that were trained on."""
-        places = rows.argsort()
-        of_rows = [_joined_scores(scores)[places] for scores in zip(*self._scored or (), strict=True)]
-        sizes = [_size(batch) for batch in batches]
-        for batch, *scores in zip(batches, *(x.split(sizes) for x in of_rows), strict=True):
-            known = tuple(_widened(x, self._line.width(batch)) for x in scores)
+        places, sizes = rows.argsort(), [_size(batch) for batch in batches]
+        scored = {name: x[places].split(sizes) for name, x in merged(*self._scored or ()).items()}
+        for i, batch in enumerate(batches):
+            width = self._line.width(batch)
+            known = {name: F.pad(x[i], (0, width - x[i].shape[1])) for name, x in scored.items()}  # or cut there
             with (
                 temporarily(self, _known=known),
                 self._line.computing_metrics(trainer),
@@ -350,16 +350,6 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 def _size(batch: Batch) -> int:
     """The number of rows."""
     return next(len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim)
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """A tensor [R, W] with zeros on the right up to this width, or cut there."""
-    return F.pad(x, (0, width - x.shape[1]))
-
-
-def _joined_scores(scores: tuple[Tensor, ...]) -> Tensor:
-    width = max(x.shape[1] for x in scores)
-    return torch.cat([_widened(x, width) for x in scores])
 
 
 def _taking_prepared(trainer: Any) -> AbstractContextManager[None]:
