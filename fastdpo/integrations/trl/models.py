@@ -117,9 +117,8 @@ def use_adapter(stock: Callable, model: Any, adapter_name: str | None, *args: An
     """TRL's context. To disable adapters, PEFT asks for the status of the model, and reads only whether they are
     enabled. The other fields describe each layer in words, which takes longer than a forward of small layers.
     """
-    is_asked = adapter_name is None and _are_enabled(model)
     with ExitStack() as stack:
-        with replacing(model, get_model_status=lambda: _EnabledStatus(model)) if is_asked else nullcontext():
+        with _enabled_status(model) if adapter_name is None and _are_enabled(model) else nullcontext():
             stack.enter_context(stock(model, adapter_name, *args, **kwargs))
         yield
 
@@ -141,3 +140,16 @@ class _EnabledStatus:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self._model).get_model_status(self._model), name)
+
+
+@contextmanager
+def _enabled_status(model: Any) -> Iterator[None]:
+    """In the block, a model's `get_model_status` returns an `_EnabledStatus`.
+
+    A compiled model would pass an attribute that is set on to the model inside, and keep it there.
+    """
+    vars(model)["get_model_status"] = lambda: _EnabledStatus(model)
+    try:
+        yield
+    finally:
+        del vars(model)["get_model_status"]

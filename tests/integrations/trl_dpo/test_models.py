@@ -1,7 +1,7 @@
 """Models of TRL's DPOTrainer: precision, placement, and wrappers of PEFT or torch."""
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -267,6 +267,13 @@ def test_a_status_has_its_other_fields():
         status = model.get_model_status()
     assert type(read[0]) is not type(status)
     assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
+
+
+def test_a_compiled_model_keeps_no_status():
+    model = trained_adapter(tiny_model())
+    with models_of_trl.use_adapter(lambda model, adapter_name: nullcontext(), torch.compile(model), None):
+        pass
+    assert "get_model_status" not in vars(model)
 
 
 def test_an_adapter_is_unwrapped_without_a_look_at_every_module(tmp_path, monkeypatch):
