@@ -249,7 +249,7 @@ def test_the_work_of_a_dead_rank_is_taken_over(tmp_path):
     for logps, calls in ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, url)):
         assert calls == -(-missing // 3)
         assert_close(logps, exact(tiny_model(), rows))
-    assert len(objects(url)) == 1
+    assert len(shards_of(url, 200).directory.files()) == 1  # without what a killed rank may have begun to write
 
 
 @pytest.mark.parametrize("operation", ["makedirs", "ls", "pipe_file"])
