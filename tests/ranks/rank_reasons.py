@@ -188,6 +188,7 @@ OTHERS = {
     "alibi": "not qualified on the last rank",
     "attention-dropout": "attention-dropout on the first rank",
     "image-arguments": "image-arguments on the first rank",
+    "changed-model": "model changes on the first rank",
 }
 """By the name of the reason, the end of the name of the cases that plant it next to those of the tables."""
 
@@ -209,6 +210,8 @@ NOT_OF_ONE_RANK = {
         ),
         _IMAGES,
     ),
+    "image-ranks": "of FSDP2 alone (images on the first rank): under ZeRO-3, stock ends with an error",
+    "cannot-install": "ranks have the same packages",
     "no-labels": "TRL's own fused head raises an error in such a call",
     "replaced-forward": "of trainers that read logits: tests/models/test_calls_of_ranks.py",
     "rope-width": "a reason of options of patch(), not of a call",

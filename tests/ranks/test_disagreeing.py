@@ -84,7 +84,7 @@ def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str]) -> Non
         assert {path for _, path in other["calls"]} == {"fused"}
 
 
-DECIDING = ("models/support.py", "models/images.py", "models/islands.py", "models/head.py", "packing.py")
+DECIDING = [*(f"models/{name}.py" for name in ("deciding", "support", "images", "islands", "head")), "packing.py"]
 """The files whose reasons send a call or a model to stock."""
 
 
