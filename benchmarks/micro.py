@@ -17,10 +17,11 @@ from benchmarks.case_runner import MEASURED
 from benchmarks.cases import SUBJECT, Arrays, Case, Side, Stepper, Suite
 from benchmarks.equality import compare_to_truth, describe_failures
 from benchmarks.sides.attention import AttentionWorkload
-from benchmarks.sides.heads import STATISTICS, HeadWorkload
+from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES, attention
 from benchmarks.summary import summarize
 from benchmarks.worker import build_side
+from fastdpo.ops.head.results import LOGGED_STATISTICS
 
 HEAD_SHAPES = ((1024, 32_000, 256), (256, 151_936, 896))  # N scored tokens, V vocabulary, D hidden size
 # Those that compute TRL's statistics. Compiled, plain PyTorch does, too, but its mean of 151,936 logits is too
@@ -38,7 +39,7 @@ def head_cases() -> list[Case]:
     cases = []
     for trainable in (True, False):
         for n, v, d in HEAD_SHAPES:
-            work = HeadWorkload(n, v, d, trainable, statistics=STATISTICS)
+            work = HeadWorkload(n, v, d, trainable, statistics=LOGGED_STATISTICS)
             sides = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", work, {"peer": peer}) for peer in HEAD_PEERS)
             group = f"{'trainable' if trainable else 'frozen'}, with statistics"
             cases.append(Case(str(work), group, sides, {"dtype": work.dtype}))

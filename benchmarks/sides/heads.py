@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.cases import Arrays, Unavailable
 from fastdpo import ops
 from fastdpo.ops import TokenLogps, definitions
+from fastdpo.ops.head.results import LOGGED_STATISTICS
 from fastdpo.testing import error
 
 PROJECTIONS = 16
@@ -36,8 +37,6 @@ LOGIT_SPREAD = 3.0
 """Standard deviation of the logits: 200 of 100,000 entries have half of the probability."""
 LOG_ODDS, LOG_ODDS_SPREAD = 1.0, 2.0
 """Mean and standard deviation of the log-odds of targets, whose mean probability then is 0.65."""
-STATISTICS = ("entropy", "mean_logits", "is_top1")
-"""The statistics that TRL logs of every token."""
 OUTPUT_LABELS = {"logps": "log-probs", "entropy": "entropy", "mean_logits": "mean logit", "is_top1": "top-1 accuracy"}
 
 
@@ -77,7 +76,7 @@ class HeadWorkload:
     def __str__(self) -> str:
         kind = ["trainable" if self.trainable else "frozen"]
         if self.statistics:
-            kind.append("statistics" if self.statistics == STATISTICS else " and ".join(self.statistics))
+            kind.append("statistics" if self.statistics == LOGGED_STATISTICS else " and ".join(self.statistics))
         if self.summed:
             kind.append("summed")
         return f"N {self.n:,}, V {self.v:,}, D {self.d:,}, {', '.join(kind)}"

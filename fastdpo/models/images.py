@@ -120,10 +120,8 @@ def pack_examined(model: PreTrainedModel, fused: FusedForward, images: Images, k
     """
     make_layout = functools.partial(layout_of_call, model, fused, kwargs, groups="pairs")
     packed = pack(model, images, kwargs, make_layout)
-    results, kind = (
-        fused.image_results,
-        (fused.examined, frozenset([*images.of_tokens, *images.of_images]), packed.shared),
-    )
+    results = fused.image_results
+    kind = fused.examined, frozenset([*images.of_tokens, *images.of_images]), packed.shared
     if kind not in results:
         results[kind] = _examine(model, images, packed, kwargs)
     result = results[kind]

@@ -6,11 +6,12 @@ import pytest
 
 from benchmarks import micro, report, tables
 from benchmarks.cases import SUBJECT, Case, Side
-from benchmarks.sides.heads import STATISTICS, HeadWorkload
+from benchmarks.sides.heads import HeadWorkload
 from benchmarks.suites import SUITES
 from benchmarks.summary import summarize
+from fastdpo.ops.head.results import LOGGED_STATISTICS
 
-WORK = HeadWorkload(n=64, v=500, d=16, trainable=True, statistics=STATISTICS)
+WORK = HeadWorkload(n=64, v=500, d=16, trainable=True, statistics=LOGGED_STATISTICS)
 SIDES = tuple(Side(peer, "benchmarks.sides.heads:HeadStep", WORK, {"peer": peer}) for peer in micro.HEAD_PEERS)
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastdpo.ops import definitions, linear_logps
 from fastdpo.ops.head.formats import TileFormat
+from fastdpo.ops.head.results import STATISTICS
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import LEAVES, OUTPUTS, REAL_OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
 from tests.support.ops.special_rows import special_row
@@ -514,7 +515,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     [
         (0, False, ""),  # forward only
         (0, True, ""),  # a frozen head
-        (8, False, "entropy,mean_logits,is_top1,log_sum_sq_probs"),  # every tile kept, every result
+        (8, False, ",".join(STATISTICS)),  # every tile kept, every result
     ],
 )
 def test_opcheck(keep, form_jacobian, statistics, dtype):

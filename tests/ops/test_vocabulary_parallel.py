@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from fastdpo.ops import VocabularyGroup, linear_logps, linear_sequence_logps
+from fastdpo.ops.head.results import STATISTICS
 from tests.support.ops.heads import LEAVES, head_inputs
 from tests.support.workers import vocabulary as worker
 from tests.support.workers.processes import run_ranks
@@ -39,7 +40,7 @@ def group():
     [
         (0, False, ""),  # forward only
         (0, True, ""),  # a frozen head
-        (8, False, "entropy,mean_logits,is_top1,log_sum_sq_probs"),  # every tile kept, every result
+        (8, False, ",".join(STATISTICS)),  # every tile kept, every result
     ],
 )
 def test_opcheck(keep, form_jacobian, statistics, dtype, group):

@@ -27,6 +27,7 @@ from ...models.parts import base_of
 from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import ForwardOptions
 from ...ops.head.budget import budget_for
+from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from .batches import PADDING
 from .ledger import MemoryLedger
@@ -173,9 +174,8 @@ class _Step:
     def _add_heads(self) -> None:
         from trl.trainer import dpo_trainer
 
-        statistics = ("log_probs", "entropy", "mean_logits", "is_top1")  # those of TRL's metrics
         add_head: Any = getattr(dpo_trainer, "add_fused_lm_head")  # noqa: B009
-        add_head(self.base, outputs=statistics)
+        add_head(self.base, outputs=("log_probs", *LOGGED_STATISTICS))
         if self.reference is not None:
             add_head(self.reference.eval())
 

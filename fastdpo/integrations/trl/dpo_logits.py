@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...models import forward
+from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..evidence import first_difference, signature_difference
@@ -52,7 +53,7 @@ class LogitsDPOLine(RewrittenDPOLine):
 
     def statistics(self, trainer: DPOTrainer) -> tuple[str, ...]:
         weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()
-        return ("entropy", "mean_logits", "is_top1", *weighting)
+        return (*LOGGED_STATISTICS, *weighting)
 
     def install(self, trainer: DPOTrainer, role: str, model: nn.Module) -> None:
         """Has the calls of the model given the labels of the batch that is being scored."""

@@ -74,7 +74,7 @@ class Convolution:
         index, keep = segments.halos(weight.shape[-1] - 1)
         return original(gather(x, self.time, index), *args, **kwargs).index_select(self.time, keep)
 
-    def example(self, tokens: int, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def example(self, tokens: int, random: Callable[..., Tensor]) -> Arguments:
         return (random(1, 8, tokens), random(8, 4)), {}
 
 
