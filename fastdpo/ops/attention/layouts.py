@@ -156,11 +156,12 @@ def layout_blocks(
     pieces, rows = torch.tensor(pieces, dtype=torch.long, device="cpu").view(-1, 4), rows.long()
     first_piece = _offsets(pieces[:, 0].bincount(minlength=len(rows)))
     queries = (_blocks_of_queries(rows, x.block_q) for x in (configs.forward, configs.query_gradient))
-    readers, work = _readers(rows, pieces, window, configs.key_gradient)
+    blocks = _blocks_of_rows(rows[:, 3], configs.key_gradient.block_k)
+    readers, work = _readers(rows, pieces, blocks, window, configs.key_gradient)
     heads, key_heads = query.shape[1], value.shape[1]
     share = math.ceil(int(work[:, 2].sum()) * key_heads / MOST_PARTS)
     least = max(share, least_turns * key_heads // heads, 1)
-    keys, token_of_place = _programs_of_keys(rows, work, configs.key_gradient.block_k, least)
+    keys, token_of_place = _programs_of_keys(rows, blocks, work, configs.key_gradient.block_k, least)
     parts = None
     if len(token_of_place):
         places = token_of_place.argsort(stable=True)
@@ -178,8 +179,10 @@ def _blocks_of_queries(rows: Tensor, size: int) -> Tensor:
     return torch.stack([row, first], 1)[keys_seen.argsort(descending=True, stable=True)]
 
 
-def _readers(rows: Tensor, pieces: Tensor, window: int | None, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """`LayoutBlocks.readers`, and who reads each block of keys.
+def _readers(
+    rows: Tensor, pieces: Tensor, blocks: tuple[Tensor, Tensor], window: int | None, config: KernelConfig
+) -> tuple[Tensor, Tensor]:
+    """`LayoutBlocks.readers`, and who reads each of the blocks of keys.
 
     The latter is [E, 3]: a block, one of the readers of its row that have queries that see some of its keys, and the
     number of blocks of such queries. It is sorted.
@@ -188,7 +191,7 @@ def _readers(rows: Tensor, pieces: Tensor, window: int | None, config: KernelCon
     reading, start, length, position = pieces.unbind(1)
     overlap = (start < (own + own_length)[:, None]) & (start + length > own[:, None])  # [row, piece]
     readers, counts = overlap.nonzero()[:, 1], overlap.sum(1)
-    row, first = _blocks_of_rows(own_length, config.block_k)
+    row, first = blocks
     block, nth = _blocks_of_rows(counts[row], 1)
     reader = _offsets(counts)[row[block]] + nth
     piece = readers[reader]
@@ -202,7 +205,9 @@ def _readers(rows: Tensor, pieces: Tensor, window: int | None, config: KernelCon
     return readers, torch.stack([block, reader, turns], 1)[queries > 0]
 
 
-def _programs_of_keys(rows: Tensor, work: Tensor, size: int, least: int) -> tuple[Tensor, Tensor]:
+def _programs_of_keys(
+    rows: Tensor, blocks: tuple[Tensor, Tensor], work: Tensor, size: int, least: int
+) -> tuple[Tensor, Tensor]:
     """`LayoutBlocks.keys`, and the token of each place of a part.
 
     A block of `size` keys has as many programs as can have `least` turns each, with whole readers. These are short
@@ -210,7 +215,7 @@ def _programs_of_keys(rows: Tensor, work: Tensor, size: int, least: int) -> tupl
     programs only if m < 512 / H_kv and the batch has little else.
     """
     _, _, own, own_length = rows.unbind(1)
-    row, first = _blocks_of_rows(own_length, size)
+    row, first = blocks
     block, reader, turns = work.unbind(1)
     done = _offsets(turns)
     of_block = torch.zeros_like(row).index_add_(0, block, turns)
