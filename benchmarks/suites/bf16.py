@@ -10,12 +10,11 @@ from benchmarks.sides.workload import Workload, draw_lengths
 from benchmarks.suites.step import (
     BOUNDS,
     DESCRIPTIONS,
-    PROFILES,
-    QUICK_PROFILES,
     QUICK_SIZE,
     SPREAD,
     ModelSize,
     case_of,
+    profiles,
     sides,
 )
 
@@ -25,9 +24,8 @@ NAMES = ("HH",)
 
 
 def build_cases(quick: bool) -> list[Case]:
-    profiles = QUICK_PROFILES if quick else {name: PROFILES[name] for name in NAMES}
     cases = []
-    for name, profile in profiles.items():
+    for name, profile in profiles(quick, NAMES).items():
         lengths = draw_lengths(*profile, PAIRS, 0, spread=SPREAD, bounds=BOUNDS)
         work = Workload((lengths,), bf16=True, size=QUICK_SIZE if quick else SIZE)
         cases.append(case_of(name, "all", profile, sides(work)))

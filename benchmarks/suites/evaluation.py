@@ -1,4 +1,4 @@
-"""An evaluation step of TRL's `DPOTrainer`, at the lengths of six preference datasets."""
+"""An evaluation step of TRL's `DPOTrainer`, at the lengths of three preference datasets."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from benchmarks.suites.step import (
     CACHED_REFERENCE,
     DESCRIPTIONS,
     LABELLED,
-    PROFILES,
-    QUICK_PROFILES,
-    STOCK,
     case_of,
+    profiles,
     workload,
 )
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
-    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+    for name, profile in profiles(quick).items():
         work = workload(profile, quick)
-        modes = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo", CACHED_REFERENCE: "cached"}
+        modes = {LABELLED: "labelled", SUBJECT: "fastdpo", CACHED_REFERENCE: "cached"}
         sides = tuple(
             Side(side, "benchmarks.sides.evaluation:EvaluationStep", work, {"mode": mode})
             for side, mode in modes.items()

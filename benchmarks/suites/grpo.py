@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload, ModelSize, draw_lengths
-from benchmarks.suites.online import LONGEST, SHORT
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, case_of
+from benchmarks.suites.online import LONGEST
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, case_of, profiles
 
 PROMPTS, BATCHES = 2, 2
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
-    profiles = QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT}
     for trainer in ("GRPO", "RLOO"):
-        for name, profile in profiles.items():
+        for name, profile in profiles(quick).items():
             options = dict(spread=SPREAD, bounds=(2, LONGEST), completions=COMPLETIONS)
             lengths = tuple(draw_lengths(*profile, PROMPTS, seed, **options) for seed in range(BATCHES))
             work = GroupWorkload(lengths, size=QUICK_SIZE if quick else ModelSize(), trainer=trainer)
             sides = tuple(
                 Side(side, "benchmarks.sides.groups:GroupStep", work, {"mode": mode})
-                for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+                for side, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
             )
             cases.append(case_of(f"{trainer}/{name}", trainer, profile, sides))
     return cases

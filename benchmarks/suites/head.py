@@ -54,7 +54,7 @@ SUITE = Suite(
     title="LM head: log-probs from hidden states, forward and backward",
     truth="benchmarks.sides.heads:ExactHead",
     cases=build_cases,
-    rounds=7,
+    rounds=3,
     share_process_on_gpu=True,
     descriptions=DESCRIPTIONS | {EVERY_TILE: "the same with a `memory_budget` that holds all logits."},
 )

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.cases import Case, Suite
-from benchmarks.suites.step import DESCRIPTIONS, PROFILES, QUICK_PROFILES, case_of, sides, workload
+from benchmarks.suites.step import DESCRIPTIONS, case_of, profiles, sides, workload
 
 ARCHITECTURES = ("Qwen3.5", "Falcon-H1", "LFM2")  # gated delta rule; Mamba 2 with attention; gated convolutions
-DATASETS = ("HH", "TL;DR", "UltraFeedback")
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     for architecture in ARCHITECTURES:
-        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in DATASETS}).items():
+        for name, profile in profiles(quick).items():
             work = replace(workload(profile, quick), architecture=architecture)
-            compared = sides(work)[:3]  # the floor runs attention only
+            compared = sides(work)[:2]  # the floor runs attention only
             cases.append(case_of(f"{architecture}/{name}", architecture, profile, compared))
     return cases
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
-from benchmarks.suites.online import SHORT
 from benchmarks.suites.step import (
     BOUNDS,
     DESCRIPTIONS,
     LABELLED,
-    PROFILES,
-    QUICK_PROFILES,
     QUICK_SIZE,
     SPREAD,
-    STOCK,
     case_of,
+    profiles,
 )
 
 ROWS = 8  # each with a prompt of its own, as in a shuffled dataset
@@ -23,11 +20,11 @@ ROWS = 8  # each with a prompt of its own, as in a shuffled dataset
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     size, rows = (QUICK_SIZE, 4) if quick else (ModelSize(), ROWS)
-    for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT}).items():
+    for name, profile in profiles(quick).items():
         work = Workload((draw_lengths(*profile, rows, 0, spread=SPREAD, bounds=BOUNDS),), size=size)
         sides = tuple(
             Side(side, "benchmarks.sides.kto:KTOStep", work, {"mode": mode})
-            for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+            for side, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
         )
         cases.append(case_of(name, "all", profile, sides))
     return cases

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.online import SHORT
-from benchmarks.suites.step import PROFILES, QUICK_PROFILES, case_of, workload
+from benchmarks.suites.step import case_of, profiles, workload
 
 LLAMAFACTORY = "LLaMA-Factory as shipped"
 
@@ -12,7 +11,7 @@ LLAMAFACTORY = "LLaMA-Factory as shipped"
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     for group, lora in (("full", False), ("LoRA", True)):
-        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT}).items():
+        for name, profile in profiles(quick).items():
             work = workload(profile, quick, lora)
             sides = tuple(
                 Side(side, "benchmarks.sides.llamafactory:LlamaFactoryStep", work, {"mode": mode})

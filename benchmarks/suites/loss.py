@@ -7,7 +7,7 @@ import torch
 from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.losses import DESCRIPTIONS, LOSSES, LossWorkload
 from benchmarks.sides.workload import draw_lengths
-from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_PROFILES, SPREAD
+from benchmarks.suites.step import BOUNDS, SPREAD, profiles
 
 PAIRS = 6
 HEADS = ((32_000, 256), (32_000, 1024))  # V vocabulary, D hidden size
@@ -19,12 +19,11 @@ DATASETS = ("HH", "UltraFeedback")
 
 def build_cases(quick: bool) -> list[Case]:
     on_gpu = torch.cuda.is_available()
-    profiles = QUICK_PROFILES if quick else {name: PROFILES[name] for name in DATASETS}
     heads, dtype = (GPU_HEADS, "bfloat16") if on_gpu else (HEADS, "float32")
     cases = []
     for trainable in (True, False):
         for v, d in QUICK_HEADS if quick else heads:
-            for name, profile in profiles.items():
+            for name, profile in profiles(quick, DATASETS).items():
                 drawn = draw_lengths(*profile, GPU_PAIRS if on_gpu else PAIRS, 0, spread=SPREAD, bounds=BOUNDS)
                 pairs = tuple((chosen, rejected) for _, chosen, rejected in drawn)
                 work = LossWorkload(pairs, v, d, trainable, dtype)
@@ -40,7 +39,7 @@ SUITE = Suite(
     title="DPO loss of pairs from hidden states: loss and gradients",
     truth="benchmarks.sides.losses:ExactLoss",
     cases=build_cases,
-    rounds=7,
+    rounds=3,
     share_process_on_gpu=True,
     descriptions=DESCRIPTIONS,
 )

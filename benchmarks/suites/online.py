@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import Workload, draw_lengths
-from benchmarks.suites.step import DESCRIPTIONS, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of
+from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of, profiles
 
-SHORT = ("HH", "TL;DR", "UltraFeedback")
 """Datasets whose rows are short enough for the full logits that TRL stores several times."""
 PAIRS, BATCHES, LONGEST = 4, 2, 768
 
@@ -14,7 +13,7 @@ PAIRS, BATCHES, LONGEST = 4, 2, 768
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     size, pairs = (QUICK_SIZE, 2) if quick else (ModelSize(), PAIRS)
-    for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in SHORT}).items():
+    for name, profile in profiles(quick).items():
         lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=(2, LONGEST)) for seed in range(BATCHES)]
         work = Workload(tuple(lengths), size=size)
         sides = tuple(

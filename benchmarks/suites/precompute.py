@@ -1,20 +1,20 @@
-"""Precomputing reference log-probs in TRL, at the lengths of six preference datasets."""
+"""Precomputing reference log-probs in TRL, at the lengths of three preference datasets."""
 
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, case_of, profiles, workload
 
 BATCHES = 2  # of 6 pairs
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
-    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+    for name, profile in profiles(quick).items():
         work = workload(profile, quick, batches=BATCHES)
         sides = tuple(
             Side(side, "benchmarks.sides.precompute:PrecomputeStep", work, {"mode": mode})
-            for side, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+            for side, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
         )
         cases.append(case_of(name, "all", profile, sides))
     return cases

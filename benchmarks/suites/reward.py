@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, QUICK_PROFILES, STOCK, case_of, workload
+from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, STOCK, case_of, profiles, workload
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
-    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+    for name, profile in profiles(quick, [*PROFILES]).items():
         work = workload(profile, quick)
         sides = (
             Side(STOCK, "benchmarks.sides.reward:RewardStep", work, {"mode": "stock"}),
@@ -24,7 +24,7 @@ SUITE = Suite(
     title="Reward model training step in TRL: forward and backward",
     truth="benchmarks.sides.reward:ExactRewardStep",
     cases=build_cases,
-    rounds=5,
+    rounds=3,
     descriptions=DESCRIPTIONS
     | {
         STOCK: "the trainer with its defaults, except that gradient checkpointing is off, on every side.",

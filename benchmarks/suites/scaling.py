@@ -96,6 +96,6 @@ SUITE = Suite(
     title="Time of a DPO training step with fastdpo, by size",
     truth="benchmarks.sides.exact:ExactStep",
     cases=build_cases,
-    rounds=5,
+    rounds=3,
     extra_summary=exponents_and_claims,
 )

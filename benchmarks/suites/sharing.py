@@ -13,19 +13,17 @@ from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 from benchmarks.suites.step import (
     BOUNDS,
     DESCRIPTIONS,
-    PROFILES,
-    QUICK_PROFILES,
     QUICK_SIZE,
     SPREAD,
     LengthProfile,
     case_of,
+    profiles,
     sides,
     workload,
 )
 
 PAIRS_ONLY = "fastdpo, prompts shared by pairs only"
 DETERMINISTIC = "fastdpo, prompts not shared under dropout"
-DATASETS = ("TL;DR", "HelpSteer", "UltraFeedback")
 PAIRS_OF_PROMPT, PAIRS = (2, 4), 8
 LORA_DROPOUT = 0.05
 
@@ -42,19 +40,19 @@ def workload_of_prompts(profile: LengthProfile, quick: bool, pairs_of_prompt: in
 
 def sides_of(work: Workload, less: str, options: dict[str, str]) -> tuple[Side, ...]:
     """TRL, fastdpo, and fastdpo with options that make it share less."""
-    stock, labelled, subject, *_ = sides(work)
-    return stock, labelled, Side(less, subject.build, work, subject.options | options), subject
+    labelled, subject, *_ = sides(work)
+    return labelled, Side(less, subject.build, work, subject.options | options), subject
 
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
     for count in PAIRS_OF_PROMPT:
         group = f"{count} pairs of a prompt"
-        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in DATASETS}).items():
+        for name, profile in profiles(quick).items():
             compared = sides_of(workload_of_prompts(profile, quick, count), PAIRS_ONLY, {"groups": "pairs"})
             cases.append(case_of(f"{group}/{name}", group, profile, compared))
     group = f"LoRA, dropout {LORA_DROPOUT}"
-    for name, profile in (QUICK_PROFILES if quick else PROFILES).items():
+    for name, profile in profiles(quick).items():
         work = replace(workload(profile, quick, lora=True), lora_dropout=LORA_DROPOUT)
         compared = sides_of(work, DETERMINISTIC, {"share_prompts": "deterministic"})
         cases.append(case_of(f"{group}/{name}", group, profile, compared))

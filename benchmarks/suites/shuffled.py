@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload, ModelSize, draw_lengths
 from benchmarks.suites.online import LONGEST
-from benchmarks.suites.step import PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD, case_of
+from benchmarks.suites.step import QUICK_SIZE, SPREAD, case_of, profiles
 
 ACCUMULATION = 4
 AS_SHUFFLED = "fastdpo without max_tokens"
@@ -16,7 +16,7 @@ def build_cases(quick: bool) -> list[Case]:
     """Batches of as many rows as a prompt has completions: a step has as many prompts as batches."""
     cases = []
     for trainer in ("GRPO", "RLOO"):
-        for name, profile in (QUICK_PROFILES if quick else {name: PROFILES[name] for name in DATASETS}).items():
+        for name, profile in profiles(quick, DATASETS).items():
             options = dict(spread=SPREAD, bounds=(2, LONGEST), completions=COMPLETIONS)
             lengths = (draw_lengths(*profile, ACCUMULATION, 0, **options),)
             size = QUICK_SIZE if quick else ModelSize()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, VisionWorkload, draw_lengths
-from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, STOCK, LengthProfile, case_of
+from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, LengthProfile, case_of
 
 FAMILIES = ("qwen3_vl", "smolvlm", "mistral3", "gemma3")
 PROFILES = {"1 image": (1, False), "2 images": (2, False), "LoRA, 1 image": (1, True)}
@@ -26,7 +26,7 @@ def build_cases(quick: bool) -> list[Case]:
             work = VisionWorkload(lengths, lora, size=size, family=family, images=images, side=side, tower=tower)
             sides = tuple(
                 Side(name, "benchmarks.sides.vision:VisionStep", work, {"mode": mode})
-                for name, mode in ((STOCK, "stock"), (LABELLED, "labelled"), (SUBJECT, "fastdpo"))
+                for name, mode in ((LABELLED, "labelled"), (SUBJECT, "fastdpo"))
             )
             cases.append(case_of(f"{family}/{group}", group, profile, sides))
     return cases
