@@ -25,7 +25,7 @@ from benchmarks import machine
 from benchmarks.cases import Unavailable
 from benchmarks.run import PACKAGES, commit
 from benchmarks.sides.heads import PEERS, HeadWorkload, plain_head
-from benchmarks.tables import lost_note, short_commit, wrap
+from benchmarks.tables import short_commit, wrap
 from fastdpo.testing import error
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,6 @@ def page(result: dict[str, Any]) -> str:
     missing = [f"{name} ({e['unavailable']})" for name, e in errors.items() if "unavailable" in e]
     where = f"{result['machine']}; torch {result['versions']['torch']}; {result['date'][:10]}, "
     where += f"commit {short_commit(result['commit'])}."
-    where = f"{where} {lost_note(where)}".strip()
     if missing:
         where = wrap(f"Not available on this machine: {'; '.join(missing)}.") + f"\n\n{where}"
     sizes = {"sequences": SEQUENCES, "tokens": TOKENS, "v": V, "d": D}

@@ -278,8 +278,7 @@ def tables(result: dict[str, Any]) -> str:
     where = f"{next(iter(models.values()))['draws']:,} draws of log-probs a side, half of them for each gradient; "
     host = tables_of_suites.machine_of(result) if "machine" in result else "machine not recorded"
     commit = tables_of_suites.short_commit(result["commit"])
-    where += f"{host}, torch {result['versions']['torch']}; {result['date'][:10]}, commit {commit}. "
-    where = f"{where}{tables_of_suites.lost_note(commit)}".strip()
+    where += f"{host}, torch {result['versions']['torch']}; {result['date'][:10]}, commit {commit}."
     return "\n\n".join([tabulate(means, headers, **options), tabulate(spreads, ratios, **options), wrap(where)])
 
 

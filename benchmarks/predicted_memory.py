@@ -271,14 +271,14 @@ def with_table(page: str, results: list[dict[str, Any]]) -> str:
 
 def where(results: list[dict[str, Any]]) -> str:
     """The machines, dates and commits of results."""
-    from benchmarks.tables import lost_note, machine_of, short_commit, wrap
+    from benchmarks.tables import machine_of, short_commit, wrap
 
     places = [
         f"{machine_of(x)}; {x['date'][:10]}, commit {short_commit(x['commit'])}" if "commit" in x else ""
         for x in results
     ]
     named = "; ".join(dict.fromkeys(place or "machine and commit not recorded" for place in places))
-    return wrap(f"Measured on: {named}. {lost_note(named)}".strip())
+    return wrap(f"Measured on: {named}.")
 
 
 def markdown(results: list[dict[str, Any]]) -> str:

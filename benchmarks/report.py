@@ -10,8 +10,6 @@ docs/notes/benchmarks.md is generated as a whole. The other pages contain genera
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,8 @@ Written by `python -m benchmarks.report` from [benchmarks/results](../../benchma
 holds every sample. Each suite compares several sides on the same cases
 ([benchmarks/suites](../../benchmarks/suites)). The sides of a case take turns, each in its own process.
 Before a side is timed, its numbers are compared with float64; an incorrect side gets no time.
-Parentheses hold 95 % bootstrap intervals.
+Parentheses hold 95 % bootstrap intervals. TRL as shipped is timed where nothing else compares alike,
+and in the suite `step`: on a CPU it scores every position, which it does not on a GPU.
 
 ## How to run
 
@@ -144,21 +143,7 @@ def performance(text: str, of_sentences: claims.Numbers) -> str:
     return claims.write(claims.PERFORMANCE, text, of_sentences)
 
 
-def lost_commits(directory: Path = RESULTS) -> list[str]:
-    """The commits, of seven digits, that results were measured at and that are not in the history of HEAD.
-
-    Raises:
-        OSError, subprocess.CalledProcessError: git is not installed, or this is no repository.
-    """
-    files = (path.read_text() for path in sorted(directory.rglob("*.json")))
-    named = {commit for text in files for commit in re.findall(r'"commit": "([0-9a-f]{7})', text)}
-    log = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return sorted(named - {line[:7] for line in log.stdout.split()})
-
-
 def main() -> None:
-    if (ROOT / ".git").exists():
-        tables.LOST_COMMITS.write_text(json.dumps(lost_commits(), indent=1) + "\n")
     by_suite = results()
     of_sentences = numbers(by_suite)
     README.write_text(readme(README.read_text(), of_sentences))

@@ -5,11 +5,9 @@ A side without a measurement shows the reason instead of a number.
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -258,12 +256,12 @@ def overview(results: dict[str, Result]) -> str:
             title = f"{work}, {label}" if label else work
             for subject, name in ((SUBJECT, title), (CACHED_REFERENCE, f"{title}, cached reference")):
                 means = {other: mean_ratio(cases, other, subject) for other in (STOCK, LABELLED, FLOOR)}
-                if means[STOCK] is None:
+                if means[LABELLED] is None and means[STOCK] is None:
                     continue
                 over_floor = format_mean(means[FLOOR], inverse=True) if subject == SUBJECT else ""
-                speedups = format_mean(means[STOCK]), format_mean(means[LABELLED])
+                speedups = format_mean(means[LABELLED]), format_mean(means[STOCK])
                 rows.append([name, str(len(cases)), *speedups, over_floor, origins.cell(results[suite])])
-    headers = ["speedup of", "datasets", f"over {STOCK}", f"over {LABELLED}", "time relative to the floor", MEASURED_ON]
+    headers = ["speedup of", "datasets", f"over {LABELLED}", f"over {STOCK}", "time relative to the floor", MEASURED_ON]
     tables = [render(rows, headers)] if rows else []
     if "head" in results:
         groups = results["head"]["summary"]["groups"]
@@ -317,21 +315,9 @@ def commits_of(result: Result) -> list[str]:
     return list(dict.fromkeys(short_commit(commit) for commit in own or [result["commit"]]))
 
 
-LOST_COMMITS = Path(__file__).parent / "results" / "lost_commits.json"
-"""Commits that results were measured at, and that the history of this repository does not have."""
-LOST_NOTE = "A commit with * is not kept in this repository."
-
-
 def short_commit(commit: str) -> str:
-    """Seven digits, and * if the repository does not keep it. A tree with changes is still named as one."""
-    digits = re.match(r"[0-9a-f]{7}", commit)
-    lost = digits is not None and digits[0] in json.loads(LOST_COMMITS.read_text())
-    return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1*" if lost else r"\1", commit)
-
-
-def lost_note(text: str) -> str:
-    """What * stands for behind the commits of a text, if it has any."""
-    return LOST_NOTE if re.search(r"\b[0-9a-f]{7}\*", text) else ""
+    """Seven digits. A tree with changes is still named as one."""
+    return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", commit)
 
 
 class Origins:
@@ -339,20 +325,16 @@ class Origins:
 
     def __init__(self) -> None:
         self._letters: dict[str, str] = {}
-        self._has_lost = False
 
     def cell(self, result: Result) -> str:
         """The letter and the commits of a run."""
         letter = self._letters.setdefault(machine_of(result), chr(ord("A") + len(self._letters)))
-        commits = " and ".join(commits_of(result))
-        self._has_lost |= bool(lost_note(commits))
-        return f"{letter}, {commits}"
+        return f"{letter}, {' and '.join(commits_of(result))}"
 
     def note(self) -> str:
         """What the letters stand for."""
         machines = "; ".join(f"{letter} is {machine}" for machine, letter in self._letters.items())
-        note = f"The last column has the machine and the commit of the measurement. {machines}."
-        return f"{note} {LOST_NOTE}" if self._has_lost else note
+        return f"The last column has the machine and the commit of the measurement. {machines}."
 
 
 SPEEDUP_ROWS = (  # suite, group, first column
@@ -394,7 +376,8 @@ def _speedups_note(results: list[Result], origins: Origins) -> str:
     }
     return (
         "A speedup is TRL's time divided by fastdpo's, as a geometric mean over the cases. On a CPU, TRL's head scores "
-        "every position; the first column makes it score labelled positions only, as it does on CUDA. "
+        "every position; the first column makes it score labelled positions only, as it does on CUDA. TRL as shipped "
+        "is timed for full fine-tuning, and for trainers that compute the same on CUDA. "
         f"In {'; '.join(sorted(environments))}. {origins.note()} "
         "Intervals, memory and every other table: [notes/benchmarks.md](notes/benchmarks.md)."
     )
@@ -406,7 +389,7 @@ def where(result: Result) -> str:
     text = wrap(f"`{command}` on {environment(result)}.")
     if result.get("micro"):
         text += "\n\n" + wrap(f"Rows without peak memory: `make bench-ops` on {environment(result['micro'])}.")
-    return "\n\n".join(filter(None, [text, lost_note(text)]))
+    return text
 
 
 def environment(result: Result) -> str:
@@ -421,8 +404,8 @@ def environment(result: Result) -> str:
 def packing_table(micro: Result) -> str:
     """Median times of the micro-benchmarks that belong to no suite."""
     rows = [[name.capitalize(), format_seconds(seconds)] for name, seconds in micro["others"].items()]
-    at = environment(micro | {"cases": []})
-    return f"{render(rows, ['', 'median time'])}\n\n{wrap(f'`make bench-ops` on {at}. {lost_note(at)}'.strip())}"
+    at = wrap(f"`make bench-ops` on {environment(micro | {'cases': []})}.")
+    return f"{render(rows, ['', 'median time'])}\n\n{at}"
 
 
 def runs_list(results: dict[str, Result], others: dict[str, Result]) -> str:
@@ -432,14 +415,13 @@ def runs_list(results: dict[str, Result], others: dict[str, Result]) -> str:
         "`make bench-ops`": others["ops"] | {"cases": []},
         "`python -m benchmarks.profile`": others["profile"] | {"cases": []},
     }
-    shown["`make demo`"] = {"commit": "not recorded"} | others["demo"]["fastdpo"] | {"cases": []}
+    shown["`make demo`"] = others["demo"]["fastdpo"] | {"cases": []}
     runs: dict[str, list[str]] = {}
     for name, result in shown.items():
         commits = commits_of(result)
         at = f"{machine_of(result)}, {'commit' if len(commits) == 1 else 'commits'} {' and '.join(commits)}"
         runs.setdefault(at, []).append(name)
-    text = "\n".join(bullet(f"{', '.join(names)}: {at}") for at, names in runs.items())
-    return "\n\n".join(filter(None, [text, lost_note(text)]))
+    return "\n".join(bullet(f"{', '.join(names)}: {at}") for at, names in runs.items())
 
 
 def profile_table(result: Result) -> str:

@@ -116,6 +116,7 @@ def test_a_suite(suite, cases, tmp_path, capsys, monkeypatch, pytestconfig):
     if suite in ("step", "reward"):
         facts = {name: side["facts"] for name, side in result["cases"][0]["sides"].items()}
         assert facts[SUBJECT]["tokens"] == facts[step.FLOOR]["tokens"] < facts[step.STOCK]["tokens"]
+        assert suite == "reward" or facts[step.LABELLED]["tokens"] == facts[step.STOCK]["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_steps_of_hybrid_models(architecture, tmp_path):
     assert code == 0
     (case,) = result["cases"]
     tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
-    assert tokens[SUBJECT] < tokens[step.STOCK]
+    assert tokens[SUBJECT] < tokens[step.LABELLED]
 
 
 def test_steps_that_share_more_than_the_prompt_of_a_pair(tmp_path, capsys):
@@ -136,7 +137,7 @@ def test_steps_that_share_more_than_the_prompt_of_a_pair(tmp_path, capsys):
     for case, less in zip(result["cases"], (sharing.PAIRS_ONLY, sharing.DETERMINISTIC), strict=True):
         assert {side["status"] for side in case["sides"].values()} == {"measured"}
         tokens = {name: side["facts"]["tokens"] for name, side in case["sides"].items()}
-        assert tokens[SUBJECT] < tokens[less] < tokens[step.STOCK]
+        assert tokens[SUBJECT] < tokens[less] < tokens[step.LABELLED]
     assert result["cases"][1]["workload"]["lora_dropout"] == sharing.LORA_DROPOUT
     table = capsys.readouterr().out
     assert "speedup over sharing by pairs only" in table
