@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
-from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_PROFILES, QUICK_SIZE, SPREAD
+from benchmarks.suites.step import BOUNDS, PROFILES, QUICK_SIZE, SPREAD, profiles
 from fastdpo.batching import CostModel
 from fastdpo.commands.check.meters import now
 from fastdpo.lengths import pair_lengths
@@ -30,10 +30,9 @@ PAIRS, BATCHES_OF_DATASET = 3, 3
 
 
 def workload(quick: bool) -> Workload:
-    profiles = QUICK_PROFILES if quick else PROFILES
     batches = [
         draw_lengths(*profile, PAIRS, seed, spread=SPREAD, bounds=BOUNDS)
-        for profile in profiles.values()
+        for profile in profiles(quick, PROFILES).values()
         for seed in range(BATCHES_OF_DATASET)
     ]
     return Workload(tuple(batches), size=QUICK_SIZE if quick else ModelSize())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.conversations import in_order
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import QUICK_SIZE
+from benchmarks.suites.step import QUICK_SIZE, TRAINER
 
 AS_DRAWN = "fastdpo without group_prompts"
 CONVERSATIONS, PAIRS = 12, 4
@@ -19,7 +19,7 @@ def build_cases(quick: bool) -> list[Case]:
     sides = tuple(
         Side(
             name,
-            "benchmarks.sides.trainer:TrainerStep",
+            TRAINER,
             in_order(base, CONVERSATIONS, PAIRS, grouped=grouped, scale=scale),
             {"mode": "fastdpo"},
         )

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import (
-    CACHED_REFERENCE,
-    DESCRIPTIONS,
-    LABELLED,
-    case_of,
-    profiles,
-    workload,
-)
+from benchmarks.suites.step import CACHED_REFERENCE, DESCRIPTIONS, LABELLED, case_of, profiles, workload
 
 
 def build_cases(quick: bool) -> list[Case]:

@@ -8,14 +8,10 @@ from benchmarks.cases import SUBJECT, Case, Checkable, Side, Suite
 from benchmarks.sides.heads import DESCRIPTIONS as HEAD_DESCRIPTIONS
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, STOCK
+from benchmarks.suites.step import DESCRIPTIONS, LABELLED, QUICK_SIZE, STOCK, TRAINER
 from benchmarks.summary import PeakReading, peaks
 
-HEAD, TRAINER, TRUTH = (
-    "benchmarks.sides.heads:HeadStep",
-    "benchmarks.sides.trainer:TrainerStep",
-    "benchmarks.suites.memory:truth",
-)
+HEAD, TRUTH = "benchmarks.sides.heads:HeadStep", "benchmarks.suites.memory:truth"
 HEAD_PEERS = {"plain PyTorch": "plain PyTorch", "TRL": "TRL", SUBJECT: "fastdpo"}
 STEP_MODES = {STOCK: "stock", LABELLED: "labelled", SUBJECT: "fastdpo"}
 BUDGETS = 0, 128, 256, 512  # MiB; the last is the default

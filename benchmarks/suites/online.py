@@ -6,7 +6,6 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import Workload, draw_lengths
 from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of, profiles
 
-"""Datasets whose rows are short enough for the full logits that TRL stores several times."""
 PAIRS, BATCHES, LONGEST = 4, 2, 768
 
 

@@ -8,7 +8,7 @@ from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, STOCK, case_of
 
 def build_cases(quick: bool) -> list[Case]:
     cases = []
-    for name, profile in profiles(quick, [*PROFILES]).items():
+    for name, profile in profiles(quick, PROFILES).items():
         work = workload(profile, quick)
         sides = (
             Side(STOCK, "benchmarks.sides.reward:RewardStep", work, {"mode": "stock"}),

@@ -11,10 +11,9 @@ from typing import Any
 from benchmarks import intervals
 from benchmarks.cases import Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import QUICK_SIZE
+from benchmarks.suites.step import QUICK_SIZE, TRAINER
 from benchmarks.summary import samples_by_batch
 
-TRAINER = "benchmarks.sides.trainer:TrainerStep"
 PAIRS, PROMPT, COMPLETION = 4, 192, 96
 LINEAR = 1.1
 """The largest exponent that counts as linear."""

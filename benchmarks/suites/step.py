@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floo
 STOCK_FLASH = "TRL, flash_attention_2"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
+TRAINER = "benchmarks.sides.trainer:TrainerStep"
 
 DESCRIPTIONS = {
     STOCK: "the trainer with its defaults, except that gradient checkpointing is off, on every side. On a CPU its "
@@ -47,7 +48,7 @@ PROFILES = {
     "UltraFeedback": LengthProfile(409, 0.42),
 }
 SHORT = "HH", "TL;DR", "UltraFeedback"
-"""The datasets of suites that do not need all six."""
+"""The datasets of most suites. Their rows are short enough for logits that `OnlineDPOTrainer` stores several times."""
 SPREAD = 0.6  # standard deviation of the logarithm of a length
 BOUNDS = 2, 1536  # tokens of a prompt or completion
 PAIRS = 6
@@ -60,7 +61,7 @@ QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabul
 QUICK_PROFILES = {"HH": LengthProfile(40, 2.15)}
 
 
-def profiles(quick: bool, datasets: Sequence[str] = SHORT) -> dict[str, LengthProfile]:
+def profiles(quick: bool, datasets: Iterable[str] = SHORT) -> dict[str, LengthProfile]:
     return QUICK_PROFILES if quick else {name: PROFILES[name] for name in datasets}
 
 
@@ -77,28 +78,26 @@ def case_of(name: str, group: str, profile: LengthProfile, sides: tuple[Side, ..
 
 def sides(work: Workload) -> tuple[Side, ...]:
     """The sides on a CPU but TRL as shipped. Its head is not the one of a GPU there, and takes most of the time."""
-    trainer = "benchmarks.sides.trainer:TrainerStep"
     return (
-        Side(LABELLED, trainer, work, {"mode": "labelled"}),
-        Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
-        Side(CACHED_REFERENCE, trainer, work, {"mode": "cached"}),
+        Side(LABELLED, TRAINER, work, {"mode": "labelled"}),
+        Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
+        Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
         Side(BUDGET, "benchmarks.sides.budget:BudgetStep", work),
         Side(FLOOR, "benchmarks.sides.floor:FloorStep", work, compared=False),
     )
 
 
 def stock_side(work: Workload) -> Side:
-    return Side(STOCK, "benchmarks.sides.trainer:TrainerStep", work, {"mode": "stock"})
+    return Side(STOCK, TRAINER, work, {"mode": "stock"})
 
 
 def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
-    trainer = "benchmarks.sides.trainer:TrainerStep"
     return (
         stock_side(work),
-        Side(STOCK_FLASH, trainer, work, {"mode": "stock", "attention": "flash_attention_2"}),
-        Side(UNSHARED, trainer, work, {"mode": "fastdpo", "share_prompts": False}),
-        Side(SUBJECT, trainer, work, {"mode": "fastdpo"}),
-        Side(CACHED_REFERENCE, trainer, work, {"mode": "cached"}),
+        Side(STOCK_FLASH, TRAINER, work, {"mode": "stock", "attention": "flash_attention_2"}),
+        Side(UNSHARED, TRAINER, work, {"mode": "fastdpo", "share_prompts": False}),
+        Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
+        Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
     )
 
 
@@ -106,7 +105,7 @@ def build_gpu_cases(quick: bool) -> list[Case]:
     cases = []
     for group, (size, lora, checkpointing) in GPU_MODELS.items():
         options = {"lora": lora, "checkpointing": checkpointing, "bf16": True, "weights": "bfloat16"}
-        for name, profile in profiles(quick, [*PROFILES]).items():
+        for name, profile in profiles(quick, PROFILES).items():
             work = replace(workload(profile, quick), **options, size=QUICK_SIZE if quick else size)
             cases.append(case_of(f"{group}/{name}", group, profile, sides_on_gpu(work)))
     return cases
@@ -117,7 +116,7 @@ def build_cases(quick: bool) -> list[Case]:
         return build_gpu_cases(quick)
     cases = []
     for group, lora in (("full", False), ("LoRA", True)):
-        for name, profile in profiles(quick, [*PROFILES]).items():
+        for name, profile in profiles(quick, PROFILES).items():
             work = workload(profile, quick, lora)
             stock = () if lora else (stock_side(work),)
             cases.append(case_of(f"{group}/{name}", group, profile, stock + sides(work)))
