@@ -66,10 +66,11 @@ def mode(rows_of_a_tile):
 
 def assert_clear_tops_agree(is_top1, inputs, softcap=None, logit_scale=1.0):
     """Compares is_top1 except where rounding may swap or tie the two largest logits."""
+    eps = torch.finfo(inputs["hidden"].dtype).eps
     inputs = doubled(inputs)
     logits = F.linear(inputs["hidden"], inputs["weight"], inputs["bias"])
     best = logits.topk(2).values
-    clear = (best[:, 0] - best[:, 1] > 0.5) & (inputs["targets"] != -100)
+    clear = (best[:, 0] - best[:, 1] > 0.5 + 2 * eps * best[:, 0].abs()) & (inputs["targets"] != -100)
     if softcap is not None:  # capped logits can only be distinguished where tanh is not saturated
         clear &= best[:, 0] * logit_scale / softcap < 4
     assert torch.equal(is_top1[clear], (logits.argmax(-1) == inputs["targets"])[clear])

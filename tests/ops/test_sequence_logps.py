@@ -247,5 +247,6 @@ def test_misuse_raises(misuse):
 @pytest.mark.parametrize("misuse", [name for name in MISUSES if name.startswith("bounds that")])
 def test_misuse_of_linear_sequence_logps_raises(misuse):
     arguments, kind, message = MISUSES[misuse]
+    hidden, weight = torch.zeros(3, 4, device="cpu"), torch.zeros(5, 4, device="cpu")
     with pytest.raises(kind, match=f"^linear_sequence_logps: {message}"):
-        linear_sequence_logps(torch.zeros(3, 4), torch.zeros(5, 4), PACKED["targets"], **arguments)
+        linear_sequence_logps(hidden, weight, PACKED["targets"], **arguments)
