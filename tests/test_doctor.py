@@ -1,5 +1,6 @@
 """`fastdpo doctor` reports what is there, what is missing, and what is wrong."""
 
+import importlib.metadata
 import json
 import re
 
@@ -68,6 +69,17 @@ def test_what_was_asked_for_and_is_missing_fails_the_command(arguments, message)
     assert done.returncode == 1
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_an_installation_requirements_are_not_checked(monkeypatch):
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    found = {finding.name: finding for finding in doctor.package_findings()}
+    assert found["requirements"].status == OFF
+    assert found["requirements"].detail == "not checked: fastdpo runs from its sources and is not installed"
+    assert found["trl"].status == OK
 
 
 def test_trainers_that_nobody_asked_for_may_be_missing(monkeypatch):

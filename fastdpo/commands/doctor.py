@@ -110,8 +110,12 @@ def as_json(report: Report) -> str:
 def package_findings() -> Iterator[Finding]:
     yield Finding(OK, "fastdpo", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding(OK, "python", platform.python_version())
-    requirements = map(Requirement, importlib.metadata.requires("fastdpo") or ())
-    for requirement in requirements:
+    try:
+        requirements = importlib.metadata.requires("fastdpo") or ()
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(OFF, "requirements", "not checked: fastdpo runs from its sources and is not installed")
+        requirements = ()
+    for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = packages.version_of(requirement.name)
