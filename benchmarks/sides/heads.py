@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -199,6 +200,8 @@ def build_liger_scaled(workload: HeadWorkload) -> Head:
         from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
     except ImportError as reason:
         raise Unavailable(f"not installed ({reason})") from None
+    if torch.cuda.is_available() and find_spec("cutlass") is None:
+        raise Unavailable("its kernels for CUDA need nvidia-cutlass-dsl")
     return_entropy = "entropy" in workload.statistics
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogps:

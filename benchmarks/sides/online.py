@@ -45,7 +45,7 @@ def completions(workload: Workload, batch: int) -> tuple[torch.Tensor, ...]:
         pad = torch.nn.utils.rnn.pad_sequence
         ids = pad(rows, batch_first=True, padding_value=w.PAD, padding_side=side)
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-        return ids, mask
+        return ids.to(w.device()), mask.to(w.device())
 
     return *padded(prompts, "left"), *padded(responses, "right")
 

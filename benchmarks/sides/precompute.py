@@ -34,7 +34,7 @@ class PrecomputeStep(TrainerStep):
 
     def step(self, batch: int) -> None:
         self._pass()
-        self.steps += 1
+        self._count(batch)
 
     def _pass(self) -> Dataset:
         size = self.trainer.args.per_device_train_batch_size
@@ -60,4 +60,4 @@ class ExactPrecompute(ExactStep):
             torch.stack([self._logps(model, *row, dtype).sum() for row in self._rows(batch)]).view(2, -1)
             for batch in range(self.batches)
         ]
-        return torch.cat(batches, 1)
+        return torch.cat(batches, 1).cpu()

@@ -30,7 +30,8 @@ def build_model(workload: Workload, attention: str = "sdpa") -> PreTrainedModel:
     """A Llama with one label and random weights that are equal in every process."""
     config = AutoConfig.for_model("llama", **w.decoder_entries(workload), num_labels=1)
     torch.manual_seed(w.POLICY)
-    return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+    with w.device():
+        return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
 
 
 def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
@@ -99,7 +100,8 @@ class ExactRewardStep:
         rewards, losses, gradient = [], [], None
         for batch in range(self.batches):
             pairs = examples(self.workload, batch)
-            rows = [torch.tensor(pair[name]) for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+            ids = [pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+            rows = [torch.tensor(row, device=w.device()) for row in ids]
             with torch.no_grad():
                 of_rows = torch.stack([self._reward(model, row) for row in rows])
             leaf = of_rows.requires_grad_()
@@ -112,7 +114,7 @@ class ExactRewardStep:
                 gradient = w.gradient_of(model)
             rewards.append(of_rows.detach())
             losses.append(loss.detach())
-        return ExactRewards(torch.cat(rewards), torch.stack(losses), gradient)
+        return ExactRewards(torch.cat(rewards).cpu(), torch.stack(losses).cpu(), gradient)
 
     def _reward(self, model: Any, ids: Tensor) -> Tensor:
         """The label of a row's last token."""
