@@ -48,8 +48,8 @@ class CaseRunner:
             for side in case.sides
         }
 
-    def run(self) -> dict[str, Any]:
-        """Runs the case and returns its record for the JSON."""
+    def run(self) -> list[dict[str, Any]]:
+        """Runs the case and returns its records for the JSON: one, or one for each batch that has a name."""
         try:
             truths = self._compute_truths()
             for sides in [[side] for side in self.case.sides] if self.one_by_one else [self.case.sides]:
@@ -63,13 +63,27 @@ class CaseRunner:
             self.progress.remove_task(self.task)
         workloads = {side.name: dataclasses.asdict(side.workload) for side in self.case.sides}
         all_equal = len({side.workload for side in self.case.sides}) == 1
-        return {
+        record = {
             "name": self.case.name,
             "group": self.case.group,
             "facts": self.case.facts,
             "workload": next(iter(workloads.values())) if all_equal else workloads,
             "sides": self.records,
         }
+        return [self._of_batch(record, batch) for batch in range(len(self.case.batches))] or [record]
+
+    def _of_batch(self, record: dict[str, Any], batch: int) -> dict[str, Any]:
+        """The record of one batch. The sides were checked on all batches together, by `checks`."""
+        facts = [*self.case.batches.values()][batch]
+        own = {"name": self.case.names[batch], "facts": record["facts"] | facts, "batch": batch}
+        sides = {}
+        for name, side in record["sides"].items():
+            sides[name] = side
+            if "samples" in side:
+                samples = [sample for sample in side["samples"] if sample["batch"] == batch]
+                tokens = side["facts"]["tokens_of_batches"][batch]
+                sides[name] = side | {"samples": samples, "facts": side["facts"] | {"tokens": tokens}}
+        return record | own | {"sides": sides}
 
     def _compute_truths(self) -> dict[Any, Arrays]:
         """The ground truth of each workload. Its process ends before those of the sides begin."""

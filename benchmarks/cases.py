@@ -85,12 +85,20 @@ class Case:
         group: geometric means are taken over the cases of a group.
         sides: the programs.
         facts: further facts, for the JSON.
+        batches: names of the batches and their facts. The results of each are then a case of its own, so that
+            a model is built once for all of them. The facts of such a side say `tokens_of_batches`.
     """
 
     name: str
     group: str
     sides: tuple[Side, ...]
     facts: dict[str, Any] = field(default_factory=dict, hash=False)
+    batches: Mapping[str, dict[str, Any]] = field(default_factory=dict, hash=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the cases in the results."""
+        return [f"{self.name}/{batch}" for batch in self.batches] or [self.name]
 
 
 @dataclass(frozen=True)

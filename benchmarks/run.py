@@ -58,14 +58,14 @@ def resume(result: dict[str, Any], previous: dict[str, Any], suite: Suite, cases
     result["cases"] = previous["cases"]
     result["summary"] = summarize(suite, previous["cases"])
     done = {case["name"] for case in previous["cases"]}
-    return [case for case in cases if case.name not in done]
+    return [case for case in cases if not done.issuperset(case.names)]
 
 
 def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Runs the cases and returns the content of the JSON file, written after every case."""
-    cases = [case for case in suite.cases(args.quick) if re.search(args.cases, case.name)]
+    cases = [case for case in suite.cases(args.quick) if any(re.search(args.cases, name) for name in case.names)]
     if not cases:
-        names = ", ".join(case.name for case in suite.cases(args.quick))
+        names = ", ".join(name for case in suite.cases(args.quick) for name in case.names)
         sys.exit(f"--cases must match a case of {suite.name}: {names}; got {args.cases!r}")
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else suite.rounds)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -87,12 +87,12 @@ def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, A
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(f"suite {suite.name}", total=len(cases))
         for case in cases:
-            record = CaseRunner(suite, case, rounds, args.threads, progress, args.one_by_one).run()
-            result["cases"].append({**record, "commit": result["commit"]})
+            records = CaseRunner(suite, case, rounds, args.threads, progress, args.one_by_one).run()
+            result["cases"] += [{**record, "commit": result["commit"]} for record in records]
             result["summary"] = summarize(suite, result["cases"])
             args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
             progress.advance(task)
-            for name, side in record["sides"].items():
+            for name, side in records[0]["sides"].items():
                 if side["reason"]:
                     progress.console.print(
                         f"{case.name}: {name}: {side['status']}: {side['reason']}",

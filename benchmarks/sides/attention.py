@@ -21,6 +21,7 @@ from fastdpo.ops import packed_attention
 from fastdpo.ops.attention import backends
 from fastdpo.ops.attention.calls import AttentionOptions
 
+QUEUED_CYCLES = 20_000_000  # 10 ms
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
 
 
@@ -67,6 +68,9 @@ class AttentionInputs:
 class AttentionStep:
     """Forward and backward over tokens that are copies of distinct tokens.
 
+    On a GPU, the clock is the GPU's: a layer of attention takes less time there than the host needs to launch it,
+    which a model does ahead of time.
+
     Args:
         inputs: of the distinct tokens.
         index: [...] index of the distinct token at each place, -1 for padding.
@@ -86,6 +90,9 @@ class AttentionStep:
         self.first_copy = first_copy.to(device).view(index.shape)
         self.leaves = [x.requires_grad_() for x in leaves]
         self.grad = grad * self.first_copy[..., None, None]  # only the first copy of a token has an output gradient
+        self.device_seconds = 0.0
+        if device.type == "cuda":
+            self.now = self._device_now
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError
@@ -106,7 +113,19 @@ class AttentionStep:
         return total[: self.tokens].cpu().numpy()
 
     def step(self, batch: int) -> None:
+        if not self.grad.is_cuda:
+            self._run()
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(QUEUED_CYCLES)  # all kernels are queued when the first one begins
+        start.record()
         self._run()
+        end.record()
+        end.synchronize()
+        self.device_seconds += start.elapsed_time(end) / 1000
+
+    def _device_now(self) -> float:
+        return self.device_seconds
 
     def reset(self) -> None: ...
 

@@ -137,7 +137,7 @@ class TrainerStep:
                 fused = vars(model)[ATTRIBUTE]
                 fused.options = fused.options._replace(groups=groups)
         self.counters = [TokenCounter(model.base_model) for model in (policy, *references)]
-        self.steps = 0
+        self.tokens_of_batches: dict[int, int] = {}  # by batch, those of its last step
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> Any:
         return build_trainer(workload, directory, attention)
@@ -205,7 +205,10 @@ class TrainerStep:
 
     def step(self, batch: int) -> None:
         self._run(batch)
-        self.steps += 1
+        self._count(batch)
+
+    def _count(self, batch: int) -> None:
+        self.tokens_of_batches[batch] = sum(counter.take() for counter in self.counters)
 
     def reset(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -213,4 +216,5 @@ class TrainerStep:
 
     def facts(self) -> dict[str, Any]:
         """Tokens per step in the backbones of policy and reference, including padding."""
-        return {"tokens": sum(counter.take() for counter in self.counters) / max(self.steps, 1)}
+        tokens = [self.tokens_of_batches[batch] for batch in sorted(self.tokens_of_batches)]
+        return {"tokens": sum(tokens) / max(len(tokens), 1), "tokens_of_batches": tokens}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -51,11 +50,11 @@ SHORT = "HH", "TL;DR", "UltraFeedback"
 """The datasets of most suites. Their rows are short enough for logits that `OnlineDPOTrainer` stores several times."""
 SPREAD = 0.6  # standard deviation of the logarithm of a length
 BOUNDS = 2, 1536  # tokens of a prompt or completion
-PAIRS = 6
+PAIRS, GPU_PAIRS = 6, 8  # on a GPU, TRL's default
 
-GPU_MODELS = {  # size, LoRA, gradient checkpointing
-    "0.5B, full": (ModelSize(24, 896, 4864, 14, 2, 151_936), False, False),  # Qwen2.5
-    "8B, LoRA": (ModelSize(36, 4096, 12_288, 32, 8, 151_936), True, True),  # Qwen3
+GPU_MODELS = {  # size, LoRA, gradient checkpointing, datasets
+    "0.5B, full": (ModelSize(24, 896, 4864, 14, 2, 151_936), False, False, tuple(PROFILES)),  # Qwen2.5
+    "8B, LoRA": (ModelSize(36, 4096, 12_288, 32, 8, 151_936), True, True, SHORT),  # Qwen3
 }
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": LengthProfile(40, 2.15)}
@@ -102,12 +101,16 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
 
 
 def build_gpu_cases(quick: bool) -> list[Case]:
+    """A case for each model, with a batch for each dataset."""
     cases = []
-    for group, (size, lora, checkpointing) in GPU_MODELS.items():
+    for group, (size, lora, checkpointing, datasets) in GPU_MODELS.items():
+        of_group = profiles(quick, datasets)
+        pairs = 2 if quick else GPU_PAIRS
+        batches = tuple(draw_lengths(*x, pairs, 0, spread=SPREAD, bounds=BOUNDS) for x in of_group.values())
         options = {"lora": lora, "checkpointing": checkpointing, "bf16": True, "weights": "bfloat16"}
-        for name, profile in profiles(quick, PROFILES).items():
-            work = replace(workload(profile, quick), **options, size=QUICK_SIZE if quick else size)
-            cases.append(case_of(f"{group}/{name}", group, profile, sides_on_gpu(work)))
+        work = Workload(batches, **options, size=QUICK_SIZE if quick else size)
+        facts = {name: x._asdict() for name, x in of_group.items()}
+        cases.append(Case(group, group, sides_on_gpu(work), {"dtype": work.dtype}, facts))
     return cases
 
 
