@@ -6,7 +6,6 @@ Dimensions: N scored tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -131,9 +130,7 @@ class _TokenLogps(torch.autograd.Function):
         logits, targets, *sums = ctx.saved_tensors
         arguments = (grad_logps, grad_extra[0] if ctx.has_entropy else None, logits, targets, sums, *ctx.transform)
         if ctx.inplace:
-            # Torch 2.11 compiles a backward in grad mode, in which a view of a leaf must not be written to.
-            with torch.no_grad() if torch.compiler.is_compiling() else nullcontext():
-                token_logps_bwd_(*arguments)
+            token_logps_bwd_(*arguments)
             return logits, *[None] * 6
         return token_logps_bwd(*arguments), *[None] * 6
 
