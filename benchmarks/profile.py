@@ -1,11 +1,11 @@
 """Time of a step with fastdpo by kind of work, from torch's profiler.
 
-    python -m benchmarks.profile [--case full/HH] [--side fastdpo] [--threads 2] [--save]
+    python -m benchmarks.profile [--case full/HH] [--side fastdpo] [--threads 2] [--json out/profile.json]
 
 The cases and sides are those of the suite `step`. Operators are classified by their inputs:
-an operator on a tensor whose last dimension is the vocabulary is a pass over logits. The profiler
-slows small operators down. `--save` adds the case to benchmarks/results/profile.json, from which
-`python -m benchmarks.report` makes a table of docs/notes/performance.md.
+an operator on a tensor whose last dimension is the vocabulary is a pass over logits. On a GPU, its kernels
+are classified by their names. The profiler slows small operators down. The case is added to the JSON file.
+`python -m benchmarks.report` makes tables of the file in benchmarks/results, and of the one in its folder gpu.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -24,14 +24,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from benchmarks.cases import SUBJECT
 from benchmarks.machine import bfloat16, commit, machine, versions
 from benchmarks.suites.step import build_cases
 from benchmarks.worker import build_side
+from fastdpo.commands.check.meters import now
 
-RESULT = Path(__file__).parent / "results" / "profile.json"
+STEPS = 10  # on a GPU
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 KINDS = (
     "matrix products of the backbone",
@@ -41,6 +42,12 @@ KINDS = (
     "operators on [V, D] weights and their gradients",
     "other torch operators",
 )
+KERNELS = {  # of a GPU, by parts of their names; the first that fits
+    "attention": ("flash", "sdpa", "fmha", "_packed_attention", "_delta_kernel"),
+    "gathered keys": ("_gather_keys", "_sum_places"),
+    "passes over logits": ("_token_logps", "_target_logits", "_linear_logps"),
+    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+}
 
 
 def kind(name: str, shapes: list[Any], vocabulary: int) -> str:
@@ -56,61 +63,89 @@ def kind(name: str, shapes: list[Any], vocabulary: int) -> str:
     return KINDS[4] if has_vocabulary else KINDS[5]
 
 
-def main() -> None:
+def kind_of_kernel(name: str) -> str:
+    return next((x for x, parts in KERNELS.items() if any(part in name for part in parts)), KINDS[-1])
+
+
+def profiled(stepper: Any, batch: int, vocabulary: int) -> dict[str, Any]:
+    """Seconds of a step without the profiler, and with it those of each kind of work."""
+    for _ in range(2):
+        stepper.step(batch)
+        stepper.reset()
+    seconds = _seconds(stepper, batch)
+    with profile(record_shapes=True) as profiler:
+        with_profiler = _seconds(stepper, batch)
+    times: Counter[str] = Counter()
+    for event in profiler.key_averages(group_by_input_shape=True):
+        if event.key.startswith("aten::"):
+            times[kind(event.key, event.input_shapes, vocabulary)] += event.self_cpu_time_total / 1e6
+    times["Python and time between operators"] = with_profiler - times.total()
+    return {"seconds": seconds, "kinds": dict(times.most_common())}
+
+
+def profiled_on_gpu(stepper: Any, batch: int) -> dict[str, Any]:
+    """Seconds of a step without the profiler, and with it those of each kind of kernel, and their number."""
+    for _ in range(3):
+        stepper.step(batch)
+        stepper.reset()
+    seconds = median(_seconds(stepper, batch) for _ in range(STEPS))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        _seconds(stepper, batch)
+    times: Counter[str] = Counter()
+    kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    for event in kernels:
+        times[kind_of_kernel(event.key)] += event.self_device_time_total / 1e6
+    return {"seconds": seconds, "kinds": dict(times.most_common()), "kernels": sum(event.count for event in kernels)}
+
+
+def _seconds(stepper: Any, batch: int) -> float:
+    start = now()
+    stepper.step(batch)
+    seconds = now() - start
+    stepper.reset()
+    return seconds
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Profile one step of a case in the suite `step`.")
     parser.add_argument("--case", default="full/HH")
     parser.add_argument("--side", default=SUBJECT)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save", action="store_true", help="add the case to benchmarks/results/profile.json")
-    args = parser.parse_args()
-    available = {case.name: case for case in build_cases(quick=False)}
+    parser.add_argument("--json", type=Path, default=Path("out/profile.json"), help="the file that gets the case")
+    args = parser.parse_args(argv)
+    available = {name: (case, batch) for case in build_cases(False) for batch, name in enumerate(case.names)}
     if args.case not in available:
         parser.error(f"--case must be one of {', '.join(available)}; got {args.case}")
-    sides = {side.name: side for side in available[args.case].sides}
+    case, batch = available[args.case]
+    sides = {side.name: side for side in case.sides}
     if args.side not in sides:
         parser.error(f"--side must be one of {', '.join(sides)}; got {args.side}")
     side = sides[args.side]
 
     torch.set_num_threads(args.threads)
     stepper = build_side(side.build, side.workload, side.options)
-    for _ in range(2):
-        stepper.step(0)
-        stepper.reset()
-    start = perf_counter()
-    stepper.step(0)
-    unprofiled = perf_counter() - start
-    stepper.reset()
-    with profile(record_shapes=True) as profiler:
-        start = perf_counter()
-        stepper.step(0)
-        profiled = perf_counter() - start
-
-    times: Counter[str] = Counter()
-    for event in profiler.key_averages(group_by_input_shape=True):
-        if event.key.startswith("aten::"):
-            times[kind(event.key, event.input_shapes, side.workload.size.vocabulary)] += event.self_cpu_time_total / 1e6
-    times["Python and time between operators"] = profiled - times.total()
-    table = Table(
-        "kind of work",
-        "seconds",
-        "share",
-        title=f"{args.case}, {args.side}: {unprofiled:.2f} s per step without the profiler",
-    )
-    for name, seconds in times.most_common():
-        table.add_row(name, f"{seconds:.3f}", f"{seconds / profiled:.0%}")
-    Console().print(table)
-    if args.save:
-        save(args.case, unprofiled, dict(times.most_common()))
+    on_gpu = torch.cuda.is_available()
+    result = profiled_on_gpu(stepper, batch) if on_gpu else profiled(stepper, batch, side.workload.size.vocabulary)
+    total = sum(result["kinds"].values())
+    title = f"{args.case}, {args.side}: {result['seconds']:.3f} s per step without the profiler"
+    table = Table("kind of work", "seconds", "share", title=title)
+    for name, seconds in result["kinds"].items():
+        table.add_row(name, f"{seconds:.4f}", f"{seconds / total:.0%}")
+    console = Console()
+    console.print(table)
+    if on_gpu:
+        console.print(f"The GPU is busy for {total:.3f} s, with {result['kernels']:,} kernels.")
+    add(args.json, args.case if args.side == SUBJECT else f"{args.case}, {args.side}", result)
 
 
-def save(case: str, seconds: float, kinds: dict[str, float]) -> None:
-    """Adds a case. Cases of other commits or machines are removed."""
+def add(path: Path, name: str, result: dict[str, Any]) -> None:
+    """Adds a case to a file. Cases of other commits or machines are removed."""
     origin = {"commit": commit(), "machine": machine() | {"bfloat16": bfloat16()}, "versions": versions("torch")}
-    previous = json.loads(RESULT.read_text())
-    cases = previous["cases"] if all(previous[name] == origin[name] for name in origin) else {}
-    result = {"date": datetime.now(UTC).isoformat(timespec="seconds")} | origin
-    result["cases"] = cases | {case: {"seconds": seconds, "kinds": kinds}}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    cases = previous["cases"] if all(previous.get(name) == origin[name] for name in origin) else {}
+    content = {"date": datetime.now(UTC).isoformat(timespec="seconds")} | origin | {"cases": cases | {name: result}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
