@@ -32,22 +32,24 @@ class Numbers:
     Args:
         results: of the suites, by name.
         others: the parsed JSON of other programs, by the name of the file.
+        on_gpu: results of suites on a GPU, by name. Methods take "gpu/step" for the suite `step` of these.
     """
 
-    def __init__(self, results: dict[str, Result], others: dict[str, Result]) -> None:
-        self.results, self.others = results, others
+    def __init__(self, results: dict[str, Result], others: dict[str, Result], on_gpu: dict[str, Result]) -> None:
+        self.results, self.others, self.on_gpu = results, others, on_gpu
+        self._by_suite = results | {f"gpu/{name}": result for name, result in on_gpu.items()}
 
     def cases(self, suite: str, *groups: str) -> list[Result]:
         """The cases of a suite, or those of some of its groups."""
-        return [case for case in self.results[suite]["cases"] if not groups or case["group"] in groups]
+        return [case for case in self._by_suite[suite]["cases"] if not groups or case["group"] in groups]
 
     def mean(self, suite: str, group: str, side: str) -> Result:
         """The geometric mean of the cost of a side divided by fastdpo's; see `summary.mean_ratio`."""
-        return self.results[suite]["summary"]["groups"][group][side]
+        return self._by_suite[suite]["summary"]["groups"][group][side]
 
     def ratios(self, suite: str, sides: Iterable[str], *groups: str) -> dict[str, float]:
         """By case and side, the time of the side divided by fastdpo's. Sides that were not measured are left out."""
-        summaries = self.results[suite]["summary"]["cases"]
+        summaries = self._by_suite[suite]["summary"]["cases"]
         return {
             f"{case['name']}, {side}": summaries[case["name"]]["times_fastdpo"][side]["value"]
             for case, side in product(self.cases(suite, *groups), sides)
@@ -61,7 +63,7 @@ class Numbers:
 
     def peaks(self, suite: str, side: str) -> list[int]:
         """Peak bytes of a side in each case, 0 where it was not measured."""
-        summaries = self.results[suite]["summary"]["cases"]
+        summaries = self._by_suite[suite]["summary"]["cases"]
         return [summaries[case["name"]]["peak_bytes"].get(side, 0) for case in self.cases(suite)]
 
     def size(self, name: str) -> int:
@@ -94,6 +96,12 @@ def _half_the_tokens(n: Numbers) -> tuple[float, ...]:
     return geometric_mean(ratios), len(ratios), min(ratios), max(ratios), min(memory), max(memory)
 
 
+def _on_gpu(n: Numbers) -> tuple[float, ...]:
+    peaks = zip(n.peaks("gpu/step", SUBJECT), n.peaks("gpu/step", STOCK), strict=True)
+    memory = [100 * of_fastdpo / of_trl for of_fastdpo, of_trl in peaks]
+    return *n.range("gpu/step", [STOCK]), min(memory), max(memory)
+
+
 def _shares(n: Numbers, kind: str) -> tuple[float, float]:
     shares = [100 * case["kinds"][kind] / sum(case["kinds"].values()) for case in n.others["profile"]["cases"].values()]
     return min(shares), max(shares)
@@ -119,8 +127,15 @@ STATISTICS_GROUPS = ("trainable, with statistics", "frozen, with statistics")
 CLAIMS = (
     Claim(
         README,
-        "measured on {:d} CPU cores only. There, a DPO step of a small Llama in TRL was {:.1f} to {:.1f} times as fast",
+        "measured on {:d} CPU cores and on one GPU. On the CPU, a DPO step of a small Llama in TRL was {:.1f} to "
+        "{:.1f} times as fast",
         lambda n: (n.results["step"]["machine"]["threads"], *n.range("step", [LABELLED])),
+    ),
+    Claim(
+        README,
+        "a full fine-tuning step of a model of the size of Qwen2.5-0.5B was {:.1f} to {:.1f} times as fast and took "
+        "{:.0f} to {:.0f} % of the memory",
+        _on_gpu,
     ),
     Claim(
         RESULTS,
@@ -241,7 +256,7 @@ CONSTANTS = {
         "LLaMA-Factory 0.9.5",
         "ms-swift 4.6",
         "axolotl 0.19",
-        "sm80 to sm120",
+        "H200",
     ),
     RESULTS: ("on 2 CPU cores",),
     PERFORMANCE: (

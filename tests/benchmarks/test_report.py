@@ -132,7 +132,7 @@ def test_a_changed_result_is_found(numbers):
             for sample in case["sides"]["fastdpo"]["samples"]:
                 sample["seconds"] *= 5
         result["summary"] |= summarize(SUITES[name], result["cases"])
-        changed = claims.Numbers(numbers.results | {name: result}, numbers.others)
+        changed = claims.Numbers(numbers.results | {name: result}, numbers.others, numbers.on_gpu)
         assert report.performance(performance, changed) != performance, name
         assert report.page(changed.results) != report.PAGE.read_text(), name
         if name == "step":
@@ -143,7 +143,7 @@ def test_a_changed_result_is_found(numbers):
 def test_a_missing_sentence_is_an_error(numbers):
     text = report.README.read_text()
     with pytest.raises(ValueError, match=r"must contain once: 'measured on {:d} CPU cores"):
-        claims.write(claims.README, text.replace("CPU cores only", "cores only"), numbers)
+        claims.write(claims.README, text.replace("CPU cores and", "cores and"), numbers)
     with pytest.raises(ValueError, match=r"must contain the constant 'Python 3\.11 or later'"):
         claims.unsourced(claims.README, text.replace("Python 3.11", "Python"), numbers)
 
