@@ -27,13 +27,22 @@ QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """Lengths of the pairs, and the shape and dtype of a layer's heads."""
+    """Lengths of the pairs, and the shape and dtype of a layer's heads.
+
+    `compared` is the number of key heads, from the first one on, that are compared with the ground truth together
+    with their query heads; None for all.
+    """
 
     pairs: tuple[Lengths, ...]
     heads: int = 32
     kv_heads: int = 8
     d: int = 128
     dtype: str = "bfloat16"
+    compared: int | None = None
+
+    def compared_of(self, heads: int) -> int:
+        """How many of the heads of a tensor are compared, given their number."""
+        return heads if self.compared is None else heads // self.kv_heads * self.compared
 
 
 class AttentionInputs:
@@ -72,13 +81,15 @@ class AttentionStep:
     which a model does ahead of time.
 
     Args:
+        workload: which heads are compared.
         inputs: of the distinct tokens.
         index: [...] index of the distinct token at each place, -1 for padding.
     """
 
     batches = 1
 
-    def __init__(self, inputs: AttentionInputs, index: Tensor) -> None:
+    def __init__(self, workload: AttentionWorkload, inputs: AttentionInputs, index: Tensor) -> None:
+        self.workload = workload
         device = inputs.tensors[0].device
         self.tokens, self.index = len(inputs.tensors[0]), index.to(device)
         *leaves, grad = ((x[self.index] * (self.index >= 0)[..., None, None]).detach() for x in inputs.tensors)
@@ -107,7 +118,8 @@ class AttentionStep:
         return {name: self._sum_copies(x) for name, x in zip(QUANTITIES, quantities, strict=True)}
 
     def _sum_copies(self, x: Tensor) -> Any:
-        """Sum over the copies of each distinct token, in float64."""
+        """Sum over the copies of each distinct token, in float64, of the heads that are compared."""
+        x = x[..., : self.workload.compared_of(x.shape[-2]), :]
         total = torch.zeros(self.tokens + 1, *x.shape[self.index.dim() :], dtype=torch.float64, device=x.device)
         total.index_add_(0, self.index.flatten() % (self.tokens + 1), x.flatten(0, self.index.dim() - 1).double())
         return total[: self.tokens].cpu().numpy()
@@ -138,7 +150,8 @@ class PaddedAttention(AttentionStep):
 
     def __init__(self, workload: AttentionWorkload) -> None:
         inputs = AttentionInputs(workload)
-        super().__init__(inputs, torch.nn.utils.rnn.pad_sequence(inputs.rows, batch_first=True, padding_value=-1))
+        index = torch.nn.utils.rnn.pad_sequence(inputs.rows, batch_first=True, padding_value=-1)
+        super().__init__(workload, inputs, index)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (query, key, value))
@@ -164,10 +177,10 @@ class PackedAttention(AttentionStep):
                 raise Unavailable(reason)
         self.backend = backend
         if shared:
-            super().__init__(inputs, torch.arange(len(inputs.tensors[0])))
+            super().__init__(workload, inputs, torch.arange(len(inputs.tensors[0])))
             self.rows = torch.tensor(inputs.layout, dtype=torch.int32)
         else:
-            super().__init__(inputs, torch.cat(inputs.rows))
+            super().__init__(workload, inputs, torch.cat(inputs.rows))
             lengths = torch.tensor([len(row) for row in inputs.rows])
             zeros = torch.zeros_like(lengths)
             self.rows = torch.stack([zeros, zeros, lengths.cumsum(0) - lengths, lengths], 1).int()
@@ -211,7 +224,7 @@ class ExactAttention:
             first_copy = (~done[row]).to(totals[0].device)[None, :, None]
             done[row] = True
             row = row.to(totals[0].device)
-            for kv_head in range(self.workload.kv_heads):
+            for kv_head in range(self.workload.compared_of(self.workload.kv_heads)):
                 query_heads = slice(kv_head * group, (kv_head + 1) * group)
                 key_heads = slice(kv_head, kv_head + 1)
                 heads = (query_heads, key_heads, key_heads, query_heads)
@@ -219,7 +232,8 @@ class ExactAttention:
                 results = self._attend_row(*(x.to(dtype).transpose(0, 1) for x in parts), first_copy)
                 for total, part, x in zip(totals, heads, results, strict=True):
                     total[:, part].index_add_(0, row, x.transpose(0, 1).double())
-        return {name: x.cpu().numpy() for name, x in zip(QUANTITIES, totals, strict=True)}
+        compared = (x[:, : self.workload.compared_of(x.shape[1])] for x in totals)
+        return {name: x.cpu().numpy() for name, x in zip(QUANTITIES, compared, strict=True)}
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first_copy: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k and v, and the output at the first copies."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import case_runner, plots, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides import conversations as sides
+from benchmarks.sides.attention import AttentionWorkload, ExactAttention, PackedAttention, PaddedAttention
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
@@ -172,6 +174,17 @@ def test_steps_that_accumulate_shuffled_completions(trainer, tmp_path):
     tree = facts[SUBJECT]["distinct_tokens"]
     assert facts[SUBJECT]["policy_tokens"] == pytest.approx(tree, rel=0.02)  # completions may begin with the same token
     assert facts[shuffled.AS_SHUFFLED]["policy_tokens"] > 1.3 * tree
+
+
+def test_attention_is_compared_in_some_of_its_heads():
+    every = AttentionWorkload(((5, 3, 4), (2, 6, 1)), heads=4, kv_heads=2, d=8, dtype="float32")
+    some = dataclasses.replace(every, compared=1)
+    for build in (ExactAttention, PaddedAttention, partial(PackedAttention, shared=True)):
+        whole, part = build(every).check(), build(some).check()
+        for name, x in part.items():
+            heads = 2 if name.rpartition("/")[2] in ("output", "gradient of queries") else 1
+            assert x.shape[1] == heads
+            np.testing.assert_array_equal(x, whole[name][:, :heads])
 
 
 @pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.thorough), 1])
