@@ -9,7 +9,8 @@ forward pass of a single token does, and takes one synchronisation.
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ FACTOR = 6364136223846793005
 """Multiplier of the 64-bit linear congruential generator in Knuth's MMIX."""
 
 CPU_WORDS, WORDS = 1 << 15, 1 << 24
-"""Number of 64-bit words processed at once. On a CPU they fit into its caches together with their
-weights; on other devices they are many, so that kernel launches are few."""
+"""Number of words processed at once. On a CPU, of 64 bits, they fit into its caches together with their
+weights; on other devices, of 32 bits, they are many, so that kernel launches are few."""
 
 
 class Fingerprint(NamedTuple):
@@ -75,20 +76,32 @@ def _checksums(tensors: list[Tensor]) -> list[int]:
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """int64 []: the sum modulo 2^64 of the 64-bit words, each mixed and
-    multiplied by a weight of its position.
-    """
+    """int64 []: the sum modulo 2^64 of the words of a tensor, each multiplied by a weight of its position."""
+    word, size, weighted = _words_on(x.device)
     flat = x.detach().reshape(-1)
-    if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):  # a view into a larger buffer
+    if flat.storage_offset() * flat.itemsize % word.itemsize or flat.stride() != (1,):  # a view into a larger buffer
         flat = flat.clone(memory_format=torch.contiguous_format)
-    bits = flat.view(torch.uint8)
-    whole = len(bits) - len(bits) % 8
-    size = CPU_WORDS if x.device.type == "cpu" else WORDS
-    total = (bits[whole:].long() * _weights(8, x.device)[: len(bits) - whole]).sum()
-    for words in bits[:whole].view(torch.int64).split(size):
-        mixed = (words >> 29).bitwise_xor_(words)  # without it, an even number of flipped signs would cancel out
-        total = total * FACTOR + mixed.mul_(_weights(size, x.device)[: len(words)]).sum()
-    return total
+    bits, weights = flat.view(torch.uint8), _weights(size, x.device)
+    whole = len(bits) - len(bits) % word.itemsize
+    parts = [weighted(words, weights[: len(words)]).sum() for words in bits[:whole].view(word).split(size)]
+    if whole < len(bits):
+        parts.append((bits[whole:].long() * weights[: len(bits) - whole]).sum())
+    return reduce(lambda total, part: total * FACTOR + part, parts)
+
+
+def _words_on(device: torch.device) -> tuple[torch.dtype, int, Callable[[Tensor, Tensor], Tensor]]:
+    """The dtype of the words of tensors on a device, how many are processed at once, and how they are weighted."""
+    return (torch.int64, CPU_WORDS, _weighted_64) if device.type == "cpu" else (torch.int32, WORDS, _weighted_32)
+
+
+def _weighted_64(words: Tensor, weights: Tensor) -> Tensor:
+    """Mixed before they are multiplied: otherwise, an even number of flipped signs would cancel out."""
+    return (words >> 29).bitwise_xor_(words).mul_(weights)
+
+
+def _weighted_32(words: Tensor, weights: Tensor) -> Tensor:
+    """One kernel: on a GPU, the host needs longer to launch kernels than they take."""
+    return words * weights
 
 
 @lru_cache

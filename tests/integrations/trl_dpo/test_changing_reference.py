@@ -16,6 +16,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 import fastdpo
 from fastdpo import NotFused
 from fastdpo.models.structure import Structure
+from fastdpo.ref_logps import fingerprint as fingerprint_module
 from fastdpo.ref_logps.fingerprint import fingerprint
 from tests.support.comparison import approximately
 from tests.support.trl.dpo import LORA, assert_same, build, numbers, pairs, tiny_model, train
@@ -221,7 +222,14 @@ def flip_one_bit(x: torch.Tensor) -> None:
     x.view(torch.uint8).flatten()[-1] ^= 1
 
 
-def test_one_flipped_bit_changes_the_fingerprint():
+@pytest.fixture(params=["cpu", "cuda"])
+def words(request, monkeypatch):
+    """Checksums on the CPU are computed as on a device, in parts of a few words."""
+    word, _, weighted = fingerprint_module._words_on(torch.device(request.param))
+    monkeypatch.setattr(fingerprint_module, "_words_on", lambda device: (word, 8, weighted))
+
+
+def test_one_flipped_bit_changes_the_fingerprint(words):
     model, structure = tiny_model(), Structure()
     before = fingerprint(model, structure)
     assert fingerprint(model, structure) == before
@@ -234,7 +242,7 @@ def test_one_flipped_bit_changes_the_fingerprint():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
 @pytest.mark.parametrize("size", [0, 1, 3, 8, 13])
-def test_the_fingerprint_covers_tensors_of_any_size_and_layout(dtype, size):
+def test_the_fingerprint_covers_tensors_of_any_size_and_layout(dtype, size, words):
     module = torch.nn.Module()
     whole = torch.arange(20).to(dtype)
     for name, x in {
@@ -251,6 +259,15 @@ def test_the_fingerprint_covers_tensors_of_any_size_and_layout(dtype, size):
         assert fingerprint(model, structure)[1] == before[1]
         flip_one_bit(module.within)
         assert fingerprint(model, structure)[1] != before[1]
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda x: x.flip(0), lambda x: x.roll(1, 1), lambda x: x * 2])
+def test_changes_of_many_values_do_not_cancel_out(change, words):
+    model, structure = tiny_model(), Structure()
+    before = fingerprint(model, structure)
+    weight = model.lm_head.weight.data
+    weight.copy_(change(weight))
+    assert fingerprint(model, structure) != before
 
 
 def test_disabled_adapters_do_not_change_the_fingerprint():
