@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache, reduce
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.adapters import active_parameters
 from ..models.sharding import local_shard
@@ -55,10 +56,20 @@ def fingerprint(model: PreTrainedModel, structure: Structure) -> Fingerprint:
     Raises:
         RuntimeError, NotImplementedError: the memory of a tensor cannot be read.
     """
-    tensors = [local_shard(x) for x in (*active_parameters(model), *model.buffers())]
+    of_structure = hash((structure.hash(model), *additions_to(model)))
+    tensors = [local_shard(x) for x in _tensors(model, structure)]
     checksums = _checksums(tensors)
     described = tuple((x.dtype, tuple(x.shape), checksum) for x, checksum in zip(tensors, checksums, strict=True))
-    return Fingerprint(hash((structure.hash(model), *additions_to(model))), described)
+    return Fingerprint(of_structure, described)
+
+
+def _tensors(model: PreTrainedModel, structure: Structure) -> list[Tensor]:
+    """The parameters and buffers that the model would use now. Its structure has just been hashed."""
+    if structure.modules_of(model, "adapter_layer_names"):
+        return [*active_parameters(model), *model.buffers()]
+    modules = structure.modules_of(model, nn.Module)
+    tensors = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
+    return [*{id(x): x for x in tensors if x is not None}.values()]
 
 
 @torch.no_grad()

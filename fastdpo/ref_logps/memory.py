@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed import gather_objects, largest_of_ranks, raising_on_all
 from ..logs import logger, report, warn
@@ -112,7 +112,8 @@ class Memory:
                 to run the reference. If it draws random numbers, the memory is disabled.
             tokens: number of tokens in the padded batch.
         """
-        if any(module.training for module in reference.modules()):  # values may differ from those in evaluation mode
+        modules = self._structure.modules_of(reference, nn.Module)
+        if any(module.training for module in modules):  # values may differ from those in evaluation mode
             digests = [hashlib.blake2b(x, digest_size=len(x), person=b"training").digest() for x in digests]
         others_run = self._vote(digests)
         if not self.enabled:
