@@ -276,8 +276,7 @@ def tables(result: dict[str, Any]) -> str:
     ]
     ratios = ["variance, shared by padded", "margins", "gradient of DPO's loss"]
     where = f"{next(iter(models.values()))['draws']:,} draws of log-probs a side, half of them for each gradient; "
-    host = tables_of_suites.machine_of(result) if "machine" in result else "machine not recorded"
-    commit = tables_of_suites.short_commit(result["commit"])
+    host, commit = tables_of_suites.machine_of(result), tables_of_suites.short_commit(result["commit"])
     where += f"{host}, torch {result['versions']['torch']}; {result['date'][:10]}, commit {commit}."
     return "\n\n".join([tabulate(means, headers, **options), tabulate(spreads, ratios, **options), wrap(where)])
 

@@ -273,12 +273,8 @@ def where(results: list[dict[str, Any]]) -> str:
     """The machines, dates and commits of results."""
     from benchmarks.tables import machine_of, short_commit, wrap
 
-    places = [
-        f"{machine_of(x)}; {x['date'][:10]}, commit {short_commit(x['commit'])}" if "commit" in x else ""
-        for x in results
-    ]
-    named = "; ".join(dict.fromkeys(place or "machine and commit not recorded" for place in places))
-    return wrap(f"Measured on: {named}.")
+    places = [f"{machine_of(x)}; {x['date'][:10]}, commit {short_commit(x['commit'])}" for x in results]
+    return wrap(f"Measured on: {'; '.join(dict.fromkeys(places))}.")
 
 
 def markdown(results: list[dict[str, Any]]) -> str:

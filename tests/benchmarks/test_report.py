@@ -77,9 +77,9 @@ def test_the_table_of_predicted_memory_is_up_to_date():
 
 def test_rows_of_several_runs_name_each_of_them():
     one = {"date": "2026-01-02T03:04:05", "commit": "a" * 40, "machine": {"cpu": "a processor", "threads": 2}}
-    rows = [{}, one, one, one | {"commit": "b" * 40 + " with changes"}]
+    rows = [one, one, one | {"commit": "b" * 40 + " with changes"}]
     assert " ".join(predicted_memory.where(rows).split()) == (
-        "Measured on: machine and commit not recorded; a processor, 2 threads; 2026-01-02, commit aaaaaaa; "
+        "Measured on: a processor, 2 threads; 2026-01-02, commit aaaaaaa; "
         "a processor, 2 threads; 2026-01-02, commit bbbbbbb with changes."
     )
 
