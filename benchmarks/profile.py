@@ -5,7 +5,7 @@
 The cases and sides are those of the suite `step`. Operators are classified by their inputs:
 an operator on a tensor whose last dimension is the vocabulary is a pass over logits. On a GPU, its kernels
 are classified by their names. The profiler slows small operators down. The case is added to the JSON file.
-`python -m benchmarks.report` makes tables of the file in benchmarks/results, and of the one in its folder gpu.
+`python -m benchmarks.report` makes a table of docs/notes/performance.md of the file in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,11 +43,11 @@ KINDS = (
     "operators on [V, D] weights and their gradients",
     "other torch operators",
 )
-KERNELS = {  # of a GPU, by parts of their names; the first that fits
-    "attention": ("flash", "sdpa", "fmha", "_packed_attention", "_delta_kernel"),
-    "gathered keys": ("_gather_keys", "_sum_places"),
-    "passes over logits": ("_token_logps", "_target_logits", "_linear_logps"),
-    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+KERNELS = {  # of a GPU, by what their names match; the first that fits
+    "attention": "flash|sdpa|fmha|_packed_attention|_delta_kernel",
+    "gathered keys": "_gather_keys|_sum_places",
+    "passes over logits": "_token_logps|_target_logits|^_(forward|backward)_kernel$",  # the last ones are TRL's
+    "matrix products": "nvjet|gemm|cutlass|splitK",
 }
 
 
@@ -64,7 +65,7 @@ def kind(name: str, shapes: list[Any], vocabulary: int) -> str:
 
 
 def kind_of_kernel(name: str) -> str:
-    return next((x for x, parts in KERNELS.items() if any(part in name for part in parts)), KINDS[-1])
+    return next((kind for kind, pattern in KERNELS.items() if re.search(pattern, name)), KINDS[-1])
 
 
 def profiled(stepper: Any, batch: int, vocabulary: int) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from benchmarks import profile
         ("_packed_attention_dkv_kernel", "attention"),
         ("_sum_places_kernel", "gathered keys"),
         ("_token_logps_fwd_kernel", "passes over logits"),
+        ("_forward_kernel", "passes over logits"),
+        ("indexing_backward_kernel", "other torch operators"),
         ("nvjet_sm90_tst_128x288_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
         ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast>", "other torch operators"),
     ],
 )
-def test_kernels_seen_on_an_h200(name, kind):
+def test_kinds_of_kernels(name, kind):
     assert profile.kind_of_kernel(name) == kind
 
 
