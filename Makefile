@@ -26,6 +26,7 @@ DEEPSPEED := .venv-ranks
 SWIFT := .venv-swift
 AXOLOTL := .venv-axolotl
 NEXT := .venv-next
+OLDEST_TORCH := .venv-torch-2.11.0
 PACKAGING := .venv-packaging
 SITE := .venv-site
 WHEEL := .venv-wheel
@@ -35,7 +36,7 @@ WHEEL := .venv-wheel
 
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
-	test-swift test-swift-newest test-swift-oldest test-axolotl test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
+	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
 	bench bench-llamafactory bench-ops bench-gpu clean
 
 demo: $(READY)
@@ -153,6 +154,16 @@ test-swift-oldest: $(SWIFT)/.ready
 
 test-axolotl: $(AXOLOTL)/.ready
 	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ONCE) $(ARGS)
+
+# The oldest torch that is supported. PyPI has it for CUDA only: several GB.
+$(OLDEST_TORCH)/.ready: TORCH := torch==2.11.0
+$(OLDEST_TORCH)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	$(call torch_in,$(OLDEST_TORCH))
+	$(call install_in,$(OLDEST_TORCH),pins) -e ".[trl,dev]"
+	touch $@
+
+test-oldest-torch: $(OLDEST_TORCH)/.ready $(HUB_KERNELS) $(FLASH_SOURCES)
+	OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(OLDEST_TORCH)/bin/python -m pytest $(IN_PARALLEL) tests/ops --quick $(ARGS)
 
 # What comes next: the newest versions that the index has, pre-releases too, in an environment that is made anew, and
 # the newest torch that can be had. Prints which functions differ from the tested ones, then runs the trainers' tests.
