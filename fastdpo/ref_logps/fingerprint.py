@@ -88,7 +88,7 @@ def _checksums(tensors: list[Tensor]) -> list[int]:
 
 def _checksum(x: Tensor) -> Tensor:
     """int64 []: the sum modulo 2^64 of the words of a tensor, each multiplied by a weight of its position."""
-    word, size, weighted = _words_on(x.device)
+    word, size, weighted = words_on(x.device)
     flat = x.detach().reshape(-1)
     if flat.storage_offset() * flat.itemsize % word.itemsize or flat.stride() != (1,):  # a view into a larger buffer
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -100,7 +100,7 @@ def _checksum(x: Tensor) -> Tensor:
     return reduce(lambda total, part: total * FACTOR + part, parts)
 
 
-def _words_on(device: torch.device) -> tuple[torch.dtype, int, Callable[[Tensor, Tensor], Tensor]]:
+def words_on(device: torch.device) -> tuple[torch.dtype, int, Callable[[Tensor, Tensor], Tensor]]:
     """The dtype of the words of tensors on a device, how many are processed at once, and how they are weighted."""
     return (torch.int64, CPU_WORDS, _weighted_64) if device.type == "cpu" else (torch.int32, WORDS, _weighted_32)
 

@@ -225,8 +225,8 @@ def flip_one_bit(x: torch.Tensor) -> None:
 @pytest.fixture(params=["cpu", "cuda"])
 def words(request, monkeypatch):
     """Checksums on the CPU are computed as on a device, in parts of a few words."""
-    word, _, weighted = fingerprint_module._words_on(torch.device(request.param))
-    monkeypatch.setattr(fingerprint_module, "_words_on", lambda device: (word, 8, weighted))
+    word, _, weighted = fingerprint_module.words_on(torch.device(request.param))
+    monkeypatch.setattr(fingerprint_module, "words_on", lambda device: (word, 8, weighted))
 
 
 def test_one_flipped_bit_changes_the_fingerprint(words):
