@@ -191,10 +191,16 @@ def _serve_requests(pipe: Connection, build: str, workload: Any, options: dict[s
     gc.freeze()  # each step collects garbage, which takes longer than some steps among all that is imported
     side = build_side(build, workload, options)
     peak = PeakAboveBaseline()
-    pipe.send(("ready", side.batches))
+    response = "ready", side.batches
     while True:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the memory of a step is for the side whose turn it is
+        pipe.send(response)
         name, *arguments = pipe.recv()
-        pipe.send((name, _respond(side, peak, name, *arguments)))
+        if name == "step" and torch.cuda.is_available():
+            side.step(*arguments)  # gets that memory, before the step that is timed
+            side.reset()
+        response = name, _respond(side, peak, name, *arguments)
 
 
 def _respond(side: Any, peak: PeakAboveBaseline, name: str, *arguments: Any) -> Any:
