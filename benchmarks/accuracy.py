@@ -67,7 +67,7 @@ def inputs(strength: float) -> tuple[Tensor, Tensor, Tensor]:
     weight = F.normalize(torch.randn(V, D, generator=generator), dim=1) * 4
     targets = torch.randint(V, (SEQUENCES, TOKENS), generator=generator)
     hidden = strength * weight[targets] + NOISE * torch.randn(SEQUENCES, TOKENS, D, generator=generator)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return hidden.bfloat16().to(device), weight.bfloat16().to(device), targets.to(device)
 
 

@@ -57,7 +57,7 @@ class AttentionInputs:
     """
 
     def __init__(self, workload: AttentionWorkload) -> None:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.rows: list[Tensor] = []
         self.layout: list[tuple[int, int, int, int]] = []
         end = 0

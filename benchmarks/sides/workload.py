@@ -181,7 +181,7 @@ def draw_lengths(
 
 def device() -> torch.device:
     """The accelerator, or else the CPU."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def decoder_entries(workload: Workload) -> dict[str, Any]:
