@@ -130,7 +130,8 @@ def test_the_plugin_trains_as_fastdpo_run_does(tmp_path):
 @pytest.mark.parametrize("options", [{}, dict(center_rewards_coefficient=0.1)], ids=["full", "centered"])
 def test_a_reward_model_trains_fused_with_the_same_numbers(options, workload, train_both, record):
     stock, fused = train_both(lambda output: reward_command(output, workload, **options), **OFFLINE)
-    assert_same(stock, fused)
+    # After six steps on long rows, the stock head is 5.3e-6 of its norm from float64, and 5.8e-6 with eager attention.
+    assert_same(stock, fused, relative_weights=5e-6 if workload == TINY else 1.2e-5)
     assert fused.calls == {("trl.RewardTrainer", "policy", "fused"): workload.steps}
     assert said(fused.stderr) == on("trl.RewardTrainer", TRAINER)
     record("axolotl", "axolotl", " ".join(["axolotl train reward_model=true", *options]), stock, fused)
