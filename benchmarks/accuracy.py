@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.cases import Unavailable
 from benchmarks.run import PACKAGES, commit
+from benchmarks.sides import workload as w
 from benchmarks.sides.heads import PEERS, HeadWorkload, plain_head
 from benchmarks.tables import short_commit, wrap
 from fastdpo.testing import error
@@ -67,7 +68,7 @@ def inputs(strength: float) -> tuple[Tensor, Tensor, Tensor]:
     weight = F.normalize(torch.randn(V, D, generator=generator), dim=1) * 4
     targets = torch.randint(V, (SEQUENCES, TOKENS), generator=generator)
     hidden = strength * weight[targets] + NOISE * torch.randn(SEQUENCES, TOKENS, D, generator=generator)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = w.device()
     return hidden.bfloat16().to(device), weight.bfloat16().to(device), targets.to(device)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
+from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Lengths
 from fastdpo.ops import packed_attention
 from fastdpo.ops.attention import backends
@@ -57,7 +58,7 @@ class AttentionInputs:
     """
 
     def __init__(self, workload: AttentionWorkload) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        device = w.device()
         self.rows: list[Tensor] = []
         self.layout: list[tuple[int, int, int, int]] = []
         end = 0

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Arrays, Unavailable
+from benchmarks.sides import workload as w
 from fastdpo import ops
 from fastdpo.ops import TokenLogps, definitions
 from fastdpo.ops.head.results import LOGGED_STATISTICS
@@ -97,7 +98,7 @@ class HeadInputs:
 
     def __init__(self, workload: HeadWorkload) -> None:
         n, v, d = workload.n, workload.v, workload.d
-        device, dtype = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"), getattr(torch, workload.dtype)
+        device, dtype = w.device(), getattr(torch, workload.dtype)
         on_device = {"generator": torch.Generator(device).manual_seed(0), "device": device}
         self.weight = (torch.randn(v, d, **on_device) * d**-0.5).to(dtype)
         self.targets = torch.randint(0, v, (n,), **on_device)
