@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,17 @@ class _Name(str):
     instead.
 
     A copy of a model is not switched, and another process has not registered the packed attention.
+
+    The compiler of torch 2.11 finds it in a dictionary only if it is the key itself (see `_packed_name`), and traces
+    those of its methods that are written in Python.
     """
 
     __slots__ = ()
+
+    def startswith(self, prefix: str | tuple[str, ...], *bounds: int) -> bool:
+        if isinstance(prefix, str) and len(prefix) <= len(_PREFIX) and not bounds:
+            return _PREFIX.startswith(prefix)
+        return super().startswith(prefix, *bounds)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (_prior_of(self),)
@@ -112,7 +121,7 @@ def switch(model: PreTrainedModel) -> str:
     prior = implementation(model)
     if _repository(prior) in HUB_REPOSITORIES:
         _use_loaded_build(prior)
-    name = _Name(_packed_name(prior))
+    name = _packed_name(prior)
     AttentionInterface.register(name, _attention(prior))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[prior])
     language_model(model).set_attn_implementation(name)
@@ -198,10 +207,11 @@ def _use_loaded_build(prior: str) -> None:
         use_build(module)
 
 
-def _packed_name(prior: str) -> str:
+@cache
+def _packed_name(prior: str) -> _Name:
     for long, short in (_SHORT_IN_REPOSITORIES if "/" in prior else _SHORT).items():
         prior = prior.replace(long, short)
-    return _PREFIX + prior
+    return _Name(_PREFIX + prior)
 
 
 def _prior_of(name: str) -> str:

@@ -46,6 +46,19 @@ def test_a_model_without_packed_attention_rejects_a_layout(name, implementation)
         attention.restore(model, prior)
 
 
+def test_a_compiled_model_is_one_graph():
+    """Also the second model that is switched, since the compiler of torch 2.11 compares names by identity."""
+    models = [MODELS["llama"]().eval() for _ in range(2)]
+    for model in models:
+        attention.switch(model)
+        inputs = attention.packed_inputs(model, LAYOUT, IDS)
+        torch._dynamo.reset()
+        assert torch._dynamo.explain(model.base_model)(**inputs).graph_break_count == 0
+        compiled = torch.compile(lambda model=model, **x: model.base_model(**x)[0], backend="eager", fullgraph=True)
+        with torch.no_grad():
+            assert torch.equal(compiled(**inputs), run(model))
+
+
 def packed_attention_of(prior):
     """The attention of a switched model, a module that calls it, and its inputs."""
     model = MODELS["llama"]().eval()
