@@ -102,7 +102,7 @@ def _on_gpu(n: Numbers) -> tuple[float, ...]:
     return *n.range("gpu/step", [STOCK]), min(memory), max(memory)
 
 
-def _another_day(n: Numbers) -> tuple[float]:
+def _another_time(n: Numbers) -> tuple[float]:
     """TRL's time divided by fastdpo's, at HH's lengths."""
     stock, fused = (n.others["gpu/profile"]["cases"][f"0.5B, full/HH, {side}"]["seconds"] for side in (STOCK, SUBJECT))
     return (stock / fused,)
@@ -143,7 +143,7 @@ CLAIMS = (
         "{:.0f} to {:.0f} % of the memory",
         _on_gpu,
     ),
-    Claim(README, "which on another day was {:.1f} times as fast", _another_day),
+    Claim(README, "which another time was {:.1f} times as fast", _another_time),
     Claim(
         RESULTS,
         "Each step has {:d} pairs (online {:d}, KTO {:d} rows, GRPO {:d} groups of {:d} completions)",

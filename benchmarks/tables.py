@@ -161,7 +161,7 @@ def _median(estimate: Result) -> str:
 
 def sides_table(result: Result) -> str:
     """One row per case: the time of each side, its ratio to fastdpo's, and its peak memory."""
-    names = list(dict.fromkeys(name for case in result["cases"] for name in case["sides"]))
+    names = [name for name, reason in reasons_not_measured(result).items() if reason is None]
     rows = []
     for case in result["cases"]:
         summary = result["summary"]["cases"][case["name"]]
@@ -283,16 +283,27 @@ def micro_groups(result: Result) -> set[str]:
     return {case["group"] for case in result["cases"] if case.get("micro")}
 
 
+def reasons_not_measured(result: Result) -> dict[str, str | None]:
+    """Of each side the reason why no case could measure it, or None."""
+    records: dict[str, list[Result]] = {}
+    for case in result["cases"]:
+        for name, record in case["sides"].items():
+            records.setdefault(name, []).append(record)
+    return {
+        name: of_side[0]["reason"] if all(record["status"] == UNAVAILABLE for record in of_side) else None
+        for name, of_side in records.items()
+    }
+
+
 def sides_list(result: Result, descriptions: Mapping[str, str]) -> str:
-    """What each side of a run is, and why sides were not measured."""
-    names = dict.fromkeys(name for case in result["cases"] for name in case["sides"])
-    lines = [bullet(f"**{name}**: {descriptions[name]}") for name in names if name in descriptions]
-    reasons: dict[str, list[str]] = {}
-    for name in names:
-        records = [case["sides"][name] for case in result["cases"] if name in case["sides"]]
-        if all(record["status"] == UNAVAILABLE for record in records):
-            reasons.setdefault(records[0]["reason"], []).append(name)
-    lines += [bullet(f"Not measured: {', '.join(missing)} ({reason}).") for reason, missing in reasons.items()]
+    """What each side of a run is, or why it was not measured."""
+    lines, missing = [], dict[str, list[str]]()
+    for name, reason in reasons_not_measured(result).items():
+        if reason is not None:
+            missing.setdefault(reason, []).append(name)
+        elif name in descriptions:
+            lines.append(bullet(f"**{name}**: {descriptions[name]}"))
+    lines += [bullet(f"Not measured: {', '.join(names)} ({reason}).") for reason, names in missing.items()]
     return "\n".join(lines)
 
 

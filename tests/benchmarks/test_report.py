@@ -276,6 +276,18 @@ def test_a_mean_over_an_unnamed_subset_is_an_error(step_result):
         tables.table(step_result)
 
 
+def test_a_side_that_no_case_measured_has_no_column_but_a_reason(step_result):
+    for case in step_result["cases"]:
+        case["sides"]["QuACK"] = {"status": "unavailable", "reason": "not installed"}
+    descriptions = {"QuACK": "another head.", "fastdpo": "ours."}
+    assert "QuACK" not in tables.sides_table(step_result)
+    listed = tables.sides_list(step_result, descriptions).splitlines()
+    assert listed == ["- **fastdpo**: ours.", "- Not measured: QuACK (not installed)."]
+    step_result["cases"][0]["sides"]["QuACK"] = samples(8.0, 8.0) | {"status": "measured"}
+    step_result["summary"] = summarize(SUITES["step"], step_result["cases"])
+    assert "QuACK" in tables.sides_table(step_result)
+
+
 def test_a_plot_names_the_missing_bars(step_result, tmp_path):
     plots.plot(step_result, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
