@@ -15,7 +15,9 @@ from benchmarks.worker import InProcessWorker, OutOfMemory, Worker, WorkerError
 
 MEASURED, INCORRECT, FAILED, UNAVAILABLE = "measured", "incorrect", "failed", "unavailable"
 OUT_OF_MEMORY = "out of memory"
-"""The status of a side. One that is out of memory is a result: it says what the side needs."""
+"""The status of a side. One that is out of memory is a result: it says what the side needs, next to the weights of the
+others if they take turns.
+"""
 
 
 class CaseRunner:

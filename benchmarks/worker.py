@@ -192,12 +192,13 @@ def _serve_requests(pipe: Connection, build: str, workload: Any, options: dict[s
     side = build_side(build, workload, options)
     peak = PeakAboveBaseline()
     response = "ready", side.batches
+    on_gpu = torch.cuda.is_available()
     while True:
-        if torch.cuda.is_available():
+        if on_gpu:
             torch.cuda.empty_cache()  # the memory of a step is for the side whose turn it is
         pipe.send(response)
         name, *arguments = pipe.recv()
-        if name == "step" and torch.cuda.is_available():
+        if name == "step" and on_gpu:
             side.step(*arguments)  # gets that memory, before the step that is timed
             side.reset()
         response = name, _respond(side, peak, name, *arguments)
