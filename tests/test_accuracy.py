@@ -53,6 +53,8 @@ def test_errors_of_rows():
         (accuracy.run_bound(1e-6, 2**-23), 4e-6 + 64 * 2**-23),
         (accuracy.probe_bound(1e-4), 8e-4),
         (accuracy.probe_bound(1.0), 0.1),
+        (accuracy.gradient_bound(1e-4, of_parameter=False), 8e-4),
+        (accuracy.gradient_bound(1e-4, of_parameter=True), 2.0**-5),
     ],
 )
 def test_bounds(bound, expected):
@@ -88,11 +90,9 @@ def test_layers_are_perturbed_in_the_block_only():
 def test_units(monkeypatch):
     model = nn.Linear(2, 2)
     assert accuracy.training_unit(model) == 2.0**-23
-    assert 2.0**-23 <= accuracy.model_unit(model, CPU) < 2.0**-20, "float32 products are no TF32 products"
+    assert 2.0**-23 <= accuracy.product_unit(CPU) < 2.0**-20, "float32 products are no TF32 products"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert accuracy.training_unit(model) == 2.0**-7
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert accuracy.training_unit(model) == 2.0**-10
     assert accuracy.training_unit(model.to(torch.bfloat16)) == 2.0**-7
-    assert accuracy.model_unit(model, CPU) == 2.0**-7
-    assert accuracy.model_unit(model.double(), CPU) < 2.0**-20, "norms are computed in float32"

@@ -166,7 +166,7 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
         b: those of the other, [R2, L2].
     """
     base = base_of(model, "equal_when_merged")
-    if not forward.is_fused(base) or (base.training and support.has_dropout(base)):
+    if not forward.will_be_fused(base, in_doubt=False) or (base.training and support.has_dropout(base)):
         return False
     if support.rope_limit(base) is None:
         return True

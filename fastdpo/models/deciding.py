@@ -173,22 +173,23 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
     """Returns why the model is not supported, whatever a call is given. Ranks that run it together get the
     same result.
 
-    A model whose structure has changed is examined again, before anything is computed with it, unless
-    ranks run it together: it may have changed on this rank alone.
+    A model is examined once in training and once in evaluation mode. One whose structure has changed is
+    examined again, before anything is computed with it, unless ranks run it together: it may have changed
+    on this rank alone.
     """
     disabled = disabled_reason(model, fused)
     if disabled is not None:
-        if not fused.probe_results:  # other ranks may not have this reason
-            fused.probe_results[fused.examined] = fused.probe_result = _examine(model, fused, device)
+        if not fused.was_examined(model):  # other ranks may not have this reason
+            fused.probe_results[0, model.training] = fused.probe_result = _examine(model, fused, device)
         return disabled
-    structure = fused.examined = fused.structure.hash(model)
+    examined = fused.examined = fused.structure.hash(model), model.training
     results = fused.probe_results
-    if structure not in results and not (results and sharding.is_sharded(model)):
+    if examined not in results and not (fused.was_examined(model) and sharding.is_sharded(model)):
         if len(results) >= MAX_PROBE_RESULTS:
             results.clear()
             fused.image_results.clear()
-        results[structure] = _examine(model, fused, device)
-    fused.probe_result = results.get(structure, fused.probe_result)
+        results[examined] = _examine(model, fused, device)
+    fused.probe_result = results.get(examined, fused.probe_result)
     reason = fused.unsupported_reason()
     if reason is not None:
         restore(model, fused)
@@ -200,6 +201,7 @@ def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) 
         model,
         disabled_reason(model, fused)
         or support.unsupported_reason(model)
+        or support.backward_hooks_reason(model)
         or scoring_unsupported_reason(model, fused.options),
     )
     if reason is not None:

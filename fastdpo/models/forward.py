@@ -25,7 +25,7 @@ from ..reasons import Reason
 from . import attention, deciding, head, layouts, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
-from .parts import find_base, text_config
+from .parts import find_base, input_device_of, text_config
 from .scoring import prior_logits, score
 from .sharding import is_sharded
 from .state import (
@@ -135,6 +135,22 @@ def is_fused(model: nn.Module) -> bool:
     return fused is not None and fused.unsupported_reason() is None
 
 
+def will_be_fused(model: nn.Module, *, in_doubt: bool) -> bool:
+    """Whether a model, as it is now, is one whose calls take the fused path. It is examined if need be.
+
+    Args:
+        model: the model, which may be wrapped.
+        in_doubt: the answer if ranks run the model together and have not examined it yet: they do in a call.
+    """
+    base = find_base(model)
+    fused = None if base is None else state_of(base)
+    if base is None or fused is None:
+        return False
+    if is_sharded(base):
+        return is_fused(base) and (in_doubt or fused.was_examined(base))
+    return fused.examine(base, fused, input_device_of(base)) is None
+
+
 def disabled_reason(model: nn.Module, integration: str) -> Reason | None:
     """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
     fused = _find(model, integration)
@@ -171,7 +187,7 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     """
     base, fused = cast("PreTrainedModel", find_base(model)), cast(FusedForward, _find(model, integration))
     fused.was_called = True
-    fused.is_awaited = not fused.probe_results and is_sharded(base)
+    fused.is_awaited = not fused.was_examined(base) and is_sharded(base)
     calls[integration, kind_of_call(base, fused), "stock"] += 1
     log_once(fused, fused.unsupported_reason() or reason)
 

@@ -1,11 +1,13 @@
-"""Runs a few random rows packed and padded, and compares the hidden states.
+"""Runs a few random rows packed and padded, and compares hidden states and gradients.
 
-A model is probed before anything is computed from packed batches. This finds models that mix tokens
-in ways that neither their configuration nor their modules reveal.
+A model is probed before anything is computed from packed batches, in the mode in which it is called.
+This finds models that mix tokens in ways that neither their configuration nor their modules reveal,
+and backward passes that depend on more than the gradients that they are given.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -14,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import packing
-from ..accuracy import PROBE_FACTOR, fixed_rounding, model_unit, perturbed, probe_bound, row_errors
+from ..accuracy import PROBE_FACTOR, fixed_rounding, perturbed, probe_bound, product_unit, row_errors
 from ..reasons import Reason
 from . import attention
+from .comparable import preserved_buffers, undisturbed
 from .mixers import finding, function_probe
-from .parts import backbone, in_mode, text_config
+from .parts import backbone, text_config
 from .reward_head import RewardHead
+from .runs import differentiable, gradient_difference, least_unit, run_backbone
 from .sharding import shared_reason
 from .support import attention_window, logit_transform, rope_reason
 
@@ -27,9 +31,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LONGEST_PROBE = 8192
-"""Up to this window in tokens, the probe's rows are longer than the window. A longer window is
+"""Up to this window in tokens, rows that are longer than the window are run. A longer window is
 trusted once it has been passed to the attention.
 """
+
+LONGEST = 24
+"""Number of tokens of the longest prefix of the rows whose gradients are compared."""
 
 SHORTEST_BRANCH = 7
 
@@ -38,13 +45,12 @@ START = 3
 
 
 class ProbeResult(NamedTuple):
-    """The result of `probe`.
+    """The result of `probe`, for a model in the mode, training or evaluation, that it had.
 
     Attributes:
-        unsupported_reason: why its packed hidden states cannot be used; None if they equal the
-            padded ones.
-        is_random: whether two runs in training mode differ, because of dropout of any kind.
-        attention_dropout: dropout of attention weights in training mode.
+        unsupported_reason: why packed batches cannot be used; None if they make no difference.
+        is_random: whether torch's dropout is active.
+        attention_dropout: dropout of attention weights.
     """
 
     unsupported_reason: Reason | None
@@ -53,84 +59,107 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: PreTrainedModel, device: torch.device) -> ProbeResult:
-    """Compares packed with padded hidden states of a model that is switched to packed attention.
+    """Compares packed with padded rows of a model that is switched to packed attention, in the mode that it is in.
 
-    Two groups of rows are run, one of them longer than the model's attention window. The rows are
-    the same in every process, so that ranks that run the model together come to the same result.
+    Two groups of rows are run. The rows are the same in every process, so that ranks that run the
+    model together come to the same result. In training mode, the gradients of a model that trains are
+    compared as well. If the model's attention has a window, rows that are longer are run, too,
+    without gradients, since they may be long.
     """
-    config = text_config(model)
-    ids, mask, groups = _rows(config, attention_window(config))
+    window = attention_window(text_config(model))
+    with torch.inference_mode(False):
+        result = _probe_rows(model, device, LONGEST, gradients=_trains(model))
+        if result.unsupported_reason is None and window is not None and LONGEST - 8 < window <= LONGEST_PROBE:
+            longer = _probe_rows(model, device, window + 8, gradients=False)
+            result = result._replace(unsupported_reason=longer.unsupported_reason)
+    return result
+
+
+def _probe_rows(model: PreTrainedModel, device: torch.device, longest: int, gradients: bool) -> ProbeResult:
+    """Probes a model with rows whose longest prefix has `longest` tokens, if the model has as many positions."""
+    limit = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
+    ids, mask, groups = _rows(text_config(model), min(longest, limit - 16))
     labels = ids.masked_fill(mask == 0, packing.IGNORE_INDEX)
     ids, mask, labels = (x.to(device) for x in (ids, mask, labels))
     reach = None if rope_reason(model, ids.shape[1]) is None else ids.shape[1]
     layout = packing.pack(ids, mask, labels, groups=groups, shifted=True, store_all=True, reach=reach)
     padded = dict(input_ids=ids, attention_mask=mask, use_cache=False)
-    return compare(model, layout, padded, attention.packed_inputs(model, layout, ids))
+    return compare(model, layout, padded, attention.packed_inputs(model, layout, ids), gradients=gradients)
 
 
 def compare(
-    model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any]
+    model: PreTrainedModel,
+    layout: packing.Layout,
+    padded: dict[str, Any],
+    packed: dict[str, Any],
+    *,
+    gradients: bool = False,
 ) -> ProbeResult:
-    """Compares the packed hidden states of a batch with its padded ones.
+    """Compares the packed hidden states of a batch, and their gradients, with its padded ones.
 
-    Runs without gradients and leaves buffers as they were; a model that writes to its buffers when
-    it runs is unsupported, since they would then hold statistics of packed tokens. Rotary embeddings
-    may write theirs: they follow the width of the batch.
+    The model is left as it was. One that writes to its buffers when it runs is unsupported, since they
+    would then hold statistics of packed tokens. Rotary embeddings may write theirs: they follow the
+    width of the batch.
 
     Args:
         model: a model that is switched to packed attention.
         layout: of the batch.
         padded, packed: the arguments of the model's backbone for the rows and for the packed tokens.
+        gradients: whether gradients are compared.
     """
+    device = padded["input_ids"].device
     try:
-        with torch.no_grad(), preserved_buffers(model) as written:
-            result = _compare(model, layout, padded, packed)
+        with undisturbed(model, device) as dropout, preserved_buffers(model) as written:
+            reason, recorded = _compare(model, layout, padded, packed, gradients)
     except packing.NotPackable as error:
         return ProbeResult(error.reason)
-    if result.unsupported_reason is not None:
-        return result
-    name, buffers = type(model).__name__, ", ".join(written)
-    reason = shared_reason(model, Reason("written-buffers", model=name, buffers=buffers) if written else None)
-    return result._replace(unsupported_reason=reason)
+    if reason is None and written:
+        reason = Reason("written-buffers", model=type(model).__name__, buffers=", ".join(written))
+    return ProbeResult(shared_reason(model, reason), dropout.is_random, recorded.dropout)
 
 
 def _compare(
-    model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any]
-) -> ProbeResult:
+    model: PreTrainedModel, layout: packing.Layout, padded: dict[str, Any], packed: dict[str, Any], gradients: bool
+) -> tuple[Reason | None, attention.Witness]:
     device = padded["input_ids"].device
-    unit = model_unit(model, device)
-
+    unit = product_unit(device)
     if function_probe.refuse_wrong_kernels(model, device):
         attention.switch(model)
+    (_, length), width = layout.padded_shape, layout.output_shape[1]
+    scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
+    weight = 1.0 if gradients else None
+    with _running(model, "padded rows"), attention.witness():
+        expected = run_backbone(model, padded, scored, weight)
+        with perturbed([model.get_input_embeddings()], fixed_rounding, unit):
+            inputs = {name: _rounded(x, unit) for name, x in padded.items()}
+            rounded = run_backbone(model, inputs, scored, weight)
+    with _running(model, "packed tokens"), attention.witness() as recorded:
+        found = run_backbone(model, packed, layout.label_index, weight)
+    with _running(model, "packed tokens once more"), attention.witness():
+        again = run_backbone(model, packed, layout.label_index, 0.0 if gradients else None)
 
-    def run(inputs: dict[str, Any]) -> Tensor:
-        return backbone(model)(**inputs).last_hidden_state.flatten(0, 1)
+    name = type(model).__name__
+    starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch
+    least = least_unit(model, found)
+    allowed = probe_bound(max(_worst_error(layout, rounded.states, expected.states, starts), least / 16))
+    if _worst_error(layout, again.states, found.states, starts) > allowed:
+        return Reason("unknown-randomness", model=name), recorded
+    reason = _missed_layout(model, recorded) or function_probe.unsupported_reason(model, device)
+    if reason is not None:
+        return reason, recorded
+    error = _worst_error(layout, found.states, expected.states, starts)
+    if not error <= allowed:  # nor is NaN
+        return Reason("different-states", model=name, error=error, allowed=allowed), recorded
+    if any((x.abs() > 0).any() for x in again.gradients.values()):  # which 0 times anything is not
+        return Reason("added-gradients", model=name), recorded
+    return gradient_difference(name, found, expected, rounded, least / 2), recorded
 
-    with torch.autocast(device.type, enabled=False):
-        with in_mode(model, training=False):
-            with _running(model, "padded rows"):
-                expected = run(padded)
-                with perturbed([model.get_input_embeddings()], fixed_rounding, unit):
-                    rounded = run({name: _rounded(x, unit) for name, x in padded.items()})
-            with _running(model, "packed tokens"), attention.witness() as recorded:
-                states = run(packed)
-        (_, length), width = layout.padded_shape, layout.output_shape[1]
-        scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
-        states = states[layout.score_index][layout.output_source]
-        difference = _difference(model, layout, states, expected[scored], rounded[scored])
-        functions = function_probe.unsupported_reason(model, device)
-        reason = shared_reason(model, _missed_layout(model, recorded) or functions or difference)
-        if reason is not None:
-            return ProbeResult(reason)
-        devices = [] if device.type == "cpu" else [device]
-        with (
-            _running(model, "packed tokens in training mode"),
-            in_mode(model, training=True),
-            torch.random.fork_rng(devices),
-            attention.witness() as recorded,
-        ):
-            first, second = run(packed), run(packed)
-    return ProbeResult(None, not torch.equal(first, second), recorded.dropout)
+
+def _trains(model: PreTrainedModel) -> bool:
+    """Whether calls of a model, in the mode that it is in, are differentiated."""
+    parameters = [*model.parameters()]
+    is_frozen = not any(x.requires_grad for x in parameters) or any(x.is_inference() for x in parameters)
+    return model.training and not is_frozen
 
 
 @contextmanager
@@ -147,31 +176,6 @@ def _running(model: PreTrainedModel, batch: str) -> Iterator[None]:
     reason = shared_reason(model, reason)
     if reason is not None:
         raise packing.NotPackable(reason) from cause
-
-
-@contextmanager
-def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
-    """Restores the buffers of a model after the block, and whatever else its rotary embeddings keep of
-    the width of their last batch. Yields a list that then names the other buffers that had changed.
-    """
-    rotary = [
-        (module, dict(vars(module)), dict(module._buffers))
-        for module in model.modules()
-        if hasattr(module, "rope_type")
-    ]
-    of_rotary = {id(x) for _, _, buffers in rotary for x in buffers.values()}
-    before = [(name, x, x.clone()) for name, x in model.named_buffers() if x.device.type != "meta"]
-    written: list[str] = []
-    try:
-        yield written
-    finally:
-        for name, x, copy in before:
-            if not _equal(x, copy):
-                written += [] if id(x) in of_rotary else [name]
-                x.copy_(copy)
-        for module, attributes, buffers in rotary:
-            vars(module).update(attributes)
-            module._buffers.update(buffers)
 
 
 def head_difference(model: PreTrainedModel, device: torch.device) -> Reason | None:
@@ -232,15 +236,15 @@ def _unexplained_error(
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config(model).vocab_size, (calls, 1, 4), generator=generator, device="cpu").to(device)
-    expected, found = [], []
-    plainly = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), preserved_buffers(model), plainly, in_mode(model, training=False):
+    expected, found, dtypes = [], [], set()
+    with undisturbed(model, device), preserved_buffers(model), differentiable(model, gradients=False):
         for row in ids:
             batch = dict(input_ids=row, attention_mask=torch.ones_like(row))
-            expected.append(own(batch).flatten())
+            expected.append(own(batch).detach().flatten())
             hidden = backbone(model)(**batch, use_cache=False).last_hidden_state
-            found.append(ending(hidden, batch).flatten().to(expected[0].device))
-        unit = max(model_unit(model, device), torch.finfo(expected[0].dtype).eps)
+            dtypes |= {hidden.dtype, expected[-1].dtype}
+            found.append(ending(hidden, batch).detach().flatten().to(expected[0].device))
+    unit = max(product_unit(device), *(torch.finfo(dtype).eps for dtype in dtypes))
     error = row_errors(torch.cat(found), torch.cat(expected)).item()
     return None if error <= PROBE_FACTOR * unit else error
 
@@ -249,17 +253,10 @@ def _rounded(x: Any, unit: float) -> Any:
     return fixed_rounding(x, unit) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal. NaN equals NaN."""
-    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
-
-
-def _rows(config: PretrainedConfig, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and mask [5, L], groups [5]: three short rows with one
-    prefix, and two long rows with another.
+def _rows(config: PretrainedConfig, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and mask [5, L], groups [5]: three short rows with one prefix, and two long rows with another, of `longest`
+    tokens.
     """
-    longest = 24 if window is None or window > LONGEST_PROBE else window + 8
-    longest = min(longest, (getattr(config, "max_position_embeddings", None) or longest + 32) - 16)
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> Tensor:
@@ -290,20 +287,6 @@ def _missed_layout(model: PreTrainedModel, recorded: attention.Witness) -> Reaso
     if window is not None and window > LONGEST_PROBE and window not in recorded.windows:
         return Reason("missed-window", window=window)
     return None
-
-
-def _difference(
-    model: PreTrainedModel, layout: packing.Layout, packed: Tensor, padded: Tensor, rounded: Tensor
-) -> Reason | None:
-    """Returns how packed hidden states [M, D] differ from padded ones
-    by more than rounding, or None.
-    """
-    starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch
-    error = _worst_error(layout, packed, padded, starts)
-    tolerance = probe_bound(_worst_error(layout, rounded, padded, starts))
-    if error <= tolerance:
-        return None
-    return Reason("different-states", model=type(model).__name__, error=error, allowed=tolerance)
 
 
 def _worst_error(layout: packing.Layout, states: Tensor, expected: Tensor, starts: bool) -> float:

@@ -8,8 +8,11 @@ gradients be rounded as well. `keep_output_dtypes` keeps the results of fused ca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_objects
 from ..reasons import Reason
+from .comparable import with_values
 
 _policies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that were replaced, by the states of FSDP2 that had them."""
@@ -68,6 +72,36 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@contextmanager
+def parameters_of_run(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Yields the parameters of a model by their names, in which FSDP2 then puts those that a forward pass in the
+    block has used in the place of its shards.
+
+    The block may run a backward pass inside a forward pass of the model: what the latter has gathered stays, and
+    accumulated gradients are not reduced.
+    """
+    found = dict(model.named_parameters())
+    units = {name: unit for name, unit in model.named_modules() if isinstance(unit, cast(type, FSDPModule))}
+
+    def collect(prefix: str, unit: nn.Module, args: tuple) -> None:
+        found.update(unit.named_parameters(prefix=prefix))
+
+    states = _all_states(model)
+    values = [(state._state_ctx, "iter_forward_root", state._state_ctx.iter_forward_root) for state in states]
+    for state in states:
+        groups = _groups(state)
+        values += [(x, "_training_state", x._training_state) for x in (state, *groups)]
+        values += [(group, "reduce_grads", False) for group in groups]
+        values += [(group, "reshard_after_backward", False) for group in groups if group.is_unsharded]
+    handles = [unit.register_forward_pre_hook(functools.partial(collect, name)) for name, unit in units.items()]
+    try:
+        with with_values(values):
+            yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def keep_output_dtypes(model: nn.Module, head: nn.Module) -> None:
     """Lets a head, and the modules that contain it, return what they compute without a cast.
 
@@ -89,8 +123,17 @@ def restore_output_dtypes(model: nn.Module, head: nn.Module) -> None:
 
 def _states(model: nn.Module, head: nn.Module) -> list[Any]:
     """The states of FSDP2 for the head and the modules around it, wrappers of the model included."""
+    return [state for state in _all_states(model) if any(head is x for m in state._modules for x in m.modules())]
+
+
+def _all_states(model: nn.Module) -> list[Any]:
+    """The states of FSDP2, those of wrappers of the model included."""
     unit = next((m for m in model.modules() if isinstance(m, FSDPModule)), None)
-    if unit is None:
-        return []
-    states = unit._get_fsdp_state()._state_ctx.all_states
-    return [state for state in states if any(head is x for m in state._modules for x in m.modules())]
+    return [] if unit is None else unit._get_fsdp_state()._state_ctx.all_states
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters of a state of FSDP2: one at most before torch 2.13."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -130,11 +130,12 @@ class FusedForward:
         inner: an earlier fused forward, if other code has wrapped it since.
         prior_attention: the attention implementation to restore; None if the model is not switched.
         forward: the function that is the model's forward now.
-        probe_results: by the hash of the structure that the model had when it was probed.
+        probe_results: by the hash of the structure that the model had when it was probed, and whether it was in
+            training mode.
         probe_result: of the model as it is; None before its first call.
-        examined: the hash of the structure that the model has.
-        image_results: of batches with images, by the hash of the model's structure, the names of the arguments, and
-            whether each pair's images are run once.
+        examined: the key of `probe_results` for the model as it is.
+        image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
+            images are run once.
         logged: reasons that have been logged, for which calls have fallen back.
         was_called: whether an integration has called the model, or has left a call to its trainer.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
@@ -156,15 +157,19 @@ class FusedForward:
     prior_attention: str | None = None
     forward: Callable | None = None
     structure: Structure = field(default_factory=Structure)
-    probe_results: dict[int, ProbeResult] = field(default_factory=dict)
+    probe_results: dict[tuple[int, bool], ProbeResult] = field(default_factory=dict)
     probe_result: ProbeResult | None = None
-    examined: int = 0
-    image_results: dict[tuple[int, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
+    examined: tuple[int, bool] = (0, False)
+    image_results: dict[tuple[tuple[int, bool], frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[Reason] = field(default_factory=set)
     was_called: bool = False
     is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)
     has_logged_dropout: bool = False
+
+    def was_examined(self, model: PreTrainedModel) -> bool:
+        """Whether the model was examined in the mode that it is in."""
+        return any(is_training == model.training for _, is_training in self.probe_results)
 
     def unsupported_reason(self) -> Reason | None:
         """Why all calls fall back, as far as is known."""

@@ -13,6 +13,7 @@ from torch import nn
 from ..reasons import Reason
 from . import attention
 from .harmless import FORWARD_WRAPPERS, forwards_of, inner_function, is_of, module_of, name_of
+from .head import is_hook_of_engine
 from .mixers import finding
 from .parts import language_model, text_config
 
@@ -65,6 +66,20 @@ def forward_unsupported_reason(model: PreTrainedModel) -> Reason | None:
         if not is_of(module_of(forward), FORWARD_WRAPPERS):
             return Reason("replaced-forward", function=name_of(forward))
     return None
+
+
+def backward_hooks_reason(model: PreTrainedModel) -> Reason | None:
+    """Returns which backward hooks the modules of a model that train have, other than those of engines, or None if
+    they have none.
+    """
+    hooks = {
+        name_of(hook)
+        for module in model.modules()
+        if module is not model
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+        if not is_hook_of_engine(hook) and any(x.requires_grad for x in module.parameters())
+    }
+    return Reason("backward-hooks", hooks=", ".join(sorted(hooks))) if hooks else None
 
 
 def rope_limit(model: PreTrainedModel) -> int | None:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils import checkpoint
+from torch import Tensor
 
 from .. import packing
 from ..accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
@@ -28,6 +26,7 @@ from ..ops import definitions
 from ..ops.head.results import TokenLogps
 from ..reasons import Reason
 from . import calls, gradients
+from .comparable import NOT_REENTRANT, WithoutDropout, forked_random_state, with_values
 from .scoring import prior_logits, score, targets_of_call
 from .sharding import is_sharded
 from .state import FusedForward, RunnableBatch, install_head, restore, switch_attention
@@ -128,10 +127,7 @@ def verify(
 def _compare(
     name: str, model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
 ) -> None:
-    """Compares one call, with gradients if they are enabled. A model that draws random numbers outside of dropout
-    modules is compared in evaluation mode.
-    """
-    is_random = fused.probe_result is not None and fused.probe_result.is_random
+    """Compares one call, with gradients if they are enabled. Parameters have no gradients meanwhile."""
     label_mask, scores = targets_of_call(kwargs) != packing.IGNORE_INDEX, "log-probabilities"
     if fused.options.rewards:
         label_mask, scores = label_mask.any(1, keepdim=True), fused.options.rewards.scored
@@ -141,8 +137,12 @@ def _compare(
         return _outcome(model, label_mask, scores, *score(fused, *call))
 
     unit = training_unit(model)
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=list(cuda)), _comparable(model, is_random):
+    without_gradients = [(x, "grad", None) for x in model.parameters()]
+    with (
+        forked_random_state(),
+        with_values([NOT_REENTRANT, *without_gradients]),
+        WithoutDropout(),
+    ):
         with _as_before(model, fused):
             expected = outcome(_prior_results, args, kwargs)
             with perturbed(layers_of(model), random_rounding, unit):
@@ -199,35 +199,6 @@ def _as_before(model: PreTrainedModel, fused: FusedForward) -> Iterator[None]:
     finally:
         switch_attention(model, fused)
         install_head(model, fused)
-
-
-@contextmanager
-def _comparable(model: nn.Module, evaluating: bool) -> Iterator[None]:
-    """In the block, dropout modules keep all values, since two layouts of a batch would not drop the same ones.
-    In evaluation mode, if `evaluating`, nothing else is dropped either. Parameters have no gradients, and torch
-    checkpoints activations in the form that works with `torch.autograd.grad`, whichever form is asked for, and
-    through whatever functions.
-    """
-    modules = [*model.modules()]
-    attributes: list[tuple[Any, str, Any]] = [
-        (checkpoint, "CheckpointFunction", SimpleNamespace(apply=_not_reentrant)),
-        *((x, "p", 0.0) for x in modules if isinstance(x, nn.modules.dropout._DropoutNd)),
-        *((x, "training", False) for x in modules if evaluating),
-        *((x, "grad", None) for x in model.parameters()),
-    ]
-    with ExitStack() as undo:
-        for owner, name, value in attributes:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
-_checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant
-
-
-def _not_reentrant(function: Callable, preserve_rng_state: bool, *args: object) -> object:
-    """Stands for the method `apply` of torch's reentrant function."""
-    return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _outcome(

@@ -38,6 +38,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
+from tests.support.models.trained_effects import EFFECTS
 from tests.support.trl import kto, sft
 from tests.support.trl.dpo import dataset, long_pairs, pairs, tiny_model
 from tests.support.trl.groups import prompts
@@ -391,6 +392,11 @@ CASES = {
             dict(options, **COMPLETIONS), make_model=writer, data=of_prompts, patch=BUDGET, trainer="GRPO"
         )
         for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
+    },
+    **{
+        f"{engine} {name}": Case(dict(options, **FEW_STEPS), prepare=effect.plant)
+        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
+        for name, effect in EFFECTS.items()
     },
     "ddp multimodal": Case(FEW_STEPS, MULTIMODAL, tiny_multimodal, kinds=("stock",)),
     "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),

@@ -107,7 +107,9 @@ def with_precomputed_logps(trainer: DPOTrainer, dataset: Dataset, name: str, bat
     vocabulary = parts.vocabulary_of(parts.base_of(model, "precompute_ref_log_probs"))
     rows = pairs.Pairs(dataset, collator.max_length, collator.truncation_mode, vocabulary)
     # A model that runs padded is given as many pairs as TRL would give it.
-    most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if forward.is_fused(model) else batch_size
+    with parts.in_mode(model, training=False):
+        is_fused = forward.will_be_fused(model, in_doubt=True)
+    most = cast("DPOConfig", trainer.args).precompute_ref_batch_size if is_fused else batch_size
     bounds = (passes.TOKENS_PER_BATCH, most)
     directory = _cache_directory(dataset)
     ranks.require_equal_work(rows.digest, bounds, directory is None)

@@ -263,7 +263,7 @@ def test_the_first_batch_shows_an_error(both, monkeypatch, caplog, name, sabotag
 @pytest.mark.parametrize(("name", "sabotage", "edit"), SABOTAGES)
 def test_the_comparison_detects_an_error(both, monkeypatch, name, sabotage, edit):
     sabotage(monkeypatch)
-    monkeypatch.setattr(probe, "compare", lambda *args: probe.ProbeResult(None))
+    monkeypatch.setattr(probe, "compare", lambda *args, **options: probe.ProbeResult(None))
     collator = None if edit is None else edited(name, edit)
     stock, sabotaged = both(name, data_collator=collator, max_steps=1)
     assert_fused(sabotaged, policy=1, reference=1)

@@ -138,7 +138,7 @@ def test_an_error_in_training_mode_is_a_reason(both, caplog, monkeypatch):
     monkeypatch.setattr(probe, "backbone", fails_in_training)
     _, patched = both("gemma3", max_steps=1)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert "cannot be run on packed tokens in training mode: ValueError: `token_type_ids`" in caplog.text
+    assert "cannot be run on padded rows: ValueError: `token_type_ids`" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])

@@ -112,7 +112,7 @@ def test_surgery_between_the_calls_of_policy_and_reference(tmp_path, caplog, ope
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_model_whose_checkpointing_is_toggled_is_probed_once(tmp_path, monkeypatch, adapter):
+def test_a_model_whose_checkpointing_is_toggled_is_probed_once_in_each_mode(tmp_path, monkeypatch, adapter):
     """TRL disables and enables gradient checkpointing in each step, and adds a hook each time."""
     probed, stock_probe = [], probe.probe
     # With checkpointing, the calls of a model do not tell a probe from a batch: count probes.
@@ -121,7 +121,7 @@ def test_a_model_whose_checkpointing_is_toggled_is_probed_once(tmp_path, monkeyp
     with fastdpo.patched("trl.DPOTrainer", reference_memory=True):
         epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, evaluate=4, eval_strategy="epoch")
         run = train(tmp_path, tiny_model(), gradient_checkpointing=True, **epochs, **arguments)
-    assert len(probed) == (1 if adapter else 2)
+    assert len(probed) == (2 if adapter else 3), "the policy in training and in evaluation, and the reference"
     assert run.calls["reference", "remembered"] == 2 * 2 + 3, "two batches per epoch, one per evaluation"
 
 

@@ -22,7 +22,7 @@ def both(tmp_path, monkeypatch):
 
     The comparison of the first batch is left out, since it runs towers as well.
     """
-    monkeypatch.setattr(probe, "compare", lambda *args: probe.ProbeResult(None))
+    monkeypatch.setattr(probe, "compare", lambda *args, **options: probe.ProbeResult(None))
 
     def run(name, **options):
         seen = []

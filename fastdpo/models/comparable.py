@@ -1,0 +1,158 @@
+"""Contexts in which two runs of a model can be compared, and which leave the model as it was."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_DROPOUTS: dict[Callable, inspect.Signature] = {
+    function: inspect.signature(function)
+    for function in (
+        *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+        *(functional.alpha_dropout, functional.feature_alpha_dropout),
+    )
+}
+
+
+class WithoutDropout(TorchFunctionMode):
+    """In the block, torch's dropout keeps all values, in modules and in functions: two layouts of a batch
+    would not drop the same ones.
+
+    Attributes:
+        is_random: whether anything would have been dropped.
+    """
+
+    is_random = False
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _DROPOUTS:
+            return func(*args, **kwargs)
+        given = _DROPOUTS[func].bind(*args, **kwargs)
+        given.apply_defaults()
+        self.is_random |= given.arguments["training"] and given.arguments["p"] > 0
+        return given.arguments["input"]
+
+
+@contextmanager
+def with_values(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """In the block, attributes of objects have other values."""
+    with ExitStack() as undo:
+        for owner, name, value in values:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+_checkpoint = checkpoint.checkpoint  # ms-swift replaces it while it trains, by one that is always reentrant
+
+
+def _not_reentrant(function: Callable, preserve_rng_state: bool, *args: object) -> object:
+    """Stands for the method `apply` of torch's reentrant function."""
+    return _checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+NOT_REENTRANT = (checkpoint, "CheckpointFunction", SimpleNamespace(apply=_not_reentrant))
+"""For `with_values`: torch checkpoints activations in the form that works with `torch.autograd.grad`,
+whichever form is asked for, and through whatever functions.
+"""
+
+
+def forked_random_state() -> AbstractContextManager[None]:
+    """A context after which the random numbers of all devices that are used are drawn as before."""
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices=list(cuda))
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[WithoutDropout]:
+    """A block in which a model may be run and differentiated without a trace: its buffers, what its rotary
+    embeddings and its quantized modules keep, and random states are restored.
+
+    In the block, a model draws no random numbers that torch's dropout or NEFTune's noise would draw, keeps
+    all activations, and runs without autocast. Compiled layers run as they are written: a graph would be
+    compiled for these rows alone, and does not tell what reaches attention.
+    """
+    values = [
+        NOT_REENTRANT,
+        *((x, "gradient_checkpointing", False) for x in model.modules() if getattr(x, "gradient_checkpointing", False)),
+        *((x, "neftune_noise_alpha", 0.0) for x in model.modules() if getattr(x, "neftune_noise_alpha", None)),
+    ]
+    with (
+        forked_random_state(),
+        torch.autocast(device.type, enabled=False),
+        torch.compiler.set_stance("force_eager"),
+        with_values(values),
+        _preserved_attributes(model),
+        WithoutDropout() as dropout,
+    ):
+        yield dropout
+
+
+def is_quantized(x: Tensor) -> bool:
+    """Whether a parameter holds codes of numbers, as those of bitsandbytes and torchao do."""
+    is_subclass = is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor)
+    return is_subclass or not x.is_floating_point() or torch.finfo(x.dtype).bits < 16
+
+
+@contextmanager
+def preserved_buffers(model: nn.Module) -> Iterator[list[str]]:
+    """Restores the buffers of a model after the block, and whatever else its rotary embeddings keep of
+    the width of their last batch. Yields a list that then names the other buffers that had changed.
+    """
+    rotary = [
+        (module, dict(vars(module)), dict(module._buffers))
+        for module in model.modules()
+        if hasattr(module, "rope_type")
+    ]
+    of_rotary = {id(x) for _, _, buffers in rotary for x in buffers.values()}
+    before = [(name, x, x.clone()) for name, x in model.named_buffers() if x.device.type != "meta"]
+    written: list[str] = []
+    try:
+        yield written
+    finally:
+        for name, x, copy in before:
+            if not _equal(x, copy):
+                written += [] if id(x) in of_rotary else [name]
+                x.copy_(copy)
+        for module, attributes, buffers in rotary:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def _preserved_attributes(model: nn.Module) -> Iterator[None]:
+    """Restores what quantized modules and their parameters keep: the first call of a layer of bitsandbytes
+    chooses the dtype of its products, for good.
+    """
+    modules = [m for m in model.modules() if any(is_quantized(x) for x in m.parameters(recurse=False))]
+    owners = [owner for module in modules for owner in (module, *module.parameters(recurse=False))]
+    states = [x for owner in owners for x in vars(owner).values() if _is_record(x)]
+    kept = [(owner, dict(vars(owner))) for owner in (*owners, *states)]
+    try:
+        yield
+    finally:
+        for owner, attributes in kept:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+
+
+def _is_record(x: object) -> bool:
+    """Whether an object keeps values in attributes, as a `MatmulLtState` and a `QuantState` do."""
+    return hasattr(x, "__dict__") and not isinstance(x, Tensor | nn.Module | type) and not callable(x)
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal. NaN equals NaN."""
+    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))

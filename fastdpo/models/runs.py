@@ -1,0 +1,167 @@
+"""Runs of a model's backbone on a few rows, whose hidden states and gradients can be compared."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..accuracy import floor, gradient_bound
+from ..reasons import Reason
+from .comparable import is_quantized
+from .parts import backbone
+from .sharding import local_shard, parameters_of_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EMBEDDED = "the output of the embeddings"
+ALL = "all parameters"
+
+BUCKETS = 256
+"""Number of groups of token ids for which gradients of the embeddings' output are added up."""
+
+PIECE = 1 << 24
+"""Number of elements of a gradient that are sketched at once."""
+
+
+class Run(NamedTuple):
+    """What one run of a model's backbone gives.
+
+    Attributes:
+        states: hidden states of scored positions, [M, D].
+        gradients: those of a weighted sum of the states, as sketches by the names of the parameters.
+    """
+
+    states: Tensor
+    gradients: dict[str, Tensor]
+
+
+def run_backbone(model: PreTrainedModel, inputs: dict[str, Any], index: Tensor, weight: float | None = None) -> Run:
+    """Runs the backbone of a model, and takes its states at these positions [M].
+
+    Args:
+        model: the model.
+        inputs: of the backbone.
+        index: int64 [M], in the flattened batch.
+        weight: the sum of the states is weighted with random numbers times this. None: it is not differentiated.
+    """
+    with differentiable(model, weight is not None) as embedded, parameters_of_run(model) as parameters:
+        states = backbone(model)(**inputs).last_hidden_state.flatten(0, 1).to(index.device)[index]
+        if weight is None:
+            return Run(states.detach(), {})
+        leaves = {name: x for name, x in parameters.items() if x.requires_grad}
+        random = torch.randn(states.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        upstream = (weight * random).to(states)
+        return Run(states.detach(), _sketches(states, upstream, leaves, embedded[0], inputs["input_ids"]))
+
+
+@contextmanager
+def differentiable(model: PreTrainedModel, gradients: bool) -> Iterator[list[Tensor]]:
+    """In the block, what the model computes can be differentiated. Yields a list that then holds the output of its
+    embeddings, which needs a gradient, too.
+
+    Without `gradients`, this is so where modules are quantized only: they may prepare for inference, for good, when
+    nothing that they are given needs a gradient.
+    """
+    embedded: list[Tensor] = []
+    if not gradients and not any(map(is_quantized, model.parameters())):
+        with torch.no_grad():
+            yield embedded
+        return
+
+    def keep(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        embedded.append(output if output.requires_grad else output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            yield embedded
+    finally:
+        handle.remove()
+
+
+def _sketches(
+    states: Tensor, upstream: Tensor, parameters: dict[str, nn.Parameter], embedded: Tensor, ids: Tensor
+) -> dict[str, Tensor]:
+    """Sketches of the gradients of parameters, by name, and of the embeddings' output, given those of the states.
+
+    A gradient is sketched as soon as it is computed and then let go. Accumulated gradients do not change.
+    """
+    found: dict[str, Tensor] = {}
+
+    def reduce(name: str, gradient: Tensor) -> Tensor:
+        found[name] = _sketch(name, local_shard(gradient.detach())).to(gradient.dtype)
+        return gradient.new_zeros(()).expand_as(gradient)
+
+    handles = [x.register_hook(functools.partial(reduce, name)) for name, x in parameters.items()]
+    try:
+        (*_, last) = torch.autograd.grad(states, [*parameters.values(), embedded], upstream, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if last is not None:  # tokens that rows share are stored once, so what equal ids get is added up
+        sums = last.new_zeros(BUCKETS, last.shape[-1], dtype=torch.float32)
+        sums.index_add_(0, ids.flatten() % BUCKETS, last.flatten(0, -2).float())
+        found[EMBEDDED] = sums.flatten().to(last.dtype).cpu()
+    return found
+
+
+def _sketch(name: str, gradient: Tensor) -> Tensor:
+    """The sum of a gradient's rows with random signs, which has its expected norm. A vector is its own sketch."""
+    if gradient.dim() < 2:
+        return gradient.float().flatten().cpu()
+    rows = gradient.flatten(0, -2)
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(2, (len(rows),), generator=generator, device="cpu").to(rows.device) * 2.0 - 1
+    size = max(1, PIECE // rows.shape[1])
+    return torch.stack([s @ x.float() for s, x in zip(signs.split(size), rows.split(size), strict=True)]).sum(0).cpu()
+
+
+def gradient_difference(name: str, found: Run, expected: Run, rounded: Run, least: float) -> Reason | None:
+    """Returns which packed gradients differ from padded ones by more than rounding explains, or None.
+
+    Rounding explains `least` everywhere: rows add up the gradients of tokens that they share, and round in
+    another order. Parameters of layers that have the same name but for numbers are judged together, by the root
+    mean square of their relative errors: rounding may send single tokens to other experts.
+    """
+    sizes: dict[str, list[tuple[float, ...]]] = {}
+    for parameter in expected.gradients.keys() | found.gradients.keys():
+        ours, stock, other = (
+            run.gradients.get(parameter, torch.zeros(1, device="cpu")).float() for run in (found, expected, rounded)
+        )
+        norms = ((ours - stock).norm().item(), (other - stock).norm().item(), max(ours.norm(), stock.norm()).item())
+        sizes.setdefault(re.sub(r"\d+", "*", parameter), []).append(norms)
+    if sizes:
+        sizes[ALL] = [(*map(math.hypot, *itertools.chain.from_iterable(sizes.values())),)]
+    for kind, norms in sizes.items():
+        relative = [(error / scale, rounding / scale) for error, rounding, scale in norms if scale > 0]
+        if relative:
+            error, rounding = (math.hypot(*side) / math.sqrt(len(relative)) for side in zip(*relative, strict=True))
+            allowed = gradient_bound(
+                max(rounding, least, floor(torch.float32)), of_parameter=kind not in (ALL, EMBEDDED)
+            )
+            if not error <= allowed:
+                return Reason("different-gradients", model=name, parameters=kind, error=error, allowed=allowed)
+    return None
+
+
+def least_unit(model: PreTrainedModel, run: Run) -> float:
+    """The unit of rounding of a model's least precise layers, as far as gradients, states and parameters tell.
+
+    Rounding is an event there that a small perturbation of float32 states need not cause.
+    """
+    parameters = [*model.parameters()]
+    dtypes = {x.dtype for x in (run.states, *run.gradients.values(), *parameters) if not is_quantized(x)}
+    if any(map(is_quantized, parameters)):  # they are multiplied in half precision
+        dtypes.add(torch.bfloat16)
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
