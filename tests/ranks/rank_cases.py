@@ -226,6 +226,7 @@ def zero(stage: int) -> dict[str, Any]:
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
         }
     )
 
@@ -402,6 +403,11 @@ CASES = {
     "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),
     "zero2": Case(zero(2), kinds=SABOTAGED),
     "zero3": Case(zero(3), kinds=SABOTAGED),
+    **{
+        f"zero{stage} bf16{' lora' if lora else ''}": Case(dict(zero(stage), bf16=True), lora=lora)
+        for stage in (2, 3)
+        for lora in (False, True)
+    },
     "zero2 verified": Case(zero(2), patch=VERIFIED),
     "zero3 verified": Case(zero(3), patch=VERIFIED),
     "zero3 tied": Case(zero(3), dict(tie_word_embeddings=True)),

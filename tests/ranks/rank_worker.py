@@ -182,7 +182,7 @@ def build(directory: Path, case: Case, seed: int) -> PreTrainedModel:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x.detach().clone()
+    return (x.full_tensor() if isinstance(x, DTensor) else x.clone()).detach()
 
 
 def is_sharded(x: torch.Tensor) -> bool:
