@@ -134,6 +134,7 @@ class FusedForward:
             training mode.
         probe_result: of the model as it is; None before its first call.
         examined: the key of `probe_results` for the model as it is.
+        switched: the hash of the structure that the model was switched to packed attention for.
         image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
             images are run once.
         logged: reasons that have been logged, for which calls have fallen back.
@@ -160,6 +161,7 @@ class FusedForward:
     probe_results: dict[tuple[int, bool], ProbeResult] = field(default_factory=dict)
     probe_result: ProbeResult | None = None
     examined: tuple[int, bool] = (0, False)
+    switched: int | None = None
     image_results: dict[tuple[tuple[int, bool], frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[Reason] = field(default_factory=set)
     was_called: bool = False
@@ -193,9 +195,12 @@ def disabled_reason(model: PreTrainedModel, fused: FusedForward) -> Reason | Non
 
 
 def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Makes a model take packed batches, once."""
+    """Makes a model take packed batches, once for each structure: its mixers may call other functions in another."""
     if not attention.is_switched(model):
         fused.prior_attention = attention.switch(model)
+    elif fused.switched != fused.examined[0]:
+        attention.switch(model)
+    fused.switched = fused.examined[0]
 
 
 def install_head(model: PreTrainedModel, fused: FusedForward) -> None:

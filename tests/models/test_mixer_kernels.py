@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from types import MethodType
 
 import pytest
 import torch
@@ -184,6 +185,23 @@ def test_hub_kernels_get_whole_rows(monkeypatch, packed_models, name):
         packed_models(model)
         assert largest_error(results(model, *batch, packed=True), exact) < EXACT
     assert {rows for kernel in kernels.values() for rows in kernel.rows} == {len(batch[2].rows)}
+
+
+def test_a_kernel_for_a_whole_mixer_gets_whole_rows(monkeypatch, packed_models):
+    model = model_of("qwen3_5_text", torch.float64)
+    rows = []
+
+    def kernel(self, hidden_states, *args, **kwargs):
+        rows.append(len(hidden_states))
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+
+    with float64_throughout():
+        exact = results(model, *(batch := pairs()), packed=False)
+        for mixer in finding.mixers_of(model):
+            mixer.forward = MethodType(kernel, mixer)
+        packed_models(model)
+        assert largest_error(results(model, *batch, packed=True), exact) < EXACT
+    assert set(rows) == {len(batch[2].rows)}
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...reasons import Reason
+from ..harmless import forwards_of, inner_function
 from ..parts import language_model
 from . import known
 
@@ -46,13 +47,17 @@ def functions_of(mixer: nn.Module) -> dict[str, Any]:
     """The known functions that a mixer's forward names, without the wrappers that `switch` sets."""
     forward = forward_of(type(mixer))
     names = known.WRAPPED & set(forward.__code__.co_names) & forward.__globals__.keys()
-    return {name: known.original_of(forward.__globals__[name]) for name in sorted(names)}
+    return {name: known.function_inside(known.original_of(forward.__globals__[name])) for name in sorted(names)}
 
 
 def called_by(mixer: nn.Module) -> frozenset[str]:
     """The names of the known functions that a mixer must call on packed tokens. None of them if it runs
-    on whole rows: it calls no known function, or one that cannot take packed tokens.
+    on whole rows: it calls no known function, or one that cannot take packed tokens, or a kernel has replaced
+    its forward.
     """
+    for forward in forwards_of(mixer):
+        if getattr(forward, "__wrapped__", None) is None and inner_function(forward) is not type(mixer).forward:
+            return frozenset()
     file = forward_of(type(mixer)).__globals__["__name__"]
     functions = {name: x for name, x in functions_of(mixer).items() if name not in known.WHOLE_MIXERS}
     packed = all(known.runs_packed(name, x, file) for name, x in functions.items())

@@ -12,7 +12,7 @@ not.
 A function calls PyTorch code, or the kernel of a package. transformers chooses when a modeling file is
 imported. A function with the name of the PyTorch code passes its arguments on to the kernel if the package
 is installed, without those that the kernel does not take. Where the package `kernels` is installed, the
-function is a module instead, whose forward may be replaced by a kernel of the Hugging Face Hub. PyTorch code
+function is inside a module, whose forward may be replaced by a kernel of the Hugging Face Hub. PyTorch code
 and the kernels of mamba_ssm run batches that are padded. Those of flash-linear-attention run sequences of
 any lengths in one row, so that nothing is padded.
 """
@@ -27,8 +27,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..harmless import inner_function
 from .running import running
 from .segments import Segments, collect, gather, gather_all
 
@@ -179,7 +180,7 @@ def wrapper(name: str, original: Callable) -> Callable:
         if name in WHOLE_MIXERS:
             return None
         mixer.called.add(name)
-        return KNOWN[name].run(original, mixer.segments, *args, **kwargs)
+        return KNOWN[name].run(function_inside(original), mixer.segments, *args, **kwargs)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -195,6 +196,15 @@ def wrapper(name: str, original: Callable) -> Callable:
 def original_of(function: Any) -> Any:
     """The function inside a `wrapper`."""
     return getattr(function, _ORIGINAL, function)
+
+
+def function_inside(original: Any) -> Any:
+    """The function inside the module that the package `kernels` makes of it. The module itself if a kernel has taken
+    the function's place, or if it is a module of other code.
+    """
+    if not isinstance(original, nn.Module) or inner_function(original.forward) is not type(original).forward:
+        return original
+    return _chosen(type(original).forward).get("func", original)
 
 
 def runs_packed(name: str, original: Any, file: str) -> bool:

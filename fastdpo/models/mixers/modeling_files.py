@@ -38,7 +38,7 @@ class _File:
     def replace(self) -> None:
         for name in (known.WRAPPED | {CREATE_MASK}) & self.namespace.keys() - self.replaced.keys():
             original = known.original_of(self.namespace[name])
-            if not isinstance(original, FunctionType):  # a module that holds a kernel
+            if not isinstance(known.function_inside(original), FunctionType):  # a module that holds a kernel
                 continue
             replacement = _passing_layouts(original) if name == CREATE_MASK else known.wrapper(name, original)
             self.namespace[name] = self.replaced[name] = replacement
