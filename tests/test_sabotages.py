@@ -28,6 +28,8 @@ OTHERS = (
     *("the window of group_prompts", "adapters that are disabled are those that PEFT disables"),
     *("checkpointing that is disabled for the reference", "models that accelerate unwraps"),
     "readers of a header in several programs",
+    *("ZeRO in bfloat16", "use_kernels", "kernels for evaluation only", "mixers whose functions become kernels"),
+    *("functions inside modules of the package kernels", "mixers whose forward is a kernel"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -115,11 +115,14 @@ def vocabulary_of(base: PreTrainedModel) -> int | None:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Puts a model into training or evaluation mode for the block, and each module back into its own
-    mode afterwards.
+    """Sets `training` on each module for the block, and what it was afterwards.
+
+    Does not call `train()`, which may change a model for good: with `use_kernels=True`, transformers replaces its
+    layers by the kernels of the mode, some of which have no gradient, and functions that models share.
     """
     modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
+    for module, _ in modes:
+        module.training = training
     try:
         yield
     finally:

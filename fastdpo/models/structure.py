@@ -43,7 +43,7 @@ class _Snapshot(NamedTuple):
 
     Attributes:
         implementation: of the model's attention.
-        modules: in the order of `nn.Module.modules`, the model first.
+        modules: in the order of `nn.Module.modules`, the model first, and functions that are modules.
         kinds: their classes.
         attributes: those of the other modules. Children and hooks are in dictionaries, which are equal here if they
             are the same objects.
@@ -122,7 +122,7 @@ class Structure:
         return latest.of_kinds[kind]
 
     def _snapshot(self, model: PreTrainedModel) -> _Snapshot:
-        implementation, modules = attention.implementation(model), [*model.modules()]
+        implementation, modules = attention.implementation(model), _modules_of(model)
         hashed, others = [self._hash_of(module, is_model=module is model) for module in modules], modules[1:]
         if len(self._cache) > 2 * len(modules):
             self._cache = {id(module): self._cache[id(module)] for module in modules}
@@ -150,6 +150,15 @@ class Structure:
             cached = (module, kind, dict(attributes), hash(kind if is_model else plain_attributes(module)))
             self._cache[id(module)] = cached
         return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, and the functions of modeling files that they call, which are modules where the package
+    `kernels` is installed. A kernel may replace the forward of each.
+    """
+    modules = [*model.modules()]
+    functions = (function for module in modules for function in vars(module).get("_kernel_funcs", {}).values())
+    return [*modules, *dict.fromkeys(functions)]
 
 
 def _has_additions(module: nn.Module) -> bool:

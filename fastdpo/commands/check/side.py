@@ -259,6 +259,8 @@ def _trainer(settings: Settings, in_float64: bool) -> Trainer:
     options: dict[str, Any] = {"device_map": None, "dtype": "auto", "trust_remote_code": config.trust_remote_code}
     options |= config.model_init_kwargs or {}
     config.model_init_kwargs = None
+    if in_float64:  # few kernels have float64
+        options = {name: x for name, x in options.items() if name not in ("use_kernels", "kernel_config")}
     if settings.rewards:
         options |= {"architecture": AutoModelForSequenceClassification, "num_labels": 1}
     has_reference = not (settings.lora or settings.rewards)
