@@ -9,8 +9,9 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 HUB_KERNELS := $(VENV)/kernels-0.17.2
 LIGER := $(VENV)/liger-kernel-0.8.5
 FLASH_SOURCES := $(VENV)/flash-attention
+QUANTIZERS := $(VENV)/quantizers
 TEST_FOLDERS := OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) \
-	FLASH_SOURCES=$(abspath $(FLASH_SOURCES))
+	FLASH_SOURCES=$(abspath $(FLASH_SOURCES)) QUANTIZERS=$(abspath $(QUANTIZERS))
 
 # Each minor version of TRL between its rewrite and its fused head.
 TRL_VERSIONS := 0.29.1 1.0.0 1.1.0 1.2.0 1.3.0 1.4.0 1.5.1 1.6.0 1.7.1 1.8.0 1.9.0 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2
@@ -49,11 +50,11 @@ IN_PARALLEL = -n $(WORKERS) --dist worksteal
 TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Each value of each parameter at least once, without what is slow and guards little.
-test: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
+test: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS)
 	$(TESTS) --quick $(ARGS)
 
 # Every combination of parameters, and every test.
-test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
+test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS)
 	$(TESTS) $(ARGS)
 
 # What CI runs beside `make test`: each trainer line and each program once. The longest come first, for `make --jobs 2`.
@@ -72,7 +73,7 @@ left-out:
 	@echo $(addprefix trl==,$(filter-out $(TRL_SEAMS),$(TRL_VERSIONS)))
 
 # Changes of the source, one for each promise and capability, each of which a test must notice: tests/sabotages.toml.
-test-sabotages: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES)
+test-sabotages: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS)
 	$(TEST_FOLDERS) $(BIN)/python -m tests.support.sabotages $(ARGS)
 
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
@@ -369,6 +370,12 @@ $(OLDEST_TRITON): $(READY)
 $(HUB_KERNELS): $(READY)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ kernels==0.17.2
+	touch $@
+
+# Not in the environment, since transformers and PEFT look for them wherever they are.
+$(QUANTIZERS): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ bitsandbytes==0.50.2 torchao==0.18.0
 	touch $@
 
 # The packages of flash-attention whose functions are called. They are read, not installed. pip asks the setup.py of an
