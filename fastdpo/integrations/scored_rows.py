@@ -20,6 +20,7 @@ from ..models import forward, sharding, support
 from ..models.parts import base_of
 from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
+from ..models.unseen_writes import are_as_copied, copies_of
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason
 from .fused_logits import FusedLogits
@@ -224,16 +225,19 @@ class LastResult(Generic[T]):
     def __init__(self) -> None:
         self._tensors: tuple[Tensor, ...] = ()
         self._versions: list[int] = []
+        self._copies: tuple[Tensor, ...] = ()
         self._result: T | None = None
 
     def get(self, tensors: tuple[Tensor, ...], make: Callable[[], T]) -> T:
-        """Returns the last result if it was made from the same unmodified
-        tensors, or else makes a new one.
+        """Returns the last result if it was made from the same unmodified tensors, or else makes a new one.
+
+        Raises:
+            RuntimeError: tensors on a device were written to unseen (see `unseen_writes`).
         """
         if any(x.is_inference() for x in tensors):  # they have no version, so a write to them would be missed
             return make()
         versions = [x._version for x in tensors]
         same = versions == self._versions and all(map(operator.is_, tensors, self._tensors))
-        if self._result is None or not same:
-            self._tensors, self._versions, self._result = tensors, versions, make()
+        if self._result is None or not (same and are_as_copied(tensors, self._copies)):
+            self._tensors, self._versions, self._copies, self._result = tensors, versions, copies_of(tensors), make()
         return self._result

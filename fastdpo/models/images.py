@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands, probe
@@ -167,10 +168,10 @@ def _examine(model: PreTrainedModel, images: Images, packed: Packed, kwargs: dic
 
 
 def _is_repeated(x: Tensor) -> bool:
-    """Whether the halves of a tensor are equal. One synchronization, unless it was compared before."""
+    """Whether the halves of a tensor are equal. On a device, one synchronization, unless it was compared before."""
     if x.dim() == 0 or len(x) % 2:
         return False
-    if x.is_inference():  # without a version
+    if is_host(x.device) or x.is_inference():  # which has no version
         return torch.equal(*x.chunk(2))
     cached = _repeated.get(x)
     if cached is None or cached[0] != x._version:

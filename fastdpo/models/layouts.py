@@ -16,10 +16,12 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from .. import packing
 from ..logs import logger
-from ..packing import Layout
+from ..packing import IGNORE_INDEX, Layout
 from ..reasons import Reason
+from . import reward_head
 from .state import FusedForward, Groups
 from .support import returns_router_logits, rope_reason
+from .unseen_writes import are_as_copied, copies_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +30,14 @@ _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What each layout depends on, and the layout, by the labels of its batch, or by what these follow from if the layout
 came with it.
 """
+
+
+class _Kept(NamedTuple):
+    """A layout, and copies of the ids, the mask and the labels that it was made from."""
+
+    layout: Layout
+    copies: tuple[Tensor, ...]
+
 
 _sources: ContextVar[tuple[tuple[Tensor, int | None], ...]] = ContextVar("fastdpo_sources", default=())
 
@@ -56,8 +66,8 @@ def labels_of_call(kwargs: dict) -> tuple[Any, bool]:
 
 
 def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
-    """The layout of a batch. A second call with the same unmodified tensors returns the same
-    object.
+    """The layout of a batch. A second call with the same tensors returns the same object, unless one has been written
+    to (see `unseen_writes` for writes that raise no version).
 
     Args:
         batch: the rows.
@@ -68,33 +78,52 @@ def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, rea
 
     Raises:
         NotPackable: the batch has no packed form.
+        RuntimeError: a batch on a device was written to unseen after it was packed.
     """
     if any(x.is_inference() for x in batch[:3]):  # they have no version, so a write to them would be missed
         return pack(batch, groups, store_all, reach)
     how = batch.shifted, groups, store_all, reach
     sources = (batch.labels, None), *_sources.get()
-    layout = next(filter(None, (_kept(key, batch, (*how, padding)) for key, padding in sources)), None)
-    if layout is None:
-        layout = pack(batch, groups, store_all, reach)
-    _keep(batch.labels, batch, (*how, None), layout)
-    return layout
+    kept = next(filter(None, (_kept(key, batch, (*how, padding)) for key, padding in sources)), None)
+    if kept is None:
+        kept = _Kept(pack(batch, groups, store_all, reach), copies_of(batch[:3]))
+    _layouts[batch.labels] = _state(batch.labels, batch, (*how, None)), kept
+    return kept.layout
 
 
-def keep(inputs: Mapping[str, Tensor], groups: Groups | None, layout: Layout, padding: int | None = None) -> None:
+def padded_batch(inputs: Mapping[str, Any], padding: int | None = None) -> PaddedBatch | None:
+    """A collated batch, with the labels that a trainer computes from its "completion_mask" if it has none. None if it
+    has no entries of text.
+
+    Args:
+        inputs: the batch.
+        padding: the id of padding, if the batch is that of a reward model.
+    """
+    ids, mask, labels, completions = map(inputs.get, ("input_ids", "attention_mask", "labels", "completion_mask"))
+    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor)):
+        return None
+    is_scored = padding is not None
+    if is_scored:
+        labels = reward_head.labels_of(ids, padding)
+    elif labels is None and isinstance(completions, Tensor) and completions.shape == ids.shape:
+        labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
+    return PaddedBatch(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
+
+
+def keep(inputs: Mapping[str, Any], groups: Groups | None, layout: Layout, padding: int | None = None) -> None:
     """Keeps the layout that a batch has come with, for as long as its tensors exist and stay unmodified.
 
     Args:
-        inputs: with "input_ids" and "attention_mask". Without `padding`, also with "labels" or with the
-            "completion_mask" (see `labelling`).
+        inputs: as in `padded_batch`, which is not None for them.
         groups: as in `layout_of`.
         layout: on the device of the batch.
-        padding: the id of padding, if the batch is that of a reward model.
+        padding: as in `padded_batch`.
     """
-    is_scored = padding is not None
-    source = inputs["input_ids" if is_scored else "labels" if "labels" in inputs else "completion_mask"]
-    batch = PaddedBatch(inputs["input_ids"], inputs["attention_mask"], source, shifted=is_scored)
-    if not any(x.is_inference() for x in batch[:3]):
-        _keep(source, batch, (is_scored, groups, False, None, padding), layout)
+    batch = cast(PaddedBatch, padded_batch(inputs, padding))
+    source = inputs["input_ids" if batch.shifted else "labels" if "labels" in inputs else "completion_mask"]
+    if not any(x.is_inference() for x in (*batch[:3], source)):
+        state = _state(source, batch, (batch.shifted, groups, False, None, padding))
+        _layouts[source] = state, _Kept(layout, copies_of(batch[:3]))
 
 
 @contextmanager
@@ -109,13 +138,11 @@ def labelling(source: Tensor | None, padding: int | None = None) -> Iterator[Non
         _sources.reset(token)
 
 
-def _kept(key: Tensor, batch: PaddedBatch, how: tuple) -> Layout | None:
-    kept = _layouts.get(key)
-    return kept[1] if kept is not None and kept[0] == _state(key, batch, how) else None
-
-
-def _keep(key: Tensor, batch: PaddedBatch, how: tuple, layout: Layout) -> None:
-    _layouts[key] = _state(key, batch, how), layout
+def _kept(key: Tensor, batch: PaddedBatch, how: tuple) -> _Kept | None:
+    found = _layouts.get(key)
+    if found is None or found[0] != _state(key, batch, how):
+        return None
+    return found[1] if are_as_copied(batch[:3], found[1].copies) else None
 
 
 def _state(key: Tensor, batch: PaddedBatch, how: tuple) -> tuple:

@@ -119,7 +119,7 @@ def reusing(tower: PreTrainedModel, earlier: list[_Encoded], kept: list[_Encoded
         encoded_by_others = False
         for call in earlier:
             known = call.tower()
-            if known is None or _versions(call.arguments, call.output, _weights(known)) != call.versions:
+            if known is None or _versions(call.output, _weights(known)) != call.versions:
                 continue
             if not _are_equal(call.arguments, arguments):
                 continue
@@ -130,8 +130,8 @@ def reusing(tower: PreTrainedModel, earlier: list[_Encoded], kept: list[_Encoded
         output = own(*args, **kwargs)
         if not encoded_by_others:  # otherwise this is the second model, and there is no third
             detached = tree_map_only(Tensor, Tensor.detach, output)
-            versions = _versions(arguments, detached, _weights(tower))
-            kept.append(_Encoded(weakref.ref(tower), arguments, autocast, detached, versions))
+            versions, copied = _versions(detached, _weights(tower)), tree_map_only(Tensor, Tensor.clone, arguments)
+            kept.append(_Encoded(weakref.ref(tower), copied, autocast, detached, versions))
         return output
 
     return forward

@@ -19,6 +19,10 @@ def test_computed_once_for_the_same_tensors():
     a.add_(1)
     assert [get(a, b), get(a, b)] == [5, 5]
     assert get(a.clone(), b) == 6
+    a.data.add_(1)  # which raises no version
+    assert [get(a, b), get(a, b)] == [7, 7]
+    b.numpy()[0] = 1
+    assert [get(a, b), get(a, b)] == [8, 8]
     with torch.inference_mode():
         unversioned = torch.zeros(2)
-    assert [get(unversioned), get(unversioned)] == [7, 8]
+    assert [get(unversioned), get(unversioned)] == [9, 10]

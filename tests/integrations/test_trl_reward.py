@@ -71,6 +71,14 @@ class Shortened(RewardTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class ShortenedUnseen(RewardTrainer):
+    """So they do by a write that raises no version of their tensors."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["input_ids"].data[:, 6:] = 0
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
 class Renewed(RewardTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         mask = inputs["attention_mask"].clone()
@@ -78,7 +86,7 @@ class Renewed(RewardTrainer):
         return super().compute_loss(model, {**inputs, "attention_mask": mask}, *args, **kwargs)
 
 
-@pytest.mark.parametrize("trainer_class", [Shortened, Renewed], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("trainer_class", [Shortened, ShortenedUnseen, Renewed], ids=lambda x: x.__name__)
 def test_batches_that_other_code_has_changed(both, trainer_class):
     stock, patched = both(trainer_class=trainer_class)
     assert_fused(patched, **FULL)

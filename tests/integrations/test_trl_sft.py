@@ -223,6 +223,19 @@ def test_subclasses(both, tmp_path, caplog):
     assert "trl.SFTTrainer (Own): not fused, Own.compute_loss does not call SFTTrainer.compute_loss" in caplog.text
 
 
+def test_labels_that_other_code_has_changed_unseen(both):
+    """They come from the collator, and a write to `data` raises no version."""
+
+    class Shortened(SFTTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            inputs["labels"].data[:, -3:] = -100
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    stock, patched = both(trainer_class=Shortened)
+    assert_fused(patched, policy=3)
+    assert_same(stock, patched)
+
+
 @pytest.mark.parametrize("module", ["gkd", "gold"])
 def test_trainers_of_trl_that_compute_their_loss_from_logits_are_left_unpatched(module):
     """They are subclasses of SFTTrainer for its data pipeline."""

@@ -23,6 +23,14 @@ def call(pixels: torch.Tensor, ids: torch.Tensor = IDS, **others) -> dict:
     return dict(input_ids=ids, attention_mask=MASK, labels=LABELS, pixel_values=pixels, **others)
 
 
+def test_images_that_were_written_to_are_compared_again():
+    pixels = torch.ones(4, 3)
+    given = images.images_of(call(pixels))
+    assert given.are_repeated()
+    pixels.data[0] = 2  # which raises no version
+    assert not given.are_repeated()
+
+
 def pack(model, kwargs: dict) -> images.Packed:
     def make_layout(share: bool = True):
         return packing.pack_pairs(kwargs["input_ids"], MASK, LABELS, share=share)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastdpo.models.unseen_writes import are_as_copied, copies_of, raise_if_written
 from fastdpo.ops import linear_logps, packed_attention, token_logps
 from fastdpo.ops.attention.backends import KEPT_PLANS
 from fastdpo.ops.head.formats import TileFormat
@@ -79,6 +80,20 @@ def test_no_step_synchronizes_with_the_device(name):
         call()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_unseen_writes_are_found_without_a_synchronization():
+    x = torch.arange(8)
+    copies = copies_of([x])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert are_as_copied([x], copies)
+        x.data.add_(1)
+        assert are_as_copied([x], copies)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(RuntimeError, match="a batch must not be written to"):
+        raise_if_written(waits=True)
 
 
 @pytest.mark.parametrize("name", CALLS)

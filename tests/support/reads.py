@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastdpo import packing
+from fastdpo.models import unseen_writes
+from fastdpo.ops.devices import is_host
 from tests.support import ROOT
 
 READING = {
@@ -19,8 +21,11 @@ READING = {
     *("nonzero", "masked_select", "unique", "bincount", "equal", "allclose", "argwhere"),
 }
 INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
-HOST = ("fastdpo/packing.py", "fastdpo/ops/", "fastdpo/kernels/", "kernels/")
-"""Code that may read: of tensors that packing has copied to the host, and of ops, which have tests of their own."""
+HOST = (
+    *("fastdpo/packing.py", "fastdpo/ops/", "fastdpo/kernels/", "kernels/"),
+    "fastdpo/models/unseen_writes.py:raise_if_written",
+)
+"""Code that may read: of tensors that have been copied to the host, and of ops, which have tests of their own."""
 
 
 class Reads(TorchFunctionMode):
@@ -45,18 +50,18 @@ class Reads(TorchFunctionMode):
             self.packed += 1
             return self._pack(*args, **options)
 
-        packing.pack = pack
+        packing.pack, unseen_writes.is_host = pack, lambda device: False
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        packing.pack = self._pack
+        packing.pack, unseen_writes.is_host = self._pack, is_host
         super().__exit__(*error)
 
     def __torch_function__(self, function: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in READING or (name in INDEXING and _has_mask(args[1])):
             file, caller = _asking()
-            if not file.startswith(HOST):
+            if not f"{file}:{caller}".startswith(HOST):
                 (self.own if file.startswith("fastdpo/") else self.others)[file, caller, name] += 1
         return function(*args, **(kwargs or {}))
 

@@ -12,7 +12,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 import fastdpo
 from fastdpo import packing
 from fastdpo.integrations.trl.batches.packed_where_collated import CollatedBatch, PackingCollator
-from fastdpo.models import layouts
+from fastdpo.models import layouts, unseen_writes
 from fastdpo.models.layouts import PaddedBatch
 from fastdpo.packing import IGNORE_INDEX, Layout
 from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_packs, tiny_model, train, train_both
@@ -78,6 +78,9 @@ CHANGES = {
     "ids that were written to": lambda batch: batch["input_ids"].add_(0) * 0,
     "a mask that was written to": lambda batch: batch["completion_mask"].add_(0) * 0,
     "a copy of the ids": lambda batch: batch.update(input_ids=batch["input_ids"].clone()),
+    "ids that were written to by `data`": lambda batch: batch["input_ids"].data[0].fill_(3),
+    "ids that have other data": lambda batch: setattr(batch["input_ids"], "data", batch["input_ids"] + 1),
+    "a mask that was written to by NumPy": lambda batch: batch["completion_mask"].numpy()[:, 3:].fill(0),
 }
 
 
@@ -91,6 +94,36 @@ def test_a_batch_that_has_changed_is_packed_again(change, packed):
         with layouts.labelling(batch["completion_mask"]):
             layout_in_a_call(batch, labels_of(batch))
     assert len(packed) == before + 1
+
+
+EARLY_CHANGES = {
+    "written to": lambda batch: batch["completion_mask"].index_fill_(1, torch.tensor([3]), 0),
+    "replaced": lambda batch: batch.update(input_ids=batch["input_ids"] + 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", EARLY_CHANGES)
+def test_a_batch_that_has_changed_before_it_is_moved_is_packed_again(change, way, packed):
+    batch = collated()
+    EARLY_CHANGES[change](batch)
+    batch = WAYS[way](batch).to(torch.device("cpu"))
+    labels, before = labels_of(batch), len(packed)
+    with layouts.labelling(batch["completion_mask"]):
+        layout = layout_in_a_call(batch, labels)
+    assert len(packed) == before + 1
+    assert torch.equal(layout.labels, labels[:, 1:][labels[:, 1:] != IGNORE_INDEX])
+
+
+@pytest.mark.parametrize("write", [lambda x: x.data, lambda x: x.numpy()], ids=["data", "NumPy"])
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "labels"])
+def test_a_layout_that_was_made_in_a_call_is_made_again(name, write, packed):
+    batch = dict(collated())
+    batch["labels"], before = labels_of(batch), len(packed)
+    layout = layout_in_a_call(batch, batch["labels"])
+    write(batch[name])[2, -1:] = 0
+    assert layout_in_a_call(batch, batch["labels"]) is not layout
+    assert len(packed) == before + 2
 
 
 @pytest.mark.parametrize("options", [dict(groups=None), dict(reach=40)], ids=str)
@@ -156,10 +189,28 @@ class Renewed(DPOTrainer):
         return super().training_step(model, {**inputs, "completion_mask": completions}, *args, **kwargs)
 
 
+class Unseen(DPOTrainer):
+    """The user changes batches in a way that raises no version of their tensors."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        inputs["completion_mask"].data[:, ::2] = 0
+        inputs["input_ids"].numpy()[0, :] = 5
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
 @pytest.mark.parametrize("options", [dict(), adapter()], ids=["full", "LoRA"])
-@pytest.mark.parametrize("trainer_class", [Hooked, Wrapped, Shortened, Renewed], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("trainer_class", [Hooked, Wrapped, Shortened, Unseen, Renewed], ids=lambda x: x.__name__)
 def test_labels_that_other_code_has_changed(tmp_path, trainer_class, options):
     stock, patched = train_both(tmp_path, trainer_class=trainer_class, **options)
+    assert_fused(patched, policy=3, reference=3)
+    assert_same(stock, patched)
+
+
+@pytest.mark.parametrize("trainer_class", [Hooked, Shortened], ids=lambda x: x.__name__)
+def test_changed_labels_on_a_device(tmp_path, trainer_class, monkeypatch):
+    """They are packed again there as well, if the change can be seen without a comparison. The CPU stands for one."""
+    monkeypatch.setattr(unseen_writes, "is_host", lambda device: False)
+    stock, patched = train_both(tmp_path, trainer_class=trainer_class)
     assert_fused(patched, policy=3, reference=3)
     assert_same(stock, patched)
 

@@ -103,6 +103,23 @@ def test_towers_that_differ_run_for_each_model(both, options):
     assert calls == 4
 
 
+def with_images_written_to(model):
+    """Each call of the model halves its images, by a write that raises no version."""
+
+    def halve(module, args, kwargs):
+        kwargs["pixel_values"].data.mul_(0.5)
+
+    equal_towers(model).register_forward_pre_hook(halve, with_kwargs=True)
+    return model
+
+
+def test_images_that_are_written_to_are_encoded_again(both):
+    stock, patched, calls = both("qwen3_vl", prepare=with_images_written_to)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    assert calls == 4
+
+
 def with_hook(model):
     towers.towers_of(model)[0].register_forward_hook(lambda *args: None)
     return model

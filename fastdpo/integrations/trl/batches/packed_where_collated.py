@@ -13,10 +13,12 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ....models import layouts, reward_head
+from ....models import layouts
 from ....models.layouts import PaddedBatch
 from ....models.state import Groups
-from ....packing import IGNORE_INDEX, Layout, NotPackable
+from ....models.unseen_writes import are_as_copied, copies_of
+from ....ops.devices import is_host
+from ....packing import Layout, NotPackable
 from ...line import TrainerLine
 from ...replacements import temporarily
 
@@ -25,39 +27,53 @@ class CollatedBatch(dict[str, Any]):
     """A batch that may have come with its layout on the host.
 
     Attributes:
-        layout: of the batch; None after something else than `to` has made another batch of it.
+        layout: of the batch as it was collated; None after something else than `to` has made another batch of it.
         groups: which rows of the layout may share a prefix.
         padding: the id of padding, in a batch of a reward model.
+        copies: of what the layout was made from (see `unseen_writes`).
     """
 
     layout: Layout | None = None
     groups: Groups | None = None
     padding: int | None = None
+    copies: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None) -> CollatedBatch:
+        batch = cls(tensors)
+        batch.layout, batch.groups, batch.padding = layout, groups, padding
+        batch.copies = copies_of(cast(PaddedBatch, layouts.padded_batch(batch, padding))[:3])
+        return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
         """The batch on a device, as accelerate moves it, with its layout kept for the model's call."""
         moved = cast(dict[str, Any], send_to_device(dict(self), device, **options))
-        if self.layout is not None:
-            layouts.keep(moved, self.groups, self.layout.to(moved["input_ids"].device), self.padding)
+        layout = self._present_layout()
+        if layout is not None:
+            layouts.keep(moved, self.groups, layout.to(moved["input_ids"].device), self.padding)
         return moved
 
     def __reduce__(self) -> tuple:
         """A layout is copied between processes: shared memory for each of its small tensors would take longer."""
-        fields = {} if self.layout is None else vars(self.layout)
-        arrays = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in fields.items()}
+        layout = self._present_layout()
+        if layout is None:
+            return CollatedBatch, (dict(self),)
+        arrays = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in vars(layout).items()}
         return _restored, (dict(self), arrays, self.groups, self.padding)
+
+    def _present_layout(self) -> Layout | None:
+        """The layout, unless code that had the batch after its collation has changed it."""
+        padded = layouts.padded_batch(self, self.padding)
+        return self.layout if padded is not None and self.copies and are_as_copied(padded[:3], self.copies) else None
 
 
 def _restored(
     tensors: dict[str, Any], arrays: dict[str, Any], groups: Groups | None, padding: int | None
 ) -> CollatedBatch:
-    batch = CollatedBatch(tensors)
-    if arrays:
-        fields: dict[str, Any] = {
-            name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()
-        }
-        batch.layout, batch.groups, batch.padding = Layout(**fields), groups, padding
-    return batch
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()
+    }
+    return CollatedBatch.of(tensors, Layout(**fields), groups, padding)
 
 
 class PackingCollator:
@@ -69,16 +85,14 @@ class PackingCollator:
 
     def __call__(self, examples: Any) -> Any:
         batch = self.stock(examples)
-        padded = _padded(batch, self.padding) if type(batch) is dict else None
-        if padded is None:
+        padded = layouts.padded_batch(batch, self.padding) if type(batch) is dict else None
+        if padded is None or not all(is_host(x.device) for x in padded[:3]):
             return batch
-        collated = CollatedBatch(batch)
-        collated.padding = self.padding
         try:
-            collated.layout, collated.groups = layouts.pack(padded, self.groups), self.groups
+            layout = layouts.pack(padded, self.groups)
         except (NotPackable, TypeError, ValueError):  # the model's call says why
             return batch
-        return collated
+        return CollatedBatch.of(batch, layout, self.groups, self.padding)
 
 
 def with_packed_batches(
@@ -98,16 +112,3 @@ def with_packed_batches(
     groups = line.groups if line.options.share_prompts else None
     with temporarily(trainer, data_collator=PackingCollator(trainer.data_collator, groups, padding)):
         return stock(trainer, *args, **kwargs)
-
-
-def _padded(batch: dict[str, Any], padding: int | None) -> PaddedBatch | None:
-    """The batch with its labels, if it has the entries of text."""
-    ids, mask, labels, completions = map(batch.get, ("input_ids", "attention_mask", "labels", "completion_mask"))
-    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.device.type == mask.device.type == "cpu"):
-        return None
-    is_scored = padding is not None
-    if is_scored:
-        labels = reward_head.labels_of(ids, padding)
-    elif labels is None and isinstance(completions, Tensor) and completions.shape == ids.shape:
-        labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
-    return PaddedBatch(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
