@@ -67,6 +67,8 @@ class Layout:
         multiplicity: int64 [T], the number of rows that contain each packed token.
         label_bounds: int64 [R + 1] on the CPU, the start of each row's labels among all M, and M.
         unshared: the number of tokens that would be stored if rows shared none.
+        id_range: the smallest and the largest id of the padded batch, padding and tokens that are not stored included;
+            None if the batch is run padded.
     """
 
     token_index: Tensor
@@ -81,6 +83,7 @@ class Layout:
     multiplicity: Tensor
     label_bounds: Tensor
     unshared: int
+    id_range: tuple[int, int] | None = None
 
     @property
     def label_index(self) -> Tensor:
@@ -278,6 +281,7 @@ def pack(
         torch.from_numpy(multiplicity),
         _bounds(torch.from_numpy(counts)),
         int(need.sum()),
+        (int(ids.min()), int(ids.max())),
     )
     return layout.to(device)
 

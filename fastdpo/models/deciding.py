@@ -87,8 +87,9 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
     ids, mask, options = kwargs.get("input_ids"), kwargs.get("attention_mask"), fused.options
     if ids is None or mask is None:
         return Reason("no-input-ids")
-    if options.rewards and kwargs.get("labels") is not None:
-        return Reason("unsupported-argument", names="labels")
+    reason = options.rewards.unsupported_call_reason(model, kwargs) if options.rewards else None
+    if reason is not None:
+        return reason
     if labels_of_call(kwargs)[0] is None:
         return Reason("no-labels")
     others = options.rewards.ignored if options.rewards else images.ARGUMENTS if options.images else ()
@@ -138,6 +139,9 @@ def _packed(model: PreTrainedModel, fused: FusedForward, kwargs: dict) -> Runnab
     given = images.images_of(kwargs)
     if given is None:
         layout = layout_of_call(model, fused, kwargs)
+        reason = support.ids_reason(model, layout)
+        if reason is not None:
+            raise NotPackable(reason)
         return RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]), {})
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))

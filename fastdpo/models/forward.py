@@ -231,13 +231,16 @@ def _find(model: nn.Module, integration: str) -> FusedForward | None:
 
 
 def _call(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> object:
-    if fused.options.rewards:
-        kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
+    rewards, given = fused.options.rewards, kwargs
+    if rewards:
+        kwargs = rewards.with_scored_tokens(model, kwargs)
     batch = fused.choose(model, fused, args, kwargs)
     if batch is not None:
         return fused.make_output(score(model, fused, batch, kwargs), kwargs)
     if fused.prior_scores:
         return fused.prior_forward(*args, fused_lm_head=True, **kwargs)
+    if rewards and rewards.every_call:  # a call of any code, which may have labels of its own
+        return fused.prior_forward(*args, **given)
     return prior_logits(fused, args, kwargs)
 
 

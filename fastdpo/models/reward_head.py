@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+OUTPUTS = ("output_hidden_states", "output_attentions")
+"""Entries of a configuration with which a model returns more than a fused call does."""
+
+
 class RewardHead:
     """How a reward model scores rows. This class describes transformers' sequence classifiers, and subclasses
     describe other models.
@@ -51,6 +55,16 @@ class RewardHead:
         if model.config.num_labels != 1:
             return Reason("several-labels", labels=model.config.num_labels)
         return None
+
+    def unsupported_call_reason(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Reason | None:
+        """Returns that a call asks for more than scores, or None if it does not."""
+        names = ("labels", "use_cache") if self.every_call else ("labels",)
+        given = [name for name in names if kwargs.get(name) is not None and kwargs[name] is not False]
+        if given:
+            return Reason("unsupported-argument", names=", ".join(given))
+        configs = (model.config, text_config(model)) if self.every_call else ()
+        entries = [x for x in OUTPUTS if kwargs.get(x) is None and any(getattr(each, x, False) for each in configs)]
+        return Reason("configured-outputs", names=", ".join(entries)) if entries else None
 
     def labels_of(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> Tensor | None:
         """A label at the token of each row whose score the model returns, and `IGNORE_INDEX` elsewhere, [R, L] as the

@@ -71,6 +71,7 @@ def targets_of_call(kwargs: dict) -> Tensor:
 
 
 def prior_logits(fused: FusedForward, args: tuple, kwargs: dict) -> Any:
+    """The output of the prior forward, which does not score, for a call that does."""
     return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 

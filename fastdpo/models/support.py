@@ -15,10 +15,12 @@ from . import attention
 from .harmless import FORWARD_WRAPPERS, forwards_of, inner_function, is_of, module_of, name_of
 from .head import is_hook_of_engine
 from .mixers import finding
-from .parts import language_model, text_config
+from .parts import language_model, text_config, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from ..packing import Layout
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -80,6 +82,17 @@ def backward_hooks_reason(model: PreTrainedModel) -> Reason | None:
         if not is_hook_of_engine(hook) and any(x.requires_grad for x in module.parameters())
     }
     return Reason("backward-hooks", hooks=", ".join(sorted(hooks))) if hooks else None
+
+
+def ids_reason(model: PreTrainedModel, layout: Layout) -> Reason | None:
+    """Returns that a batch has ids outside of the model's embeddings, at which the model raises, or None.
+
+    A packed batch has fewer tokens, maybe without these.
+    """
+    size, (least, largest) = vocabulary_of(model), layout.id_range or (0, 0)
+    if size is None or 0 <= least <= largest < size:
+        return None
+    return Reason("ids-outside", least=least, largest=largest, size=size)
 
 
 def rope_limit(model: PreTrainedModel) -> int | None:

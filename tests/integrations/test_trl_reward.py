@@ -168,6 +168,20 @@ def test_subclasses(both):
     assert_same(stock, patched)
 
 
+def test_a_loss_of_the_model_itself(both, caplog):
+    """A call with labels falls back, and computes its loss from them."""
+
+    class Regression(RewardTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs["input_ids"][:, 0] / 10
+            return model(**inputs, labels=labels, use_cache=False).loss
+
+    stock, patched = both(trainer_class=Regression)
+    assert patched.calls == {("policy", "stock"): 3}
+    assert caplog.text.count("trl.RewardTrainer (policy): not fused, argument labels is not supported yet") == 1
+    assert_same_bits(stock, patched)
+
+
 def test_it_is_patched_by_default():
     assert {seam.name: seam.on for seam in fastdpo.patch().seams}["trl.RewardTrainer"]
 

@@ -111,3 +111,39 @@ def test_several_labels(tmp_path, installed, caplog):
     assert expected.shape == (4, 3)
     assert calls["test", "reward", "stock"] == before + 2
     assert caplog.text.count("test (reward): not fused, the model has 3 labels, and a reward model has one") == 1
+
+
+# what a call gives, and what its model's configuration has
+ASKING = {
+    "labels": (dict(labels=torch.tensor([1.0, 0.5, -1.0, 0.0])), {}),
+    "hidden states": (dict(output_hidden_states=True), {}),
+    "a cache": (dict(use_cache=True), {}),
+    "a cache in a tuple": (dict(use_cache=True, return_dict=False), {}),
+    "hidden states by configuration": ({}, dict(output_hidden_states=True)),
+    "attentions by configuration": ({}, dict(output_attentions=True)),
+    "a shifted label of its own": (dict(shift_labels=IDS, labels=torch.zeros(4)), {}),
+}
+
+
+@pytest.mark.parametrize("asked", ASKING)
+@torch.no_grad()
+def test_calls_that_ask_for_more_than_scores_get_it(asked, installed, caplog):
+    given, config = ASKING[asked]
+    model = reward_model(attn_implementation="eager", **config).eval()
+    expected = model(input_ids=IDS, attention_mask=(IDS != 0).long(), **given)
+    installed(model)
+    found = model(input_ids=IDS, attention_mask=(IDS != 0).long(), **given)
+    assert type(found) is type(expected)
+    if not isinstance(expected, tuple):
+        assert found.keys() == expected.keys()
+        assert found.loss is None or torch.equal(found.loss, expected.loss)
+    assert len(found) == len(expected)
+    assert torch.equal(*(x[0] if isinstance(x, tuple) else x.logits for x in (found, expected)))
+    assert caplog.text.count("test (reward): not fused, ") == 1
+
+
+def test_outputs_that_a_call_declines_are_not_missed(installed):
+    model, before = reward_model(output_hidden_states=True).eval(), calls["test", "reward", "fused"]
+    installed(model)
+    assert model(input_ids=IDS, attention_mask=(IDS != 0).long(), output_hidden_states=False).hidden_states is None
+    assert calls["test", "reward", "fused"] == before + 1

@@ -27,7 +27,19 @@ class Shortened(DPOTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-def test_no_optimizer_steps_with_a_stale_layout(tmp_path):
+class OnItsWay:
+    """The event of a copy that reaches the host when it is waited for."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_no_optimizer_steps_with_a_stale_layout(tmp_path, monkeypatch):
+    comparison = unseen_writes._Comparison
+    monkeypatch.setattr(unseen_writes, "_Comparison", lambda differs, arrived: comparison(differs, OnItsWay()))
     trainers: list[DPOTrainer] = []
 
     class Kept(Shortened):

@@ -1,5 +1,6 @@
 """Unusual batches, collators and subclasses give the same results as TRL, or an error."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -188,21 +189,29 @@ def test_4d_masks_fall_back_to_stock(both, caplog):
     assert "not fused, attention_mask must have one entry per token; got torch.bool of shape [8, 1, " in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("column", "error"),
-    [(0, IndexError), (-1, ValueError)],  # the embedding raises; as a label only, the head raises
-    ids=["prompt", "end"],
-)
-def test_ids_outside_the_vocabulary_raise(tmp_path, column, error):
-    def outside(batch):
+def outside(column: int):
+    def edit(batch):
         row = batch["input_ids"][0, : int(batch["attention_mask"][0].sum())]
         row[column] = len(WORDS)
 
-    options = dict(data_collator=Edited(pad_token_id=0, edit=outside))
-    with pytest.raises(IndexError):
-        train(tmp_path / "stock", tiny_model(), tiny_model(seed=1), **options)
-    with fastdpo.patched(), pytest.raises(error, match=r"out of range|ids below 97; got 97"):
-        train(tmp_path / "patched", tiny_model(), tiny_model(seed=1), **options)
+    return Edited(pad_token_id=0, edit=edit)
+
+
+OUTSIDE = {
+    "prompt": outside(0),
+    "end": outside(-1),  # which no position depends on
+    "padding": DataCollatorForPreference(pad_token_id=len(WORDS)),
+    "negative padding": DataCollatorForPreference(pad_token_id=-1),
+}
+
+
+@pytest.mark.parametrize("where", OUTSIDE)
+def test_ids_outside_the_embeddings_raise(tmp_path, caplog, where):
+    options = dict(data_collator=OUTSIDE[where])
+    for patch in (contextlib.nullcontext, fastdpo.patched):
+        with patch(), pytest.raises(IndexError, match="out of range"):
+            train(tmp_path, tiny_model(), tiny_model(seed=1), **options)
+    assert "trl.DPOTrainer (policy): not fused, the batch has ids from " in caplog.text
 
 
 POISON = 90  # a token that only one pair contains
