@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from ..reasons import Reason
 from .harmless import ADAPTER_ENTRIES
 
 if TYPE_CHECKING:
@@ -34,6 +35,16 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             yield unwrapped(name), module
+
+
+def unsupported_reason(model: nn.Module) -> Reason | None:
+    """Returns which active adapter works on the padded rows of a call, or None if none does."""
+    for _, module in adapter_modules(model):
+        variants = getattr(module, "lora_variant", {})
+        for name in sorted(_active(module) & variants.keys()):
+            if type(variants[name]).__name__ == "ALoraLinearVariant":
+                return Reason("activated-adapter", adapter=name)
+    return None
 
 
 def active_parameters(model: nn.Module) -> list[nn.Parameter]:

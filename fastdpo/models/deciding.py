@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import packing
-from ..logs import report, strict
+from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
-from . import attention, calls, head, images, probe, sharding, support
+from . import adapters, attention, calls, head, images, probe, sharding, support
 from .layouts import labels_of_call, layout_of_call
 from .probe import ProbeResult
 from .sharding import shared_reason
@@ -69,14 +69,16 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
         if reason is not None:
             restore(model, fused)
             batch, path = None, "stock"
-    integration = fused.options.integration
-    calls.calls[integration, kind_of_call(model, fused), path] += 1
+    integration, kind = fused.options.integration, kind_of_call(model, fused)
+    calls.calls[integration, kind, path] += 1
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, Tensor):
         used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())
         calls.count_tokens(integration, ids.numel(), *used)
     if reason is not None or own is not None:
-        log_once(fused, cast(Reason, reason or own))
+        log_once(fused, cast(Reason, reason or own), kind)
+    if own is None:
+        _note_model(fused, kind, reason)
     return batch
 
 
@@ -192,7 +194,8 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
         if len(results) >= MAX_PROBE_RESULTS:
             results.clear()
             fused.image_results.clear()
-        results[examined] = _examine(model, fused, device)
+        reason = adapters.unsupported_reason(model)
+        results[examined] = _examine(model, fused, device) if reason is None else ProbeResult(reason)
     fused.probe_result = results.get(examined, fused.probe_result)
     reason = fused.unsupported_reason()
     if reason is not None:
@@ -259,8 +262,26 @@ def _adapter_is_reference(model: PreTrainedModel, fused: FusedForward) -> bool:
     return bool(layers) and (layers[0].disable_adapters or "ref" in layers[0].active_adapters)
 
 
-def log_once(fused: FusedForward, reason: Reason) -> None:
-    """Reports a fallback, each reason once. In strict mode, raises each time."""
-    if strict() or reason not in fused.logged:
-        fused.logged.add(reason)
-        report(f"{fused.options.integration} ({fused.options.role}): not fused, {reason.named}")
+def log_once(fused: FusedForward, reason: Reason, kind: str = "") -> None:
+    """Reports that a call of a kind falls back: each reason once, and once more if such calls were fused before. In
+    strict mode, raises each time.
+    """
+    role = _role(fused, kind)
+    has_changed = role in fused.reasons and fused.reasons[role] is None and (role, reason) not in fused.logged
+    if strict() or has_changed or reason not in {logged for _, logged in fused.logged}:
+        fused.logged.add((role, reason))
+        report(f"{fused.options.integration} ({role}): not fused, {reason.named}")
+
+
+def _note_model(fused: FusedForward, kind: str, reason: Reason | None) -> None:
+    """Notes why calls of a kind fall back, whatever they are given, and logs once that they are fused again."""
+    role = _role(fused, kind)
+    if reason is None and fused.reasons.get(role) is not None and (role, None) not in fused.logged:
+        fused.logged.add((role, None))
+        warn(f"{fused.options.integration} ({role}): fused again")
+    fused.reasons[role] = reason
+
+
+def _role(fused: FusedForward, kind: str) -> str:
+    """The role of a model in a call of a kind: a policy may be its own reference."""
+    return "reference" if kind == "reference" else fused.options.role

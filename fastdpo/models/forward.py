@@ -166,7 +166,7 @@ def is_random(model: nn.Module, integration: str) -> bool:
 def logged_reasons(model: nn.Module, integration: str) -> frozenset[Reason]:
     """The reasons for which calls of a model have fallen back so far."""
     fused = _find(model, integration)
-    return frozenset() if fused is None else frozenset(fused.logged)
+    return frozenset() if fused is None else frozenset(reason for _, reason in fused.logged if reason is not None)
 
 
 def examine_again(model: nn.Module, integration: str) -> None:
@@ -188,8 +188,9 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     base, fused = cast("PreTrainedModel", find_base(model)), cast(FusedForward, _find(model, integration))
     fused.was_called = True
     fused.is_awaited = not fused.was_examined(base) and is_sharded(base)
-    calls[integration, kind_of_call(base, fused), "stock"] += 1
-    log_once(fused, fused.unsupported_reason() or reason)
+    kind = kind_of_call(base, fused)
+    calls[integration, kind, "stock"] += 1
+    log_once(fused, fused.unsupported_reason() or reason, kind)
 
 
 def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], Tensor]) -> None:

@@ -137,7 +137,9 @@ class FusedForward:
         switched: the hash of the structure that the model was switched to packed attention for.
         image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
             images are run once.
-        logged: reasons that have been logged, for which calls have fallen back.
+        logged: reasons that have been logged, for which calls have fallen back, each with the role in which they did;
+            and None with a role in which they were fused again.
+        reasons: by role, why calls fall back whatever they are given, None if they do not, as of the last call.
         was_called: whether an integration has called the model, or has left a call to its trainer.
         is_awaited: whether other ranks may examine the model in a call that this rank has left to its
             trainer.
@@ -163,7 +165,8 @@ class FusedForward:
     examined: tuple[int, bool] = (0, False)
     switched: int | None = None
     image_results: dict[tuple[tuple[int, bool], frozenset[str], bool], ProbeResult] = field(default_factory=dict)
-    logged: set[Reason] = field(default_factory=set)
+    logged: set[tuple[str, Reason | None]] = field(default_factory=set)
+    reasons: dict[str, Reason | None] = field(default_factory=dict)
     was_called: bool = False
     is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)

@@ -19,6 +19,7 @@ from fastdpo.integrations.trl import models as models_of_trl
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import (
     LORA,
+    WORDS,
     Run,
     assert_fused,
     assert_same,
@@ -140,6 +141,18 @@ def test_prompt_learning_falls_back_to_stock_and_its_reference_is_fused(both, ca
     assert_same(stock, patched)
     assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
     assert reason in caplog.text
+
+
+def test_an_adapter_that_begins_within_rows_falls_back_to_stock_and_its_reference_is_fused(both, caplog):
+    rows = [dict(prompt="w1 w2 ", chosen=f"w{i} w7", rejected=f"w{i + 1} w8 w9") for i in range(10, 26)]
+    lora = LoraConfig(**LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[WORDS.index("w2")])
+    stock, patched = both(data=rows, reference=False, peft_config=lora)
+    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
+    assert (
+        caplog.text.count("(policy): not fused, the adapter default is an activated LoRA, which begins at a token") == 1
+    )
+    assert caplog.text.count("not fused") == 1
+    assert_same(stock, patched)
 
 
 def test_a_head_that_peft_trains_falls_back_to_stock(both, caplog):

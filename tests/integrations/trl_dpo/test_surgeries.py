@@ -1,5 +1,6 @@
 """Models changed between two steps: training equals stock, fused or with a logged reason."""
 
+import contextlib
 import logging
 from collections import Counter
 
@@ -109,6 +110,44 @@ def test_surgery_between_the_calls_of_policy_and_reference(tmp_path, caplog, ope
     assert patched.calls["reference", "fused"] == BEFORE
     assert patched.calls["policy", "stock"] == STEPS - BEFORE - 1
     assert patched.calls["reference", "stock"] == STEPS - BEFORE
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_that_changes_and_changes_back(tmp_path, caplog, adapter):
+    """Each side is named once when its calls fall back, and once when they are fused again."""
+
+    class Toggle(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step in (1, 3):
+                changed.register_forward_hook(roll)
+            elif state.global_step in (2, 4):
+                changed._forward_hooks.clear()
+
+    class Toggled(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Toggle())
+
+    def roll(module, args, output):
+        return output.roll(1, 1)
+
+    runs = []
+    for patch in (contextlib.nullcontext, lambda: fastdpo.patched("trl.DPOTrainer")):
+        torch.manual_seed(3)
+        policy, reference = tiny_model(), tiny_model(seed=1)
+        changed = (policy if adapter else reference).model.layers[0].mlp
+        sides = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=reference)
+        with caplog.at_level(logging.WARNING, "fastdpo"), patch():
+            runs.append(train(tmp_path, policy, trainer_class=Toggled, max_steps=5, **sides))
+    assert_same(*runs)
+    roles = ("policy", "reference") if adapter else ("reference",)
+    assert runs[1].calls == {("policy", "fused"): 5, ("reference", "fused"): 5} | {
+        (role, path): n for role in roles for path, n in (("fused", 3), ("stock", 2))
+    }
+    messages = [record.message for record in caplog.records if record.name == "fastdpo"]
+    expected = [f"fastdpo: trl.DPOTrainer ({x}): not fused, the packed hidden states of Llama" for x in roles]
+    expected += [f"fastdpo: trl.DPOTrainer ({x}): fused again" for x in roles]
+    assert [x[: len(start)] for x, start in zip(messages, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize("adapter", [False, True])
