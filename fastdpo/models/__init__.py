@@ -15,6 +15,7 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     head.py          an LM head that returns log-probabilities
     scoring.py       runs the backbone and the head
     calls.py         counts calls and tokens
+    pickling.py      pickles of a model without its fused forward
 
 A model is examined before its first call, and when it has changed:
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..logs import warn
 from ..reasons import Reason
-from . import attention, deciding, head, layouts, support
+from . import attention, deciding, head, layouts, pickling, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
 from .parts import find_base, input_device_of, text_config
@@ -90,6 +90,7 @@ def install(
     fused.forward = forward
     model.forward = MethodType(forward, model)
     vars(model)[ATTRIBUTE] = fused
+    pickling.install(model)
     MODELS.add(model)
 
 
@@ -103,7 +104,9 @@ def uninstall(model: PreTrainedModel) -> None:
         del model.forward, vars(model)[ATTRIBUTE]
         if fused.prior_forward != model.forward:  # not that of the class
             model.forward = fused.prior_forward
-        if fused.inner is not None:
+        if fused.inner is None:
+            pickling.uninstall(model)
+        else:
             vars(model)[ATTRIBUTE] = fused.inner
     else:  # other code has wrapped our forward: stay in its chain, and pass calls on
         fused.disabled_reason = Reason("unpatched")

@@ -91,7 +91,7 @@ def install(head: nn.Linear) -> None:
         return
     if own is not None and inner_function(own) is not nn.Linear.forward:
         vars(head)[OWN_FORWARD] = own
-    setattr(head, _forward_attribute(head), MethodType(_forward, head))
+    setattr(head, _forward_attribute(head), MethodType(forward, head))
 
 
 def restore(head: nn.Module | None) -> None:
@@ -113,7 +113,7 @@ def bare(head: nn.Linear) -> Iterator[None]:
     names = (*HOOKS, _forward_attribute(head))
     kept = {name: x for name, x in vars(head).items() if name in names}
     hooks = {name: {key: hook for key, hook in kept[name].items() if is_hook_of_engine(hook)} for name in HOOKS}
-    vars(head).update(hooks, **{_forward_attribute(head): MethodType(_forward, head)})
+    vars(head).update(hooks, **{_forward_attribute(head): MethodType(forward, head)})
     try:
         yield
     finally:
@@ -121,9 +121,9 @@ def bare(head: nn.Linear) -> Iterator[None]:
         vars(head).update(kept)
 
 
-def is_installed(forward: object) -> bool:
+def is_installed(own: object) -> bool:
     """Whether a forward is the one that `install` sets."""
-    return getattr(forward, "__func__", None) is _forward
+    return getattr(own, "__func__", None) is forward
 
 
 def hooks_of(module: nn.Module) -> Iterator[Callable]:
@@ -131,8 +131,11 @@ def hooks_of(module: nn.Module) -> Iterator[Callable]:
         yield from vars(module)[name].values()
 
 
-def _forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
-    """The head's own forward. Given targets [N] for hidden states [N, D], returns `TokenLogps` instead."""
+def forward(self: nn.Linear, input: Tensor, fastdpo_targets: Tensor | None = None, **options: Any) -> Any:
+    """The head's own forward. Given targets [N] for hidden states [N, D], returns `TokenLogps` instead.
+
+    A pickled method refers to its function by this name, which is that of `nn.Linear`'s when it is loaded.
+    """
     if fastdpo_targets is None:
         own = vars(self).get(OWN_FORWARD)
         return nn.Linear.forward(self, input) if own is None else own(input)
