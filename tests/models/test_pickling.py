@@ -1,4 +1,4 @@
-"""A pickled model is a stock one, which needs no fastdpo where it is loaded, and the model that was pickled stays fused."""
+"""A pickled model is a stock one, which loads without fastdpo, and the model that was pickled stays fused."""
 
 import copy
 import io
