@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..ops.devices import is_capturing, is_host
 
 
-class _Comparison(NamedTuple):
+class Comparison(NamedTuple):
     """A comparison on a device.
 
     Attributes:
@@ -30,7 +30,7 @@ class _Comparison(NamedTuple):
     arrived: torch.cuda.Event | None
 
 
-_unread: list[_Comparison] = []
+unread: list[Comparison] = []
 
 
 def copies_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -61,12 +61,12 @@ def raise_if_written(*, waits: bool) -> None:
     Raises:
         RuntimeError: tensors were not equal to their copies.
     """
-    while _unread and (waits or _unread[0].arrived is None or _unread[0].arrived.query()):
-        differs, arrived = _unread.pop(0)
+    while unread and (waits or unread[0].arrived is None or unread[0].arrived.query()):
+        differs, arrived = unread.pop(0)
         if arrived is not None:
             arrived.synchronize()
         if differs:
-            _unread.clear()
+            unread.clear()
             raise RuntimeError(
                 "fastdpo: a batch must not be written to by `data` between its calls or after it was collated, which "
                 "raises no version; got other values than those that were packed. Write to its tensors themselves, or "
@@ -82,7 +82,7 @@ def _compare_later(tensors: Sequence[Tensor], copies: Sequence[Tensor], device: 
         differs = torch.empty_like(differs, device="cpu", pin_memory=True).copy_(differs, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
-    _unread.append(_Comparison(differs, arrived))
+    unread.append(Comparison(differs, arrived))
     _watch_optimizers()
 
 

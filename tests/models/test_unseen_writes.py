@@ -14,7 +14,7 @@ from tests.support.trl.dpo import tiny_model, train
 def as_on_a_device(monkeypatch):
     monkeypatch.setattr(unseen_writes, "is_host", lambda device: False)
     yield
-    unseen_writes._unread.clear()
+    unseen_writes.unread.clear()
 
 
 class Shortened(DPOTrainer):
@@ -38,8 +38,8 @@ class OnItsWay:
 
 
 def test_no_optimizer_steps_with_a_stale_layout(tmp_path, monkeypatch):
-    comparison = unseen_writes._Comparison
-    monkeypatch.setattr(unseen_writes, "_Comparison", lambda differs, arrived: comparison(differs, OnItsWay()))
+    comparison = unseen_writes.Comparison
+    monkeypatch.setattr(unseen_writes, "Comparison", lambda differs, arrived: comparison(differs, OnItsWay()))
     trainers: list[DPOTrainer] = []
 
     class Kept(Shortened):
