@@ -13,7 +13,7 @@ from fastdpo.integrations.trl.sft import SFTLine
 from fastdpo.models import calls as counters
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.trl import kto, sft
-from tests.support.trl.dpo import Run, adapter, assert_same, recorded_packs, tiny_model
+from tests.support.trl.dpo import Run, adapter, assert_same, recorded_packs, tiny_model, tokenizer
 from tests.support.workers import row_budgets
 from tests.support.workers.processes import run_ranks
 from tests.support.workers.row_budgets import MAX_TOKENS, TRAINERS, trained
@@ -129,6 +129,47 @@ def test_batches_that_fall_back(compare, trainer):
     assert not patched.calls["policy", "fused"]
 
 
+CLASSES = {SFT: SFTTrainer, KTO: KTOTrainer}
+
+
+def with_padding(trainer_class: type, is_real) -> type:
+    """A subclass whose collator leaves tokens out of its masks. `is_real` is called with ids and masks [R, L]."""
+
+    class Masked(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            collate = self.data_collator
+            self.data_collator = lambda examples: self.masked(collate(examples))
+
+        def masked(self, batch):
+            for name in {"attention_mask", "KL_attention_mask"} & batch.keys():
+                ids = batch[name.replace("attention_mask", "input_ids")]
+                batch[name] = batch[name] * is_real(ids, batch[name]).long()
+            return batch
+
+    return Masked
+
+
+MASKS = {
+    "padding is the end of a row": lambda ids, mask: ids != tokenizer().eos_token_id,
+    "without the last tokens": lambda ids, mask: mask.flip(1).cumsum(1).flip(1) > 2,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_tokens_with_labels_outside_the_mask_are_kept(compare, trainer, mask):
+    compare(trainer, trainer_class=with_padding(CLASSES[trainer], MASKS[mask]))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_empty_mask_is_refused(tmp_path, trainer):
+    masked = with_padding(CLASSES[trainer], lambda ids, mask: torch.arange(len(ids))[:, None] != 1)
+    fastdpo.patch(trainer, max_tokens=MAX_TOKENS)
+    with pytest.raises(NotImplementedError, match="^patch: max_tokens does not support rows whose attention mask is 0"):
+        trained(tmp_path, trainer, trainer_class=masked)
+
+
 class Unpatches(TrainerCallback):
     """Undoes the patches after some of the batches of the first step."""
 
@@ -144,9 +185,8 @@ class Unpatches(TrainerCallback):
 @pytest.mark.parametrize("substep", [1, 3])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_unpatching_within_a_step_hands_its_batches_back(tmp_path, trainer, substep):
-    classes = {SFT: SFTTrainer, KTO: KTOTrainer}
 
-    class Unpatched(classes[trainer]):
+    class Unpatched(CLASSES[trainer]):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.add_callback(Unpatches(substep))

@@ -24,6 +24,7 @@ from ...batching.rows import RowPlanner
 from ...logs import warn
 from ...models.calls import outcomes
 from ...models.parts import base_of
+from ...packing import IGNORE_INDEX
 from ..bypass import bypass_reason, is_overridden
 from ..grouped_epochs import require_supported
 from ..replacements import Replacements, callback, replacing, temporarily
@@ -34,6 +35,11 @@ from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 
 Batch = dict[str, Any]
+
+_PADDING = {"attention_mask": 0, "completion_mask": 0, "labels": IGNORE_INDEX}
+"""The values of entries of a batch behind the last token of a row that is real or has a label. A collator may leave
+tokens with labels out of its attention mask, such as the end of a row whose id is that of padding.
+"""
 
 Scores = dict[str, Tensor]
 """What a model has returned for rows that TRL's loss reads, by name, [R, W] each."""
@@ -156,6 +162,8 @@ class PaddedRowBudgetLine(RowBudgetLine):
         unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
         require_supported("max_tokens", unknown and f"batches with {unknown}")
         joined = merged(*({name: x.cpu() for name, x in batch.items()} for batch in batches))
+        masks = (x for name, x in joined.items() if name.endswith("attention_mask"))
+        require_supported("max_tokens", None if all(x.any(1).all() for x in masks) else "rows whose attention mask is 0")
         width = joined["input_ids"].shape[1]  # of which micro-batches may have less
         require_supported("max_tokens", width_reason(base_of(trainer.model, "max_tokens"), width))
         return joined
@@ -177,10 +185,10 @@ class PaddedRowBudgetLine(RowBudgetLine):
         """Some of the joined rows, in a batch that is as narrow as they are."""
         batch = {name: x[rows] for name, x in joined.items()}
         for prefix in ("", "KL_"):
-            mask = batch.get(f"{prefix}attention_mask")
-            if mask is not None:
-                width = int(mask.any(0).nonzero().max()) + 1
-                names = [name for name, x in batch.items() if x.ndim > 1 and name.startswith("KL_") == bool(prefix)]
+            names = [name for name, x in batch.items() if x.ndim > 1 and name.startswith("KL_") == bool(prefix)]
+            needed = [batch[f"{prefix}{name}"] != x for name, x in _PADDING.items() if f"{prefix}{name}" in names]
+            if needed:
+                width = int(torch.stack(needed).any(0).any(0).nonzero().max()) + 1
                 batch |= {name: batch[name][:, :width] for name in names}
         return batch
 
