@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from trl import RewardTrainer
 
 import fastdpo
 from tests.support.comparison import double
@@ -63,14 +64,20 @@ def test_a_budget_without_room_for_a_pair_is_refused(tmp_path):
         budgeted(tmp_path, 20, **STEP)
 
 
+class SumOverPairs(RewardTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (dict(trainer_class=SumOverPairs), "SumOverPairs, which overrides the loss or the steps of RewardTrainer"),
         (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches=True"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size=True"),
     ],
-    ids=["dispatch_batches", "auto_find_batch_size"],
+    ids=["own_loss", "dispatch_batches", "auto_find_batch_size"],
 )
-def test_options_that_change_the_pairs_of_a_step_are_refused(tmp_path, changes, message):
+def test_what_changes_the_loss_or_the_pairs_of_a_step_is_refused(tmp_path, changes, message):
     with pytest.raises(NotImplementedError, match=f"^patch: max_tokens does not support {message}"):
         budgeted(tmp_path, **STEP, **changes)

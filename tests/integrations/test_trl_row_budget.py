@@ -166,7 +166,7 @@ def test_tokens_with_labels_outside_the_mask_are_kept(compare, trainer, mask):
 def test_an_empty_mask_is_refused(tmp_path, trainer):
     masked = with_padding(CLASSES[trainer], lambda ids, mask: torch.arange(len(ids))[:, None] != 1)
     fastdpo.patch(trainer, max_tokens=MAX_TOKENS)
-    with pytest.raises(NotImplementedError, match="^patch: max_tokens does not support rows whose attention mask is 0"):
+    with pytest.raises(NotImplementedError, match="max_tokens does not support rows whose attention mask is 0"):
         trained(tmp_path, trainer, trainer_class=masked)
 
 

@@ -107,7 +107,7 @@ class RewrittenDPOLine(TrainerLine):
             if not trainer.padding_free:
                 warn(f"{DPO}: padding_free=True, but batches are padded for the reason logged above")
         if self.options.max_tokens is not None and self.state_of(trainer) is not None:
-            TokenBudget(self.name, self.options).install(trainer)
+            TokenBudget(self).install(trainer)
 
 
 def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> bool:

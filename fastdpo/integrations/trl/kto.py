@@ -58,7 +58,6 @@ class KTOLine(PaddedRowBudgetLine):
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient
-    loss_functions = ("compute_loss", "_compute_loss", "_compute_kl_logps", "compute_ref_log_probs")
     entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
     fields = ("log_probs", "entropy", "mean_logits")
 

@@ -27,7 +27,7 @@ class RewardLine(TrainerLine):
     def init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         super().init(stock, trainer, *args, **kwargs)
         if self.options.max_tokens is not None and self.state_of(trainer) is not None:
-            TokenBudget(self.name, self.options, rewards=True).install(trainer)
+            TokenBudget(self).install(trainer)
 
     def compute_loss(
         self, stock: Callable, trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -25,12 +25,17 @@ from ...logs import warn
 from ...models.calls import outcomes
 from ...models.parts import base_of
 from ...packing import IGNORE_INDEX
-from ..bypass import bypass_reason, is_overridden
 from ..grouped_epochs import require_supported
 from ..replacements import Replacements, callback, replacing, temporarily
 from ..scored_rows import merged
 from .batches.packed_where_collated import CollatedBatch, PackingCollator
-from .batches.token_budget import shares_prompts, unsupported_processes_reason, width_reason, without_sync
+from .batches.token_budget import (
+    own_loss_reason,
+    shares_prompts,
+    unsupported_processes_reason,
+    width_reason,
+    without_sync,
+)
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 
@@ -49,11 +54,9 @@ class RowBudgetLine(FusedHeadLine):
     """The line of a trainer whose steps are cut.
 
     Attributes:
-        loss_functions: of the trainer, which compute the loss. A subclass of the trainer must not override them.
         replaced_with_budget: functions of the class that are replaced with `max_tokens` only.
     """
 
-    loss_functions: ClassVar[tuple[str, ...]] = ("compute_loss", "_compute_loss")
     replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step",)
 
     # What a trainer defines.
@@ -133,12 +136,8 @@ class RowBudgetLine(FusedHeadLine):
 
     def _require_cuttable(self, trainer: Any) -> None:
         """Raises NotImplementedError if the steps of a trainer cannot be cut."""
-        stock = self.trainer_class()
         require_supported("max_tokens", unsupported_processes_reason(trainer))
-        is_own = is_overridden(trainer, stock, (x for x in self.loss_functions if hasattr(stock, x)))
-        if is_own or bypass_reason(trainer, stock, ("training_step",)):
-            own = f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
-            require_supported("max_tokens", own)
+        require_supported("max_tokens", own_loss_reason(trainer, self.trainer_class()))
         if trainer.aux_loss_enabled:
             require_supported("max_tokens", "the auxiliary loss of routers, which is not a mean over rows")
         require_supported("max_tokens", self.uncuttable(trainer))
@@ -162,8 +161,8 @@ class PaddedRowBudgetLine(RowBudgetLine):
         unknown = next((name for batch in batches for name in batch if name not in self.entries), None)
         require_supported("max_tokens", unknown and f"batches with {unknown}")
         joined = merged(*({name: x.cpu() for name, x in batch.items()} for batch in batches))
-        masks = (x for name, x in joined.items() if name.endswith("attention_mask"))
-        require_supported("max_tokens", None if all(x.any(1).all() for x in masks) else "rows whose attention mask is 0")
+        is_empty = any(not x.any(1).all() for name, x in joined.items() if name.endswith("attention_mask"))
+        require_supported("max_tokens", "rows whose attention mask is 0" if is_empty else None)
         width = joined["input_ids"].shape[1]  # of which micro-batches may have less
         require_supported("max_tokens", width_reason(base_of(trainer.model, "max_tokens"), width))
         return joined

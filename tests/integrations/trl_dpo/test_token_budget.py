@@ -129,8 +129,8 @@ def test_metrics_that_are_not_joined_are_noticed(tmp_path, monkeypatch):
 class Reads(DPOTrainer):
     """A subclass that computes metrics, so that it sees them after each micro-batch."""
 
-    def compute_loss(self, *args, **kwargs):
-        loss = super().compute_loss(*args, **kwargs)
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
         for values in self._metrics["train"].values():
             assert all(type(x) in (int, float) for x in values)
         return loss
@@ -221,6 +221,22 @@ def stream(directory):
     return IterableDataset.from_generator(functools.partial(iter, pairs(8)))
 
 
+class SumOverPairs(DPOTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) / 2
+
+
+class RankedReference(DPOTrainer):
+    def compute_ref_log_probs(self, model, inputs):
+        chosen, rejected = super().compute_ref_log_probs(model, inputs)
+        return chosen - chosen.mean(), rejected
+
+
+class OwnSteps(DPOTrainer):
+    def training_step(self, model, inputs, *args):
+        return self.compute_loss(model, self._prepare_inputs(inputs))
+
+
 REFUSED = {
     "a pair with more tokens": (
         dict(),
@@ -239,6 +255,13 @@ REFUSED = {
         dict(data_collator=UnknownCollator(DataCollatorForPreference(0))),
         "the data collator UnknownCollator, whose truncation is not known",
     ),
+    **{
+        kind.__name__: (
+            dict(trainer_class=kind),
+            f"{kind.__name__}, which overrides the loss or the steps of DPOTrainer",
+        )
+        for kind in (SumOverPairs, RankedReference, OwnSteps)
+    },
 }
 
 

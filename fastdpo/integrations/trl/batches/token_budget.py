@@ -22,9 +22,9 @@ from ....models.calls import outcomes
 from ....models.parts import base_of
 from ....models.state import SharePrompts
 from ....models.support import rope_reason
-from ...bypass import STATE
+from ...bypass import STATE, bypass_reason, is_overridden
 from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
-from ...options import PatchOptions
+from ...line import TrainerLine
 from ...replacements import temporarily
 from ..gathering import StepMetrics
 
@@ -38,22 +38,22 @@ REPORTED_STEPS = 1000
 NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 
 
+LOSS_FUNCTIONS = ("compute_loss", "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
+"""The functions in which TRL's trainers compute the loss of a batch. Each of them has some."""
+
+
 class TokenBudget:
-    """Cuts the steps of one trainer.
+    """Cuts the steps of one trainer of a line."""
 
-    Args:
-        name: of its line.
-        options: of `patch`.
-        rewards: whether it trains a reward model.
-    """
-
-    def __init__(self, name: str, options: PatchOptions, rewards: bool = False):
-        self._name, self._options, self._rewards = name, options, rewards
+    def __init__(self, line: TrainerLine):
+        self._line, self._options = line, line.options
+        self._rewards = line.rewards is not None
         self._metrics = StepMetrics()
 
     def install(self, trainer: Any) -> None:
         is_known = hasattr(trainer, "_track_num_input_tokens")
         require_supported("max_tokens", None if is_known else "the training loop of transformers before version 5")
+        require_supported("max_tokens", own_loss_reason(trainer, self._line.trainer_class()))
         for name, function in {
             "get_train_dataloader": self._get_train_dataloader,
             "training_step": self._training_step,
@@ -102,8 +102,8 @@ class TokenBudget:
         loss = torch.zeros((), device=trainer.args.device)
         ends_step = trainer.accelerator.sync_gradients
         is_patched = vars(trainer).get(STATE) is not None
-        outcomes[self._name, "steps"] += ends_step
-        outcomes[self._name, "micro-batches"] += len(inputs)
+        outcomes[self._line.name, "steps"] += ends_step
+        outcomes[self._line.name, "micro-batches"] += len(inputs)
         for i, (batch, share) in enumerate(inputs):
             is_last = i == len(inputs) - 1
             with (
@@ -215,6 +215,16 @@ def unsupported_reason(trainer: Any, loader: Any, rewards: bool) -> str | None:
     if losses:
         return f"loss_type={sorted(losses)[0]!r}, which is not a mean over pairs"
     return None
+
+
+def own_loss_reason(trainer: Any, stock: type) -> str | None:
+    """Why rows may weigh more in one micro-batch than in another, if the class of a trainer overrides the loss or the
+    steps of TRL's; or None.
+    """
+    is_own = is_overridden(trainer, stock, (name for name in LOSS_FUNCTIONS if hasattr(stock, name)))
+    if not is_own and not bypass_reason(trainer, stock, ("training_step",)):
+        return None
+    return f"{type(trainer).__name__}, which overrides the loss or the steps of {stock.__name__}"
 
 
 def unsupported_processes_reason(trainer: Any) -> str | None:
