@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -108,6 +108,24 @@ def is_recorded(name: str, value: object) -> bool:
     """Whether a function or a constant has a recorded text, or else does what was recorded."""
     recorded = tested().get(name, ())
     return text_hash(value) in recorded or (isinstance(value, FunctionType) and code_hash(value) in recorded)
+
+
+def differences_in(functions: Iterable[tuple[str, str, Any]], newer: Collection[str]) -> tuple[str, ...]:
+    """The names of functions that are not as they were tested, or are not where they were, in newer packages.
+
+    Args:
+        functions: as those of `TrainerLine.relied_on`.
+        newer: the packages that are newer than the tested versions.
+    """
+
+    def is_tested(package: str, function: Any) -> bool:
+        if function is None:
+            return False
+        name = name_of(function)
+        return package_of(name) == package and is_recorded(name, function)
+
+    found = (name for name, package, x in functions if package in newer and not is_tested(package, x))
+    return tuple(dict.fromkeys(found))
 
 
 def signature_difference(owner: object, name: str, expected: list[str], *, exact: bool = True) -> Reason | None:

@@ -39,6 +39,11 @@ def name_of(function: Callable) -> str:
     return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 
 
+def attribute_of(owner: object, path: str) -> Any:
+    """The attribute of an attribute that a dotted path names, or None if there is none."""
+    return functools.reduce(lambda x, name: getattr(x, name, None), path.split("."), owner)
+
+
 def package_of(name: str) -> str:
     return name.partition(".")[0]
 

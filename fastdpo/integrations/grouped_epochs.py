@@ -26,6 +26,15 @@ The last is that of a row of SFTTrainer.
 """
 
 
+RELIES_ON = (
+    *("transformers.trainer:Trainer.get_train_dataloader", "transformers.trainer:Trainer._get_dataloader"),
+    *("transformers.trainer:Trainer._get_train_sampler", "accelerate.data_loader:SeedableRandomSampler.__iter__"),
+    *(f"accelerate.data_loader:BatchSamplerShard.{name}" for name in ("_iter_with_no_split", "_iter_with_split")),
+    "accelerate.data_loader:DataLoaderShard.set_epoch",
+)
+"""The functions that draw pairs and deal them to the ranks (see `TrainerLine.relies_on`)."""
+
+
 def install(trainer: Any, name: str, options: PatchOptions) -> None:
     """Reorders the epochs of a trainer, if an option says so.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +31,7 @@ from ..ref_logps.memory import Memory
 from . import grouped_epochs
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
 from .evidence import first_difference
+from .fingerprints import attribute_of, inner, name_of, package_of
 from .options import PatchOptions, applies
 from .replacements import Replacements
 from .scored_rows import Inputs, LastResult, ScoredRows, score
@@ -86,6 +88,9 @@ class TrainerLine:
         parameters: of the class's functions that are replaced or relied on, the names of their parameters.
         module_parameters: those of functions of its module.
         exact: whether these functions may have no further parameters.
+        relies_on: by option of `patch`, further functions that it relies on. In newer versions that have others the
+            option is refused. "name" is a function of the class, ":name" one of its module, and "module:name" one
+            of another module.
         replaced: the functions of the class that methods of the line with these names replace. Each is given the
             stock function in front of the arguments of a call.
         module_replaced: such functions of its module.
@@ -107,6 +112,7 @@ class TrainerLine:
     parameters: ClassVar[Mapping[str, list[str]]] = {}
     module_parameters: ClassVar[Mapping[str, list[str]]] = {}
     exact: ClassVar[bool] = True
+    relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {"group_prompts": grouped_epochs.RELIES_ON}
     replaced: ClassVar[tuple[str, ...]] = ()
     module_replaced: ClassVar[tuple[str, ...]] = ()
     path: ClassVar[tuple[str, ...]] = ()
@@ -146,6 +152,29 @@ class TrainerLine:
         return first_difference(stock, {**created, **self.parameters}, exact=self.exact) or first_difference(
             self.module(), self.module_parameters, exact=self.exact
         )
+
+    def relied_on(self, option: str) -> Iterator[tuple[str, str, Any]]:
+        """The functions that an option relies on: those of `relies_on`, and those of the package that override them.
+
+        Yields:
+            Their names, the packages that must have them, and the functions, or None for those that are missing.
+        """
+        stock, own = self.trainer_class(), package_of(self.name)
+        for name in self.relies_on.get(option, ()):
+            module, separator, path = name.rpartition(":")
+            scope = sys.modules.get(module) if module else self.module() if separator else stock
+            full = (
+                f"{module or self.module().__name__}.{path}"
+                if separator
+                else f"{stock.__module__}.{stock.__name__}.{path}"
+            )
+            yield full, package_of(module) or own, inner(attribute_of(scope, path))
+            owner, _, attribute = path.rpartition(".")
+            kind = attribute_of(scope, owner) if owner else None
+            overriding = inner(getattr(stock, attribute, None))
+            is_inherited = isinstance(kind, type) and issubclass(stock, kind)
+            if is_inherited and overriding is not None and package_of(overriding.__module__) == own:
+                yield name_of(overriding), own, overriding
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         """Why a trainer that is created with these arguments by name is left unpatched, or None."""

@@ -170,6 +170,11 @@ def applies(name: str, trainer: str) -> bool:
     return trainers is None or trainer in trainers
 
 
+def specific_options(trainer: str) -> list[str]:
+    """The options that apply to some trainers only, and to this one."""
+    return [name for name, option in OPTIONS.items() if option.trainers is not None and trainer in option.trainers]
+
+
 def checked_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `patch()` as `PatchOptions` holds them. Logs a warning for each that was removed.
 

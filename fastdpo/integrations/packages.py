@@ -7,7 +7,6 @@ first calls with stock ones.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import sys
@@ -68,10 +67,7 @@ PACKAGES = {
             ),
             "accelerate.state": ("AcceleratorState._shared_state",),
         },
-        (
-            *("Accelerator.gather", "Accelerator.gather_for_metrics", "BatchSamplerShard._iter_with_no_split"),
-            *("SeedableRandomSampler.__iter__",),
-        ),
+        ("Accelerator.gather", "Accelerator.gather_for_metrics"),
     ),
     "peft": Package(
         "0.21.2",
@@ -160,5 +156,4 @@ def _values(package: str) -> Iterator[tuple[str, object]]:
     for module, names in PACKAGES[package].names.items():
         if module in sys.modules:
             for name in names:
-                value = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), sys.modules[module])
-                yield f"{module}:{name}", value
+                yield f"{module}:{name}", fingerprints.attribute_of(sys.modules[module], name)

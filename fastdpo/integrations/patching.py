@@ -18,7 +18,7 @@ from . import evidence, packages
 from .bypass import existing_trainers
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Target, all_lines, installed_version, targeted_trainers
-from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options
+from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options, specific_options
 from .versions import unsupported_version_reason
 
 
@@ -95,6 +95,8 @@ class _Examined(NamedTuple):
         options: those that it is patched with.
         by_run: whether only `fastdpo run` has patched it, so that the program may give further options.
         sources: by option, who has given it.
+        relied_on: by option, the functions that it relies on and that differ from those of the tested versions, next
+            to those of the seam.
     """
 
     seam: Seam
@@ -103,6 +105,7 @@ class _Examined(NamedTuple):
     options: PatchOptions = PatchOptions()
     by_run: bool = False
     sources: Mapping[str, str] = MappingProxyType({})
+    relied_on: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def current_seam(self) -> Seam:
         """The seam, with the trainers created before `patch()` that still exist."""
@@ -248,15 +251,17 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     functions that have changed.
     """
     seam, reason = examined.seam, None
-    relying = [name for name, option in OPTIONS.items() if option.trainers is not None and getattr(options, name)]
     lines = [line for line in all_lines() if line.trainer == seam.name]
-    relied_on = [name for name in seam.changed if name.startswith((f"{lines[0].package}.", "accelerate.data_loader."))]
+    own = [name for name in seam.changed if name.startswith(f"{lines[0].package}.")]
+    changed = {name: (*own, *examined.relied_on.get(name, ())) for name in specific_options(seam.name)}
+    relying = [name for name, functions in changed.items() if functions and getattr(options, name)]
     is_newer = seam.on and not any(line.supports(seam.version or "") for line in lines)
     if is_newer and not options.provisional:
         supported = [line.versions for line in lines]
         reason = unsupported_version_reason(lines[0].distribution, seam.version or "", supported)
-    elif relied_on and relying:
-        functions = f"{', '.join(relied_on)}, on which {' and '.join(relying)} relies"
+    elif relying:
+        functions = dict.fromkeys(function for name in relying for function in changed[name])
+        functions = f"{', '.join(functions)}, on which {' and '.join(relying)} relies"
         reason = Reason("changed-code", functions=functions)
     return examined if reason is None else examined._replace(seam=replace(seam, reason=reason), line=None)
 
@@ -426,7 +431,9 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
     tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
     changed_functions = tuple(_each_once({**changed, **others}))
     seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=changed_functions)
-    return _Examined(seam, trainer_line, weakref.WeakValueDictionary())
+    newer = newer if is_tested else [*newer, package]
+    relied_on = {x: evidence.differences_in(trainer_line.relied_on(x), newer) for x in specific_options(name)}
+    return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), relied_on=relied_on)
 
 
 def _each_once(names: Mapping[str, list[str]]) -> list[str]:

@@ -8,16 +8,19 @@ import re
 
 import pytest
 import torch
+from transformers import Trainer
+from trl import GRPOTrainer, SFTTrainer
 
 import fastdpo
 from fastdpo.commands import doctor
 from fastdpo.integrations import evidence, fingerprints
-from fastdpo.integrations.lines import LINES
+from fastdpo.integrations.lines import LINES, TRAINERS
+from fastdpo.integrations.options import specific_options
 from fastdpo.integrations.patching import examine
 from fastdpo.models import calls as counters
 from tests.support import ROOT
 from tests.support.comparison import double
-from tests.support.copies import Copy, assert_recorded, train_copies
+from tests.support.copies import Copy, assert_changes_are_noticed, assert_documented, assert_recorded, train_copies
 from tests.support.trl.dpo import assert_same, assert_same_bits
 from tests.support.workers.trainings import TRAIN, model_of
 
@@ -190,6 +193,38 @@ def test_options_that_rely_on_a_changed_function_are_refused(changed, option):
     with pytest.raises(fastdpo.PatchError, match=rf"_compute_loss, on which {next(iter(option))} relies"):
         fastdpo.patch("trl.DPOTrainer", **option)
     assert fastdpo.patch("trl.DPOTrainer").seams[0].on
+
+
+@pytest.mark.parametrize(
+    ("trainer", "option"),
+    [(trainer, option) for trainer in TRAINERS if trainer.startswith("trl.") for option in specific_options(trainer)],
+)
+def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypatch, trainer, option):
+    assert_changes_are_noticed(monkeypatch, trainer, option)
+
+
+def test_another_cadence_of_generations_is_a_reason(monkeypatch, newer):
+    monkeypatch.delattr(GRPOTrainer, "_prepare_inputs")  # so that it is the one of `Trainer`
+    with pytest.raises(fastdpo.PatchError) as error:
+        fastdpo.patch("trl.GRPOTrainer", max_tokens=500)
+    assert_documented("trl.md", [str(error.value).removeprefix("patch: fastdpo: ")])
+    assert fastdpo.patch("trl.GRPOTrainer").seams[0].provisional.endswith("whose code is the same")
+
+
+def test_a_function_that_is_missing_in_a_newer_version_is_a_reason(monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda x: "99.0" if x == "transformers" else version(x))
+    monkeypatch.delattr(Trainer, "_run_epoch")
+    with pytest.raises(fastdpo.PatchError, match="transformers.trainer.Trainer._run_epoch, on which max_tokens relies"):
+        fastdpo.patch("trl.KTOTrainer", max_tokens=500)
+
+
+def test_a_function_that_a_newer_version_overrides_is_a_reason(monkeypatch, newer):
+    namespace = {"__name__": "trl.trainer.sft_trainer", "Trainer": Trainer}
+    exec("def get_batch_samples(*args):\n    return Trainer.get_batch_samples(*args)", namespace)
+    monkeypatch.setattr(SFTTrainer, "get_batch_samples", namespace["get_batch_samples"], raising=False)
+    with pytest.raises(fastdpo.PatchError, match="get_batch_samples, on which max_tokens relies"):
+        fastdpo.patch("trl.SFTTrainer", max_tokens=500)
 
 
 def test_the_doctor_says_why_a_version_is_provisional(changed):

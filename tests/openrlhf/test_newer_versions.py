@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.support.copies import assert_documented, assert_recorded, assert_reported_and_trained, train_program
+from tests.support.copies import (
+    assert_changes_are_noticed,
+    assert_documented,
+    assert_recorded,
+    assert_reported_and_trained,
+    train_program,
+)
 
 NAME = "openrlhf.DPOTrainer"
 TRAINER, ACTOR = "trainer/dpo_trainer.py", "models/actor.py"
@@ -42,3 +48,7 @@ def test_the_reports_are_documented():
 
 def test_the_fingerprints_are_those_of_the_installed_version():
     assert_recorded("openrlhf.models.actor.")
+
+
+def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypatch):
+    assert_changes_are_noticed(monkeypatch, "openrlhf.DPOTrainer", "reference_memory")

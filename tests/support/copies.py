@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
-from fastdpo.integrations import evidence
-from fastdpo.integrations.lines import DISTRIBUTIONS
+import fastdpo
+from fastdpo.integrations import evidence, fingerprints
+from fastdpo.integrations.lines import DISTRIBUTIONS, LINES, Line
 from tests.support import ROOT
 from tests.support.comparison import assert_same_training
 from tests.support.documents import tested_code
@@ -89,6 +93,38 @@ def assert_recorded(prefix: str = "") -> None:
     found = tested_code.found()
     assert any(name.startswith(prefix) for name in found), "no tested version is installed"
     assert found == {name: evidence.tested().get(name) for name in found}, tested_code.__doc__
+
+
+def assert_changes_are_noticed(monkeypatch: pytest.MonkeyPatch, trainer: str, option: str) -> None:
+    """Plants a change in each function that an option of a trainer relies on, in a newer version of its package.
+
+    Asserts that the option is refused, with the name of the function, and that the trainer is patched without it.
+    """
+    line = next(line for line in LINES if line.trainer == trainer)
+    for function in {x for _, _, x in line.load().relied_on(option) if x is not None}:
+        with monkeypatch.context() as changing:
+            _plant(changing, line, function)
+            reason = rf"\.{function.__name__}\b.*, on which {option} relies .*changed-code"
+            with pytest.raises(fastdpo.PatchError, match=reason):
+                fastdpo.patch(trainer, **{option: 500 if option == "max_tokens" else True})
+            assert fastdpo.patch(trainer).seams[0].on
+            fastdpo.unpatch()
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, line: Line, function: FunctionType) -> None:
+    def planted(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    planted.__module__, planted.__qualname__ = function.__module__, function.__qualname__
+    planted.__signature__ = inspect.signature(function)
+    owner, _, name = function.__qualname__.rpartition(".")
+    module = sys.modules[function.__module__]
+    for scope in {fingerprints.attribute_of(module, owner) if owner else module, line.load().module()}:
+        if hasattr(scope, name):
+            monkeypatch.setattr(scope, name, planted)
+    package, version = fingerprints.package_of(function.__module__), importlib.metadata.version
+    newer = DISTRIBUTIONS.get(package, package)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == newer else version(name))
 
 
 def assert_trains_as_its_stock(result: Mapping[str, Any], *, fused: bool) -> None:

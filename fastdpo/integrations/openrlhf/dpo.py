@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ _ACTOR_PARAMETERS = {"forward": ["self", "sequences"]}
 
 class OpenRLHFDPOLine(OpenRLHFLine):
     parameters = _PARAMETERS
+    relies_on = MappingProxyType({"reference_memory": ("fit", "evaluate")})
     replaced = (*OpenRLHFLine.replaced, "fit", "evaluate")
 
     def unsupported_reason(self) -> Reason | None:

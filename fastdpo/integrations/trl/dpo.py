@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 from ...logs import warn
@@ -21,7 +22,7 @@ from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute
 from .batches.packed_where_collated import with_packed_batches
-from .batches.token_budget import TokenBudget
+from .batches.token_budget import RELIES_ON, TokenBudget
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .memory import serving
@@ -121,6 +122,7 @@ def init_padded(stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any)
 
 class DPOLine(RewrittenDPOLine, FusedHeadLine):
     parameters = _PARAMETERS
+    relies_on = MappingProxyType({**FusedHeadLine.relies_on, "max_tokens": RELIES_ON})
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     images = True
 

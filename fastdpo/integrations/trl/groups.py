@@ -31,6 +31,7 @@ from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ..line import option_reason
 from ..replacements import temporarily
+from .batches.token_budget import STEPS
 from .row_budget import Batch, RowBudgetLine
 
 _SCORES = "_get_per_token_logps_and_entropies"
@@ -44,6 +45,12 @@ _PARAMETERS = {
         *("spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
     ],
 }
+
+_GENERATIONS = (
+    *("_prepare_inputs", "_generate_and_score_completions", ":shuffle_sequence_dict", ":split_tensor_dict"),
+    *(":split_pixel_values_by_grid", ":unsplit_pixel_values_by_grid"),
+)
+"""The functions that make a generation, and batches of it."""
 
 DISABLING = ("use_liger_kernel", "use_transformers_continuous_batching", "use_transformers_paged")
 """Options that leave a trainer as it is.
@@ -65,6 +72,7 @@ class GroupLine(RowBudgetLine):
     parameters = _PARAMETERS
     module_parameters = MappingProxyType({"use_adapter": ["model", "adapter_name"]})
     module_replaced = ("add_fused_lm_head", "use_adapter")
+    relies_on = MappingProxyType({"max_tokens": (*STEPS, *_GENERATIONS)})
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     kind_without_gradient = "old_policy"
     replaced_with_budget = ("training_step", _SCORES)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ from .. import evidence
 from ..bypass import STATE, is_overridden
 from ..replacements import replacing, temporarily
 from ..scored_rows import equal_when_merged, merged
+from .batches.token_budget import STEPS
 from .models import reference_of, unwrapping
 from .row_budget import Batch, PaddedRowBudgetLine, on_device
 
@@ -55,6 +57,7 @@ _INPUTS = {*_ROWS, *_KL_ROWS, "label"}
 
 class KTOLine(PaddedRowBudgetLine):
     parameters = _PARAMETERS
+    relies_on = MappingProxyType({"max_tokens": (*STEPS, ":DataCollatorForUnpairedPreference.torch_call")})
     replaced = ("compute_ref_log_probs", "_compute_loss")
     path = ("compute_loss", "_compute_loss", "fused_lm_head")
     kind_without_gradient = "policy"  # of the policy's calls, that for the KL term has no gradient

@@ -12,12 +12,13 @@ from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
 from ..line import TrainerLine
 from .batches.packed_where_collated import with_packed_batches
-from .batches.token_budget import TokenBudget
+from .batches.token_budget import RELIES_ON, TokenBudget
 from .gathering import Gather, of_all_ranks
 
 
 class RewardLine(TrainerLine):
     parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
+    relies_on = MappingProxyType({**TrainerLine.relies_on, "max_tokens": RELIES_ON})
     replaced = ("compute_loss", "get_train_dataloader")
     rewards = CLASSIFIER_HEAD
 

@@ -8,7 +8,7 @@ its own code computes them, from what the model has returned for their rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -30,6 +30,7 @@ from ..replacements import Replacements, callback, replacing, temporarily
 from ..scored_rows import merged
 from .batches.packed_where_collated import CollatedBatch, PackingCollator
 from .batches.token_budget import (
+    STEPS,
     own_loss_reason,
     shares_prompts,
     unsupported_processes_reason,
@@ -57,6 +58,7 @@ class RowBudgetLine(FusedHeadLine):
         replaced_with_budget: functions of the class that are replaced with `max_tokens` only.
     """
 
+    relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {**FusedHeadLine.relies_on, "max_tokens": STEPS}
     replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step",)
 
     # What a trainer defines.

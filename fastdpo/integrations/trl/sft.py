@@ -6,10 +6,12 @@ A trainer whose batches TRL packs itself, or whose loss needs logits, is left un
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from ...reasons import Reason
 from .batches.packed_where_collated import with_packed_batches
+from .batches.token_budget import STEPS
 from .row_budget import PaddedRowBudgetLine
 
 _PARAMETERS = {
@@ -25,6 +27,9 @@ _PARAMETERS = {
 
 class SFTLine(PaddedRowBudgetLine):
     parameters = _PARAMETERS
+    relies_on = MappingProxyType(
+        {**PaddedRowBudgetLine.relies_on, "max_tokens": (*STEPS, ":DataCollatorForLanguageModeling.torch_call")}
+    )
     replaced = ("get_train_dataloader",)
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")

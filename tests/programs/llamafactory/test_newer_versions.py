@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.support.copies import assert_documented, assert_recorded, assert_reported_and_trained, train_program
+from tests.support.copies import (
+    assert_changes_are_noticed,
+    assert_documented,
+    assert_recorded,
+    assert_reported_and_trained,
+    train_program,
+)
 
 NAME = "llamafactory.DPOTrainer"
 TRAINER, UTILS = "train/dpo/trainer.py", "train/trainer_utils.py"
@@ -40,3 +46,7 @@ def test_the_reports_are_documented():
 
 def test_the_fingerprints_are_those_of_the_installed_version():
     assert_recorded("llamafactory.train.kto.")
+
+
+def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypatch):
+    assert_changes_are_noticed(monkeypatch, "llamafactory.DPOTrainer", "group_prompts")

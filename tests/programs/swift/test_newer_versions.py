@@ -5,7 +5,13 @@ import importlib.metadata
 import pytest
 
 from fastdpo.integrations.patching import examine
-from tests.support.copies import assert_documented, assert_recorded, assert_reported_and_trained, train_program
+from tests.support.copies import (
+    assert_changes_are_noticed,
+    assert_documented,
+    assert_recorded,
+    assert_reported_and_trained,
+    train_program,
+)
 
 NAME = "swift.DPOTrainer"
 TRAINER, MIXIN = "rlhf_trainers/dpo_trainer.py", "rlhf_trainers/rlhf_mixin.py"
@@ -55,3 +61,7 @@ def test_trainers_that_run_functions_of_TRL_need_a_tested_version_of_it(monkeypa
         seam = seams[f"swift.{kind}Trainer"]
         assert seam.on == (trl == "0.29.1")
         assert seam.on or "install 'trl>=0.28,<0.30'" in seam.reason
+
+
+def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(monkeypatch):
+    assert_changes_are_noticed(monkeypatch, "swift.DPOTrainer", "group_prompts")

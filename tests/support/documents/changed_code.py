@@ -17,6 +17,7 @@ from types import FunctionType
 
 from fastdpo.integrations import evidence, fingerprints, packages
 from fastdpo.integrations.lines import LINES, installed_version
+from tests.support.documents.tested_code import functions_of_options
 
 
 def differing() -> dict[str, object]:
@@ -48,6 +49,7 @@ def differing() -> dict[str, object]:
             inner = fingerprints.inner(function)
             if fingerprints.package_of(name) == line.package and isinstance(inner, FunctionType):
                 found |= fingerprints.reached(inner)
+        found |= functions_of_options(line, [line.package, *packages.newer()])
     return {name: x for name, x in found.items() if not evidence.is_recorded(name, x)}
 
 

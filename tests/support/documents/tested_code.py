@@ -9,10 +9,13 @@ tests/openrlhf/stand_ins is on the path.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from types import FunctionType
+from typing import Any
 
 from fastdpo.integrations import evidence, fingerprints, packages
-from fastdpo.integrations.lines import LINES, installed_version
+from fastdpo.integrations.lines import LINES, Line, installed_version
+from fastdpo.integrations.options import specific_options
 
 
 def found() -> dict[str, list[str]]:
@@ -31,7 +34,15 @@ def found() -> dict[str, list[str]]:
                 if fingerprints.package_of(name) == line.package:
                     reach = fingerprints.reached(fingerprints.inner(function))
                     hashes |= {each: hashes_of(each, value) for each, value in reach.items()}
+            tested = [line.package, *(x for x, y in packages.PACKAGES.items() if packages.version_of(x) == y.tested)]
+            hashes |= {name: hashes_of(name, x) for name, x in functions_of_options(line, tested).items()}
     return hashes
+
+
+def functions_of_options(line: Line, of_packages: Collection[str]) -> dict[str, Any]:
+    """The functions of some packages that options of a trainer rely on, by their names."""
+    functions = (x for option in specific_options(line.trainer) for x in line.load().relied_on(option))
+    return {fingerprints.name_of(x): x for _, package, x in functions if package in of_packages and x is not None}
 
 
 def hashes_of(name: str, value: object) -> list[str]:

@@ -22,6 +22,7 @@ from ....models.calls import outcomes
 from ....models.parts import base_of
 from ....models.state import SharePrompts
 from ....models.support import rope_reason
+from ... import grouped_epochs
 from ...bypass import STATE, bypass_reason, is_overridden
 from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_reason
 from ...line import TrainerLine
@@ -37,6 +38,20 @@ if TYPE_CHECKING:
 REPORTED_STEPS = 1000
 NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 
+
+STEPS = (
+    *(f"transformers.trainer:Trainer.{name}" for name in ("_run_epoch", "training_step", "_prepare_inputs")),
+    *(f"transformers.trainer:Trainer.{name}" for name in ("get_batch_samples", "_get_num_items_in_batch")),
+    *(f"accelerate.accelerator:Accelerator.{name}" for name in ("backward", "no_sync")),
+)
+"""The functions that make steps of batches (see `TrainerLine.relies_on`)."""
+
+RELIES_ON = (
+    *(*STEPS, *grouped_epochs.RELIES_ON, "compute_loss", ":DataCollatorForPreference.torch_call"),
+    *(f"transformers.trainer:Trainer.{name}" for name in ("floating_point_ops", "_track_num_input_tokens")),
+    *(f"accelerate.data_loader:{name}" for name in ("DataLoaderShard.__iter__", "skip_first_batches")),
+)
+"""The functions that `max_tokens` relies on in these trainers."""
 
 LOSS_FUNCTIONS = ("compute_loss", "_compute_loss", "compute_ref_log_probs", "_compute_kl_logps")
 """The functions in which TRL's trainers compute the loss of a batch. Each of them has some."""
