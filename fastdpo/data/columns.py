@@ -22,6 +22,14 @@ def require_truncation(op: str, max_length: object, truncation_mode: object) -> 
     checks.require(truncation_mode in TRUNCATIONS, op, "truncation_mode", rule, checks.shown(truncation_mode))
 
 
+def column_names(dataset: Any) -> set[str]:
+    """The columns of a dataset, or those of its first row if it is a sequence of mappings. Empty if it has none."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and _is_sequence(dataset) and len(dataset) and isinstance(dataset[0], Mapping):
+        names = dataset[0]
+    return set(names or ())
+
+
 def read_columns(
     op: str, dataset: Any, columns: Sequence[str] = COLUMNS
 ) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:

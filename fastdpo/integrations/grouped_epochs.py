@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
+from ..data.columns import column_names
 from .bypass import STATE
 from .options import PatchOptions, applies
 
@@ -111,7 +112,7 @@ class GroupedSampler(Sampler[int]):
 
 def _chosen_columns(dataset: Any) -> tuple[str, ...]:
     """The columns of a dataset that hold the chosen row of a pair, empty if they are not known."""
-    names = set(getattr(dataset, "column_names", None) or ())
+    names = column_names(dataset)
     return next((columns for columns in CHOSEN_ROWS if names.issuperset(columns)), ())
 
 

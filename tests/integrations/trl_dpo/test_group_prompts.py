@@ -35,12 +35,13 @@ def layouts(monkeypatch):
     return recorded_layouts(monkeypatch)
 
 
-def epochs_of(directory, seed=42, n=2, **options) -> list[list[list[tuple]]]:
+def epochs_of(directory, seed=42, n=2, kind=Dataset.from_list, **options) -> list[list[list[tuple]]]:
     """The prompts and chosen answers in each batch of each epoch, in the order of training."""
     options = dict(per_device_train_batch_size=4, seed=seed) | options
     trainer = build(directory, tiny_model(), tiny_model(seed=1), **options)
     data = Dataset.from_list(pairs_of_prompts())
-    trainer.train_dataset = trainer._prepare_dataset(data, trainer.processing_class, trainer.args, "train")
+    prepared = trainer._prepare_dataset(data, trainer.processing_class, trainer.args, "train")
+    trainer.train_dataset = kind(list(prepared))
     loader = trainer.get_train_dataloader()
     epochs = []
     for epoch in range(n):
@@ -48,6 +49,11 @@ def epochs_of(directory, seed=42, n=2, **options) -> list[list[list[tuple]]]:
         items = [[x.inputs for x in item] if isinstance(item, list) else [item] for item in loader]
         epochs.append([list(map(tuple, batch["input_ids"].tolist())) for item in items for batch in item])
     return epochs
+
+
+def test_a_list_has_the_epochs_of_a_dataset(tmp_path):
+    with fastdpo.patched("trl.DPOTrainer", group_prompts=True):
+        assert epochs_of(tmp_path / "list", kind=list) == epochs_of(tmp_path / "dataset")
 
 
 def chosen_rows(batches: list[list[tuple]]) -> Counter:

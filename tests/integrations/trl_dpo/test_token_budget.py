@@ -63,6 +63,12 @@ def computed(monkeypatch):
     return tokens
 
 
+class Listed(DPOTrainer):
+    def get_train_dataloader(self):
+        self.train_dataset = list(self.train_dataset)
+        return super().get_train_dataloader()
+
+
 # option: what stock trains with, what the budget changes
 OPTIONS = {
     "full": (STEP, {}),
@@ -87,6 +93,7 @@ OPTIONS = {
     "weighting": (dict(STEP, use_weighting=True), {}),
     "input_tokens": (dict(STEP, include_num_input_tokens_seen="non_padding"), {}),
     "sequential": (dict(STEP, train_sampling_strategy="sequential"), {}),
+    "list": (dict(STEP, trainer_class=Listed), {}),
     "data_seed": (dict(STEP, data_seed=7, accelerator_config={"use_seedable_sampler": False}), {}),
 }
 

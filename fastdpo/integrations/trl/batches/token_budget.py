@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ....data.columns import COLUMNS
+from ....data.columns import COLUMNS, column_names
 from ....logs import logger
 from ....models.calls import outcomes
 from ....models.parts import base_of
@@ -216,7 +216,7 @@ def unsupported_reason(trainer: Any, loader: Any, rewards: bool) -> str | None:
     if not (rewards or hasattr(trainer, "aux_loss_enabled")):
         return "TRL before 1.8"
     columns = COLUMNS[1:] if rewards else COLUMNS
-    if not set(columns) <= set(loader.dataset.column_names):
+    if not column_names(loader.dataset).issuperset(columns):
         return f"datasets without the columns {', '.join(columns)}, such as those with images"
     if not (rewards or hasattr(trainer.data_collator, "truncation_mode")):
         return f"the data collator {type(trainer.data_collator).__name__}, whose truncation is not known"
