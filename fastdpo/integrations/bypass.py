@@ -101,21 +101,25 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
     reference = weakref.ref(trainer)  # which holds the callback
     first_step = math.inf
 
+    def state_of(args: Any) -> Any:
+        """The state of the trainer, or None in the callback of its copy, whose models are copies that say so."""
+        trainer = reference()
+        return None if trainer is None or trainer.args is not args else vars(trainer).get(STATE)
+
     def on_train_begin(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         nonlocal first_step
-        first_step = state.global_step + 1
+        if state_of(args) is not None:
+            first_step = state.global_step + 1
 
     def on_log(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        trainer = reference()
-        patched = None if trainer is None else vars(trainer).get(STATE)
+        patched, trainer = state_of(args), reference()
         if trainer is not None and patched is not None and state.global_step >= first_step and not patched.has_logged:
             patched.has_logged = True
             report_if_unused(trainer, integration, trainer.model)
             _log_calls(patched, state)
 
     def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        trainer = reference()
-        patched = None if trainer is None else vars(trainer).get(STATE)
+        patched = state_of(args)
         if patched is not None:
             _log_calls(patched, state)
 

@@ -1,5 +1,6 @@
 """A trainer whose class bypasses the patched functions says so, at the latest in its first log."""
 
+import copy
 import functools
 
 import pytest
@@ -234,3 +235,16 @@ def test_classes_that_are_trusted(kind):
 def test_classes_that_are_not(kind):
     reason = bypass_reason(kind(), Stock, ("loss", "score", "fused"))
     assert reason == "OwnScore.score does not call Stock.score"
+
+
+def test_a_copied_trainer_says_only_that_its_models_are_copies(tmp_path, caplog):
+    fastdpo.patch("trl.DPOTrainer")
+    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1), 8, max_steps=1)
+    with caplog.at_level("INFO", logger="fastdpo"):
+        copy.deepcopy(trainer).train()
+        assert caplog.text.count("the model is a copy of a patched model") == 2  # policy and reference
+        assert UNUSED not in caplog.text
+        caplog.clear()
+        trainer.train()
+    assert caplog.text.count("trl.DPOTrainer calls: ") == 2  # at its first log and at its end
+    assert "not fused" not in caplog.text

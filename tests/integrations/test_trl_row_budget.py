@@ -170,32 +170,62 @@ def test_an_empty_mask_is_refused(tmp_path, trainer):
         trained(tmp_path, trainer, trainer_class=masked)
 
 
-class Unpatches(TrainerCallback):
-    """Undoes the patches after some of the batches of the first step."""
-
-    def __init__(self, substep: int):
-        self.substep, self.seen = substep, 0
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.seen += 1
-        if self.seen == self.substep:
-            fastdpo.unpatch()
+class Interrupted(Exception):
+    pass
 
 
-@pytest.mark.parametrize("substep", [1, 3])
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_unpatching_within_a_step_hands_its_batches_back(tmp_path, trainer, substep):
+def _interrupt(trainer, control):
+    raise Interrupted
 
-    class Unpatched(CLASSES[trainer]):
+
+def _stop(trainer, control):
+    control.should_training_stop = True
+
+
+def _unpatch(trainer, control):
+    fastdpo.unpatch()
+
+
+WITHIN_A_STEP = {  # what happens, and behind which substep: of a step with four batches, three are substeps
+    "evaluation": (lambda trainer, control: trainer.evaluate(), 5),
+    "exception": (_interrupt, 2),
+    "stop": (_stop, 5),
+    "unpatching": (_unpatch, 1),
+    "unpatching at the end": (_unpatch, 3),
+}
+
+
+def acting(trainer_class: type, act, substep: int) -> type:
+    """A subclass that acts after some of the batches of a step, and trains again after an exception."""
+
+    class Acting(trainer_class):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.add_callback(Unpatches(substep))
+            self.add_callback(Acts(self))
 
-    stock = trained(tmp_path / "stock", trainer)
-    fastdpo.patch(trainer, max_tokens=MAX_TOKENS)
-    patched = trained(tmp_path / "patched", trainer, trainer_class=Unpatched)
-    assert not patched.calls, "no batch was due before"
-    assert_same(stock, patched)
+        def train(self):
+            try:
+                return super().train()
+            except Interrupted:
+                return super().train()
+
+    class Acts(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer, self.seen = trainer, 0
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            self.seen += 1
+            if self.seen == substep:
+                act(self.trainer, control)
+
+    return Acting
+
+
+@pytest.mark.parametrize("action", WITHIN_A_STEP)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_batches_that_wait_for_the_end_of_a_step_are_not_lost(compare, trainer, action):
+    patched = compare(trainer, trainer_class=acting(CLASSES[trainer], *WITHIN_A_STEP[action]), evaluate=6)
+    assert {path for _, path in patched.calls} == ({"fused"} if "unpatching" not in action else set())
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -75,7 +75,7 @@ class GroupLine(RowBudgetLine):
     relies_on = MappingProxyType({"max_tokens": (*STEPS, *_GENERATIONS)})
     path = ("compute_loss", "_compute_loss", _SCORES, "fused_lm_head")
     kind_without_gradient = "old_policy"
-    replaced_with_budget = ("training_step", _SCORES)
+    replaced_with_budget = (*RowBudgetLine.replaced_with_budget, _SCORES)
 
     def disabled_reason(self, arguments: dict[str, Any]) -> Reason | None:
         return option_reason(arguments.get("args"), DISABLING)

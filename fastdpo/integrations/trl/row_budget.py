@@ -59,7 +59,9 @@ class RowBudgetLine(FusedHeadLine):
     """
 
     relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {**FusedHeadLine.relies_on, "max_tokens": STEPS}
-    replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step",)
+    replaced_with_budget: ClassVar[tuple[str, ...]] = (
+        *("training_step", "train", "evaluate", "_maybe_log_save_evaluate"),
+    )
 
     # What a trainer defines.
 
@@ -135,6 +137,25 @@ class RowBudgetLine(FusedHeadLine):
         if budget is None:
             return stock(trainer, model, inputs, *args, **kwargs)
         return budget.training_step(trainer, model, inputs, lambda batch: stock(trainer, model, batch, *args, **kwargs))
+
+    def evaluate(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates with the metrics of all batches that were taken, as TRL does."""
+        budget = self.budget_of(trainer)
+        if budget is not None:
+            budget.catch_up(trainer)
+        return stock(trainer, *args, **kwargs)
+
+    train = evaluate  # again, after an exception within a step
+
+    def _maybe_log_save_evaluate(
+        self, stock: Callable, trainer: Any, tr_loss: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """At the end of an epoch, a step may have been stopped."""
+        budget = self.budget_of(trainer)
+        if budget is not None:
+            budget.catch_up(trainer)
+            tr_loss += budget.loss_since(trainer)
+        stock(trainer, tr_loss, *args, **kwargs)
 
     def _require_cuttable(self, trainer: Any) -> None:
         """Raises NotImplementedError if the steps of a trainer cannot be cut."""
@@ -219,13 +240,15 @@ class RowBudget:
         self._position = 0  # in the step, of the next batch
         self._scored: list[Scores] | None = None  # by the micro-batches that were trained on, if any are
         self._known: Scores | None = None  # of the batch whose metrics are computed, if any are
+        self._loss: Tensor | None = None  # of the rows that were trained on, if it was not returned yet
+        self._model: nn.Module  # the policy, in the wrappers of engines
         self._train_on: Callable[[Batch], Tensor]
         self._handed_back = Replacements()
         self._warned = False
 
     def start_step(self, *args: Any, **kwargs: Any) -> None:
-        """Begins a step. A training that was stopped within one may have left batches."""
-        self._batches, self._position = [], 0
+        """Begins a step. A training that was stopped within one may have left its position."""
+        self._batches, self._position, self._loss = [], 0, None
         self._handed_back.undo()
 
     def training_step(self, trainer: Any, model: nn.Module, inputs: Any, train_on: Callable[[Batch], Tensor]) -> Tensor:
@@ -238,17 +261,30 @@ class RowBudget:
             train_on: the trainer's own step for a batch, which returns its loss.
 
         Returns:
-            The loss of all rows that were trained on, a scalar.
+            The loss of all rows that were trained on since the last batch, a scalar.
         """
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        self._train_on = train_on
+        self._model, self._train_on = model, train_on
         self._batches.append(trainer._prepare_inputs(inputs))
         self._position += 1
         ends_step = self._position == trainer.current_gradient_accumulation_steps
-        if not ends_step and not self._line.must_train(trainer):
-            return torch.zeros((), device=trainer.args.device)
+        if ends_step or self._line.must_train(trainer):
+            self._train_on_batches(trainer, ends_step)
+        return self.loss_since(trainer)
+
+    def catch_up(self, trainer: Any) -> None:
+        """Trains on the batches that wait for the end of their step."""
+        if self._batches:
+            self._train_on_batches(trainer, ends_step=False)
+
+    def loss_since(self, trainer: Any) -> Tensor:
+        """The loss of all rows that were trained on since the last call, a scalar."""
+        loss, self._loss = self._loss, None
+        return torch.zeros((), device=trainer.args.device) if loss is None else loss
+
+    def _train_on_batches(self, trainer: Any, ends_step: bool) -> None:
         batches, self._batches = self._batches, []
         self._position *= not ends_step
         joined = self._line.joined(trainer, batches)
@@ -256,14 +292,14 @@ class RowBudget:
         outcomes[self._line.name, "steps"] += ends_step
         outcomes[self._line.name, "micro-batches"] += len(micro_batches)
         with _taking_prepared(trainer):
-            self._line.score_without_gradients(trainer, model, batches, joined, micro_batches)
+            self._line.score_without_gradients(trainer, self._model, batches, joined, micro_batches)
             self._scored = []
             try:
-                loss = self._train(trainer, model, batches, joined, micro_batches, ends_step)
-                self._log_metrics(trainer, model, batches, torch.cat(micro_batches))
+                loss = self._train(trainer, self._model, batches, joined, micro_batches, ends_step)
+                self._log_metrics(trainer, self._model, batches, torch.cat(micro_batches))
             finally:
                 self._scored = None
-        return loss
+        self._loss = loss if self._loss is None else self._loss + loss
 
     def hand_back(self, trainer: Any) -> None:
         """Has the trainer's own steps train on the batches that were taken, when the next one comes."""

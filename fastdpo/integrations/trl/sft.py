@@ -33,7 +33,7 @@ class SFTLine(PaddedRowBudgetLine):
     replaced = ("get_train_dataloader",)
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
-    replaced_with_budget = ("training_step", "compute_loss")
+    replaced_with_budget = (*PaddedRowBudgetLine.replaced_with_budget, "compute_loss")
     entries = frozenset({"input_ids", "attention_mask", "labels"})
     fields = ("log_probs", "label_mask", "entropy", "is_top1")
 

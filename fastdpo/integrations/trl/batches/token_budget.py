@@ -41,6 +41,7 @@ NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 
 STEPS = (
     *(f"transformers.trainer:Trainer.{name}" for name in ("_run_epoch", "training_step", "_prepare_inputs")),
+    "transformers.trainer:Trainer._maybe_log_save_evaluate",
     *(f"transformers.trainer:Trainer.{name}" for name in ("get_batch_samples", "_get_num_items_in_batch")),
     *(f"accelerate.accelerator:Accelerator.{name}" for name in ("backward", "no_sync")),
 )
