@@ -59,9 +59,7 @@ class RowBudgetLine(FusedHeadLine):
     """
 
     relies_on: ClassVar[Mapping[str, tuple[str, ...]]] = {**FusedHeadLine.relies_on, "max_tokens": STEPS}
-    replaced_with_budget: ClassVar[tuple[str, ...]] = (
-        *("training_step", "train", "evaluate", "_maybe_log_save_evaluate"),
-    )
+    replaced_with_budget: ClassVar[tuple[str, ...]] = ("training_step", "train", "evaluate", "_maybe_log_save_evaluate")
 
     # What a trainer defines.
 
@@ -307,7 +305,7 @@ class RowBudget:
         def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             self._handed_back.undo()
             batches, self._batches = self._batches, []
-            loss = torch.zeros((), device=trainer.args.device)
+            loss = self.loss_since(trainer)
             for batch in batches:
                 with _taking_prepared(trainer), without_sync(trainer, model):
                     loss = loss + self._train_on(batch)
