@@ -34,6 +34,12 @@ OTHERS = (
     "readers of a header in several programs",
     *("ZeRO in bfloat16", "use_kernels", "kernels for evaluation only", "mixers whose functions become kernels"),
     *("functions inside modules of the package kernels", "mixers whose forward is a kernel"),
+    *("gradients that depend on the batch", "gradients that layers add", "unknown randomness", "backward hooks"),
+    *("layers that were compiled before", "what quantized modules keep", "quantized weights that a probe would repack"),
+    "merged calls of a model that falls back",
+    *("layouts of batches that were written to unseen", "unseen writes on a device", "pickled models"),
+    *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
+    "models that change and change back",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -17,10 +17,12 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     calls.py         counts calls and tokens
     pickling.py      pickles of a model without its fused forward
 
-A model is examined before its first call, and when it has changed:
+A model is examined before its first call in training and in evaluation mode, and when it has changed:
 
     support.py       what its configuration and its modules rule out
     probe.py         a few random rows, packed and padded
+    runs.py          their hidden states and gradients
+    comparable.py    runs that can be compared, and leave the model as it was
     verification.py  the first calls, fused and by the forward that the model had before
     gradients.py     gradients in a form that is small enough to keep
     sharding.py      models that ranks hold parts of, and so examine together
