@@ -390,4 +390,4 @@ $(FLASH_SOURCES): $(READY)
 	mv $@.part $@
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) $(SITE) $(WHEEL) build dist out *.egg-info
+	rm -rf $(VENV) $(LEGACY) $(OPENRLHF) $(LLAMAFACTORY) $(DEEPSPEED) $(SWIFT) $(AXOLOTL) $(NEXT) $(PACKAGING) $(SITE) $(WHEEL) build dist out *.egg-info src/*.egg-info

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -80,6 +81,21 @@ def test_without_an_installation_requirements_are_not_checked(monkeypatch):
     assert found["requirements"].status == OFF
     assert found["requirements"].detail == "not checked: fastdpo runs from its sources and is not installed"
     assert found["trl"].status == OK
+
+
+def test_a_script_that_imports_something_else(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fastdpo").mkdir()  # such as a clone
+    assert next(doctor.package_findings()).status == OK
+    script = tmp_path / "fastdpo.py"
+    script.write_text("raise SystemExit")
+    of_script = next(doctor.package_findings())
+    script.unlink()
+    monkeypatch.setattr(sys, "executable", sys._base_executable)  # as where a folder hides an editable install
+    of_folder = next(doctor.package_findings())
+    assert (of_script.status, of_folder.status) == (FAILED, FAILED)
+    assert of_script.detail.endswith(f", but a script in {tmp_path} imports {script}: rename it")
+    assert of_folder.detail.endswith(f" imports {tmp_path / 'fastdpo'}: install fastdpo again, with pip")
 
 
 def test_trainers_that_nobody_asked_for_may_be_missing(monkeypatch):

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from contextlib import suppress
@@ -113,19 +114,28 @@ def imports() -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory) -> Path:
-    """A directory with the sdist, and the wheel that is built from it.
-
-    Both are built from a copy, as other processes may build in the repository.
-    """
-    out, source = (tmp_path_factory.mktemp(name) for name in ("dist", "source"))
+def clone(tmp_path_factory) -> Path:
+    """A copy of the repository, as other processes may build in this one."""
+    copy = tmp_path_factory.mktemp("clones") / "fastdpo"
     for name in tracked_files():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    done = subprocess.run(build, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def dist(clone, tmp_path_factory) -> Path:
+    """A directory with the sdist, and the wheel that is built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    python("-m", "build", "--no-isolation", "--outdir", out, clone)
     return out
+
+
+def python(*arguments: str | Path, executable: str | Path = sys.executable, **options) -> str:
+    """The output of a Python process that must succeed."""
+    done = subprocess.run([executable, *arguments], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +174,31 @@ def test_sdist_holds_what_the_wheel_is_built_from_and_nothing_else(dist):
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
-    made = {"PKG-INFO", "setup.cfg", *(name for name in names if name.startswith("fastdpo.egg-info/"))}
+    made = {"PKG-INFO", "setup.cfg", *(name for name in names if name.startswith("src/fastdpo.egg-info/"))}
     texts = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "docs/package.md"}
-    assert names - made == package_files() | texts | {"pyproject.toml"}
+    assert names - made == {f"src/{name}" for name in package_files()} | texts | {"pyproject.toml"}
+
+
+NEXT_TO_A_CLONE = """
+import pathlib
+from importlib.util import find_spec
+import fastdpo
+clone = pathlib.Path("fastdpo").absolute()
+print(fastdpo.__version__, *(path.name for path in clone.glob("[!.]*/") if str(clone) in str(find_spec(path.name))))
+"""
+
+
+def test_an_editable_install_is_found_next_to_its_clone(clone, tmp_path):
+    """README's layout: a script, and a clone whose folder has the name of the package. Nothing else of it is found."""
+    python("-m", "venv", "--without-pip", tmp_path)
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    (site / "parent.pth").write_text(sysconfig.get_path("purelib"))  # torch, and what builds
+    to_it = ["-m", "pip", "--python", tmp_path / "bin" / "python"]
+    python(*to_it, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", clone)
+    script = clone.parent / "script.py"
+    script.write_text(NEXT_TO_A_CLONE)
+    found = python(script, executable=tmp_path / "bin" / "python", cwd=clone.parent)
+    assert found == f"{fastdpo.__version__} fastdpo\n"
 
 
 def test_metadata(metadata):
@@ -234,15 +266,9 @@ def test_a_wheel_without_extras_imports_every_public_module(wheel, metadata, tmp
     refused = {x for x, names in modules.items() if allowed.keys().isdisjoint(map(canonicalize_name, names))}
     refused.discard("fastdpo")
     assert "transformers" in refused
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT, ",".join(sorted(refused)), ",".join(PUBLIC)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "fastdpo" / "__init__.py")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = python("-c", IMPORT, ",".join(sorted(refused)), ",".join(PUBLIC), env=environment, cwd=tmp_path)
+    assert found.strip() == str(tmp_path / "fastdpo" / "__init__.py")
 
 
 def test_the_root_has_no_package_named_kernels():
@@ -250,8 +276,7 @@ def test_the_root_has_no_package_named_kernels():
     assert (ROOT / "fastdpo" / "kernels").is_symlink()
     assert not (ROOT / "kernels" / "__init__.py").exists()
     code = "import importlib.util as u; s = u.find_spec('kernels'); print(s is None or s.loader is None)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    assert python("-c", code, cwd=ROOT) == "True\n"
 
 
 def part_of(module: str) -> str | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -108,7 +110,7 @@ def as_json(report: Report) -> str:
 
 
 def package_findings() -> Iterator[Finding]:
-    yield Finding(OK, "fastdpo", f"{__version__}, {Path(__file__).parents[1]}")
+    yield _as_a_script_sees_it()
     yield Finding(OK, "python", platform.python_version())
     try:
         requirements = importlib.metadata.requires("fastdpo") or ()
@@ -129,6 +131,20 @@ def package_findings() -> Iterator[Finding]:
     for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines()))):
         version = packages.version_of(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
+
+
+def _as_a_script_sees_it() -> Finding:
+    """This package, and whether a script in the working directory imports it. What it imports instead is not run."""
+    here = Path(__file__).parents[1]
+    looking = "from importlib.util import find_spec; found = find_spec('fastdpo')"
+    printing = "print(found and (found.origin or [*found.submodule_search_locations][0]))"
+    command = [sys.executable, "-c", f"{looking}; {printing}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if Path(found).resolve() == (here / "__init__.py").resolve():
+        return Finding(OK, "fastdpo", f"{__version__}, {here}")
+    cure = "rename it" if Path(found).is_file() else "install fastdpo again, with pip"
+    imports = f"a script in {Path.cwd()} imports {found}: {cure}"
+    return Finding(FAILED, "fastdpo", f"{__version__}, {here}, but {imports}")
 
 
 def _optional(package: str, version: str) -> Finding:
