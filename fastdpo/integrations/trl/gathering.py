@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +46,18 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
     of_all: Gather = gather or (_as_it_is if accelerator.distributed_type == "NO" else accelerator.gather)
     with replacing(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x))):
         yield
+
+
+def in_float32(accelerator: Any) -> AbstractContextManager[None]:
+    """During the block, metrics of floats are gathered in float32, the dtype of TRL's own head.
+
+    That of fastdpo returns float64 for a model in float64. Where TRL puts an empty tensor in the place of what a rank
+    does not have, ranks would gather two dtypes, which no backend allows.
+    """
+    gather = accelerator.gather_for_metrics
+    if accelerator.num_processes == 1:
+        return nullcontext()
+    return replacing(accelerator, gather_for_metrics=lambda x: gather(x.float() if x.is_floating_point() else x))
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from ..bypass import STATE, is_overridden
 from ..replacements import replacing, temporarily
 from ..scored_rows import equal_when_merged, merged
 from .batches.token_budget import STEPS
+from .gathering import in_float32
 from .models import reference_of, unwrapping
 from .row_budget import Batch, PaddedRowBudgetLine, on_device
 
@@ -86,16 +87,17 @@ class KTOLine(PaddedRowBudgetLine):
         **kwargs: Any,
     ) -> Any:
         called = self.scoring(trainer, model)
-        if called is not model:  # while a step is cut
-            with layouts.labelling(inputs["completion_mask"]):
-                return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
-        reference = reference_of(trainer)
-        overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
-        if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):
-            return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-        logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
-        with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
-            return stock(trainer, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
+        with in_float32(trainer.accelerator):
+            if called is not model:  # while a step is cut
+                with layouts.labelling(inputs["completion_mask"]):
+                    return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
+            reference = reference_of(trainer)
+            overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))
+            if trainer.precompute_ref_logps or overridden or not _merges(trainer, reference, inputs):
+                return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
+            logps, KL_logps = trainer.compute_ref_log_probs(reference, inputs)
+            with temporarily(trainer, precompute_ref_logps=True):  # TRL then takes them from the batch
+                return stock(trainer, model, {**inputs, "ref_logps": logps, "ref_KL_logps": KL_logps}, return_outputs)
 
     def score_without_gradients(
         self, trainer: Any, model: nn.Module, batches: list[Batch], joined: Batch, micro_batches: list[Tensor]

@@ -47,12 +47,9 @@ def with_and_without(directory: Path, trainer: str) -> list[Run]:
 
 
 def train_rank(directory: Path, trainer: str) -> None:
-    """Writes a stock and a patched training to a file in the directory, in float32.
-
-    In float64, TRL's KTOTrainer would gather float32 from a rank whose batch has no desirable row.
-    """
+    """Writes a stock and a patched training to a file in the directory."""
     rank = int(os.environ["RANK"])
-    options: dict = dict(evaluate=6, max_steps=2, prepare=lambda model: model)
+    options: dict = dict(evaluate=6, max_steps=2)
     stock = trained(directory / f"stock {rank}", trainer, **options)
     with fastdpo.patched(trainer, max_tokens=MAX_TOKENS // 2):
         patched = trained(directory / f"patched {rank}", trainer, **options)
