@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ INTS = (torch.int32, torch.int64)
 NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 
 LARGEST_FLOAT = sys.float_info.max
+
+T = TypeVar("T")
 
 
 def require_tensors(op: str, **tensors: object) -> None:
@@ -99,11 +101,17 @@ def require_ints(op: str, **tensors: Tensor) -> None:
         require(tensor.dtype in INTS, op, name, "be int32 or int64", tensor.dtype, error=TypeError)
 
 
+def agreed(first: T, *others: T) -> T:
+    """What several others agree on, otherwise the first. An error then names the argument that differs."""
+    return others[0] if len(others) > 1 and all(x == others[0] for x in others) else first
+
+
 def require_same_device(op: str, **tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    (first, device), *others = devices.items()
-    for name, other in others:
-        require(other == device, op, name, "be on the device of {} ({})", other, first, device)
+    device = agreed(*devices.values())
+    on_it = [name for name, other in devices.items() if other == device]
+    for name, other in devices.items():
+        require(other == device, op, name, "be on the device of {} ({})", other, on_it[0], device)
 
 
 def require_targets(op: str, targets: Tensor, shape: Sequence[int]) -> None:
@@ -117,15 +125,14 @@ def require_transform(op: str, softcap: float | None, logit_scale: float, temper
     require_positive(op, "temperature", temperature)
 
 
-def require_distinct_memory(op: str, argument: str, rows: Tensor, option: str) -> None:
-    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten."""
+def require_distinct_memory(op: str, argument: str, rows: Tensor, reason: str) -> None:
+    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten for a reason."""
     (n, v), (row_stride, column_stride) = rows.shape, rows.stride()
     expanded = (n > 1 and row_stride <= 0) or (v > 1 and column_stride <= 0)
     overlapping = n > 1 and v > 1 and row_stride <= (v - 1) * column_stride and column_stride <= (n - 1) * row_stride
     distinct = n == 0 or not (expanded or overlapping)
-    require(
-        distinct, op, argument, "not have elements that overlap in memory with {}", f"strides {rows.stride()}", option
-    )
+    rule = "not have elements that overlap in memory, since {}"
+    require(distinct, op, argument, rule, f"strides {rows.stride()}", reason)
 
 
 def require_no_dtensor(op: str, **tensors: Tensor | None) -> None:

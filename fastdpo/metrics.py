@@ -68,11 +68,16 @@ class Means:
         Raises:
             ValueError: a name is not one of the metrics, or the shape of a weight is not that of
                 its values.
+            TypeError: a metric does not have a pair of tensors; the message names it.
         """
         unknown = values.keys() - set(self.names)
         if unknown:
             raise ValueError(f"Means: metrics must be among {', '.join(self.names)}; got {', '.join(sorted(unknown))}")
-        for name, (value, weight) in values.items():
+        for name, pair in values.items():
+            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+            rule = "be a pair of values and weights"
+            checks.require(is_pair, "Means", name, rule, checks.shown(pair), error=TypeError)
+            value, weight = pair
             tensors = {name: value} if weight is None else {name: value, f"weight of {name}": weight}
             checks.require_tensors("Means", **tensors)
             if not self._sums_and_counts.is_meta:

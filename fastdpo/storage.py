@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from . import atomic_files
-from .plain_checks import checked_path
+from .plain_checks import checked_path, require
 from .reasons import Reason
 
 if TYPE_CHECKING:
@@ -49,13 +49,16 @@ def checked_directory(op: str, argument: str, value: object, rule: str) -> Direc
     """The directory that a string or an `os.PathLike` names.
 
     Raises:
-        TypeError, ValueError: it breaks the rule, or fsspec cannot reach it.
+        TypeError, ValueError: it breaks the rule, is a file, or fsspec cannot reach it.
     """
     path = checked_path(op, argument, value, rule)
     try:
-        return directory_at(value if isinstance(value, str) else path)
+        directory = directory_at(value if isinstance(value, str) else path)
     except (ValueError, ImportError) as error:
         raise ValueError(f"{op}: {argument} must {rule}; got {value!r}, which fsspec cannot reach: {error}") from error
+    is_file = isinstance(directory, LocalDirectory) and os.path.exists(path) and not os.path.isdir(path)
+    require(not is_file, op, argument, rule, f"{str(path)!r}, which is a file")
+    return directory
 
 
 @dataclass(frozen=True)

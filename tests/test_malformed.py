@@ -6,6 +6,7 @@ an argument of its kind must not be.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import warnings
@@ -33,6 +34,7 @@ DATASET = [dict(prompt_ids=[3, 4], chosen_ids=[5], rejected_ids=[6, 7])]
 MODEL = LlamaForCausalLM(
     LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
 )
+META_MODEL = copy.deepcopy(MODEL).to("meta")
 TOKENS = ops.TokenLogps(torch.zeros(2, 3), entropy=torch.ones(2, 3))
 SUMS = ops.SequenceLogps(torch.zeros(2), torch.ones(2, dtype=torch.long))
 LOSS = ops.preference_loss(*torch.zeros(4, 2))
@@ -144,6 +146,7 @@ def no_rows(good: Tensor) -> dict[str, object]:
 
 
 FLOAT = Kind(no_floats, wrong_shapes)
+MAIN_GRAD = Kind(lambda good: {**no_floats(good), "expanded": good[:1].expand_as(good)}, wrong_shapes)
 IDS_KIND = Kind(no_ids, wrong_shapes)
 LABELS_KIND = Kind(no_labels, wrong_shapes)
 INTS = Kind(no_ints, wrong_shapes)
@@ -218,7 +221,7 @@ FUNCTIONS = {
     ),
     "linear_logps": Function(
         ops.linear_logps,
-        dict(**HEAD, **HEAD_OPTIONS, outputs=(("entropy",), NAMES), main_grad=(torch.zeros(9, 2), FLOAT)),
+        dict(**HEAD, **HEAD_OPTIONS, outputs=(("entropy",), NAMES), main_grad=(torch.zeros(9, 2), MAIN_GRAD)),
     ),
     "sequence_logps": Function(
         ops.sequence_logps,
@@ -333,6 +336,11 @@ FUNCTIONS = {
         dict(x=(FLOATS, required(Kind(no_tensors))), weight=(FLOATS, REAL)),
         ("Means",),
     ),
+    "Means.update_weighted: pairs": Function(
+        lambda x: metrics.Means(("x",)).update_weighted({"x": x}),
+        dict(x=((FLOATS, None), values(FLOATS, FLOATS[:2], None, 3, "ab", (FLOATS,), (FLOATS, None, None)))),
+        ("Means",),
+    ),
     "PreferenceMeans": Function(
         lambda loss, **logps: metrics.PreferenceMeans().update_pairs(loss, **logps),
         dict(
@@ -349,9 +357,9 @@ FUNCTIONS = {
     "precompute": Function(
         ref_logps.precompute,
         dict(
-            model=(MODEL, values(None, 3, "gpt2", type(MODEL), torch.nn.Linear(2, 2), [MODEL])),
+            model=(MODEL, values(None, 3, "gpt2", type(MODEL), torch.nn.Linear(2, 2), [MODEL], META_MODEL)),
             dataset=(DATASET, values("abc", DATASET[0], None, 3, [1], ["abc"], iter(DATASET), [{}], [*DATASET, None])),
-            cache_dir=(None, values("", 3, b"cache", True, [])),
+            cache_dir=(None, values("", 3, b"cache", True, [], __file__)),
             max_length=(4, no_integer("4", 0, -1, 2.0, NAN, True)),
             truncation_mode=("keep_end", values("keep", None, 3, [])),
             ld_alpha=(0.5, values("0.5", -0.1, 1.1, NAN, True, [])),

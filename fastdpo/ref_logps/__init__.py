@@ -113,6 +113,7 @@ def precompute(
         directory = storage.checked_directory("precompute", "cache_dir", cache_dir, rule)
     checks.require_positive_integer("precompute", "tokens_per_batch", tokens_per_batch)
     base = parts.base_of(model, "precompute")
+    _require_values(base)
     pairs = Pairs(dataset, max_length, truncation_mode, parts.vocabulary_of(base))
     _require_any_batch(base, pairs)
     device = parts.input_device_of(base)
@@ -165,6 +166,14 @@ def with_ref_logps(dataset: Any, logps: RefLogps) -> Any:
     if not names.isdisjoint(OUTPUTS):
         raise ValueError(f"with_ref_logps: dataset must not have {' and '.join(OUTPUTS)} yet; got {sorted(names)}")
     return result
+
+
+def _require_values(base: PreTrainedModel) -> None:
+    """Raises a ValueError if parameters have no values, and no hook of accelerate that would load them."""
+    placeholder = next((name for name, x in base.named_parameters() if x.is_meta), None)
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in base.modules())
+    got = f"{placeholder} on the device meta"
+    checks.require(placeholder is None or is_offloaded, "precompute", "model", "hold the values of its parameters", got)
 
 
 def _require_any_batch(base: PreTrainedModel, pairs: Pairs) -> None:

@@ -156,6 +156,7 @@ MALFORMED = [
     ("reference_memory", "", ValueError, DIRECTORY + "''"),
     ("reference_memory", " ", ValueError, DIRECTORY + "' '"),
     ("reference_memory", "a\0b", ValueError, DIRECTORY),
+    ("reference_memory", __file__, ValueError, DIRECTORY + repr(__file__) + ", which is a file"),
     ("reference_memory", b"cache", TypeError, DIRECTORY + "b'cache'"),
     ("reference_memory", None, TypeError, DIRECTORY + "None"),
     ("reference_memory", 1, TypeError, DIRECTORY + "1"),

@@ -469,6 +469,12 @@ MISUSES = {  # arguments, and pattern of the message
     "an empty batch": (dict(chosen_logps=FOUR[:0]), ValueError, r"chosen_logps must be \[P\], P > 0; got \[0\]"),
     "tokens": (dict(chosen_logps=torch.zeros(4, 2)), ValueError, r"chosen_logps must be \[P\], P > 0; got \[4, 2\]"),
     "integers": (dict(rejected_logps=FOUR.long()), TypeError, "rejected_logps must be float16, .*; got torch.int64"),
+    "another P of the first": (dict(chosen_logps=FOUR[:3]), ValueError, r"chosen_logps must be \[4\]; got \[3\]"),
+    "another device of the first": (
+        dict(chosen_logps=FOUR.to("meta")),
+        ValueError,
+        r"chosen_logps must be on the device of rejected_logps \(cpu\); got meta",
+    ),
     "another P": (dict(ref_rejected_logps=FOUR[:3]), ValueError, r"ref_rejected_logps must be \[4\]; got \[3\]"),
     "another device": (
         dict(weights=FOUR.to("meta")),

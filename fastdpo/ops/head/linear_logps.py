@@ -215,6 +215,7 @@ def linear_logps(
         wide = accumulation_dtype(compute_dtype)
         fits, got = main_grad.shape == weight.shape and main_grad.dtype == wide, list(main_grad.shape)
         checks.require(fits, OP, "main_grad", "be {} in {}", f"{got} {main_grad.dtype}", list(weight.shape), wide)
+        checks.require_distinct_memory(OP, "main_grad", main_grad, "the backward adds to them")
 
     grad_enabled = torch.is_grad_enabled()
     trains_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))

@@ -118,7 +118,7 @@ class _TokenLogps(torch.autograd.Function):
         transform = softcap, logit_scale, temperature
         logps, shift, others, total, *extra = token_logps_fwd(logits, targets, *transform, statistics)
         ctx.save_for_backward(logits, targets, shift, others, total)
-        ctx.transform, ctx.inplace = transform, inplace_backward
+        ctx.transform, ctx.inplace, ctx.overwritten = transform, inplace_backward, False
         ctx.has_entropy = "entropy" in statistic_names(statistics)
         ctx.mark_non_differentiable(*extra[ctx.has_entropy :])
         return (logps, *extra)
@@ -127,6 +127,10 @@ class _TokenLogps(torch.autograd.Function):
     def backward(ctx, grad_logps, *grad_extra):
         if grad_logps is None and (not ctx.has_entropy or grad_extra[0] is None):
             return (None,) * 7
+        if ctx.inplace and not torch.compiler.is_compiling():
+            got = "True, and the first one has overwritten the logits"
+            checks.require(not ctx.overwritten, OP, "inplace_backward", "be False for a second backward", got)
+            ctx.overwritten = True
         logits, targets, *sums = ctx.saved_tensors
         arguments = (grad_logps, grad_extra[0] if ctx.has_entropy else None, logits, targets, sums, *ctx.transform)
         if ctx.inplace:
@@ -179,7 +183,8 @@ def token_logps(
         `TokenLogps` with fields of the shape of targets.
 
     Raises:
-        ValueError: a shape, device or value breaks a rule above; the message names the argument.
+        ValueError: a shape, device or value breaks a rule above; the message names the argument. In the backward,
+            if it has overwritten the logits before.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
     checks.require_tensors(OP, logits=logits, targets=targets)
@@ -192,7 +197,7 @@ def token_logps(
     statistics = requested_statistics(OP, outputs)
     rows = logits.reshape(-1, logits.shape[-1])
     if inplace_backward:
-        checks.require_distinct_memory(OP, "logits", rows, "inplace_backward")
+        checks.require_distinct_memory(OP, "logits", rows, "inplace_backward overwrites them")
     options = (softcap, logit_scale, temperature, statistics, inplace_backward)
     logps, *extra = _TokenLogps.apply(rows, targets.reshape(-1), *options)
     return named_results(logps, extra, statistics, targets.shape)

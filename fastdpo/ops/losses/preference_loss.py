@@ -98,11 +98,13 @@ def preference_loss(
     for name, x in lengths.items():
         is_number = x is None or not (x.dtype.is_complex or x.dtype == torch.bool)
         checks.require(is_number, OP, name, "be int or floating point", x if x is None else x.dtype, error=TypeError)
-    not_empty = chosen_logps.dim() == 1 and len(chosen_logps) > 0
-    checks.require(not_empty, OP, "chosen_logps", "be [P], P > 0", list(chosen_logps.shape))
+    for name in required:
+        shape = given[name].shape
+        checks.require(len(shape) == 1 and shape[0] > 0, OP, name, "be [P], P > 0", list(shape))
+    (n_pairs,) = checks.agreed(*(given[name].shape for name in required))
     for name, x in given.items():
         if x is not None:
-            checks.require(x.shape == chosen_logps.shape, OP, name, "be [{}]", list(x.shape), len(chosen_logps))
+            checks.require(tuple(x.shape) == (n_pairs,), OP, name, "be [{}]", list(x.shape), n_pairs)
     checks.require_same_device(OP, **given)
     if is_host(chosen_logps.device) and not torch.compiler.is_compiling():  # elsewhere it would synchronize
         for name, x in lengths.items():
