@@ -253,6 +253,8 @@ SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_s
         ("rwkv", dict(attention_hidden_size=32), "RwkvForCausalLM does not let its attention implementation be set"),
         ("deepseek_v4", {}, "DeepseekV4ForCausalLM mixes tokens by other means than attention"),
         ("qwen4_exp_text", QWEN4, "layers of type indexed_attention are not supported"),
+        ("deepseek_v32", {}, "layers of type indexed_attention are not supported"),
+        ("glm_moe_dsa", {}, "layers of type indexed_attention are not supported"),
         ("xlstm", dict(num_heads=2, head_dim=16), "xLSTMForCausalLM mixes tokens by other means than attention"),
     ],
 )
