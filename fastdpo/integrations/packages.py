@@ -143,7 +143,7 @@ def description(package: str) -> str:
         same = Version(version_of(package) or "0").public == tested
         return "tested" if same else f"older than the newest tested version, {tested}"
     names = changed((package,)).get(package)
-    known = "whose code is the same" if PACKAGES[package].compared else "which has the same names"
+    known = "whose code is the same where it is compared"
     if names:
         known = f"where {', '.join(names)} differs: first calls are compared with stock ones"
     return f"provisionally, newer than the tested version, {tested}, {known}"

@@ -61,7 +61,7 @@ class Seam:
         change = (
             f"where {', '.join(self.changed)} differs: its first calls are compared with stock ones"
             if self.changed
-            else "whose code is the same"
+            else "whose code is the same where it is compared"
         )
         return f"newer than the tested versions, {self.tested}, {change}"
 
@@ -428,7 +428,7 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
         return off(version, cast(Reason, reason))
     others = packages.changed(newer)
     tested = [] if is_tested else [f"{distribution}{line.versions}"]
-    tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in others]
+    tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in newer]
     changed_functions = tuple(_each_once({**changed, **others}))
     seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=changed_functions)
     newer = newer if is_tested else [*newer, package]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -74,6 +75,12 @@ def test_tokens_are_those_of_the_batches(model, dataset):
     assert largest["padded"] == 4 * 16  # two pairs of rows that are truncated
     assert largest["shared"] < largest["packed"] < largest["padded"]
     assert all(found.tokens["median"][name] <= tokens for name, tokens in largest.items())
+
+
+def test_no_deprecated_function_is_called(model, dataset):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*checkpointing_enable", FutureWarning)
+        estimate(model, dataset, BATCH)
 
 
 def chats(turns: int = 3) -> list[dict[str, list[dict[str, str]]]]:

@@ -82,13 +82,15 @@ def newer(monkeypatch):
 
 
 @pytest.mark.parametrize("package", packages.PACKAGES)
-def test_a_newer_version_with_the_same_code_is_as_ever(newer, package):
+def test_a_newer_version_with_the_same_code_is_provisional(newer, package):
+    """The report of a patch says so, as the doctor does."""
     newer(package)
     (seam,) = fastdpo.patch("trl.DPOTrainer").seams
-    assert seam.on
-    assert seam.provisional is None
-    known = "whose code is the same" if packages.PACKAGES[package].compared else "which has the same names"
-    tested = packages.PACKAGES[package].tested
+    tested, known = packages.PACKAGES[package].tested, "whose code is the same where it is compared"
+    versions = ", ".join(f"{name}<={packages.PACKAGES[name].tested}" for name in packages.newer())
+    assert f"{package}<={tested}" in versions
+    assert seam.provisional == f"newer than the tested versions, {versions}, {known}"
+    assert not seam.changed
     assert packages.description(package) == f"provisionally, newer than the tested version, {tested}, {known}"
 
 

@@ -24,7 +24,7 @@ COPIES = {
 NEWER = f"{NAME} (0.12.0): on, provisionally: newer than the tested versions, openrlhf>=0.9.10,<0.12, "
 OFF = f"{NAME} (0.12.0): off, it is newer than the tested versions, in which other code stands for "
 REPORTS = {
-    "unchanged": f"{NEWER}whose code is the same",
+    "unchanged": f"{NEWER}whose code is the same where it is compared",
     "another loss": f"{NEWER}where openrlhf.trainer.dpo_trainer.DPOTrainer.evaluate differs: its first calls are "
     "compared with stock ones",
     "other positions": f"{OFF}openrlhf.trainer.dpo_trainer.DPOTrainer._get_batch_logps [changed-code]",

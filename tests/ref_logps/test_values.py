@@ -55,7 +55,7 @@ def test_values_of_other_families(family, reference_calls):
     assert reference_calls() == 1
 
 
-@pytest.mark.parametrize("family", ["bloom", "gptj"])
+@pytest.mark.parametrize("family", ["bloom", "falcon-alibi"])
 def test_an_unsupported_model_runs_its_own_forward(family, reference_calls, caplog):
     rows = tokens(8)
     with caplog.at_level(logging.WARNING, logger="fastdpo"):

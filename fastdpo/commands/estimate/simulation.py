@@ -158,7 +158,8 @@ class _Step:
         if self.reference is not None:
             models.append(self.reference)
         if setup.checkpointing:
-            self.base.gradient_checkpointing_enable()
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # now, and its former name
+            next(getattr(self.base, name) for name in names if hasattr(self.base, name))()
             if setup.lora is not None:
                 self.base.enable_input_require_grads()
         routes = returns_router_logits(setup.config) and not setup.rewards

@@ -17,7 +17,7 @@ from ...models.harmless import module_of
 from ...models.parts import base_of, find_base, is_transformers_model, without_engines
 from ...models.sharding import reshard
 from ...models.state import state_of
-from ..replacements import replacing
+from ..replacements import replacing, temporarily
 
 if TYPE_CHECKING:
     from trl.trainer.dpo_trainer import DPOTrainer
@@ -102,14 +102,20 @@ def unwrapping(accelerator: Any) -> Iterator[None]:
         yield
 
 
-def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> AbstractContextManager:
-    """TRL's context if a layer of the model has checkpointing enabled. transformers looks for it in all modules."""
+@contextmanager
+def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
+    embeddings in every step, for which a compiled model is compiled again.
+    """
     base = find_base(model)
     fused = None if base is None else state_of(base)
-    if base is None or fused is None or fused.unsupported_reason() is not None:
-        return stock(model, *args, **kwargs)
-    layers: Any = fused.structure.modules_of(base, "gradient_checkpointing")
-    return stock(model, *args, **kwargs) if any(x.gradient_checkpointing for x in layers) else nullcontext()
+    with ExitStack() as stack:
+        if base is None or fused is None or fused.unsupported_reason() is not None:
+            stack.enter_context(stock(model, *args, **kwargs))
+        else:
+            for layer in fused.structure.modules_of(base, "gradient_checkpointing"):
+                stack.enter_context(temporarily(layer, gradient_checkpointing=False))
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pytest
 from trl import DPOTrainer
 
 import fastdpo
+from tests.support.models.families import tiny_family
 from tests.support.trl.dpo import assert_fused, assert_same, config, dataset, tiny_model, tokenizer
 
 
@@ -47,7 +48,7 @@ def test_flags_and_warnings(tmp_path, trl_log):
 
 def test_a_model_that_stays_padded_logs_a_warning(tmp_path, caplog):
     with fastdpo.patched():
-        trainer = build(tmp_path, tiny_model("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128))
+        trainer = build(tmp_path, tiny_family("bloom"))
     assert (trainer.args.padding_free, trainer.padding_free) == (True, False)
     assert "padding_free=True, but batches are padded for the reason logged above" in caplog.text
 

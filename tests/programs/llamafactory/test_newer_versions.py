@@ -22,7 +22,7 @@ COPIES = {
 NEWER = f"{NAME} (0.9.6): on, provisionally: newer than the tested versions, llamafactory==0.9.5, "
 OFF = f"{NAME} (0.9.6): off, it is newer than the tested versions, in which other code stands for "
 REPORTS = {
-    "unchanged": f"{NEWER}whose code is the same",
+    "unchanged": f"{NEWER}whose code is the same where it is compared",
     "another loss": f"{NEWER}where llamafactory.train.dpo.trainer.CustomDPOTrainer.compute_preference_loss differs: "
     "its first calls are compared with stock ones",
     "other positions": f"{OFF}llamafactory.train.trainer_utils.get_batch_logps [changed-code]",

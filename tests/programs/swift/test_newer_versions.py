@@ -24,7 +24,7 @@ COPIES = {
 }
 NEWER = f"{NAME} (4.7.0): on, provisionally: newer than the tested versions, ms-swift>=4.6,<4.7, "
 REPORTS = {
-    "unchanged": f"{NEWER}whose code is the same",
+    "unchanged": f"{NEWER}whose code is the same where it is compared",
     "another loss": f"{NEWER}where swift.rlhf_trainers.dpo_trainer.DPOTrainer.dpo_loss differs: its first calls are "
     "compared with stock ones",
     "other positions": f"{NAME} (4.7.0): off, it is newer than the tested versions, in which other code stands for "

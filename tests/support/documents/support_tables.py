@@ -19,7 +19,7 @@ from fastdpo import attention
 from fastdpo.models import probe, support
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT
-from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, tiny_family
+from tests.support.models.families import FAILS_IN_STOCK, FUSED, PACKED_SINCE, STOCK, tiny_family
 from tests.support.models.surgeries import SURGERIES
 from tests.support.trl.reward import has_classifier, reward_family
 
@@ -98,6 +98,7 @@ def family_rows() -> list[list[str]]:
         special = FUSED[name][0] if name in FUSED else ""
         # The measured difference depends on the machine.
         reason = re.sub(r" by [\d.]+ of their norm .*", "", reason or "")
+        reason += f"; packed since transformers {PACKED_SINCE[name]}" if name in PACKED_SINCE else ""
         rows.append([name, special, *["no" if reason else "yes"] * 3, of_reward_model(name), reason])
     return rows
 

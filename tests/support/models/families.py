@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -192,6 +194,13 @@ STOCK: dict[str, tuple[str, dict]] = {
     "gptj": ("does not let its attention implementation be set", dict(**GPT, rotary_dim=4)),
 }
 """Maps the name of an unsupported family to a part of the logged reason and its configuration."""
+
+PACKED_SINCE = {"gptj": "5.24"}
+"""Maps the families among them that are supported in later versions of transformers to the first of these."""
+
+for _name, _version in PACKED_SINCE.items():
+    if Version(transformers.__version__) >= Version(_version):
+        FUSED[_name] = ("", STOCK.pop(_name)[1])
 
 FAILS_IN_STOCK = {"phimoe": AttributeError, "llama4_text": AttributeError, "doge": IndexError}
 """Maps the families on which TRL's own fused head fails, with or without fastdpo, to its error."""
