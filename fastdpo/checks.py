@@ -125,14 +125,14 @@ def require_transform(op: str, softcap: float | None, logit_scale: float, temper
     require_positive(op, "temperature", temperature)
 
 
-def require_distinct_memory(op: str, argument: str, rows: Tensor, reason: str) -> None:
-    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten for a reason."""
+def require_distinct_memory(op: str, argument: str, rows: Tensor, purpose: str) -> None:
+    """Requires that no two elements of `rows` [N, V] share memory, so that they can be overwritten for a purpose."""
     (n, v), (row_stride, column_stride) = rows.shape, rows.stride()
     expanded = (n > 1 and row_stride <= 0) or (v > 1 and column_stride <= 0)
     overlapping = n > 1 and v > 1 and row_stride <= (v - 1) * column_stride and column_stride <= (n - 1) * row_stride
     distinct = n == 0 or not (expanded or overlapping)
     rule = "not have elements that overlap in memory, since {}"
-    require(distinct, op, argument, rule, f"strides {rows.stride()}", reason)
+    require(distinct, op, argument, rule, f"strides {rows.stride()}", purpose)
 
 
 def require_no_dtensor(op: str, **tensors: Tensor | None) -> None:

@@ -40,6 +40,9 @@ OTHERS = (
     *("layouts of batches that were written to unseen", "unseen writes on a device", "pickled models"),
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
     "models that change and change back",
+    *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
+    *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),
+    "checkpointing that is enabled again without one more hook",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -80,28 +80,25 @@ def preference_loss(
             that is None; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    floating = dict(
+    required = dict(
         chosen_logps=chosen_logps,
         rejected_logps=rejected_logps,
         ref_chosen_logps=ref_chosen_logps,
         ref_rejected_logps=ref_rejected_logps,
-        sft_logps=sft_logps,
-        weights=weights,
     )
+    floating = {**required, "sft_logps": sft_logps, "weights": weights}
     lengths = dict(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
     given = {**floating, **lengths}
-    required = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
-    checks.require_tensors(OP, **{name: given[name] for name in required})
+    checks.require_tensors(OP, **required)
     checks.require_tensors_or_none(OP, **given)
     require_objective(OP, objective)
     checks.require_floating(OP, **floating)
     for name, x in lengths.items():
         is_number = x is None or not (x.dtype.is_complex or x.dtype == torch.bool)
         checks.require(is_number, OP, name, "be int or floating point", x if x is None else x.dtype, error=TypeError)
-    for name in required:
-        shape = given[name].shape
-        checks.require(len(shape) == 1 and shape[0] > 0, OP, name, "be [P], P > 0", list(shape))
-    (n_pairs,) = checks.agreed(*(given[name].shape for name in required))
+    for name, x in required.items():
+        checks.require(x.dim() == 1 and len(x) > 0, OP, name, "be [P], P > 0", list(x.shape))
+    n_pairs = checks.agreed(*map(len, required.values()))
     for name, x in given.items():
         if x is not None:
             checks.require(tuple(x.shape) == (n_pairs,), OP, name, "be [{}]", list(x.shape), n_pairs)
