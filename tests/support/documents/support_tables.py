@@ -36,10 +36,10 @@ transformers {transformers} and TRL {trl}.
 
 fastdpo does not know a model family by its name. It checks a model's configuration and modules, and
 then probes the model: a few random rows, longer than its sliding window, must give the same hidden
-states packed and padded, and in training the same gradients. A family that is not in this table is therefore packed as well if it
-passes. Otherwise it falls back to TRL, and the reason is logged. `make test-all` trains
-every other causal LM of the installed transformers of which it can make a tiny one: 96 of the other 134 in
-transformers 5.23, all with TRL's numbers, and 54 of them packed.
+states packed and padded, and in training the same gradients. A family that is not in this table is
+therefore packed as well if it passes. Otherwise it falls back to TRL, and the reason is logged.
+`make test-all` trains every other causal LM of the installed transformers of which it can make a tiny
+one: 96 of the other 134 in transformers 5.23, all with TRL's numbers, and 54 of them packed.
 
 The tests train every family in this table as a tiny random model that uses its special features.
 Every logged number and every gradient must equal TRL's. Padded forward passes and `generate()` must
