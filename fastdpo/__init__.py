@@ -1,7 +1,8 @@
 """fastdpo: DPO training with packed batches, shared prompts and a fused LM head, and the same numbers.
 
-`fastdpo.patch()` patches the trainers that are installed. For custom training loops, `fastdpo.ops` has the
-parts, `fastdpo.attention` switches a transformers model to packed attention, `fastdpo.ref_logps` computes
+`fastdpo.patch()` patches the trainers that are installed. In custom training loops, `fastdpo.prepare` and
+`fastdpo.score` compute the log-probabilities of a batch, `fastdpo.ops` has losses and the parts of which scoring
+consists, `fastdpo.attention` switches a transformers model to packed attention, `fastdpo.ref_logps` computes
 reference log-probabilities, and `fastdpo.metrics` has means that are exact over all ranks.
 
 Public names are imported when they are first used, so that the command line starts without torch.
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import metrics, ops, ref_logps
+    from .integrations.custom_loops import prepare, restore, score
     from .integrations.line import TrainerLine
     from .integrations.lines import register
     from .integrations.patching import PatchError, PatchReport, Seam, patch, patched, unpatch
+    from .integrations.scored_rows import ScoredRows
     from .logs import NotFused
     from .models import attention
     from .models.calls import calls
@@ -26,6 +29,7 @@ __all__ = [
     "NotFused",
     "PatchError",
     "PatchReport",
+    "ScoredRows",
     "Seam",
     "TrainerLine",
     "VerificationError",
@@ -35,16 +39,21 @@ __all__ = [
     "ops",
     "patch",
     "patched",
+    "prepare",
     "ref_logps",
     "register",
+    "restore",
+    "score",
     "unpatch",
 ]
 
 _MODULES = {"attention": ".models.attention", "metrics": ".metrics", "ops": ".ops", "ref_logps": ".ref_logps"}
 _HOMES = {
+    ".integrations.custom_loops": ("prepare", "restore", "score"),
     ".integrations.line": ("TrainerLine",),
     ".integrations.lines": ("register",),
     ".integrations.patching": ("PatchError", "PatchReport", "Seam", "patch", "patched", "unpatch"),
+    ".integrations.scored_rows": ("ScoredRows",),
     ".logs": ("NotFused",),
     ".models.calls": ("calls",),
     ".models.verification": ("VerificationError",),

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import checks
 from .prefix_tree import Branch, prefix_tree
 from .reasons import Reason
+from .row_forms import pairs_of, require_ids
 
 IGNORE_INDEX = -100
 MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
@@ -107,17 +108,20 @@ class Layout:
         return padded.reshape(-1)[self.token_index][None]
 
     def unpack(self, scored: Tensor) -> Tensor:
-        """Expands values of scored positions [N] to [R, W], zero elsewhere. Differentiable.
+        """Expands values of labels [M], in the order of `label_index`, to [R, W], zero elsewhere. Differentiable.
+
+        Values of the N positions of `score_index` are expanded as well. Where N equals M, both orders are the same.
 
         Raises:
-            ValueError: the shape is not [N].
+            ValueError: the shape is neither [M] nor [N].
         """
         checks.require_tensors("Layout.unpack", scored=scored)
-        _require_shape("Layout.unpack", "scored", scored, self.score_index.shape)
+        if scored.shape != self.output_index.shape:
+            _require_shape("Layout.unpack", "scored", scored, self.score_index.shape)
+            scored = scored.index_select(0, self.output_source)
         checks.require_same_device("Layout.unpack", output_index=self.output_index, scored=scored)
         padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
-        padded.index_copy_(0, self.output_index, scored.index_select(0, self.output_source))
-        return padded.view(self.output_shape)
+        return padded.index_copy_(0, self.output_index, scored).view(self.output_shape)
 
     def to(self, device: torch.device) -> Layout:
         """A layout whose tensors are on the CPU with those on the device that are not read on the host.
@@ -161,8 +165,7 @@ def pack_pairs(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, sha
     checks.require_flags("pack_pairs", share=share)
     if len(input_ids) % 2:
         raise ValueError(f"pack_pairs: input_ids must have an even number of rows; got {len(input_ids)}")
-    pairs = torch.arange(len(input_ids), device="cpu") % (len(input_ids) // 2 or 1)
-    return pack(input_ids, attention_mask, labels, groups=pairs if share else None)
+    return pack(input_ids, attention_mask, labels, groups="pairs" if share else None)
 
 
 def pack(
@@ -170,7 +173,7 @@ def pack(
     attention_mask: Tensor,
     labels: Tensor,
     *,
-    groups: Tensor | Literal["prompts", "content"] | None = None,
+    groups: Tensor | Literal["prompts", "content", "pairs"] | None = None,
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
@@ -186,8 +189,8 @@ def pack(
             values 0 and 1. The real tokens of a row must be contiguous.
         labels: int32 or int64 [R, L], -100 where nothing is scored. Position i - 1 scores label i.
         groups: int32 or int64 [R]. Rows with the same number may share a prefix. "prompts": rows
-            that are equal up to the token that scores their first label. "content": all rows. None:
-            no rows do.
+            that are equal up to the token that scores their first label. "content": all rows, in any
+            order. "pairs": rows i and i + R/2, as in `pack_pairs`. None: no rows do.
         shifted: position i scores label i, and the output has the width of the input.
         store_all: store every real token, including those that no scored position depends on. A
             router's auxiliary loss counts them.
@@ -206,8 +209,8 @@ def pack(
     _require_batch("pack", input_ids, attention_mask, labels)
     checks.require_flags("pack", shifted=shifted, store_all=store_all)
     if isinstance(groups, str):
-        rule = 'be a tensor, "prompts", "content" or None'
-        checks.require(groups in ("prompts", "content"), "pack", "groups", rule, repr(groups))
+        rule = 'be a tensor, "prompts", "content", "pairs" or None'
+        checks.require(groups in ("prompts", "content", "pairs"), "pack", "groups", rule, repr(groups))
     elif groups is not None:
         checks.require_tensors("pack", groups=groups)
         checks.require_values("pack", groups=groups)
@@ -231,6 +234,8 @@ def pack(
         raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids; got {target.min()}")
     if (target > MAX_ID).any():
         raise ValueError(f"pack: labels must be {IGNORE_INDEX} or token ids below 2**31; got {target.max()}")
+    if not shifted:  # shifted labels of another form score positions themselves
+        require_ids("pack", ids, targets, scored, shifted)
     offset, need = _extents(real != 0, scored, store_all)
     n_rows, length = ids.shape
 
@@ -380,9 +385,10 @@ def _groups_of_rows(
     """[R] what is equal for rows that may share a prefix. The arguments are those of `pack` and `_extents`."""
     if isinstance(groups, Tensor):
         return groups.tolist()
-    if groups == "prompts":  # the tokens up to the position that scores the first label
+    if groups in ("prompts", "pairs"):  # the tokens up to the position that scores the first label
         ends = _span(scored)[0] + 1
-        return [ids[i, offset[i] : ends[i]].tobytes() for i in range(len(ids))]
+        prompts = [ids[i, offset[i] : ends[i]].tobytes() for i in range(len(ids))]
+        return prompts if groups == "prompts" else pairs_of(prompts)
     return range(len(ids)) if groups is None else [0] * len(ids)
 
 
@@ -413,6 +419,8 @@ def _score_once(packed: Ints, target: Ints, shared: NDArray[np.bool_]) -> tuple[
     """
     base = target.max() + 1 if len(target) else 1
     key, merged = np.unique((packed * base + target)[shared], return_inverse=True)
+    if len(key) == len(merged):  # nothing is merged
+        return packed, target, np.arange(len(packed))
     unshared = ~shared
     source = unshared.cumsum() - 1
     source[shared] = unshared.sum() + merged

@@ -36,7 +36,8 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "checks": {"plain_checks"},
     "plain_checks": set(),
     "reasons": set(),
-    "packing": {"checks", "prefix_tree", "reasons"},
+    "row_forms": set(),
+    "packing": {"checks", "prefix_tree", "reasons", "row_forms"},
     "distributed": set(),
     "logs": set(),
     "accuracy": set(),
@@ -57,7 +58,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "models": {"accuracy", "checks", "distributed", "logs", "ops", "packing", "reasons"},
     "ref_logps": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "storage"},
     "integrations": {"batching", "checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing"}
-    | {"plain_checks", "reasons", "ref_logps", "storage"},
+    | {"plain_checks", "reasons", "ref_logps", "row_forms", "storage"},
     "commands": {
         "accuracy",
         "batching",

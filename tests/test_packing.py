@@ -323,6 +323,38 @@ def test_pack_and_unpack():
     assert torch.equal(unpacked, labels[:, 1:].double() * scored)
 
 
+def test_unpack_takes_values_in_the_order_of_labels_where_nothing_is_merged():
+    ids, mask, labels = padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 4, 5, None])])
+    layout = pack_pairs(ids, mask, labels)
+    assert len(layout.score_index) == len(layout.label_index)
+    expected = labels[:, 1:].clamp(min=0)
+    for targets in (layout.labels, layout.targets):
+        assert torch.equal(layout.unpack(targets), expected)
+    merged = pack_pairs(*padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])]))
+    assert len(merged.score_index) < len(merged.label_index)
+    assert torch.equal(merged.unpack(merged.labels), merged.unpack(merged.targets))
+
+
+def test_pairs_whose_rows_come_in_turn_are_refused():
+    rows = [scored_answer(prompt, answer) for prompt in (PROMPT, [9, 8, 7]) for answer in ([1, 2], [3])]
+    with pytest.raises(ValueError, match=r"^pack_pairs: input_ids must have all chosen rows first; got"):
+        pack_pairs(*padded(rows))
+    content = pack(*padded(rows), groups="content")
+    halves = pack_pairs(*padded(rows[::2] + rows[1::2]))
+    assert len(content.token_index) == len(halves.token_index) < content.unshared
+    pack_pairs(*padded(rows), share=False)
+
+
+@pytest.mark.parametrize("answer", [[1, 2, 3], [4, 4, 5]])  # in the latter, both forms have a label in common
+def test_labels_that_are_shifted_are_refused(answer):
+    ids, mask, labels = padded([scored_answer(PROMPT, answer), scored_answer(PROMPT, [2, 1])])
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    assert pack(ids, mask, shifted, shifted=True).targets.tolist() == pack(ids, mask, labels).targets.tolist()
+    with pytest.raises(ValueError, match=r"^pack: labels must not be shifted without shifted=True; got"):
+        pack(ids, mask, shifted)
+    pack(ids, mask, torch.where(labels == IGNORE_INDEX, labels, 6))  # labels that are no ids at all
+
+
 def test_unpack_is_differentiable():
     layout = pack_pairs(*padded([(PROMPT, [None, 1, 2, 3]), (PROMPT, [None, 1, 9, None])]))
     scored = torch.randn(len(layout.targets), dtype=torch.float64, requires_grad=True)
@@ -423,8 +455,8 @@ MISUSES = {  # op, arguments, and pattern of the message
     ),
     "groups by an unknown rule": (
         pack,
-        dict(groups="pairs"),
-        r"""pack: groups must be a tensor, "prompts", "content" or None; got 'pairs'""",
+        dict(groups="halves"),
+        r"""pack: groups must be a tensor, "prompts", "content", "pairs" or None; got 'halves'""",
     ),
     "labels beyond any vocabulary": (
         pack_pairs,

@@ -56,7 +56,7 @@ class FusedLogits:
         return self._each(Tensor.detach)
 
     def size(self, dim: int) -> int:
-        return self.log_probs.size(dim)
+        return self.logps.size(dim)
 
     def chunk(self, chunks: int, dim: int) -> list[FusedLogits]:
         return [self._each(lambda x, i=i: x.chunk(chunks, dim)[i]) for i in range(chunks)]
@@ -71,9 +71,9 @@ class FusedLogits:
     def __torch_function__(cls, function: Callable, types: object, args: tuple, kwargs: dict | None = None) -> Tensor:
         logits = args[0]
         if function is torch.logsumexp:  # TRL subtracts that of the logits, and so its value does not matter
-            return torch.zeros_like(logits.log_probs) if logits._factor == 1 else logits._log_sum_of_squares()
+            return torch.zeros_like(logits.logps) if logits._factor == 1 else logits._log_sum_of_squares()
         if function is F.cross_entropy:  # of tokens with their labels
-            return -logits.log_probs.mean()
+            return -logits.logps.mean()
         raise NotImplementedError(f"fused logits: {function.__name__} is not supported")
 
     def _log_sum_of_squares(self) -> Tensor:
@@ -99,9 +99,9 @@ class _Predictions:
 
 
 RESULTS: dict[str, Callable[[FusedLogits], Any]] = {
-    "selective_log_softmax": lambda logits: logits.log_probs,
+    "selective_log_softmax": lambda logits: logits.logps,
     "entropy_from_logits": lambda logits: logits.entropy,
-    "selective_log_softmax_and_entropy": lambda logits: (logits.log_probs, logits.entropy.detach()),
+    "selective_log_softmax_and_entropy": lambda logits: (logits.logps, logits.entropy.detach()),
 }
 """By the names of the functions of logits that TRL's trainer modules import, what they return for fused logits."""
 

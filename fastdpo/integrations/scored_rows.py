@@ -1,4 +1,4 @@
-"""What a trainer line gets of a batch: per-token results instead of logits.
+"""What a custom training loop or a trainer line gets of a batch: per-token results instead of logits.
 
 The function of a line gives the model a padded batch with labels, and computes from `ScoredRows` what
 the trainer computes from logits. The rows of several batches may be scored in one call, in which they
@@ -8,19 +8,21 @@ share their prompts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import checks
 from ..models import forward, sharding, support
 from ..models.parts import base_of
 from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
 from ..models.unseen_writes import are_as_copied, copies_of
+from ..ops import TokenLogps, token_logps
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason
 from .fused_logits import FusedLogits
@@ -32,13 +34,16 @@ as `output_router_logits`. In a batch of pairs, the chosen rows come first.
 
 T = TypeVar("T")
 
+RowOrder = Literal["halves", "interleaved"]
+"""How the rows of P pairs follow each other: P chosen rows and then P rejected ones, or chosen and rejected in turn."""
+
 
 class ScoredRows(NamedTuple):
     """Rows whose tokens were scored. A tuple, so that DDP, FSDP2 and autocast find its tensors.
 
     Attributes:
-        log_probs: of the token after each position, float [R, W], zero where nothing is scored, like
-            the statistics. W is L - 1 for rows of L tokens.
+        logps: log-probability of the token after each position, in nats, float [R, W], zero where nothing is
+            scored, like the statistics. W is L - 1 for rows of L tokens, and L for shifted labels. Differentiable.
         mask: bool [R, W], where a token is scored.
         entropy: float [R, W]; None, like the other statistics, if it was not requested.
         mean_logits: float [R, W].
@@ -47,7 +52,7 @@ class ScoredRows(NamedTuple):
         aux_loss: of a router, a scalar; None if the call did not ask for it.
     """
 
-    log_probs: Tensor
+    logps: Tensor
     mask: Tensor
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
@@ -58,9 +63,33 @@ class ScoredRows(NamedTuple):
     @classmethod
     def of(cls, config: Any, scored: ScoredBatch, kwargs: dict | None = None) -> ScoredRows:
         """The rows of a fused call of a model with this configuration (see `forward.MakeOutput`)."""
-        results, routed = scored.logps._asdict(), scored.router_logits
+        routed = scored.router_logits
         aux_loss = None if routed is None else router_loss(config, routed, scored.multiplicity)
-        return cls(results.pop("logps"), scored.label_mask, **results, aux_loss=aux_loss)
+        return cls.of_tokens(scored.logps, scored.label_mask, aux_loss)
+
+    @classmethod
+    def of_tokens(cls, tokens: TokenLogps, mask: Tensor, aux_loss: Tensor | None = None) -> ScoredRows:
+        results = tokens._asdict()
+        return cls(results.pop("logps"), mask, **results, aux_loss=aux_loss)
+
+    @classmethod
+    def of_output(cls, output: Any, targets: Tensor, outputs: Sequence[str] = ()) -> ScoredRows:
+        """The rows of a call that fell back, from the logits that the model returned.
+
+        Args:
+            output: of the model, with `logits` [R, L, V].
+            targets: of each position, [R, W].
+            outputs: the statistics (see `ops.token_logps`).
+        """
+        logits = output.logits[:, : targets.shape[1]]
+        targets = targets.to(logits.device)
+        tokens = token_logps(logits, targets, outputs=("logps", *outputs))
+        return cls.of_tokens(tokens, targets != IGNORE_INDEX, getattr(output, "aux_loss", None))
+
+    @property
+    def tokens(self) -> TokenLogps:
+        """The log-probabilities and statistics alone, as `PreferenceMeans.update_tokens` takes them."""
+        return TokenLogps(self.logps, self.entropy, self.mean_logits, self.is_top1, self.log_sum_sq_probs)
 
     @property
     def logits(self) -> FusedLogits:
@@ -73,7 +102,7 @@ class ScoredRows(NamedTuple):
 
     def sums(self, weights: Tensor | None = None) -> Tensor:
         """The log-probability of each row [R]. `weights` are those of its tokens [R, W]."""
-        return (self.log_probs if weights is None else self.log_probs * weights).sum(1)
+        return (self.logps if weights is None else self.logps * weights).sum(1)
 
     def means(self) -> Tensor:
         """The mean log-probability of each row [R]."""
@@ -91,10 +120,20 @@ class ScoredRows(NamedTuple):
         """The mean of the logits of each row [R]."""
         return masked_mean(self._mean_logits(), self.mask, 1)
 
-    def halves(self) -> tuple[ScoredRows, ScoredRows]:
-        """The chosen rows and the rejected ones."""
-        pairs = len(self.mask) // 2
-        return self.rows(slice(pairs)), self.rows(slice(pairs, None))
+    def halves(self, order: RowOrder = "halves") -> tuple[ScoredRows, ScoredRows]:
+        """The chosen rows and the rejected ones.
+
+        Args:
+            order: "halves" if all chosen rows come first, "interleaved" if each is followed by its rejected row.
+
+        Raises:
+            ValueError: the order is another one, or the number of rows is odd.
+        """
+        orders, pairs = get_args(RowOrder), len(self.mask) // 2
+        checks.require(order in orders, "halves", "order", f"be one of {orders}", repr(order))
+        checks.require(len(self.mask) == 2 * pairs, "halves", "rows", "be pairs", len(self.mask))
+        first, step = (slice(pairs), 1) if order == "halves" else (slice(0, None, 2), 2)
+        return self.rows(first), self.rows(slice(pairs if step == 1 else 1, None, step))
 
     def rows(self, rows: slice, width: int | None = None) -> ScoredRows:
         """Some of the rows, cut to this width."""

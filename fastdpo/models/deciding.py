@@ -13,7 +13,7 @@ from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, probe, sharding, support
-from .layouts import labels_of_call, layout_of_call
+from .layouts import count_real_tokens, labels_of_call, layout_of_call
 from .probe import ProbeResult
 from .sharding import shared_reason
 from .state import (
@@ -97,6 +97,8 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
     others = options.rewards.ignored if options.rewards else images.ARGUMENTS if options.images else ()
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
     unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
+    if unknown == ["position_ids"] and count_real_tokens(kwargs["position_ids"], mask):
+        unknown = []
     if unknown:
         return Reason("unsupported-argument", names=", ".join(unknown))
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:

@@ -65,6 +65,16 @@ def labels_of_call(kwargs: dict) -> tuple[Any, bool]:
     return kwargs.get("shift_labels" if shifted else "labels"), shifted
 
 
+def count_real_tokens(position_ids: Any, attention_mask: Any) -> bool:
+    """Whether positions count the real tokens of each row from 0, as those of packed tokens do. One synchronization."""
+    if not all(isinstance(x, Tensor) and x.dim() == 2 for x in (position_ids, attention_mask)):
+        return False
+    real = attention_mask != 0
+    if position_ids.shape[1] != real.shape[1] or len(position_ids) not in (1, len(real)):
+        return False
+    return bool(((position_ids == real.cumsum(1) - 1) | ~real).all())
+
+
 def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
     """The layout of a batch. A second call with the same tensors returns the same object, unless one has been written
     to (see `unseen_writes` for writes that raise no version).

@@ -52,6 +52,7 @@ class ForwardOptions(NamedTuple):
         images: whether batches may hold images, those of the first rows of all pairs first.
         memory_budget: bytes of the head's gradient tiles to keep from forward to backward, or None
             for the default of `ops.linear_logps`.
+        shifted: whether the labels that `fastdpo.score` is given are shifted.
         verify: whether the first fused call with gradients and the first one without are compared
             with the prior forward.
         changed: functions of the prior forward's package that have changed since it was tested. Calls are
@@ -69,6 +70,7 @@ class ForwardOptions(NamedTuple):
     groups: Groups = "content"
     images: bool = False
     memory_budget: int | None = None
+    shifted: bool = False
     verify: bool = False
     changed: tuple[str, ...] = ()
 

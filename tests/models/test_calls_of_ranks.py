@@ -61,7 +61,7 @@ def score(model: PreTrainedModel, inputs: dict, change: str | None) -> torch.Ten
         model,
         TRAINER,
         Reason("first-token") if change == "leave" else inputs,
-        lambda rows: rows.log_probs,
+        lambda rows: rows.logps,
         lambda model: stock(model, **inputs),
     )
 
@@ -81,7 +81,7 @@ def train(case: str, rank: int, shard: bool) -> tuple[list[torch.Tensor], dict[s
         inputs, before = batch(10 * rank + number), fastdpo.calls.copy()
         change = None if rank else change
         if change == "positions":
-            inputs["position_ids"] = torch.arange(9)[None]
+            inputs["position_ids"] = torch.arange(1, 10)[None]  # which do not count from 0
         if change == "hole":
             inputs["attention_mask"][:, 1] = 0
         if change == "hook":

@@ -132,7 +132,7 @@ def test_a_loss_that_reads_no_logits_is_refused(monkeypatch):
 
 
 def test_an_unknown_operation_on_fused_logits_raises():
-    logits = ScoredRows(log_probs=torch.zeros(2, 3), mask=torch.ones(2, 3) > 0).logits
+    logits = ScoredRows(logps=torch.zeros(2, 3), mask=torch.ones(2, 3) > 0).logits
     for operation in (
         lambda: logits[0],
         lambda: torch.softmax(logits, -1),

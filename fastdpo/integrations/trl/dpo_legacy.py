@@ -145,7 +145,7 @@ def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, rows: Sc
     """The return value of TRL. The first token of a row is never scored."""
     scored = inputs["labels"] != IGNORE_INDEX  # [2B, L]
     start = int(scored.any(0).int().argmax()) - 1 if trainer.use_logits_to_keep else 0  # of TRL's logits
-    logps = F.pad(rows.log_probs, (1, 0))[:, start:]  # of each token from there
+    logps = F.pad(rows.logps, (1, 0))[:, start:]  # of each token from there
     tokens = ScoredRows(logps, scored[:, start:].to(logps.device))
     counts, sums = tokens.counts(), tokens.sums()
     n = len(sums) // 2
@@ -153,7 +153,7 @@ def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, rows: Sc
 
     if rows.log_sum_sq_probs is not None:  # arXiv 2406.11827, eq. 2
         with torch.no_grad():
-            weights = ((F.pad(rows.log_probs, (1, -1)) - rows.log_sum_sq_probs) * rows.mask).sum(1) / counts
+            weights = ((F.pad(rows.logps, (1, -1)) - rows.log_sum_sq_probs) * rows.mask).sum(1) / counts
             results["policy_weights"] = (weights[:n] + weights[n:]).exp().clamp(max=1)
     if trainer.args.rpo_alpha is not None or "sft" in trainer.loss_type:
         is_zero = inputs["input_ids"][:, start:] == 0  # TRL ignores token 0

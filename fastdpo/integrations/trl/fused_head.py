@@ -100,12 +100,12 @@ def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) ->
     count = kwargs.get("num_items_in_batch")
     if count is None:
         count = rows.mask.sum().clamp(min=1)
-    loss = -rows.log_probs.sum() / count
+    loss = -rows.logps.sum() / count
     if rows.aux_loss is not None:
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * rows.aux_loss
     return FusedCausalLMOutput(
         loss=loss,
-        log_probs=rows.log_probs,
+        log_probs=rows.logps,
         label_mask=rows.mask,
         aux_loss=rows.aux_loss,
         **{name: getattr(rows, name) for name in _STATISTICS},

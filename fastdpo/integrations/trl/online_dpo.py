@@ -69,8 +69,8 @@ class OnlineDPOLine(TrainerLine):
             return stock(trainer, called, *inputs).masked_fill(completion_mask == 0, 0)
 
         def results(rows: ScoredRows) -> Tensor:
-            start = rows.log_probs.shape[1] - completion_ids.shape[1]
-            return rows.log_probs[:, start:].to(completion_ids.device)
+            start = rows.logps.shape[1] - completion_ids.shape[1]
+            return rows.logps[:, start:].to(completion_ids.device)
 
         if vision_inputs is not None:  # the call falls back, and the model logs why
             return from_logits(functools.partial(model, fused_lm_head=True))

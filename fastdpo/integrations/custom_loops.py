@@ -1,0 +1,143 @@
+"""`fastdpo.prepare`, `score` and `restore`: the fused scoring of a model in a custom training loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast, get_args
+
+from torch import Tensor, nn
+
+from .. import checks
+from ..models import forward
+from ..models.parts import base_of, text_config
+from ..models.scoring import targets_of_call
+from ..models.state import ForwardOptions, FusedForward, Groups, state_of
+from ..ops.head.results import requested_statistics, statistic_names
+from ..packing import IGNORE_INDEX
+from ..row_forms import require_ids
+from . import scored_rows
+from .padded_calls import Rows, padded_call
+from .scored_rows import ScoredRows
+
+NAME = "fastdpo.score"
+"""The name under which calls are counted and logged."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def prepare(model: M, *, groups: Groups = "content", outputs: Sequence[str] = (), shifted: bool = False) -> M:
+    """Makes a model score batches by `fastdpo.score`. All other calls of the model behave as before.
+
+    Call it once, before or after DDP, FSDP2, ZeRO-3, PEFT or `torch.compile` wrap the model. Calling it again
+    replaces the options. A copy of a prepared model is prepared by a call of its own.
+
+    Args:
+        model: a causal LM of transformers, or a wrapper around one.
+        groups: which rows may share the tokens that they begin with, which are then computed once: "content", all
+            rows that begin alike, in any order, or "pairs", rows i and i + R/2 of R rows.
+        outputs: statistics of the tokens next to their log-probabilities: "entropy", "mean_logits", "is_top1" and
+            "log_sum_sq_probs" (see `ops.linear_logps`).
+        shifted: whether the labels of a batch are shifted already, so that position i holds the token that i predicts.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        TypeError: there is no transformers model in `model`, or `shifted` is no bool.
+        ValueError: `groups` or `outputs` have other values. With `FASTDPO_STRICT=1`, `NotFused` if the model is
+            known not to be supported.
+    """
+    base = base_of(model, "prepare")
+    checks.require(groups in get_args(Groups), "prepare", "groups", f"be one of {get_args(Groups)}", repr(groups))
+    checks.require_flags("prepare", shifted=shifted)
+    statistics = tuple(statistic_names(requested_statistics("prepare", outputs)))
+    options = ForwardOptions(NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted)
+    forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
+    return model
+
+
+def restore(model: M) -> M:
+    """Undoes `prepare`, also for a copy of a prepared model, and returns the model. Does nothing if the model is not
+    prepared.
+
+    Raises:
+        TypeError: there is no transformers model in `model`.
+    """
+    base = base_of(model, "restore")
+    if _is_prepared(base):
+        forward.uninstall(base)
+    return model
+
+
+def score(
+    model: nn.Module,
+    input_ids: Rows,
+    attention_mask: Tensor | None = None,
+    labels: Rows | None = None,
+    *,
+    shift_labels: Rows | None = None,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> ScoredRows:
+    """The log-probabilities of the labels of a batch, by one call of a prepared model.
+
+    The rows are packed, what they begin with is computed once, and logits are never stored whole. The model is called
+    as it is given, so the hooks of DDP, FSDP2, ZeRO-3, PEFT and autocast run. A model or a batch that is not supported
+    is scored from the model's own logits, with the same result and one logged reason.
+
+    The rows come in one of three forms:
+
+    - padded, `input_ids` and `labels` int64 [R, L], on either side;
+    - flat, [T] or [1, T], with `cu_seqlens`;
+    - as a list of R lists or tensors of ids, and labels of the same lengths.
+
+    Rows of the last two forms are padded on the right, so L is the length of the longest.
+
+    Args:
+        model: a model after `prepare`, or a wrapper around it. Pass the outermost wrapper.
+        input_ids: the ids of prompts and completions.
+        attention_mask: [R, L] of padded rows, 0 at padding. Without it, all tokens are real. This suits rows that are
+            padded on the right behind their last label, where padding changes nothing but a router's auxiliary loss.
+        labels: the ids where a token is scored and -100 elsewhere, as for the model's own loss. `prepare` says whether
+            they are shifted.
+        shift_labels: labels that are shifted, in the place of `labels`, whatever `prepare` says.
+        cu_seqlens: int [R + 1] bounds of the rows of a flat batch. Its `position_ids`, if they are given, count from
+            0 in each row.
+        **kwargs: further arguments of the model, such as `pixel_values` or `output_router_logits`.
+
+    Returns:
+        `ScoredRows`.
+
+    Raises:
+        TypeError, ValueError: the model is not prepared, or an argument breaks a rule above; the message names it.
+            Also for labels that are shifted and not said to be, or the other way round.
+        NotFused: with `FASTDPO_STRICT=1`, the call is not fused.
+    """
+    base = base_of(model, "score")
+    if not _is_prepared(base):
+        raise ValueError(f"score: model must be prepared by fastdpo.prepare(model); got {type(model).__name__}")
+    fused = cast(FusedForward, state_of(base))
+    given = labels if labels is not None else shift_labels
+    if given is None or (labels is not None and shift_labels is not None):
+        raise ValueError("score: labels must be given, or shift_labels in their place; got neither or both")
+    shifted = fused.options.shifted or labels is None
+    batch = padded_call(base, input_ids, attention_mask, given, shifted, cu_seqlens, kwargs)
+    targets = targets_of_call(batch)
+
+    def check() -> None:
+        on_host = (x.cpu().numpy() for x in (batch["input_ids"], targets, targets != IGNORE_INDEX))
+        require_ids("score", *on_host, shifted=shifted)
+
+    def of_logits(called: Any) -> ScoredRows:
+        check()
+        return ScoredRows.of_output(called(), targets, fused.options.outputs)
+
+    if shifted and not fused.was_called:  # packing checks labels that are not shifted, in every call
+        check()
+    return scored_rows.score(model, NAME, {**batch, "use_cache": False}, lambda rows: rows, of_logits)
+
+
+def _is_prepared(base: nn.Module) -> bool:
+    fused = state_of(base)
+    return fused is not None and fused.options.integration == NAME

@@ -1,0 +1,296 @@
+"""`fastdpo.prepare`, `score` and `restore`, compared with the log-probabilities of the model's own logits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+
+import fastdpo
+from fastdpo.packing import IGNORE_INDEX
+from tests.support.comparison import assert_close, assert_same_gradients, double
+from tests.support.models.families import tiny_family
+from tests.support.models.multimodal import IMAGE, tiny_multimodal
+from tests.support.trl.dpo import tiny_model
+
+FUSED, STOCK = ("fastdpo.score", "policy", "fused"), ("fastdpo.score", "policy", "stock")
+FAMILIES = ["llama", "llama-tied", "gemma2", "granite", "cohere2", "phi", "gpt2", "falcon_h1", "qwen3_moe"]
+STATISTICS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+
+
+def rows(left: bool = False) -> dict[str, torch.Tensor]:
+    """Two pairs, chosen rows first, of rows of different lengths, padded on either side."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 97, (4, 12), generator=generator)
+    ids[2:, :6] = ids[:2, :6]
+    lengths = torch.tensor([12, 10, 9, 12])
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, :5] = IGNORE_INDEX
+    batch = dict(input_ids=ids * mask, attention_mask=mask, labels=labels)
+    if left:
+        moved = [[x[i].roll(12 - int(lengths[i])) for i in range(4)] for x in batch.values()]
+        batch = {name: torch.stack(x) for name, x in zip(batch, moved, strict=True)}
+    return batch
+
+
+def own_logps(model, input_ids, attention_mask, labels, **kwargs) -> torch.Tensor:
+    """The log-probabilities [R, L-1] as trainers compute them."""
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).logits[:, :-1]
+    targets = labels[:, 1:]
+    logps = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return torch.where(targets != IGNORE_INDEX, logps, 0.0)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def step(model, logps: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of a loss of the log-probabilities."""
+    chosen, rejected = logps.sum(1).chunk(2)
+    F.softplus(rejected - chosen).mean().backward()
+    return gradients(model)
+
+
+def calls_of(function) -> dict[tuple[str, str, str], int]:
+    before = fastdpo.calls.copy()
+    function()
+    return dict(fastdpo.calls - before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_equal_those_of_the_models_own_logits(name):
+    model, batch = tiny_family(name).eval(), rows()  # GPT-2 has dropout
+    expected = own_logps(model, **batch)
+    stock = step(model, expected)
+    assert fastdpo.prepare(model) is model
+    before = fastdpo.calls.copy()
+    scored = fastdpo.score(model, **batch)
+    assert fastdpo.calls - before == {FUSED: 1}
+    assert_close(scored.logps, expected, absolute=1e-5)
+    assert torch.equal(scored.mask, batch["labels"][:, 1:] != IGNORE_INDEX)
+    assert_close(scored.sums(), expected.sum(1), absolute=1e-5)
+    assert scored.counts().tolist() == (batch["labels"] != IGNORE_INDEX).sum(1).tolist()
+    exact = double(tiny_family(name)).eval()
+    truth = step(exact, own_logps(exact, **batch))
+    for key, gradient in step(model, scored.logps).items():  # as near to float64 as the model's own, up to a factor
+        unit, error = truth[key].norm(), (gradient - truth[key]).norm()
+        assert error <= 4 * (stock[key] - truth[key]).norm() + 2e-5 * unit + 1e-7, key
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_both_paths_have_the_same_statistics(name):
+    model, batch = fastdpo.prepare(tiny_family(name), outputs=STATISTICS), rows()
+    with torch.no_grad():
+        fused = fastdpo.score(model, **batch)
+        fallen = fastdpo.score(copy.deepcopy(model), **batch)
+    assert fallen.tokens._fields == ("logps", *STATISTICS)
+    for name in ("logps", *STATISTICS):
+        assert_close(getattr(fused, name).float(), getattr(fallen, name).float(), absolute=1e-4)
+    assert torch.equal(fused.mask, fallen.mask)
+
+
+def test_a_model_that_falls_back_yields_the_same_rows(caplog, monkeypatch):
+    batch = rows()
+    model = tiny_model(alibi=True)
+    expected = own_logps(model, **batch)
+    stock = step(model, expected)
+    fastdpo.prepare(model)
+    before = fastdpo.calls.copy()
+    scored = fastdpo.score(model, **batch)
+    assert fastdpo.calls - before == {STOCK: 1}
+    assert_close(scored.logps, expected)
+    assert_same_gradients([stock], [step(model, scored.logps)])
+    fastdpo.score(model, **batch)
+    assert caplog.text.count("fastdpo.score (policy): not fused, ") == 1
+    assert "[alibi]" in caplog.text
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with pytest.raises(fastdpo.NotFused, match="alibi"):
+        fastdpo.score(model, **batch)
+
+
+def test_lora_before_and_after_prepare():
+    batch, config = rows(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(), config)
+    expected = own_logps(model, **batch)
+    stock = step(model, expected)
+    fastdpo.prepare(model)
+    assert_close(fastdpo.score(model, **batch).logps, expected, absolute=1e-5)
+    assert_same_gradients([stock], [step(model, fastdpo.score(model, **batch).logps)])
+    torch.manual_seed(0)
+    later = get_peft_model(fastdpo.prepare(tiny_model()), config)
+    scored = {}
+    assert calls_of(lambda: scored.update(logps=fastdpo.score(later, **batch).logps)) == {FUSED: 1}
+    assert_close(scored["logps"], expected, absolute=1e-5)
+    with model.disable_adapter(), torch.no_grad():
+        assert_close(fastdpo.score(model, **batch).logps, own_logps(model, **batch), absolute=1e-5)
+
+
+def test_prepared_again_copied_and_restored():
+    batch, model = rows(), tiny_model()
+    fastdpo.prepare(model, outputs=("entropy",))
+    assert fastdpo.score(model, **batch).entropy is not None
+    fastdpo.prepare(model)
+    assert fastdpo.score(model, **batch).entropy is None
+    copied = copy.deepcopy(model)
+    assert calls_of(lambda: fastdpo.score(copied, **batch)) == {STOCK: 1}
+    fastdpo.prepare(copied)
+    assert calls_of(lambda: fastdpo.score(copied, **batch)) == {FUSED: 1}
+    fresh = vars(tiny_model())
+    for each in (model, copied, model):
+        assert fastdpo.restore(each) is each
+        assert vars(each).keys() == fresh.keys()
+        assert each.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match=r"^score: model must be prepared by fastdpo.prepare\(model\); got LlamaFor"):
+        fastdpo.score(model, **batch)
+
+
+def test_a_compiled_model():
+    batch, model = rows(), tiny_model()
+    expected = own_logps(model, **batch)
+    compiled = torch.compile(fastdpo.prepare(model), backend="eager")
+    scored = {}
+    assert calls_of(lambda: scored.update(rows=fastdpo.score(compiled, **batch))) == {FUSED: 1}
+    assert_close(scored["rows"].logps, expected, absolute=1e-5)
+
+
+def test_autocast():
+    batch, model = rows(), fastdpo.prepare(tiny_model())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        scored = fastdpo.score(model, **batch)
+        expected = own_logps(model, **batch)
+    assert scored.logps.dtype == torch.float32
+    assert (scored.logps - expected).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_auxiliary_loss_of_routers(fused):
+    model, batch = tiny_family("qwen3_moe"), rows()
+    output = model(**{k: x for k, x in batch.items() if k != "labels"}, output_router_logits=True)
+    fastdpo.prepare(model)
+    model = model if fused else copy.deepcopy(model)
+    scored = fastdpo.score(model, **batch, output_router_logits=True)
+    assert_close(scored.aux_loss, output.aux_loss, relative=1e-4)
+    assert fastdpo.score(model, **batch).aux_loss is None
+
+
+@pytest.mark.parametrize("order", ["halves", "interleaved"])
+def test_images(order):
+    model = fastdpo.prepare(tiny_multimodal("llava"))
+    answers = rows()["input_ids"][:, 5:] % 90 + 1
+    answers[2:, 0] = answers[:2, 0]
+    ids = torch.cat([torch.tensor([[1] + 16 * [IMAGE]] * 4), answers], 1)
+    labels = ids.clone()
+    labels[:, :18] = IGNORE_INDEX
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1, 1)
+    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, pixel_values=pixels)
+    if order == "interleaved":
+        batch = {name: x[[0, 2, 1, 3]] for name, x in batch.items()}
+    expected, before = own_logps(model, **batch), fastdpo.calls.copy()
+    assert_close(fastdpo.score(model, **batch).logps, expected, absolute=1e-5)
+    assert fastdpo.calls - before == {FUSED: 1}
+
+
+# The forms of rows.
+
+
+def test_padded_on_either_side_without_a_mask_and_with_positions():
+    model, batch = fastdpo.prepare(tiny_model()), rows()
+    expected = own_logps(model, **batch).sum(1)
+    left = rows(left=True)
+    counted = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    without = {name: x for name, x in batch.items() if name != "attention_mask"}
+    arguments = [left, {**left, "position_ids": counted}, without, {**without, "position_ids": torch.arange(12)[None]}]
+
+    def check():
+        for each in arguments:
+            assert_close(fastdpo.score(model, **each).sums(), expected, absolute=1e-5)
+
+    assert calls_of(check) == {FUSED: len(arguments)}
+    with pytest.raises(ValueError, match=r"^score: attention_mask must be given for rows that are padded on the left"):
+        fastdpo.score(model, left["input_ids"], labels=left["labels"])
+
+
+def test_other_positions_fall_back():
+    model, batch = fastdpo.prepare(tiny_family("gpt2").eval()), rows()
+    batch["position_ids"] = torch.arange(3, 15)[None]
+    expected, scored = own_logps(model, **batch), {}
+    assert calls_of(lambda: scored.update(rows=fastdpo.score(model, **batch))) == {STOCK: 1}
+    assert_close(scored["rows"].logps, expected)
+
+
+def flat() -> dict[str, torch.Tensor]:
+    """The rows as collators without padding return them."""
+    batch = rows()
+    real = batch["attention_mask"] != 0
+    labels = batch["labels"].clone()
+    labels[:, 0] = IGNORE_INDEX
+    positions = torch.arange(12).expand(4, 12)[real]
+    bounds = F.pad(real.sum(1).cumsum(0), (1, 0))
+    ids, labels = batch["input_ids"][real], labels[real]
+    return dict(input_ids=ids[None], labels=labels[None], cu_seqlens=bounds, position_ids=positions[None])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_flat_rows_and_lists(copied):
+    model, batch, of_flat = fastdpo.prepare(tiny_model()), rows(), flat()
+    expected = own_logps(model, **batch)
+    model = copy.deepcopy(model) if copied else model  # a copy falls back
+    assert_close(fastdpo.score(model, **of_flat).logps, expected, absolute=1e-5)
+    real = batch["attention_mask"] != 0
+    lists = [[x[i][real[i]].tolist() for i in range(4)] for x in (batch["input_ids"], batch["labels"])]
+    assert_close(fastdpo.score(model, lists[0], labels=lists[1]).logps, expected, absolute=1e-5)
+    with pytest.raises(ValueError, match=r"^score: position_ids must count from 0 in each row of cu_seqlens"):
+        fastdpo.score(model, **{**of_flat, "position_ids": torch.arange(43)[None]})
+    with pytest.raises(ValueError, match=r"^score: cu_seqlens must rise from 0 to the number of tokens, 43"):
+        fastdpo.score(model, **{**of_flat, "cu_seqlens": of_flat["cu_seqlens"][:-1]})
+
+
+def test_shifted_labels_are_said_by_name():
+    model, batch = fastdpo.prepare(tiny_model()), rows()
+    expected = own_logps(model, **batch)
+    labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
+    assert_close(fastdpo.score(model, **batch, shift_labels=labels).logps[:, :-1], expected, absolute=1e-5)
+    for each in (model, copy.deepcopy(model)):  # which falls back
+        with pytest.raises(ValueError, match=r"labels must not be shifted without shifted=True; got labels that are"):
+            fastdpo.score(each, **batch, labels=labels)
+    fastdpo.prepare(model, shifted=True)
+    assert_close(fastdpo.score(model, **batch, labels=labels).logps[:, :-1], expected, absolute=1e-5)
+    fastdpo.prepare(model, shifted=True)
+    with pytest.raises(ValueError, match=r"^score: labels must be shifted with shifted=True; got labels that are not"):
+        fastdpo.score(model, **rows())
+    with pytest.raises(ValueError, match=r"^score: labels must be given, or shift_labels in their place; got"):
+        fastdpo.score(model, **batch)
+
+
+@pytest.mark.parametrize("groups", ["content", "pairs"])
+def test_interleaved_rows(groups):
+    model, batch = fastdpo.prepare(tiny_model(), groups=groups), rows()
+    halves = fastdpo.score(model, **batch).halves()
+    interleaved = {name: x[[0, 2, 1, 3]] for name, x in batch.items()}
+    for a, b in zip(halves, fastdpo.score(model, **interleaved).halves("interleaved"), strict=True):
+        assert_close(a.sums(), b.sums(), absolute=1e-5)
+    with pytest.raises(ValueError, match=r"^halves: order must be one of"):
+        fastdpo.score(model, **batch).halves("in turn")
+    with pytest.raises(ValueError, match=r"^halves: rows must be pairs; got 3"):
+        fastdpo.score(model, **{name: x[:3] for name, x in batch.items()}).halves()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(groups="prompts"), ValueError, "prepare: groups must be one of"),
+        (dict(outputs="entropy"), ValueError, "prepare: outputs must be a sequence of names"),
+        (dict(shifted="no"), TypeError, "prepare: shifted must be"),
+    ],
+)
+def test_options_are_checked(options, error, message):
+    with pytest.raises(error, match=rf"^{message}"):
+        fastdpo.prepare(tiny_model(), **options)
+    with pytest.raises(TypeError, match=r"^prepare: model must be or hold a transformers.PreTrainedModel"):
+        fastdpo.prepare(torch.nn.Linear(2, 2))
