@@ -8,6 +8,7 @@ over the ranks and read once per log.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,29 +150,48 @@ class PreferenceMeans(Means):
     def __init__(self, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None):
         super().__init__((*self.PAIR_METRICS, *self.TOKEN_METRICS), device, group)
 
-    def update_pairs(self, loss: PreferenceLoss, chosen_logps: Tensor, rejected_logps: Tensor) -> None:
+    def update_pairs(
+        self,
+        loss: PreferenceLoss | Tensor,
+        chosen_logps: Tensor,
+        rejected_logps: Tensor,
+        *,
+        chosen_rewards: Tensor | None = None,
+        rejected_rewards: Tensor | None = None,
+    ) -> None:
         """Adds P pairs.
 
         Args:
-            loss: the result of `ops.preference_loss`.
+            loss: the result of `ops.preference_loss`, or the losses [P] of a trainer's own loss.
             chosen_logps, rejected_logps: [P] the summed log-probabilities that it was computed
                 from, in nats.
+            chosen_rewards, rejected_rewards: [P] the rewards that belong to losses [P]. Must be None for
+                the result of `ops.preference_loss`, which has them.
 
         Raises:
             TypeError, ValueError: an argument breaks a rule above; the message names it.
         """
-        op, logps = "PreferenceMeans", dict(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-        is_loss = isinstance(loss, PreferenceLoss)
-        checks.require(is_loss, op, "loss", "be a PreferenceLoss", checks.shown(loss), error=TypeError)
-        checks.require_tensors(op, **logps)
-        checks.require_real(op, **logps)
-        checks.require_same_device(op, loss=loss.losses, **logps)
-        shape = _shape(loss.losses)
-        for name, x in logps.items():
+        op = "PreferenceMeans"
+        losses: Any = loss
+        if isinstance(loss, PreferenceLoss):
+            unneeded = chosen_rewards is None and rejected_rewards is None
+            checks.require(unneeded, op, "chosen_rewards", "be None for a PreferenceLoss, which has them", "rewards")
+            losses, chosen_rewards, rejected_rewards = loss.losses, loss.chosen_rewards, loss.rejected_rewards
+        is_loss = isinstance(losses, Tensor) and losses.dim() == 1
+        rule = "be a PreferenceLoss or the losses [P]"
+        checks.require(is_loss, op, "loss", rule, checks.shown(loss), error=TypeError)
+        given: dict[str, Any] = dict(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
+        given |= dict(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+        checks.require_tensors(op, **given)
+        checks.require_real(op, **given)
+        checks.require_same_device(op, loss=losses, **given)
+        shape = _shape(losses)
+        for name, x in given.items():
             checks.require(_shape(x) == shape, op, name, "have shape {}, that of the losses", _shape(x), shape)
-        margins = loss.chosen_rewards - loss.rejected_rewards
-        values = (loss.losses, loss.chosen_rewards, loss.rejected_rewards, margins, margins > 0)
-        self.update(**dict(zip(self.PAIR_METRICS, (*values, chosen_logps, rejected_logps), strict=True)))
+        chosen, rejected, *logps = given.values()
+        margins = chosen - rejected
+        metrics = (losses, chosen, rejected, margins, margins > 0, *logps)
+        self.update(**dict(zip(self.PAIR_METRICS, metrics, strict=True)))
 
     def update_tokens(self, tokens: TokenLogps, mask: Tensor) -> None:
         """Adds the tokens of P pairs.

@@ -12,6 +12,21 @@ from tests.support.workers.means import PAIRS, reduce_rank, update
 from tests.support.workers.processes import run_ranks
 
 
+def test_losses_and_rewards_that_a_trainer_has_already():
+    chosen, rejected = torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -2.0])
+    result = preference_loss(chosen, rejected, chosen - 1, rejected + 1)
+    logged = []
+    for loss, rewards in ((result, {}), (result.losses, dict(chosen_rewards=result[2], rejected_rewards=result[3]))):
+        means = PreferenceMeans()
+        means.update_pairs(loss, chosen, rejected, **rewards)
+        logged.append({name: x for name, x in means.compute().items() if x == x})
+    assert logged[0] == logged[1]
+    with pytest.raises(TypeError, match=r"^PreferenceMeans: chosen_rewards must be a tensor; got None"):
+        means.update_pairs(result.losses, chosen, rejected)
+    with pytest.raises(ValueError, match=r"^PreferenceMeans: chosen_rewards must be None for a PreferenceLoss"):
+        means.update_pairs(result, chosen, rejected, chosen_rewards=result.chosen_rewards)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_agree_with_one_process(ranks, tmp_path):
     run_ranks(ranks, reduce_rank, tmp_path)

@@ -128,7 +128,7 @@ def package_findings() -> Iterator[Finding]:
             yield Finding(OK, requirement.name, f"{version} ({requirement.specifier}){known}")
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
-    for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines()))):
+    for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines() if line.versions))):
         version = packages.version_of(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 

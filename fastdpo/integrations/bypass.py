@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +94,11 @@ def report_if_unused(trainer: Any, integration: str, policy: Any) -> None:
         report(f"{integration} ({type(trainer).__name__}): not fused, {reason.named}")
 
 
-def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
+def first_log_callback(trainer: Any, integration: str, policy_of: Callable[[Any], Any]) -> TrainerCallback:
     """A callback that calls `report_if_unused` at the first log of a training. There and at the end,
     it logs how many calls of the trainer took which path, and how many tokens were computed.
+
+    `policy_of` returns the policy of a trainer.
     """
     reference = weakref.ref(trainer)  # which holds the callback
     first_step = math.inf
@@ -115,7 +117,7 @@ def first_log_callback(trainer: Any, integration: str) -> TrainerCallback:
         patched, trainer = state_of(args), reference()
         if trainer is not None and patched is not None and state.global_step >= first_step and not patched.has_logged:
             patched.has_logged = True
-            report_if_unused(trainer, integration, trainer.model)
+            report_if_unused(trainer, integration, policy_of(trainer))
             _log_calls(patched, state)
 
     def on_train_end(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

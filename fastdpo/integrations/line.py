@@ -78,7 +78,8 @@ class TrainerLine:
     Attributes:
         name: of the trainer, such as "trl.DPOTrainer". It begins with the name of its package, and
             ends as that of its class does.
-        versions: the supported versions of its distribution, such as ">=1.15,<1.17".
+        versions: the supported versions of its distribution, such as ">=1.15,<1.17", or "" for a class that has no
+            distribution, such as that of a script.
         modules: the modules that may define the class, in the order in which they are tried.
         by_default: whether `patch()` without targets patches the trainer.
         compared: names of functions that may have changed in a version newer than the supported ones:
@@ -226,7 +227,7 @@ class TrainerLine:
         transformers calls `first_log` there.
         """
         if hasattr(trainer, "add_callback"):
-            trainer.add_callback(first_log_callback(trainer, self.name))
+            trainer.add_callback(first_log_callback(trainer, self.name, self.policy))
 
     # What the functions of a line call.
 
@@ -253,6 +254,10 @@ class TrainerLine:
         state = vars(trainer).get(STATE)
         return state if getattr(state, "name", None) == self.name else None
 
+    def policy(self, trainer: Any) -> Any:
+        """The policy among the models of a trainer, or `trainer.model` where the line is not told its models."""
+        return self.models(trainer).get("policy", getattr(trainer, "model", None))
+
     def trainers(self) -> list[Any]:
         """The trainers that were created since `enable`."""
         return list(self._trainers.values())
@@ -262,7 +267,7 @@ class TrainerLine:
         state = self.state_of(trainer)
         if state is not None and not state.has_logged:
             state.has_logged = True
-            report_if_unused(trainer, self.name, trainer.model)
+            report_if_unused(trainer, self.name, self.policy(trainer))
 
     def prepare(self, trainer: Any) -> None:
         """Installs the fused forward on the models of a trainer that are new. Does nothing if it is not

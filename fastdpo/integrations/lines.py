@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
     Attributes:
         trainer: name of the trainer, which begins with the name of the package that is imported.
-        versions: versions of its distribution that are supported.
+        versions: versions of its distribution that are supported, or "" for a class without one, such as a script's.
         line_class: the `TrainerLine` that patches the trainer, or its module in `fastdpo.integrations`
             and its name.
         trainer_modules: modules that may define the trainer's class.
@@ -47,7 +47,10 @@ class Line(NamedTuple):
     def distribution(self) -> str:
         return DISTRIBUTIONS.get(self.package, self.package)
 
-    def supports(self, version: str) -> bool:
+    def supports(self, version: str | None) -> bool:
+        """Whether the line supports a version of its distribution. None: there is no distribution."""
+        if version is None or not self.versions:
+            return not self.versions
         return SpecifierSet(self.versions).contains(Version(version), prereleases=True)
 
     def precedes(self, version: str) -> bool:
@@ -235,7 +238,8 @@ def targeted_trainers(op: str, targets: Sequence[object]) -> list[str]:
     if names:
         lines = [line for package in packages if package in names for line in _lines_of(package)]
     else:
-        installed = [package for package in packages if installed_version(package) is not None]
+        without = {line.package for line in all_lines() if not line.versions}
+        installed = [x for x in packages if x in without or installed_version(x) is not None]
         lines = [line for package in installed or packages for line in _lines_of(package) if line.by_default]
     chosen = {*names, *(line.trainer for line in lines)}
     return [trainer for trainer in trainers if trainer in chosen]
@@ -283,7 +287,7 @@ def _lines_of(package: str) -> list[Line]:
     """The lines of a package that support the installed version, or all lines if none does."""
     lines = [line for line in all_lines() if line.package == package]
     version = installed_version(package)
-    return [line for line in lines if version is not None and line.supports(version)] or lines
+    return [line for line in lines if line.supports(version)] or lines
 
 
 def installed_version(package: str) -> str | None:

@@ -255,7 +255,7 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     own = [name for name in seam.changed if name.startswith(f"{lines[0].package}.")]
     changed = {name: (*own, *examined.relied_on.get(name, ())) for name in specific_options(seam.name)}
     relying = [name for name, functions in changed.items() if functions and getattr(options, name)]
-    is_newer = seam.on and not any(line.supports(seam.version or "") for line in lines)
+    is_newer = seam.on and not any(line.supports(seam.version) for line in lines)
     if is_newer and not options.provisional:
         supported = [line.versions for line in lines]
         reason = unsupported_version_reason(lines[0].distribution, seam.version or "", supported)
@@ -393,11 +393,11 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
     lines = [line for line in all_lines() if line.trainer == name]
     package, distribution = lines[0].package, lines[0].distribution
     version = installed_version(package)
-    if version is None:
-        return off(None, Reason("not-installed", distribution=distribution))
     line = next((line for line in lines if line.supports(version)), None)
     is_tested = line is not None
     if line is None:
+        if version is None:
+            return off(None, Reason("not-installed", distribution=distribution))
         line = lines[0]
         if not evidence.is_allowed() or not line.precedes(version) or not evidence.has_tested(package):
             return off(version, unsupported_version_reason(distribution, version, [line.versions for line in lines]))

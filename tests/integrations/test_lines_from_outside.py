@@ -2,6 +2,7 @@
 fastdpo does not know.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import sys
@@ -20,6 +21,7 @@ from tests.support import ROOT
 from tests.support.comparison import assert_same_gradients, double
 from tests.support.documents.markdown_blocks import blocks_of
 from tests.support.programs.run_command import run
+from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import tiny_model
 
 NAME = "toy.PairTrainer"
@@ -230,3 +232,50 @@ def test_the_doctor_shows_a_registered_line_whose_package_is_not_installed(monke
     monkeypatch.setattr(lines, "registered", {})
     fastdpo.register(type("Line", (fastdpo.TrainerLine,), dict(name=NAME, versions=">=1.2", modules=("toy",))))
     assert doctor.Finding(OFF, "toy", "not installed") in [*doctor.package_findings()]
+
+
+def test_a_trainer_that_stores_its_models_elsewhere(install, caplog):
+    path = install()
+    for name in ("toy/trainer.py", "toy_line.py"):
+        text = (path / name).read_text()
+        (path / name).write_text(text.replace("self.model", "self.policy").replace("trainer.model", "trainer.policy"))
+    importlib.import_module("toy_line")
+    from toy.trainer import PairTrainer
+
+    with fastdpo.patched(NAME):
+        before = fastdpo.calls.copy()
+        trainer = PairTrainer(tiny_model(), tiny_model(seed=1), batches())
+        trainer.train()
+    assert not hasattr(trainer, "model")
+    assert {path for _, _, path in fastdpo.calls - before} == {"fused"}
+    assert "not fused" not in caplog.text
+
+
+REPLACED = {'"toy.PairTrainer"': '"script.PairTrainer"', '">=1.2,<2"': '""', "toy.trainer": "__main__"}
+SCRIPT_LINE = functools.reduce(lambda text, x: text.replace(*x), REPLACED.items(), LINE)
+SCRIPT = f"""
+import fastdpo
+{TRAINER}
+{SCRIPT_LINE}
+print(fastdpo.patch(PairTrainer))
+{PROGRAM.replace("from toy.trainer import PairTrainer", "")}
+print(fastdpo.calls)
+print(fastdpo.patch())
+"""
+
+
+def test_a_class_of_a_script_is_patched(tmp_path):
+    """It has no distribution, and so no version."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run_program(tmp_path / "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fastdpo: script.PairTrainer: on\n" in done.stdout
+    assert "('script.PairTrainer', 'policy', 'fused'): 1" in done.stdout
+    assert "script.PairTrainer: on\n" in done.stdout.rpartition("trl.DPOTrainer")[2]
+
+
+def test_a_line_without_versions_whose_module_is_missing_is_off(monkeypatch):
+    monkeypatch.setattr(lines, "registered", {})
+    fastdpo.register(type("Line", (fastdpo.TrainerLine,), dict(name="clone.Trainer", versions="", modules=("clone",))))
+    (seam,) = examine("clone.Trainer").seams
+    assert seam.reason.name == "import-error"

@@ -12,15 +12,15 @@ import torch
 
 from fastdpo.ops import PreferenceObjective, length_desensitized_logps, preference_loss, wpo_weights
 from fastdpo.ops.losses.divergences import DIVERGENCES
-from fastdpo.ops.losses.objectives import LOSSES, MARGIN_LOSSES, SORTED
+from fastdpo.ops.losses.objectives import MARGIN_LOSSES, OF_TRL, SORTED
 
 SMOOTHING = {"exo_pair": 0.001}  # label smoothing that a loss requires
 OTHER_DIVERGENCES = [name for name in DIVERGENCES if name != "reverse_kl"]
 
-OBJECTIVES = {loss: dict(loss_type=loss, label_smoothing=SMOOTHING.get(loss, 0.0)) for loss in LOSSES}
+OBJECTIVES = {loss: dict(loss_type=loss, label_smoothing=SMOOTHING.get(loss, 0.0)) for loss in OF_TRL}
 OBJECTIVES |= {
     f"{loss} {divergence}": {**OBJECTIVES[loss], "f_divergence_type": divergence}
-    for loss, divergence in product(MARGIN_LOSSES, OTHER_DIVERGENCES)
+    for loss, divergence in product([x for x in MARGIN_LOSSES if x in OF_TRL], OTHER_DIVERGENCES)
 }
 CONSTANTS = {  # a value other than the default for each constant, with losses that use it
     "exo_pair smoothed": dict(loss_type="exo_pair", label_smoothing=0.3, beta=0.7),
@@ -178,11 +178,12 @@ def test_weighting_of_length_desensitized_sums_equals_trls(trl_result):
 def test_losses_and_defaults_are_those_of_trl(trl, trl_result):
     with pytest.raises(ValueError, match="Unknown loss type") as raised:
         trl_result(random_batch(), dict(loss_type="nonsense"))
-    assert re.findall(r"'(\w+)'", str(raised.value)) == list(LOSSES)
+    assert re.findall(r"'(\w+)'", str(raised.value)) == list(OF_TRL)
     defaults = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(trl.DPOConfig)
     }
+    defaults["simpo_gamma"] = 0.5  # that of TRL's CPOConfig
     for field in dataclasses.fields(PreferenceObjective):
         mine = [field.default] if field.name == "loss_type" else field.default
         assert defaults[field.name] == mine, field.name
@@ -330,7 +331,7 @@ def test_one_float64_input_makes_all_results_float64():
 
 
 COMPILED = {  # all losses and options, in few graphs
-    "reverse_kl": dict(loss_type=list(LOSSES), label_smoothing=0.1),
+    "reverse_kl": dict(loss_type=list(OF_TRL), label_smoothing=0.1),
     **{name: dict(loss_type=["sigmoid", "ipo"], f_divergence_type=name) for name in OTHER_DIVERGENCES},
 }
 

@@ -31,7 +31,7 @@ OP = "linear_preference_loss"
 PAIRS = "Tensor cu_seqlens, Tensor ref_chosen_logps, Tensor ref_rejected_logps, Tensor? weights"
 OBJECTIVE = (
     "str loss_type, float[]? loss_weights, float beta, float label_smoothing, str f_divergence_type, "
-    "float f_alpha_divergence_coef, float discopop_tau"
+    "float f_alpha_divergence_coef, float discopop_tau, float simpo_gamma"
 )
 
 
@@ -70,8 +70,8 @@ def _fwd(*args: Any) -> list[Tensor]:
         needed; the fields of `PreferenceLoss`; chosen_logps and rejected_logps; logps and
         statistics of the tokens.
     """
-    call, (cu_seqlens, *references, weights), objective = HeadCall(*args[:8]), args[8:12], args[12:19]
-    statistics, needs, chunk_bytes, memory_budget = args[19:]
+    call, (cu_seqlens, *references, weights), objective = HeadCall(*args[:8]), args[8:12], args[12:20]
+    statistics, needs, chunk_bytes, memory_budget = args[20:]
     call, wide = call._replace(weight=call.weight.to(call.compute_dtype)), accumulation_dtype(call.compute_dtype)
     objective = PreferenceObjective(objective[0].split(","), *objective[1:])
     n_pairs, bounds, device = len(references[0]), cu_seqlens.tolist(), call.targets.device
@@ -134,7 +134,7 @@ def _fwd(*args: Any) -> list[Tensor]:
 
 @_fwd.register_fake
 def _(*args):
-    call, references, (statistics, needs, _, _) = HeadCall(*args[:8]), args[9:12], args[19:]
+    call, references, (statistics, needs, _, _) = HeadCall(*args[:8]), args[9:12], args[20:]
     dtype = loss_dtype(call.hidden, *references)
     vectors = [torch.empty_like(references[0], dtype=dtype) for _ in range(3)]
     sums = [torch.empty_like(x, dtype=accumulation_dtype(call.hidden.dtype)) for x in vectors[:2]]
@@ -288,6 +288,7 @@ def linear_preference_loss(
     constants = (
         *(",".join(objective.losses), loss_weights, float(objective.beta), float(objective.label_smoothing)),
         *(objective.f_divergence_type, float(objective.f_alpha_divergence_coef), float(objective.discopop_tau)),
+        float(objective.simpo_gamma),
     )
     chunk_bytes, budget = MEMORY_BUDGET, default_budget(weight)
     if memory_budget is not None:

@@ -1,4 +1,4 @@
-"""The losses of TRL 1.16's DPOTrainer, and their constants.
+"""The losses of TRL 1.16's DPOTrainer, those of other trainers, and their constants.
 
 Symbols in the formulas:
 
@@ -58,10 +58,15 @@ class LossInputs(NamedTuple):
         return self.chosen_scores - self.rejected_scores
 
 
+def per_token(loss: str, pairs: LossInputs, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [P] of the completions, divided by their lengths."""
+    of_chosen = _given(loss, "chosen_lengths", pairs.chosen_lengths).clamp(min=1)
+    of_rejected = _given(loss, "rejected_lengths", pairs.rejected_lengths).clamp(min=1)
+    return chosen / of_chosen, rejected / of_rejected
+
+
 def _scores_per_token(loss: str, pairs: LossInputs) -> tuple[Tensor, Tensor]:
-    chosen = _given(loss, "chosen_lengths", pairs.chosen_lengths).clamp(min=1)
-    rejected = _given(loss, "rejected_lengths", pairs.rejected_lengths).clamp(min=1)
-    return pairs.chosen_scores / chosen, pairs.rejected_scores / rejected
+    return per_token(loss, pairs, pairs.chosen_scores, pairs.rejected_scores)
 
 
 def _smoothed(x: Tensor, eps: float) -> Tensor:
@@ -210,20 +215,59 @@ def _sigmoid_norm(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
     return -F.logsigmoid(objective.beta * (chosen - rejected))
 
 
-_LOSSES = (
+def _cdpo(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
+    """`_smoothed(beta m)`, DPO where a preference is wrong with the probability eps.
+
+    Conservative DPO, https://ericmitchell.ai/cdpo.pdf, eq. 3.
+    """
+    return _smoothed(objective.beta * pairs.margins, objective.label_smoothing)
+
+
+def _ipo_sum(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
+    """`(m - 1 / (2 beta))^2`. IPO, arXiv 2310.12036, eq. 17, with scores of whole completions."""
+    return (pairs.margins.clamp(-MAX_SQUARED, MAX_SQUARED) - 1 / (2 * objective.beta)) ** 2
+
+
+def _simpo(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
+    """`_smoothed(beta (log policy(c) / |c| - log policy(r) / |r|) - gamma)`, without a reference.
+
+    SimPO, arXiv 2405.14734, eq. 6, which has no smoothing.
+    """
+    chosen, rejected = per_token("simpo", pairs, pairs.chosen_logps, pairs.rejected_logps)
+    return _smoothed(objective.beta * (chosen - rejected) - objective.simpo_gamma, objective.label_smoothing)
+
+
+def _simpo_sum(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
+    """`_smoothed(beta (log policy(c) - log policy(r)) - gamma)`.
+
+    SimPO, arXiv 2405.14734, without the length normalization of eq. 6.
+    """
+    margins = pairs.chosen_logps - pairs.rejected_logps
+    return _smoothed(objective.beta * margins - objective.simpo_gamma, objective.label_smoothing)
+
+
+_OF_TRL = (
     *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _aot, _aot_unpaired, _apo_zero),
     *(_apo_down, _discopop, _sft, _sigmoid_norm),
 )
-LOSSES: dict[str, Callable[[LossInputs, PreferenceObjective], Tensor]] = {x.__name__[1:]: x for x in _LOSSES}
-"""By the names of TRL, which are those of the functions."""
+_OTHERS = (_cdpo, _ipo_sum, _simpo, _simpo_sum)
+LOSSES: dict[str, Callable[[LossInputs, PreferenceObjective], Tensor]] = {
+    x.__name__[1:]: x for x in (*_OF_TRL, *_OTHERS)
+}
+"""By their names, which are those of the functions and, for the losses of TRL's DPOTrainer, those of TRL."""
 
-SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+OF_TRL = tuple(x.__name__[1:] for x in _OF_TRL)
+
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired", "cdpo", "simpo", "simpo_sum")
 """The losses that use label smoothing.
 
 TRL's `sigmoid` does not: it is DPO, not conservative DPO.
 """
 
-MARGIN_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+REFERENCE_FREE = ("sft", "simpo", "simpo_sum")
+"""The losses that do not depend on the reference."""
+
+MARGIN_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm", "cdpo", "ipo_sum")
 """The losses that allow a divergence other than reverse KL.
 
 The normalizer of such a divergence cancels only in a margin. sft does not depend on the divergence.
@@ -237,21 +281,24 @@ SORTED = ("aot", "aot_unpaired")
 class PreferenceObjective:
     """A loss, or a weighted sum of losses, with its constants.
 
-    The names and defaults are those of TRL's DPOConfig.
+    The names and defaults are those of TRL's DPOConfig, and of its CPOConfig for SimPO.
 
     Attributes:
         loss_type: one or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair,
-            sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm.
+            sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm, which are
+            TRL's, and cdpo, ipo_sum, simpo, simpo_sum. cdpo is DPO with label smoothing; ipo and simpo
+            divide by lengths, and ipo_sum and simpo_sum do not.
         loss_weights: one weight per loss, or None for 1 each.
         beta: scale of the log-ratios, positive.
         label_smoothing: probability that a preference is wrong, in [0, 1). Above 0 for exo_pair and
-            below 0.5 for robust. Only exo_pair, robust, aot and aot_unpaired use it; it must be 0
-            without one of them.
+            below 0.5 for robust. Only exo_pair, robust, aot, aot_unpaired, cdpo, simpo and simpo_sum
+            use it; it must be 0 without one of them.
         f_divergence_type: reverse_kl, forward_kl, js_divergence or alpha_divergence. All but
-            reverse_kl require losses among sigmoid, hinge, ipo, exo_pair, robust, discopop, sft and
-            sigmoid_norm.
+            reverse_kl require losses among sigmoid, hinge, ipo, exo_pair, robust, discopop, sft,
+            sigmoid_norm, cdpo and ipo_sum.
         f_alpha_divergence_coef: the order alpha of alpha_divergence.
         discopop_tau: the temperature tau of discopop, positive.
+        simpo_gamma: the target margin gamma of simpo and simpo_sum.
 
     Raises:
         TypeError, ValueError: an attribute breaks a rule above; the message names it.
@@ -264,6 +311,7 @@ class PreferenceObjective:
     f_divergence_type: str = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5
     discopop_tau: float = 0.05
+    simpo_gamma: float = 0.5
 
     def __post_init__(self) -> None:
         rule = f"be one or several of {', '.join(LOSSES)}"
@@ -282,6 +330,7 @@ class PreferenceObjective:
         checks.require_positive(OP, "beta", self.beta)
         checks.require_positive(OP, "discopop_tau", self.discopop_tau)
         checks.require_finite(OP, "f_alpha_divergence_coef", self.f_alpha_divergence_coef)
+        checks.require_finite(OP, "simpo_gamma", self.simpo_gamma)
 
         checks.require_number(OP, "label_smoothing", eps, "lie in [0, 1)")
         checks.require(0 <= eps < 1, OP, "label_smoothing", "lie in [0, 1)", eps)

@@ -14,7 +14,17 @@ from torch import Tensor
 from ... import checks
 from ..devices import accumulation_dtype, is_host
 from .divergences import DIVERGENCES
-from .objectives import DPO, LOSSES, OP, SORTED, LossInputs, PreferenceObjective, require_objective
+from .objectives import (
+    DPO,
+    LOSSES,
+    OP,
+    REFERENCE_FREE,
+    SORTED,
+    LossInputs,
+    PreferenceObjective,
+    per_token,
+    require_objective,
+)
 
 
 class PreferenceLoss(NamedTuple):
@@ -25,7 +35,7 @@ class PreferenceLoss(NamedTuple):
         losses: [P] weighted sum of the losses of `loss_type`. Those of `aot` and `aot_unpaired` are
             in sorted order instead of the order of the pairs. Differentiable.
         chosen_rewards: [P] `beta * (chosen_logps - ref_chosen_logps)`, independent of the
-            divergence. No gradient.
+            divergence. Without a reference, `beta * chosen_logps`, for simpo per token. No gradient.
         rejected_rewards: [P] the same for the rejected completions. No gradient.
     """
 
@@ -38,8 +48,8 @@ class PreferenceLoss(NamedTuple):
 def preference_loss(
     chosen_logps: Tensor,
     rejected_logps: Tensor,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None = None,
+    ref_rejected_logps: Tensor | None = None,
     objective: PreferenceObjective = DPO,
     *,
     chosen_lengths: Tensor | None = None,
@@ -47,7 +57,7 @@ def preference_loss(
     sft_logps: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PreferenceLoss:
-    """Loss of a batch of preference pairs, equal to that of TRL 1.16's DPOTrainer up to rounding.
+    """Loss of a batch of preference pairs. Losses of TRL 1.16's DPOTrainer equal those up to rounding.
 
     Plain PyTorch in float32 (float64 if any input is float64), without synchronization with the
     host.
@@ -63,9 +73,9 @@ def preference_loss(
             `length_desensitized_logps`.
         rejected_logps: [P] the same for the rejected completions.
         ref_chosen_logps, ref_rejected_logps: [P] the same under the reference model. They receive
-            no gradient.
+            no gradient. May be None for simpo, simpo_sum and sft, which have no reference.
         objective: the loss and its constants. Default: DPO with beta 0.1.
-        chosen_lengths, rejected_lengths: [P] numbers of completion tokens. Required by ipo and
+        chosen_lengths, rejected_lengths: [P] numbers of completion tokens. Required by ipo, simpo and
             sigmoid_norm; sft requires `chosen_lengths`.
         sft_logps: [P] log-probabilities for sft in place of `chosen_logps`. Pass the plain sums
             here if `chosen_logps` come from `length_desensitized_logps`.
@@ -80,18 +90,21 @@ def preference_loss(
             that is None; the message names the argument.
         TypeError: a dtype breaks a rule above; the message names the argument.
     """
-    required = dict(
+    logps = dict(
         chosen_logps=chosen_logps,
         rejected_logps=rejected_logps,
         ref_chosen_logps=ref_chosen_logps,
         ref_rejected_logps=ref_rejected_logps,
     )
-    floating = {**required, "sft_logps": sft_logps, "weights": weights}
+    floating = {**logps, "sft_logps": sft_logps, "weights": weights}
     lengths = dict(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
     given = {**floating, **lengths}
+    require_objective(OP, objective)
+    is_free = all(loss in REFERENCE_FREE for loss in objective.losses)
+    without = is_free and ref_chosen_logps is None and ref_rejected_logps is None
+    required: dict[str, Any] = {name: x for name, x in logps.items() if not (without and name.startswith("ref_"))}
     checks.require_tensors(OP, **required)
     checks.require_tensors_or_none(OP, **given)
-    require_objective(OP, objective)
     checks.require_floating(OP, **floating)
     for name, x in lengths.items():
         is_number = x is None or not (x.dtype.is_complex or x.dtype == torch.bool)
@@ -111,7 +124,8 @@ def preference_loss(
 
     dtype = loss_dtype(*floating.values())
     chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
-    ref_chosen, ref_rejected = ref_chosen_logps.detach().to(dtype), ref_rejected_logps.detach().to(dtype)
+    references = (ref_chosen_logps, ref_rejected_logps)
+    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if x is None else x.detach().to(dtype) for x in references)
     score = DIVERGENCES[objective.f_divergence_type]
     pairs = LossInputs(
         chosen,
@@ -131,12 +145,11 @@ def preference_loss(
     losses = torch.stack(terms).sum(0)
     if weights is not None:
         losses = losses * weights.to(dtype)
-    return PreferenceLoss(
-        loss=losses.mean(),
-        losses=losses,
-        chosen_rewards=objective.beta * pairs.chosen_logratios.detach(),
-        rejected_rewards=objective.beta * pairs.rejected_logratios.detach(),
-    )
+    rewards = pairs.chosen_logratios, pairs.rejected_logratios
+    if without and "simpo" in objective.losses:
+        rewards = per_token("simpo", pairs, *rewards)
+    chosen_rewards, rejected_rewards = (objective.beta * x.detach() for x in rewards)
+    return PreferenceLoss(losses.mean(), losses, chosen_rewards, rejected_rewards)
 
 
 def loss_dtype(*inputs: Tensor | None) -> torch.dtype:
