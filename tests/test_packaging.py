@@ -50,7 +50,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "ops.transform": set(),
     "ops.choice": {"accuracy", "atomic_files", "logs", "ops.devices"},
     "ops.head": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.transform", "packing"},
-    "ops.attention": {"checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.transform", "packing"},
+    "ops.attention": {"accuracy", "checks", "kernels", "logs", "ops.choice", "ops.devices", "ops.transform", "packing"},
     "ops.losses": {"checks", "ops.devices", "ops.head", "packing"},
     "ops.definitions": {"ops.attention", "ops.head", "ops.losses"},
     "ops.reference": {"logs", "ops.definitions"},

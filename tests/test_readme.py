@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from fastdpo import ops
+import fastdpo
 from tests.support.documents.markdown_blocks import ROOT, blocks_of
 from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import pairs, tiny_model, tokenizer
@@ -84,14 +84,13 @@ def padded_logps(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor
 
 @torch.no_grad()
 def test_scores_of_the_custom_loop_equal_those_of_a_padded_batch(loop):
-    stock = copy.deepcopy(loop["policy"])  # a copy has the model's original attention
-    assert stock.config._attn_implementation == "sdpa"
+    stock = fastdpo.restore(copy.deepcopy(loop["policy"]))
+    before = fastdpo.calls.copy()
     for ids, labels in ((loop["input_ids"], loop["labels"]), ragged_batch()):
-        loop["input_ids"] = ids
-        layout = ops.pack_pairs(ids, attention_mask=ids != 0, labels=labels)
-        scored = torch.cat(loop["score"](loop["policy"], layout))
-        expected = padded_logps(stock, ids, labels)
-        torch.testing.assert_close(scored, expected, rtol=1e-5, atol=1e-5)
+        loop |= dict(input_ids=ids, labels=labels, attention_mask=(ids != 0).long())
+        scored = torch.cat(loop["score"](loop["policy"]))
+        torch.testing.assert_close(scored, padded_logps(stock, ids, labels), rtol=1e-5, atol=1e-5)
+    assert {path for _, _, path in fastdpo.calls - before} == {"fused"}
 
 
 def test_it_is_read_in_two_minutes():

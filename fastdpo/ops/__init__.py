@@ -11,6 +11,7 @@ from types import ModuleType
 
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import definitions
+from .attention.own_layers import verify_packed
 from .attention.packed_attention import packed_attention
 from .head.budget import MEMORY_BUDGET
 from .head.linear_logps import linear_logps
@@ -47,6 +48,7 @@ __all__ = [
     "preference_loss",
     "sequence_logps",
     "token_logps",
+    "verify_packed",
     "wpo_weights",
 ]
 

@@ -1,0 +1,114 @@
+"""The GPT of docs/ops.md, whose layers are its own, and what `verify_packed` finds in layers that are wrong."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastdpo import ops
+from tests.support import ROOT
+from tests.support.comparison import assert_close, assert_same_gradients
+from tests.support.documents.markdown_blocks import blocks_of
+
+(BLOCK,) = [x for x in blocks_of(ROOT / "docs" / "ops.md") if "class GPT" in x.code]
+
+
+@pytest.fixture(scope="module")
+def page():
+    names: dict = {"__name__": "__main__"}
+    exec(compile(BLOCK.code, BLOCK.place, "exec"), names)
+    return SimpleNamespace(**names)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two pairs of different lengths, one row padded on the left."""
+    ids = torch.randint(1, 64, (4, 9), generator=torch.Generator().manual_seed(1))
+    ids[2:, :5] = ids[:2, :5]
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    rolled = [torch.cat([x[:3], x[3:].roll(2, 1)]) for x in (ids, mask, labels)]
+    rolled[1][3, :2], rolled[2][3, :6], rolled[2][3, 8] = 0, -100, rolled[0][3, 8]
+    return tuple(rolled)
+
+
+def gradients(model, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_rows_pass_through_checkpointing(page, use_reentrant):
+    torch.manual_seed(0)
+    model, (ids, mask, labels) = page.GPT(use_reentrant=use_reentrant), batch()
+    ops.verify_packed(model, model, ids, mask, labels)
+    assert all(x.grad is None for x in model.parameters())
+    layout = ops.pack(ids, mask, labels, groups="content")
+    hidden = model(layout.pack(ids), layout.position_ids[None], layout.rows)[0]
+    logps = layout.unpack(ops.linear_logps(hidden[layout.label_index], model.head.weight, layout.labels).logps)
+    found = gradients(model, logps.sum())
+    rows = []
+    for row, real, target in zip(ids, mask.bool(), labels, strict=True):
+        states = model(row[real][None], torch.arange(int(real.sum()))[None], None)[0, :-1]
+        target = target[real][1:]
+        rows.append(-F.cross_entropy(model.head(states), target, reduction="sum"))
+    assert_close(logps.sum(1), torch.stack(rows), absolute=1e-5)
+    assert_same_gradients([gradients(model, torch.stack(rows).sum())], [found])
+
+
+def forgetting_positions(model, ids, position_ids, rows):
+    return model(ids, torch.arange(ids.shape[1])[None], rows)
+
+
+def forgetting_rows(model, ids, position_ids, rows):
+    return model(ids, position_ids, None)
+
+
+def by_an_attribute(model, ids, position_ids, rows):
+    """The rows reach the layers by an attribute that is set around the forward."""
+    for block in model.blocks:
+        block.rows = rows
+    try:
+        return model(ids, position_ids, None)
+    finally:
+        for block in model.blocks:
+            block.rows = None
+
+
+@pytest.mark.parametrize("run", [forgetting_positions, forgetting_rows, by_an_attribute])
+def test_what_a_layer_is_not_given_is_found(page, run):
+    torch.manual_seed(0)
+    model = page.GPT(use_reentrant=True)
+    if run is by_an_attribute:
+        for block in model.blocks:
+            own = type(block).attention
+            block.attention = lambda q, k, v, rows, own=own, block=block: own(block, q, k, v, block.rows)
+    with pytest.raises(ValueError, match=r"^verify_packed: run must return the same for packed rows and for each row"):
+        ops.verify_packed(model, lambda *args: run(model, *args), *batch())
+
+
+def test_dropout_is_refused(page):
+    model = page.GPT(dropout=0.5)
+    ops.verify_packed(model.eval(), model, *batch())
+    with pytest.raises(NotImplementedError, match="packed attention has no dropout"):
+        ops.verify_packed(model.train(), model, *batch())
+    for block in model.blocks:  # a layer that does not refuse it
+        own = type(block).attention
+
+        def attention(q, k, v, rows, own=own, block=block):
+            block.training = rows is None
+            return own(block, q, k, v, rows)
+
+        block.attention = attention
+    with pytest.raises(ValueError, match=r"^verify_packed: run must compute the same twice, with dropout 0"):
+        ops.verify_packed(model, model, *batch())
+
+
+def test_rows_that_share_nothing_are_refused(page):
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    model = page.GPT()
+    with pytest.raises(ValueError, match=r"^verify_packed: input_ids must have rows that begin alike; got"):
+        ops.verify_packed(model, model, ids, torch.ones_like(ids), ids)
