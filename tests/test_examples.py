@@ -1,15 +1,22 @@
 """Every example runs on a tiny model and uses the fused path."""
 
+import contextlib
 import json
+import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.programs.warm import run_program
 from tests.support.trl.dpo import pairs, tiny_model, tokenizer
 from tests.support.trl.vision import llava_with_chat_template
+from tests.support.workers.processes import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNS = {
@@ -21,7 +28,7 @@ RUNS = {
     "precompute": ["--steps", "2", "--batch-size", "4"],
 }
 CALLS = {
-    "dpo_loop": set(),
+    "dpo_loop": {("fastdpo.ref_logps", "reference", "fused"), ("fastdpo.score", "policy", "fused")},
     "trl_dpo": {
         ("trl.DPOTrainer", "policy", "fused"),
         ("trl.DPOTrainer", "eval", "fused"),
@@ -53,6 +60,24 @@ def model_and_pairs(tmp_path_factory):
 
 def test_every_example_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RUNS) == set(CALLS)
+
+
+def test_the_loop_trains_on_two_processes(model_and_pairs, tmp_path):
+    """With half of the pairs for each of them."""
+    run_ranks(2, run_rank, tmp_path, ["dpo_loop.py", *model_and_pairs[True], "--steps", "4", "--batch-size", "2"])
+    logs = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    assert "fastdpo.score: 4 fused calls of the policy model" in logs[0]
+    assert not logs[1]
+
+
+def run_rank(directory: Path, arguments: list[str]) -> None:
+    sys.argv = arguments
+    with (directory / f"rank{os.environ['RANK']}").open("w") as log, contextlib.redirect_stdout(log):
+        names = runpy.run_path(str(EXAMPLES / arguments[0]))
+    weights = torch.stack([x.detach().double().sum() for x in names["policy"].parameters()])
+    gathered = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(gathered, weights)
+    assert torch.equal(*gathered), "DDP averages gradients, so the weights are equal"
 
 
 def run(name: str, inputs: list[str], directory: Path) -> set[tuple[str, ...]]:

@@ -18,8 +18,8 @@ CHECKPOINT, DATASET, CONFIG = '"Qwen/Qwen2.5-0.5B-Instruct"', '"trl-lib/ultrafee
 
 
 def the_block(language: str):
-    (block,) = [block for block in blocks_of(README) if block.language == language]
-    return block
+    """The first block of a language."""
+    return next(block for block in blocks_of(README) if block.language == language)
 
 
 def after_the_diff(diff: str) -> str:

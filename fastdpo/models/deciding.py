@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CALL_ARGUMENTS = {
-    *("input_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"),
+    *("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"),
     *("output_router_logits", "use_cache", "return_dict"),
 }
 """Arguments of a model call that the fused forward takes or can ignore."""
@@ -97,13 +97,13 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
     others = options.rewards.ignored if options.rewards else images.ARGUMENTS if options.images else ()
     given = [name for name, x in kwargs.items() if x is not None and x is not False]
     unknown = [name for name in given if name not in CALL_ARGUMENTS and name not in others]
-    if unknown == ["position_ids"] and count_real_tokens(kwargs["position_ids"], mask):
-        unknown = []
     if unknown:
         return Reason("unsupported-argument", names=", ".join(unknown))
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         kind = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         return Reason("attention-mask", given=kind)
+    if kwargs.get("position_ids") is not None and not count_real_tokens(kwargs["position_ids"], mask):
+        return Reason("positions")
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
     return scoring_unsupported_reason(model, fused.options) or images.unsupported_reason(model, kwargs)

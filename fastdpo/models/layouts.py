@@ -65,13 +65,14 @@ def labels_of_call(kwargs: dict) -> tuple[Any, bool]:
     return kwargs.get("shift_labels" if shifted else "labels"), shifted
 
 
-def count_real_tokens(position_ids: Any, attention_mask: Any) -> bool:
-    """Whether positions count the real tokens of each row from 0, as those of packed tokens do. One synchronization."""
-    if not all(isinstance(x, Tensor) and x.dim() == 2 for x in (position_ids, attention_mask)):
+def count_real_tokens(position_ids: Any, attention_mask: Tensor) -> bool:
+    """Whether positions count the real tokens of each row [R, L] from 0, as those of packed tokens do. One
+    synchronization.
+    """
+    shapes = ((1, attention_mask.shape[1]), tuple(attention_mask.shape))
+    if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) not in shapes:
         return False
     real = attention_mask != 0
-    if position_ids.shape[1] != real.shape[1] or len(position_ids) not in (1, len(real)):
-        return False
     return bool(((position_ids == real.cumsum(1) - 1) | ~real).all())
 
 
