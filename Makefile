@@ -7,11 +7,14 @@ READY := $(VENV)/.ready
 OLDEST_TRL := $(VENV)/trl-1.15.0
 OLDEST_TRITON := $(VENV)/triton-3.6.0
 HUB_KERNELS := $(VENV)/kernels-0.17.2
+TORCHTUNE := $(VENV)/torchtune-0.6.1
 LIGER := $(VENV)/liger-kernel-0.8.5
 FLASH_SOURCES := $(VENV)/flash-attention
 QUANTIZERS := $(VENV)/quantizers
 TEST_FOLDERS := OLDEST_TRL=$(abspath $(OLDEST_TRL)) HUB_KERNELS=$(abspath $(HUB_KERNELS)) \
-	FLASH_SOURCES=$(abspath $(FLASH_SOURCES)) QUANTIZERS=$(abspath $(QUANTIZERS))
+	FLASH_SOURCES=$(abspath $(FLASH_SOURCES)) QUANTIZERS=$(abspath $(QUANTIZERS)) \
+	TORCHTUNE=$(abspath $(TORCHTUNE))
+TEST_PACKAGES := $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS) $(TORCHTUNE)
 
 # Each minor version of TRL between its rewrite and its fused head.
 TRL_VERSIONS := 0.29.1 1.0.0 1.1.0 1.2.0 1.3.0 1.4.0 1.5.1 1.6.0 1.7.1 1.8.0 1.9.0 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2
@@ -50,11 +53,11 @@ IN_PARALLEL = -n $(WORKERS) --dist worksteal
 TESTS = OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Each value of each parameter at least once, without what is slow and guards little.
-test: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS)
+test: $(READY) $(TEST_PACKAGES)
 	$(TESTS) --quick $(ARGS)
 
 # Every combination of parameters, and every test.
-test-all: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS)
+test-all: $(READY) $(TEST_PACKAGES)
 	$(TESTS) $(ARGS)
 
 # What CI runs beside `make test`: each trainer line and each program once. The longest come first, for `make --jobs 2`.
@@ -73,7 +76,7 @@ left-out:
 	@echo $(addprefix trl==,$(filter-out $(TRL_SEAMS),$(TRL_VERSIONS)))
 
 # Changes of the source, one for each promise and capability, each of which a test must notice: tests/sabotages.toml.
-test-sabotages: $(READY) $(OLDEST_TRL) $(HUB_KERNELS) $(FLASH_SOURCES) $(QUANTIZERS)
+test-sabotages: $(READY) $(TEST_PACKAGES)
 	$(TEST_FOLDERS) $(BIN)/python -m tests.support.sabotages $(ARGS)
 
 # 100,000 random cases of the properties of which `make test` runs a seeded part.
@@ -359,6 +362,14 @@ $(REQUESTS): $(READY)
 $(LIGER): $(READY)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ liger-kernel==0.8.5
+	touch $@
+
+# Without torch, and with what its import needs. Tests put it in front of the packages that are installed.
+$(TORCHTUNE): $(READY)
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ torchtune==0.6.1 torchao==0.13.0 torchdata==0.11.0 omegaconf==2.4.0 \
+		antlr4-python3-runtime==4.9.3 sentencepiece==0.2.3 tiktoken==0.14.0 blobfile==3.3.0 kagglehub==1.0.3 \
+		lxml==6.1.3 pycryptodomex==3.24.2
 	touch $@
 
 $(OLDEST_TRITON): $(READY)

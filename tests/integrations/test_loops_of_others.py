@@ -1,0 +1,242 @@
+"""Eight trainers of other programs, with the few lines changed that their users would change: loss, metrics and
+gradients are those of their own path over three steps.
+"""
+
+import os
+import random
+import sys
+import types
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fastdpo
+from fastdpo.integrations import lines
+from tests.support import ROOT
+from tests.support.comparison import assert_far_from_same, assert_same_training, double, sharpen
+from tests.support.loops import Pair
+from tests.support.models.families import tiny_family
+from tests.support.ref_logps import ranks
+
+LOOPS = ROOT / "tests" / "support" / "loops"
+
+
+def source_of(name: str) -> str:
+    return (LOOPS / f"{name}.py").read_text()
+
+
+def changed(name: str) -> tuple[str, int]:
+    """The source of a loop after its diff, and the number of lines that the diff adds."""
+    source, diff = source_of(name), (LOOPS / f"{name}.diff").read_text()
+    for hunk in diff.split("@@\n"):
+        lines_of = hunk.splitlines(keepends=True)
+        before, after = ("".join(x[1:] for x in lines_of if x[0] in kinds) for kinds in (" -", " +"))
+        assert source.count(before) >= 1, before
+        source = source.replace(before, after, 1)
+    return source, sum(line.startswith("+") and bool(line[1:].strip()) for line in diff.splitlines())
+
+
+def batches(seed: int = 0, n: int = 3) -> list[list[Pair]]:
+    """Batches of three pairs with prompts and answers of different lengths."""
+    rng = random.Random(seed)
+
+    def words(low: int, high: int) -> list[int]:
+        return [rng.randrange(3, 97) for _ in range(rng.randint(low, high))]
+
+    return [[Pair(words(2, 9), words(2, 7), words(2, 7)) for _ in range(3)] for _ in range(n)]
+
+
+def run(name: str, policy, reference, source: str | None = None, rows=None, **options) -> SimpleNamespace:
+    """Trains three steps by the source of a loop, or by its own."""
+    module = types.ModuleType(name)
+    exec(compile(source or source_of(name), name, "exec"), vars(module))
+    done = SimpleNamespace(logs=[], gradients=[])
+
+    def record(**logs: torch.Tensor) -> None:
+        grads = {key: x.grad for key, x in policy.named_parameters() if x.grad is not None}
+        done.gradients.append({k: x.full_tensor() if isinstance(x, DTensor) else x.clone() for k, x in grads.items()})
+        done.logs.append({key: float(x) for key, x in logs.items()})
+
+    module.train(policy, reference, rows or batches(), record, **options)
+    return done
+
+
+def models(family: str, lora: bool = False) -> list:
+    made = [tiny_family(family, seed=seed) for seed in range(2)]
+    if lora:
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        made[0] = get_peft_model(made[0], config)
+    return made
+
+
+CASES = {
+    "mitchell": ("mitchell", "llama", {}),
+    "mitchell, IPO by sums": ("mitchell", "llama", dict(loss="ipo")),
+    **{f"mitchell, {family}": ("mitchell", family, {}) for family in ("gemma2", "granite", "cohere2", "phi")},
+    "open_instruct": ("open_instruct", "qwen3_moe", {}),
+    "open_instruct_packed": ("open_instruct_packed", "llama", {}),
+    "align_anything, LoRA": ("align_anything", "llama", {}),
+    "nemo_rl": ("nemo_rl", "qwen2", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loop_with_a_model_of_transformers(case):
+    name, family, options = CASES[case]
+    source, added = changed(name)
+    assert added <= 4
+    lora = "LoRA" in case
+    before = fastdpo.calls.copy()
+    found = run(name, *models(family, lora), source, **options)
+    assert {path for _, _, path in fastdpo.calls - before} == {"fused"}
+    stock = run(name, *models(family, lora), **options)
+
+    def exact() -> SimpleNamespace:
+        return run(name, *map(double, models(family, lora)), **options)
+
+    assert_same_training(stock, found, exact)
+
+
+def test_the_comparison_notices_a_missing_label():
+    source, _ = changed("mitchell")
+    source = source.replace("[[-100] * len(p) + a for p", "[[-100] * len(p) + [-100] + a[1:] for p")
+    stock, found = run("mitchell", *models("llama")), run("mitchell", *models("llama"), source)
+    assert_far_from_same(stock, found, lambda: run("mitchell", *map(double, models("llama"))))
+
+
+def own_gpt(seed: int, source: str):
+    torch.manual_seed(seed)
+    module = types.ModuleType("notebook")
+    exec(compile(source, "notebook", "exec"), vars(module))
+    made = module.GPTModel()
+    sharpen(made)
+    return made
+
+
+def torchtune_decoder(seed: int):
+    from torchtune.models.llama3 import llama3
+
+    torch.manual_seed(seed)
+    sizes = dict(num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=48, max_seq_len=24)
+    made = llama3(vocab_size=97, **sizes)
+    sharpen(made)
+    return made
+
+
+def test_the_notebook_with_layers_of_its_own():
+    source, added = changed("notebook")
+    assert added <= 15
+    own = source_of("notebook")
+    found, stock = (run("notebook", own_gpt(0, x), own_gpt(1, x), x) for x in (source, own))
+    assert_same_training(stock, found, lambda: run("notebook", own_gpt(0, own).double(), own_gpt(1, own).double()))
+
+
+def run_torchtune(folder: str, source: str) -> SimpleNamespace:
+    sys.path.insert(0, folder)
+    return run("torchtune_recipe", torchtune_decoder(0), torchtune_decoder(1), source)
+
+
+def test_the_recipe_of_torchtune(tmp_path):
+    """In processes of their own: PEFT refuses the version of torchao that torchtune needs."""
+    folder = os.environ.get("TORCHTUNE")
+    if folder is None:
+        pytest.skip("TORCHTUNE must be the folder of the package torchtune; `make test` installs and names it")
+    source, added = changed("torchtune_recipe")
+    assert added <= 12
+    sources = source_of("torchtune_recipe"), source
+    (stock,), (found,) = (
+        ranks(1, tmp_path / str(i), lambda _, x=x: run_torchtune(folder, x)) for i, x in enumerate(sources)
+    )
+    assert_same_training(stock, found)
+
+
+class BasicTrainerLine(fastdpo.TrainerLine):
+    name = "loops.BasicTrainer"
+    versions = ""
+    modules = ("loops_of_mitchell",)
+    parameters: ClassVar = {"concatenated_forward": ["self", "model", "batch"], "log": ["self", "step", "metrics"]}
+    replaced = ("concatenated_forward", "log")
+    path = ("get_batch_metrics", "concatenated_forward")
+
+    def models(self, trainer):
+        return {"policy": trainer.policy, "reference": trainer.reference_model}
+
+    def concatenated_forward(self, stock, trainer, model, batch):
+        if not self.calls(trainer, model):
+            return stock(trainer, model, batch)
+        rows = self.module().concatenated_inputs(batch)
+        inputs = {name.removeprefix("concatenated_"): x for name, x in rows.items()} | {"use_cache": False}
+        return self.score(
+            model, inputs, lambda rows: rows.sums().chunk(2), lambda called: stock(trainer, called, batch)
+        )
+
+    def log(self, stock, trainer, step, metrics):
+        self.first_log(trainer)
+        stock(trainer, step, metrics)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_line_for_a_trainer_that_is_not_changed(family, monkeypatch):
+    """A clone that is on the path, which stores its models as `policy` and `reference_model`."""
+    monkeypatch.setattr(lines, "registered", {})
+    module = types.ModuleType("loops_of_mitchell")
+    exec(compile(source_of("mitchell"), "loops_of_mitchell", "exec"), vars(module))
+    for value in vars(module).values():
+        if isinstance(value, type):
+            value.__module__ = module.__name__
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fastdpo.register(BasicTrainerLine)
+
+    def train() -> SimpleNamespace:
+        policy, reference = models(family)
+        done = SimpleNamespace(logs=[], gradients=[])
+
+        def record(**logs):
+            done.gradients.append({key: x.grad.clone() for key, x in policy.named_parameters()})
+            done.logs.append({key: float(x) for key, x in logs.items()})
+
+        module.train(policy, reference, batches(), record)
+        return done
+
+    stock, before = train(), fastdpo.calls.copy()
+    with fastdpo.patched(module.BasicTrainer) as report:
+        assert str(report) == "fastdpo: loops.BasicTrainer: on"
+        found = train()
+    assert {(kind, path) for _, kind, path in fastdpo.calls - before} == {("policy", "fused"), ("reference", "fused")}
+    assert_same_training(stock, found, lambda: run("mitchell", *map(double, models(family))))
+
+
+ON_RANKS = {"ddp": "mitchell", "fsdp2": "nemo_rl"}
+
+
+def train_on(engine: str, rank: int, is_fused: bool) -> dict:
+    name = ON_RANKS[engine]
+    policy, reference = models("gemma2")
+    if engine == "ddp":
+        wrapped = DistributedDataParallel(policy)
+    else:
+        for model in (policy, reference):
+            for unit in (*model.model.layers, model):
+                fully_shard(unit)
+        wrapped = policy
+    before = fastdpo.calls.copy()
+    done = run(name, wrapped, reference, changed(name)[0] if is_fused else None, batches(seed=rank))
+    return {**vars(done), "paths": {path for _, _, path in fastdpo.calls - before}}
+
+
+@pytest.mark.parametrize("engine", ON_RANKS)
+def test_loops_on_two_ranks(engine, tmp_path):
+    done = [
+        ranks(2, tmp_path / str(is_fused), lambda rank, x=is_fused: train_on(engine, rank, x))
+        for is_fused in (False, True)
+    ]
+    for stock, found in zip(*done, strict=True):
+        assert (stock["paths"], found["paths"]) == (set(), {"fused"})
+        assert_same_training(SimpleNamespace(**stock), SimpleNamespace(**found), None)
