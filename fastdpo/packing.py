@@ -121,7 +121,8 @@ class Layout:
             scored = scored.index_select(0, self.output_source)
         checks.require_same_device("Layout.unpack", output_index=self.output_index, scored=scored)
         padded = scored.new_zeros(self.output_shape[0] * self.output_shape[1])
-        return padded.index_copy_(0, self.output_index, scored).view(self.output_shape)
+        padded.index_copy_(0, self.output_index, scored)
+        return padded.view(self.output_shape)
 
     def to(self, device: torch.device) -> Layout:
         """A layout whose tensors are on the CPU with those on the device that are not read on the host.

@@ -43,6 +43,9 @@ OTHERS = (
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
     *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),
     "checkpointing that is enabled again without one more hook",
+    *("wrapped models that are scored", "rows of a model that falls back", "labels that are shifted"),
+    *("pairs whose rows come in turn", "one order of the values of labels", "positions of padded rows"),
+    *("models that a trainer stores elsewhere", "losses of other trainers", "layers of a custom model"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

@@ -12,7 +12,7 @@ from .. import checks
 from ..models import forward
 from ..models.parts import base_of, text_config
 from ..models.scoring import targets_of_call
-from ..models.state import ForwardOptions, FusedForward, Groups, state_of
+from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
 from ..row_forms import require_ids
@@ -45,10 +45,15 @@ def prepare(model: M, *, groups: Groups = "content", outputs: Sequence[str] = ()
 
     Raises:
         TypeError: there is no transformers model in `model`, or `shifted` is no bool.
-        ValueError: `groups` or `outputs` have other values. With `FASTDPO_STRICT=1`, `NotFused` if the model is
-            known not to be supported.
+        ValueError: `groups` or `outputs` have other values, or the model belongs to a patched trainer, whose calls it
+            would not take any more.
+        NotFused: with `FASTDPO_STRICT=1`, the model is known not to be supported.
     """
     base = base_of(model, "prepare")
+    owner = state_of(base)
+    is_free = owner is None or base not in MODELS or _is_prepared(base)
+    rule = "not belong to a patched trainer: call fastdpo.unpatch() first, or prepare a copy"
+    checks.require(is_free, "prepare", "model", rule, f"a model of {owner and owner.options.integration}")
     checks.require(groups in get_args(Groups), "prepare", "groups", f"be one of {get_args(Groups)}", repr(groups))
     checks.require_flags("prepare", shifted=shifted)
     statistics = tuple(statistic_names(requested_statistics("prepare", outputs)))

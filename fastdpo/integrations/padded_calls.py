@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
 from ..models.parts import input_device_of, text_config
@@ -34,27 +35,40 @@ def padded_call(
     name = "shift_labels" if shifted else "labels"
     if not isinstance(input_ids, Tensor) or cu_seqlens is not None:
         checks.require(attention_mask is None, OP, "attention_mask", "be None for rows that are not padded", "a mask")
+        lengths, device = None, input_device_of(base)
         if isinstance(input_ids, Tensor):
             lengths = _lengths(input_ids, cu_seqlens, kwargs.pop("position_ids", None))
-            checks.require_tensors(OP, labels=labels)
-            of_labels = labels.numel()  # pyright: ignore[reportAttributeAccessIssue]
-            checks.require(of_labels == input_ids.numel(), OP, "labels", "have {} tokens", of_labels, input_ids.numel())
-            input_ids, labels = (x.flatten().split(lengths) for x in (input_ids, labels))  # pyright: ignore
-        device = input_device_of(base)
-        ids, targets = ([torch.as_tensor(row, device=device) for row in rows] for rows in (input_ids, labels))
-        fit = [x.shape for x in ids] == [x.shape for x in targets] and len(ids) > 0
-        checks.require(fit, OP, "labels", "be rows of the lengths of input_ids", [*map(len, targets)])
-        input_ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        labels = nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX)
-        attention_mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
-    checks.require_tensors(OP, input_ids=input_ids, labels=labels)
-    shape = list(input_ids.shape)
+        ids, targets = (_rows(x, given, lengths, device) for x, given in (("input_ids", input_ids), (name, labels)))
+        fit = [len(x) for x in ids] == [len(x) for x in targets] and len(ids) > 0
+        checks.require(fit, OP, name, "be rows of the lengths of input_ids", [*map(len, targets)])
+        input_ids = pad_sequence(ids, batch_first=True)
+        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX)
+        attention_mask = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+    batch: dict[str, Any] = {"input_ids": input_ids, name: labels}
+    checks.require_tensors(OP, **batch)
+    checks.require_ints(OP, **batch)
+    shape = list(batch["input_ids"].shape)
     checks.require(len(shape) == 2, OP, "input_ids", "be [R, L] without cu_seqlens", shape)
-    checks.require(list(labels.shape) == shape, OP, name, "be {}", list(labels.shape), shape)  # pyright: ignore
+    checks.require(list(batch[name].shape) == shape, OP, name, "be {}", list(batch[name].shape), shape)
     if attention_mask is None:
-        _require_padding_behind(base, input_ids)
-        attention_mask = torch.ones_like(input_ids)
-    return {**kwargs, "input_ids": input_ids, "attention_mask": attention_mask, name: labels}
+        _require_padding_behind(base, batch["input_ids"])
+        attention_mask = torch.ones_like(batch["input_ids"])
+    return {**kwargs, **batch, "attention_mask": attention_mask}
+
+
+def _rows(name: str, given: object, lengths: list[int] | None, device: torch.device) -> list[Tensor]:
+    """The rows of a flat tensor, by their lengths, or those in a list."""
+    if lengths is not None and isinstance(given, Tensor):
+        checks.require(given.numel() == sum(lengths), OP, name, "have {} tokens", given.numel(), sum(lengths))
+        return [*given.flatten().split(lengths)]
+    rule = "be a tensor, or a list of the ids of each row"
+    is_list = lengths is None and isinstance(given, list | tuple) and all(hasattr(row, "__len__") for row in given)
+    checks.require(is_list, OP, name, rule, checks.shown(given), error=TypeError)
+    try:
+        rows = cast("list[Any]", given)
+        return [torch.as_tensor(row, dtype=None if len(row) else torch.long, device=device) for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{OP}: {name} must {rule}; got {checks.shown(given)}") from error
 
 
 def _lengths(ids: Tensor, cu_seqlens: Tensor | None, position_ids: Tensor | None) -> list[int]:
@@ -66,7 +80,7 @@ def _lengths(ids: Tensor, cu_seqlens: Tensor | None, position_ids: Tensor | None
     fit = bounds.dim() == 1 and ends == [0, ids.numel()] and bool((lengths >= 0).all())
     checks.require(fit, OP, "cu_seqlens", f"rise from 0 to the number of tokens, {ids.numel()}", bounds.tolist())
     if position_ids is not None:
-        counted = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        counted = torch.cat([torch.arange(n, device="cpu") for n in lengths.tolist()])
         counts = position_ids.numel() == len(counted) and torch.equal(position_ids.flatten().cpu(), counted)
         checks.require(counts, OP, "position_ids", "count from 0 in each row of cu_seqlens", "other positions")
     return lengths.tolist()

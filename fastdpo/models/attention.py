@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..ops.attention import backends
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
 from .mixers import running
 from .mixers.running import Witness
-from .parts import language_model, text_config
+from .parts import is_transformers_model, language_model, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,8 +114,10 @@ def switch(model: PreTrainedModel) -> str:
     before. A model that was not switched raises an error when it is given one.
 
     Raises:
+        TypeError: the model is not a transformers model itself.
         RuntimeError: the model does not accept the implementation.
     """
+    _require_bare("switch", model)
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -155,9 +158,11 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
         `input_ids` [1, T], `position_ids` [1, T], `attention_mask` (`Layout.mask`) and `use_cache`.
 
     Raises:
+        TypeError: the model is not a transformers model itself.
         ValueError: the model is not switched, or `input_ids` has another shape than the batch of
             the layout.
     """
+    _require_bare("packed_inputs", model)
     if not is_switched(model):
         raise ValueError(
             "packed_inputs: model must be switched to packed attention by attention.switch(model); "
@@ -169,6 +174,12 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
         "attention_mask": layout.mask,
         "use_cache": False,
     }
+
+
+def _require_bare(op: str, model: object) -> None:
+    """Requires a model without wrappers. A call around those of DDP would train each rank alone."""
+    rule = "be a transformers.PreTrainedModel without wrappers, which fastdpo.prepare and fastdpo.score take"
+    checks.require(is_transformers_model(model), op, "model", rule, type(model).__name__, error=TypeError)
 
 
 def _hooks_of_mixers() -> ModuleType:

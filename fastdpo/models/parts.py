@@ -45,7 +45,7 @@ def find_base(model: nn.Module) -> PreTrainedModel | None:
     return cast("PreTrainedModel | None", next(filter(is_transformers_model, modules), None))
 
 
-def is_transformers_model(module: nn.Module) -> bool:
+def is_transformers_model(module: object) -> bool:
     from transformers import PreTrainedModel
 
     return isinstance(module, PreTrainedModel)

@@ -13,6 +13,7 @@ from tests.support.comparison import assert_close, assert_same_gradients, double
 from tests.support.models.families import tiny_family
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.trl.dpo import tiny_model
+from tests.support.trl.dpo import train as train_dpo
 
 FUSED, STOCK = ("fastdpo.score", "policy", "fused"), ("fastdpo.score", "policy", "stock")
 FAMILIES = ["llama", "llama-tied", "gemma2", "granite", "cohere2", "phi", "gpt2", "falcon_h1", "qwen3_moe"]
@@ -150,6 +151,36 @@ def test_prepared_again_copied_and_restored():
         fastdpo.score(model, **batch)
 
 
+def test_models_of_a_patched_trainer(tmp_path):
+    model = tiny_model()
+    with fastdpo.patched("trl.DPOTrainer"):
+        trainer = train_dpo(tmp_path, model, tiny_model(seed=1), max_steps=1, evaluate=0)
+        with pytest.raises(ValueError, match=r"^prepare: model must not belong to a patched trainer.* trl.DPOTrainer"):
+            fastdpo.prepare(model)
+        expected = own_logps(model, **rows())
+        copied = fastdpo.prepare(copy.deepcopy(model))  # with the forward that TRL has given it
+        assert calls_of(lambda: fastdpo.score(copied, **rows())) == {STOCK: 1}
+        assert_close(fastdpo.score(copied, **rows()).logps, expected, absolute=1e-5)
+    assert trainer.steps == 1
+
+
+def test_a_resized_vocabulary():
+    model, batch = fastdpo.prepare(tiny_model()), rows()
+    model.resize_token_embeddings(103)
+    scored = {}
+    expected = own_logps(model, **batch)
+    assert calls_of(lambda: scored.update(rows=fastdpo.score(model, **batch))) == {FUSED: 1}
+    assert_close(scored["rows"].logps, expected, absolute=1e-5)
+
+
+def test_building_blocks_refuse_wrapped_models():
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
+    layout = fastdpo.ops.pack_pairs(*rows().values())
+    for call in (fastdpo.attention.switch, lambda model: fastdpo.attention.packed_inputs(model, layout, None)):
+        with pytest.raises(TypeError, match=r"model must be a transformers.PreTrainedModel without wrappers"):
+            call(model)
+
+
 def test_a_compiled_model():
     batch, model = rows(), tiny_model()
     expected = own_logps(model, **batch)
@@ -266,6 +297,34 @@ def test_shifted_labels_are_said_by_name():
         fastdpo.score(model, **rows())
     with pytest.raises(ValueError, match=r"^score: labels must be given, or shift_labels in their place; got"):
         fastdpo.score(model, **batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(input_ids=None), TypeError, "input_ids must be a tensor, or a list of the ids of each row"),
+        (dict(input_ids=[["a"]], attention_mask=None), TypeError, "input_ids must be a tensor, or a list of"),
+        (dict(labels=[[1, 2]]), TypeError, "labels must be a tensor"),
+        (dict(labels=torch.zeros(4, 12)), TypeError, "labels must be int32 or int64"),
+        (dict(labels=torch.zeros(4, 11, dtype=torch.long)), ValueError, r"labels must be \[4, 12\]; got \[4, 11\]"),
+        (
+            dict(input_ids=torch.zeros(48, dtype=torch.long)),
+            ValueError,
+            r"input_ids must be \[R, L\]",
+        ),
+        (dict(input_ids=[[1, 2], []], labels=[[1, 2], [3]], attention_mask=None), ValueError, "labels must be rows of"),
+        (
+            dict(cu_seqlens=torch.tensor([0, 48])),
+            ValueError,
+            "attention_mask must be None for rows",
+        ),
+    ],
+)
+def test_rows_are_checked(changes, error, message):
+    changes = {**rows(), **changes}
+    changes["attention_mask"] = None if isinstance(changes["input_ids"], type(None)) else changes["attention_mask"]
+    with pytest.raises(error, match=rf"^score: {message}"):
+        fastdpo.score(fastdpo.prepare(tiny_model()), **changes)
 
 
 @pytest.mark.parametrize("groups", ["content", "pairs"])
