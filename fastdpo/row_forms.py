@@ -1,4 +1,4 @@
-"""Checks on the host that rows are in the form that was said: the order of pairs, the shift of labels."""
+"""Checks on the host that rows have the form that the caller has named: the order of pairs, the shift of labels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Ints = NDArray[np.int64]
 
 
 def require_ids(op: str, ids: Ints, targets: Ints, scored: NDArray[np.bool_], shifted: bool) -> None:
-    """Raises an error if targets are not the ids that follow, as they would be in one form of labels, and are those
-    of the other form: shifted, or not.
+    """Raises an error if targets are not the ids that follow, but would be if labels had the other form: shifted, or
+    not shifted.
 
     Rows with a single label say nothing. Those of reward models are no ids.
 
     Args:
         op: the public function, for its error message.
         ids: [R, L] of the rows.
-        targets: [R, W] of each position, from labels of the form that was said.
+        targets: [R, W] of each position, from labels of the named form.
         scored: [R, W], where they are scored.
-        shifted: the form that was said.
+        shifted: the named form.
     """
     rows = scored.sum(1) > 2 - shifted  # in the other form, the last label has no id to be compared with
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast, get_args
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
@@ -18,6 +22,7 @@ from ..packing import IGNORE_INDEX
 from ..row_forms import require_ids
 from . import scored_rows
 from .padded_calls import Rows, padded_call
+from .replacements import existing_instances
 from .scored_rows import ScoredRows
 
 NAME = "fastdpo.score"
@@ -25,12 +30,15 @@ NAME = "fastdpo.score"
 
 M = TypeVar("M", bound=nn.Module)
 
+_outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that were scored with gradients and that no DDP is around."""
+
 
 def prepare(model: M, *, groups: Groups = "content", outputs: Sequence[str] = (), shifted: bool = False) -> M:
     """Makes a model score batches by `fastdpo.score`. All other calls of the model behave as before.
 
     Call it once, before or after DDP, FSDP2, ZeRO-3, PEFT or `torch.compile` wrap the model. Calling it again
-    replaces the options. A copy of a prepared model is prepared by a call of its own.
+    replaces the options. A copy of a prepared model falls back until it is prepared itself.
 
     Args:
         model: a causal LM of transformers, or a wrapper around one.
@@ -116,12 +124,15 @@ def score(
 
     Raises:
         TypeError, ValueError: the model is not prepared, or an argument breaks a rule above; the message names it.
-            Also for labels that are shifted and not said to be, or the other way round.
+            Also for labels that have the other form, shifted or not, and for the model inside of a
+            DistributedDataParallel.
         NotFused: with `FASTDPO_STRICT=1`, the call is not fused.
     """
     base = base_of(model, "score")
     if not _is_prepared(base):
         raise ValueError(f"score: model must be prepared by fastdpo.prepare(model); got {type(model).__name__}")
+    if torch.is_grad_enabled() and model not in _outermost:
+        _require_outermost(model, base)
     fused = cast(FusedForward, state_of(base))
     given = labels if labels is not None else shift_labels
     if given is None or (labels is not None and shift_labels is not None):
@@ -141,6 +152,17 @@ def score(
     if shifted and not fused.was_called:  # packing checks labels that are not shifted, in every call
         check()
     return scored_rows.score(model, NAME, {**batch, "use_cache": False}, lambda rows: rows, of_logits)
+
+
+def _require_outermost(model: nn.Module, base: nn.Module) -> None:
+    """Requires that no DDP is around a model whose gradients are to be computed. Looks once at each model."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    inside = {id(module) for module in model.modules()}
+    for wrapper in existing_instances(DistributedDataParallel) if several else ():
+        is_around = id(wrapper) not in inside and any(module is base for module in wrapper.modules())
+        rule = "be the DistributedDataParallel around it, without which each rank trains alone"
+        checks.require(not is_around, "score", "model", rule, f"the {type(model).__name__} inside")
+    _outermost.add(model)
 
 
 def _is_prepared(base: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import definitions
-from .attention.own_layers import verify_packed
+from .attention.custom_layers import verify_packed
 from .attention.packed_attention import packed_attention
 from .head.budget import MEMORY_BUDGET
 from .head.linear_logps import linear_logps

@@ -61,6 +61,21 @@ def train(case: str, rank: int) -> tuple[list, dict[str, torch.Tensor], list[str
     return sums, found, [path for _, _, path in (fastdpo.calls - before).elements()]
 
 
+def score_the_module(rank: int) -> str:
+    """Scores the model inside of a DDP, without gradients and with them."""
+    wrapped = DistributedDataParallel(fastdpo.prepare(build("ddp")))
+    with torch.no_grad():
+        fastdpo.score(wrapped.module, **batch(rank, 0))
+    fastdpo.score(wrapped, **batch(rank, 0)).sums().sum().backward()
+    with pytest.raises(ValueError, match=r"^score: model must be the DistributedDataParallel around it.* LlamaFor"):
+        fastdpo.score(wrapped.module, **batch(rank, 0))
+    return "raised"
+
+
+def test_the_model_inside_of_ddp_is_refused(tmp_path):
+    assert ranks(2, tmp_path, score_the_module) == ["raised"] * 2
+
+
 def alone(case: str, rank: int) -> tuple[list, dict[str, torch.Tensor]]:
     model, sums = build(case), []
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Compares a model with layers of its own on packed rows with the same model on each row alone."""
+"""Compares a model with custom layers on packed rows with the same model on each row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPT of docs/ops.md, whose layers are its own, and what `verify_packed` finds in layers that are wrong."""
+"""The GPT of docs/ops.md, whose layers are custom, and what `verify_packed` finds in layers that are wrong."""
 
 from types import SimpleNamespace
 
