@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .support import has_dropout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DROPOUTS: dict[Callable, inspect.Signature] = {
     function: inspect.signature(function)
@@ -76,17 +81,20 @@ def forked_random_state() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[WithoutDropout]:
+def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[WithoutDropout]:
     """A block in which a model may be run and differentiated without a trace: its buffers, what its rotary
     embeddings and its quantized modules keep, and random states are restored.
 
-    In the block, a model draws no random numbers that torch's dropout or NEFTune's noise would draw, keeps
-    all activations, and runs without autocast. Compiled layers run as they are written: a graph would be
-    compiled for these rows alone, and does not tell what reaches attention.
+    In the block, a model draws no random numbers that torch's dropout or NEFTune's noise would draw, and runs
+    without autocast. Compiled layers run as they are written: a graph would be compiled for these rows alone,
+    and does not tell what reaches attention.
     """
+    # What leaves out attention dropout does not reach the threads in which layers are computed again.
+    drops = has_dropout(model)
+    checkpointing = [x for x in model.modules() if drops and getattr(x, "gradient_checkpointing", False)]
     values = [
         NOT_REENTRANT,
-        *((x, "gradient_checkpointing", False) for x in model.modules() if getattr(x, "gradient_checkpointing", False)),
+        *((x, "gradient_checkpointing", False) for x in checkpointing),
         *((x, "neftune_noise_alpha", 0.0) for x in model.modules() if getattr(x, "neftune_noise_alpha", None)),
     ]
     with (

@@ -210,7 +210,7 @@ def test_another_cadence_of_generations_is_a_reason(monkeypatch, newer):
     with pytest.raises(fastdpo.PatchError) as error:
         fastdpo.patch("trl.GRPOTrainer", max_tokens=500)
     assert_documented("trl.md", [str(error.value).removeprefix("patch: fastdpo: ")])
-    assert fastdpo.patch("trl.GRPOTrainer").seams[0].provisional.endswith("whose code is the same")
+    assert fastdpo.patch("trl.GRPOTrainer").seams[0].provisional.endswith("whose code is the same where it is compared")
 
 
 def test_a_function_that_is_missing_in_a_newer_version_is_a_reason(monkeypatch):

@@ -182,7 +182,7 @@ def full_after_the_start(directory, monkeypatch):
 def test_an_unwritable_directory_does_not_stop_training(tmp_path, caplog, monkeypatch, break_it):
     stock = train(tmp_path / "stock", **MODELS["full"](), **EPOCHS)
     break_it(tmp_path / "memory", monkeypatch)
-    patched = remembering(tmp_path / "patched", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
+    patched = remembering(tmp_path / "patched", **MODELS["full"](), memory=tmp_path / "memory" / "kept", **EPOCHS)
     assert_same(stock, patched)
     assert patched.calls["reference", "remembered"] == 4
     messages = [record.message for record in caplog.records if "reference_memory" in record.message]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastdpo import attention
-from fastdpo.models import probe
+from fastdpo.models import probe, runs
 from fastdpo.models.parts import language_model, text_config
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same
@@ -128,14 +128,14 @@ def test_probe_reads_the_window_of_the_text(monkeypatch, name, dtype):
 
 def test_an_error_in_training_mode_is_a_reason(both, caplog, monkeypatch):
     """Some multimodal models want more arguments when they are trained than when they are evaluated."""
-    stock = probe.backbone
+    stock = runs.backbone
 
     def fails_in_training(model):
         if model.training:
             raise ValueError("`token_type_ids` are required as a model input when training")
         return stock(model)
 
-    monkeypatch.setattr(probe, "backbone", fails_in_training)
+    monkeypatch.setattr(runs, "backbone", fails_in_training)
     _, patched = both("gemma3", max_steps=1)
     assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
     assert "cannot be run on padded rows: ValueError: `token_type_ids`" in caplog.text
