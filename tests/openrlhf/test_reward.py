@@ -77,10 +77,11 @@ class Normalized(RecordedRewards):
         super().__init__(model, *args, **kwargs)
 
 
-def test_normalized_rewards_fall_back(both, caplog):
+def test_normalized_rewards_fall_back_where_they_are_normalized(both, caplog):
+    """OpenRLHF normalizes them in evaluation mode only."""
     stock, patched = both(trainer_class=Normalized, evaluate=6)
     assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("eval", "stock"): 2}
+    assert patched.calls == {("policy", "fused"): 3, ("eval", "stock"): 2}
     assert caplog.text.count("RewardModel computes other scores") == caplog.text.count("not fused") == 1
 
 
