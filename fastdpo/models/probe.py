@@ -7,6 +7,7 @@ and backward passes that depend on more than the gradients that they are given.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,15 +129,16 @@ def _compare(
     (_, length), width = layout.padded_shape, layout.output_shape[1]
     scored = layout.output_index // width * length + layout.output_index % width  # in the padded batch
     weight = 1.0 if gradients else None
-    with _running(model, "padded rows"), attention.witness():
-        expected = run_backbone(model, padded, scored, weight)
+    of_rows, of_tokens = (functools.partial(_running, model, x) for x in ("padded rows", "packed tokens"))
+    with attention.witness():
+        expected = run_backbone(model, padded, scored, weight, of_rows)
         with perturbed([model.get_input_embeddings()], fixed_rounding, unit):
             inputs = {name: _rounded(x, unit) for name, x in padded.items()}
-            rounded = run_backbone(model, inputs, scored, weight)
-    with _running(model, "packed tokens"), attention.witness() as recorded:
-        found = run_backbone(model, packed, layout.label_index, weight)
-    with _running(model, "packed tokens once more"), attention.witness():
-        again = run_backbone(model, packed, layout.label_index, 0.0 if gradients else None)
+            rounded = run_backbone(model, inputs, scored, weight, of_rows)
+    with attention.witness() as recorded:
+        found = run_backbone(model, packed, layout.label_index, weight, of_tokens)
+    with attention.witness():
+        again = run_backbone(model, packed, layout.label_index, 0.0 if gradients else None, of_tokens)
 
     name = type(model).__name__
     starts = bool(finding.mixers_of(model))  # what a convolution loses is lost by the first tokens of a branch

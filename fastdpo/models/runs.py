@@ -7,8 +7,8 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from .sharding import local_shard, parameters_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Passing = Callable[[], AbstractContextManager[None]]
 
 EMBEDDED = "the output of the embeddings"
 ALL = "all parameters"
@@ -45,7 +47,9 @@ class Run(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def run_backbone(model: PreTrainedModel, inputs: dict[str, Any], index: Tensor, weight: float | None = None) -> Run:
+def run_backbone(
+    model: PreTrainedModel, inputs: dict[str, Any], index: Tensor, weight: float | None, passing: Passing
+) -> Run:
     """Runs the backbone of a model, and takes its states at these positions [M].
 
     Args:
@@ -53,15 +57,20 @@ def run_backbone(model: PreTrainedModel, inputs: dict[str, Any], index: Tensor, 
         inputs: of the backbone.
         index: int64 [M], in the flattened batch.
         weight: the sum of the states is weighted with random numbers times this. None: it is not differentiated.
+        passing: makes a context for the forward pass, and one for the backward pass, which ranks that run the model
+            together begin only if all of them have finished the forward pass.
     """
     with differentiable(model, weight is not None) as embedded, parameters_of_run(model) as parameters:
-        states = backbone(model)(**inputs).last_hidden_state.flatten(0, 1).to(index.device)[index]
+        with passing():
+            states = backbone(model)(**inputs).last_hidden_state.flatten(0, 1).to(index.device)[index]
         if weight is None:
             return Run(states.detach(), {})
         leaves = {name: x for name, x in parameters.items() if x.requires_grad}
         random = torch.randn(states.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         upstream = (weight * random).to(states)
-        return Run(states.detach(), _sketches(states, upstream, leaves, embedded[0], inputs["input_ids"]))
+        with passing():
+            gradients = _sketches(states, upstream, leaves, embedded[0], inputs["input_ids"])
+        return Run(states.detach(), gradients)
 
 
 @contextmanager

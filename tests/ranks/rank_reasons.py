@@ -28,8 +28,13 @@ def without_mask(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torc
     return (), dict(kwargs, input_ids=ids)
 
 
-def positions(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
-    return (), dict(kwargs, input_ids=ids, position_ids=torch.arange(ids.shape[1])[None])
+def logits_of_all_positions(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
+    return (), dict(kwargs, input_ids=ids, logits_to_keep=0)
+
+
+def positions_from_one(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Arguments:
+    """Rotary embeddings see differences of positions only."""
+    return (), dict(kwargs, input_ids=ids, position_ids=torch.arange(1, ids.shape[1] + 1)[None])
 
 
 def whole_mask(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Arguments:
@@ -61,7 +66,8 @@ def nothing_real(model: PreTrainedModel, ids: torch.Tensor, attention_mask: torc
 OF_CALLS: dict[str, Callable[..., Arguments]] = {
     "positional-arguments": positional,
     "no-input-ids": without_mask,
-    "unsupported-argument": positions,
+    "unsupported-argument": logits_of_all_positions,
+    "positions": positions_from_one,
     "attention-mask": whole_mask,
     "text-model": types_of_tokens,
     "mask-holes": hole,
@@ -174,12 +180,17 @@ def fail_packed(model: PreTrainedModel) -> None:
     model.model.register_forward_hook(as_tuple, with_kwargs=True)
 
 
+def watch_gradients(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.register_full_backward_hook(lambda module, given, gradients: None)
+
+
 AGREED: dict[str, Callable[[PreTrainedModel], None]] = {
     "head-type": change_class_of_head,
     "split-sequences": split_sequences,
     "head-hooks": hook_head,
     "head-forward": replace_forward_of_head,
     "written-buffers": count_in_a_buffer,
+    "backward-hooks": watch_gradients,
     "cannot-run": fail_packed,
 }
 """By the name of the reason, a change of a model for which all ranks fall back."""
@@ -211,6 +222,7 @@ NOT_OF_ONE_RANK = {
         _IMAGES,
     ),
     "image-ranks": "of FSDP2 alone (images on the first rank): under ZeRO-3, stock ends with an error",
+    "ids-outside": "the model's own forward raises an error at such an id",
     "cannot-install": "ranks have the same packages",
     "no-labels": "TRL's own fused head raises an error in such a call",
     "replaced-forward": "of trainers that read logits: tests/models/test_calls_of_ranks.py",

@@ -15,4 +15,4 @@ def test_effect(case, ranks):
         assert_same(rank["stock"], rank["patched"])
         assert rank["patched"]["calls"]["policy", "stock"]
         assert ("policy", "fused") not in rank["patched"]["calls"]
-        assert any(reason in line for line in rank["patched"]["warnings"]), rank["patched"]["warnings"]
+        assert any(f"[{reason}]" in message for message in rank["patched"]["messages"])
