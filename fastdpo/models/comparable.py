@@ -89,8 +89,8 @@ def undisturbed(model: PreTrainedModel, device: torch.device) -> Iterator[Withou
     without autocast. Compiled layers run as they are written: a graph would be compiled for these rows alone,
     and does not tell what reaches attention.
     """
-    # What leaves out attention dropout does not reach the threads in which layers are computed again.
-    drops = has_dropout(model)
+    # What leaves out dropout does not reach layers that are computed again.
+    drops = has_dropout(model) or any(isinstance(x, nn.Dropout) and x.p > 0 for x in model.modules())
     checkpointing = [x for x in model.modules() if drops and getattr(x, "gradient_checkpointing", False)]
     values = [
         NOT_REENTRANT,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import packing
 from ..accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
@@ -137,10 +137,11 @@ def _compare(
         return _outcome(model, label_mask, scores, *score(fused, *call))
 
     unit = training_unit(model)
-    without_gradients = [(x, "grad", None) for x in model.parameters()]
+    values = [(x, "grad", None) for x in model.parameters()]
+    values += [(x, "p", 0.0) for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
     with (
         forked_random_state(),
-        with_values([NOT_REENTRANT, *without_gradients]),
+        with_values([NOT_REENTRANT, *values]),
         WithoutDropout(),
     ):
         with _as_before(model, fused):
