@@ -26,7 +26,7 @@ from ..ops import definitions
 from ..ops.head.results import TokenLogps
 from ..reasons import Reason
 from . import calls, gradients
-from .comparable import NOT_REENTRANT, WithoutDropout, forked_random_state, with_values
+from .comparable import NOT_REENTRANT, forked_random_state, with_values
 from .scoring import prior_logits, score, targets_of_call
 from .sharding import is_sharded
 from .state import FusedForward, RunnableBatch, install_head, restore, switch_attention
@@ -127,7 +127,10 @@ def verify(
 def _compare(
     name: str, model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, args: tuple, kwargs: dict
 ) -> None:
-    """Compares one call, with gradients if they are enabled. Parameters have no gradients meanwhile."""
+    """Compares one call, with gradients if they are enabled. A model with dropout is compared in evaluation mode.
+    Parameters have no gradients meanwhile.
+    """
+    is_random = fused.probe_result is not None and fused.probe_result.is_random
     label_mask, scores = targets_of_call(kwargs) != packing.IGNORE_INDEX, "log-probabilities"
     if fused.options.rewards:
         label_mask, scores = label_mask.any(1, keepdim=True), fused.options.rewards.scored
@@ -139,11 +142,8 @@ def _compare(
     unit = training_unit(model)
     values = [(x, "grad", None) for x in model.parameters()]
     values += [(x, "p", 0.0) for x in model.modules() if isinstance(x, nn.modules.dropout._DropoutNd)]
-    with (
-        forked_random_state(),
-        with_values([NOT_REENTRANT, *values]),
-        WithoutDropout(),
-    ):
+    values += [(x, "training", False) for x in model.modules() if is_random]
+    with forked_random_state(), with_values([NOT_REENTRANT, *values]):
         with _as_before(model, fused):
             expected = outcome(_prior_results, args, kwargs)
             with perturbed(layers_of(model), random_rounding, unit):
