@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +32,10 @@ def test_equal_weights_give_a_margin_of_exactly_zero(tmp_path):
     assert run.logs[0]["rewards/margins"] == run.logs[0]["rewards/chosen"] == 0.0
 
 
+# A line names kinds in the order in which this process has counted them first.
+@mock.patch.dict(fastdpo.calls, clear=True)
 def test_the_log_says_how_much_was_computed(tmp_path, caplog):
     caplog.set_level("INFO", logger="fastdpo")
-    fastdpo.calls.clear()  # a line names kinds in the order in which this process has counted them first
     rows = [dict(prompt=f"w{i} w2 w3 ", chosen="w4 w5", rejected="w6") for i in range(10, 14)]
     with fastdpo.patched("trl.DPOTrainer"):
         trainer = build(

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
+import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -57,7 +57,7 @@ def write(directory: Path) -> None:
     for trainer, package_version in {(x, version(distribution_of(x))) for x in here if x in TRAINERS} | _elsewhere:
         found[trainer].add(package_version)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{os.getpid()}.json").write_text(_text(found))
+    (directory / f"{uuid.uuid4()}.json").write_text(_text(found))
 
 
 def read(*paths: Path) -> Trained:
