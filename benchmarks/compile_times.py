@@ -34,7 +34,7 @@ from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import ModelSize, Workload
 from fastdpo.models import probe
 from fastdpo.models.state import ATTRIBUTE
-from fastdpo.ops.attention import backends, triton_backend
+from fastdpo.ops.attention import routes, triton_backend
 from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Trial
@@ -119,10 +119,10 @@ def install(target: str) -> Recorder:
     driver._active, knobs.runtime.jit_cache_hook = recorder, recorder.record
     os.environ[notes.VARIABLE] = "0"
     take_path_of_gpu(lambda: None)
-    backends.BACKENDS[backends.TRITON] = backends.OWN
+    routes.BACKENDS[routes.TRITON] = routes.OWN
     triton_backend.compute_capability = lambda device: int(target.removeprefix("sm")) // 10
     verdicts.TRIED_DEVICES = ("cpu",)
-    verdicts.outcome = backends.outcome = recorder.run_trial
+    verdicts.outcome = routes.outcome = recorder.run_trial
     tuning.milliseconds = recorder.run_candidate
     formats.LEAST_TUNED = 0
     return recorder
@@ -143,7 +143,7 @@ def record(target: str) -> Recorder:
             step.reset()
 
     for needed_by in (LIBRARY, OWN, TUNING):
-        os.environ[backends.VARIABLE] = backends.TRITON if needed_by == OWN else ""
+        os.environ[routes.VARIABLE] = routes.TRITON if needed_by == OWN else ""
         tuning.TUNED_DEVICES = ("cpu",) if needed_by == TUNING else ()
         recorder.needed_by = needed_by
         probe.probe(step.trainer.model, torch.device("cpu"))

@@ -19,24 +19,25 @@ class PartialSums(NamedTuple):
 
     places: Tensor  # [number of parts] those of each token, in the order in which they are added
     first_place: Tensor  # [number of tokens + 1] where those of each token start in `places`
-    tokens: Tensor  # [number of tokens]
+    tokens: Tensor  # [number of tokens], of which the last ones, at least one, are -1 and stand for nothing
 
 
 class LayoutBlocks(NamedTuple):
     """The rows of a layout in blocks of queries and of keys, and the programs with the most work first.
 
-    int32, on the device.
+    int32, on the device. The last ones of the rows, at least one, have no tokens. The last blocks and programs, at
+    least one, are of such a row, so that they neither read nor write.
     """
 
-    rows: Tensor  # [S, 4]
+    rows: Tensor  # [S + 1, 4]
     pieces: Tensor  # [P, 4]
-    first_piece: Tensor  # [S + 1] where the pieces of each row start in `pieces`
+    first_piece: Tensor  # [S + 2] where the pieces of each row start in `pieces`
     queries: Tensor  # [number of blocks, 2] for the forward: the block's row, and its first token within the row
     gradient_queries: Tensor  # [number of blocks, 2] the same for the gradient of queries
     keys: Tensor  # [number of programs, 5] row and first token of a block of keys; the range of its readers
     # that the program goes over; its first place in buffers for parts, or -1 if it goes over all of them
     readers: Tensor  # [R] the pieces that contain own keys of a row, sorted by the row
-    parts: PartialSums | None  # None if no block has several programs
+    parts: PartialSums
 
 
 class KernelConfig(NamedTuple):

@@ -69,7 +69,7 @@ def _sum_places(grad_ptr, placed_ptr, token, first, last, readers_ptr, WIDTH: tl
         for i in tl.range(first, last, loop_unroll_factor=2):  # two loads are under way
             place = tl.load(readers_ptr + i).to(tl.int64)
             total += tl.load(placed_ptr + place * WIDTH + off, mask=off < WIDTH, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + token * WIDTH + off, total, mask=off < WIDTH)
+        tl.store(grad_ptr + token * WIDTH + off, total, mask=off < tl.where(token < 0, 0, WIDTH))
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def sum_places(
     placed_value: Tensor,  # [M, H_v, D_v] gradient, contiguous
     readers: Tensor,
     first_reader: Tensor,
-    tokens: Tensor | None = None,  # int32, those that have places; None if all have
+    tokens: Tensor | None = None,  # int32, those that have places, or -1 for none; None if all have
 ) -> None:
     """Writes the gradients of the tokens that have places."""
     widths = [math.prod(x.shape[1:]) for x in (key_grad, value_grad)]

@@ -272,8 +272,9 @@ def packed_attention_bwd(
     delta = torch.empty_like(lse)
     contiguous = torch.contiguous_format
     dq, dk, dv = (torch.empty_like(x, memory_format=contiguous) for x in (query, key, value))
-    places = 0 if blocks.parts is None else len(blocks.parts.places)
-    parts = [torch.empty(places, *x.shape[1:], dtype=torch.float32, device=x.device) for x in (key, value)]
+    parts = [
+        torch.empty(len(blocks.parts.places), *x.shape[1:], dtype=torch.float32, device=x.device) for x in (key, value)
+    ]
     shape = head_sizes(query, key, value)
     common = (*strides(query, key, value), t, window, *base_2(scale, softcap), scale)
     with torch.cuda.device_of(query):
@@ -301,6 +302,6 @@ def packed_attention_bwd(
             **shape,
             **launch_options(configs.key_gradient),
         )
-        if blocks.parts is not None:
+        if len(blocks.parts.tokens) > 1:
             sum_places(dk, dv, *parts, *blocks.parts)
     return dq, dk, dv

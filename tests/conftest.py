@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fastdpo.ops.attention import backends
+from fastdpo.ops.attention import routes
 from tests.support.documents import trained
 from tests.support.selection import each_value_once
 
@@ -146,7 +146,7 @@ def device(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def new_plans():
     """Attention is planned anew: tests replace what plans are made of."""
-    backends.forget()
+    routes.forget()
 
 
 @pytest.fixture(autouse=True)

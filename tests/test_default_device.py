@@ -16,7 +16,6 @@ PACKAGE = Path(__file__).parents[1] / "fastdpo"
 FACTORIES = {"arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"}
 IN_A_TRIAL = "in a thread of its own, where no default device is set"
 ON_THE_CPU = {
-    "ops/attention/islands.py": "under `torch.device('cpu')`",
     "ops/choice/poisoned_memory.py": IN_A_TRIAL,
     "ops/head/trials.py": IN_A_TRIAL,
 }

@@ -19,8 +19,8 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
 from benchmarks.sides.workload import Lengths
 from fastdpo.ops import packed_attention
-from fastdpo.ops.attention import backends
-from fastdpo.ops.attention.calls import AttentionOptions
+from fastdpo.ops.attention import routes
+from fastdpo.ops.attention.device_layout import AttentionOptions
 
 QUEUED_CYCLES = 20_000_000  # 10 ms
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
@@ -173,7 +173,7 @@ class PackedAttention(AttentionStep):
         if backend:
             query, _, value, _ = inputs.tensors
             options = AttentionOptions(workload.d**-0.5, None, None)
-            reason = backends.BACKENDS[backend].unsupported_reason(query, value, options)
+            reason = routes.BACKENDS[backend].unsupported_reason(query, value, options)
             if reason is not None:
                 raise Unavailable(reason)
         self.backend = backend
@@ -197,11 +197,11 @@ class PackedAttention(AttentionStep):
 @contextmanager
 def _selected_backend(name: str) -> Iterator[None]:
     if name:
-        os.environ[backends.VARIABLE] = name
+        os.environ[routes.VARIABLE] = name
     try:
         yield
     finally:
-        os.environ.pop(backends.VARIABLE, None)
+        os.environ.pop(routes.VARIABLE, None)
 
 
 class ExactAttention:

@@ -29,8 +29,8 @@ from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
 from fastdpo.ops import devices
-from fastdpo.ops.attention import backends
-from fastdpo.ops.attention.calls import AttentionOptions
+from fastdpo.ops.attention import routes
+from fastdpo.ops.attention.device_layout import AttentionOptions
 from fastdpo.ops.attention.flash import FlashAttention2, FlashLibrary
 from fastdpo.ops.head import targets
 
@@ -148,7 +148,7 @@ def replace_launches() -> list[str]:
     """
     launches = _Launches()
     take_path_of_gpu(lambda: launches.append("attention"))
-    backends.passes_probe = lambda name, kind: True  # pyright: ignore[reportAttributeAccessIssue]
+    routes.passes_probe = lambda name, kind: True  # pyright: ignore[reportAttributeAccessIssue]
     for module in (gather_keys, linear_logps, token_logps, chunked_logprob):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel") and isinstance(kernel, KernelInterface):
@@ -176,9 +176,9 @@ def take_path_of_gpu(attend: Callable[[], None]) -> None:
         attend()
 
     functions: Any = SimpleNamespace(**dict(zip(FlashAttention2.function_names, (forward, backward), strict=True)))
-    backends.forget()  # the plans of the check, which are of a CPU
-    backends.BACKENDS.clear()
-    backends.BACKENDS["flash-attn-2"] = _Library(lambda: FlashAttention2(functions), (None,))
+    routes.forget()  # the plans of the check, which are of a CPU
+    routes.BACKENDS.clear()
+    routes.BACKENDS["flash-attn-2"] = _Library(lambda: FlashAttention2(functions), (None,))
     devices.TRITON_DEVICES = ("cpu",)
     targets.is_host = lambda device: False  # ids are checked where the host has them
     for module in (chunked_logprob, utils):

@@ -10,7 +10,7 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.attention import AttentionWorkload
 from benchmarks.sides.workload import draw_lengths
 from benchmarks.suites.step import BOUNDS, PROFILES, SPREAD
-from fastdpo.ops.attention.backends import BACKENDS
+from fastdpo.ops.attention.routes import BACKENDS
 
 PADDED, UNSHARED = "padded, torch SDPA", "packed, prompts not shared"
 SHAPES = {  # tokens of prompt, chosen and rejected

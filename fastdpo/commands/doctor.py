@@ -24,9 +24,9 @@ from ..integrations.lines import TRAINS_WITH, all_lines
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions
-from ..ops.attention import backends
+from ..ops.attention import routes
 from ..ops.attention import trials as attention_trials
-from ..ops.attention.calls import AttentionOptions
+from ..ops.attention.device_layout import AttentionOptions
 from ..ops.choice import tuning, verdicts
 from ..ops.devices import architecture, suits_triton
 from ..ops.head import trials as head_trials
@@ -200,10 +200,10 @@ def _attention(device: torch.device) -> Iterator[Finding]:
         return
     query = torch.empty(16, 8, 128, dtype=torch.bfloat16, device=device)
     options = AttentionOptions(128**-0.5, None, None)
-    for name, backend in backends.BACKENDS.items():
+    for name, backend in routes.BACKENDS.items():
         reason = backend.unsupported_reason(query, query, options)
         if reason is None and backend.needs_probe:
-            passes = backends.passes_probe(name, backends.Kind.of(query, query, options))
+            passes = routes.passes_probe(name, routes.Kind.of(query, query, options))
             reason = None if passes else "it fails on a small case, as logged"
         yield Finding(OK, name) if reason is None else Finding(OFF, name, reason)
 
@@ -217,7 +217,7 @@ def _head(device: torch.device) -> Iterator[Finding]:
 
 def kernel_findings(device: torch.device) -> Iterator[Finding]:
     """Whether fastdpo's own kernels work. Where one does not, its op computes with PyTorch."""
-    attention = partial(attention_trials.packed_attention, backends.OWN.prepare, d=128, d_v=128)
+    attention = partial(attention_trials.packed_attention, routes.OWN.call, d=128, d_v=128)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         kernels: dict[str, verdicts.Trial] = {**head_trials.OF_LOGITS}
         if dtype != torch.float32:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from .. import checks
 from ..ops import linear_logps, packed_attention
-from ..ops.attention import backends
+from ..ops.attention import routes
 from ..ops.choice import tuning
 from ..ops.choice.tuning import Choice
 from ..ops.choice.verdicts import Kernel
@@ -96,7 +96,7 @@ def measured(
     for name, size in head._asdict().items():
         checks.require(size > 0, "tune", name, "be positive", size)
     for count in tokens:
-        least = backends.LEAST_TUNED
+        least = routes.LEAST_TUNED
         checks.require(count >= least, "tune", "tokens", "be at least {}", count, least)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("tune: no GPU found (torch.cuda.is_available() is False)")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..ops.attention import backends
+from ..ops.attention import routes
 from ..ops.attention.flash import use_build
 from ..ops.attention.packed_attention import attend, packed_attention
 from ..packing import Layout, is_layout
@@ -76,7 +76,7 @@ def witness() -> Iterator[Witness]:
     recorded = Witness()
     token = running.witness.set(recorded)
     try:
-        with backends.trial():
+        with routes.trial():
             yield recorded
     finally:
         running.witness.reset(token)

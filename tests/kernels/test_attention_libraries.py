@@ -20,10 +20,10 @@ import torch
 from fastdpo import NotFused
 from fastdpo.kernels import gather_keys
 from fastdpo.ops import definitions, devices, packed_attention
-from fastdpo.ops.attention import backends, flash
-from fastdpo.ops.attention.backends import Kind
-from fastdpo.ops.attention.calls import AttentionOptions
+from fastdpo.ops.attention import device_layout, flash, routes
+from fastdpo.ops.attention.device_layout import AttentionOptions, rows_of
 from fastdpo.ops.attention.flash import HeadSizes, equal_sizes, sizes_of_4
+from fastdpo.ops.attention.routes import Kind
 from fastdpo.ops.choice import notes, tuning
 from tests.support.stand_ins import flash_libraries, flash_sources
 from tests.support.stand_ins.flash_sources import recorded
@@ -47,7 +47,7 @@ def cpu_as_a_gpu(monkeypatch):
     monkeypatch.setattr(gather_keys, "gather_keys_fwd", lambda key, value, index: (key[index], value[index]))
     monkeypatch.setattr(gather_keys, "gather_keys_bwd", gradients)
     monkeypatch.setattr(devices, "TRITON_DEVICES", ("cpu",))
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    monkeypatch.delenv(routes.VARIABLE, raising=False)
     monkeypatch.delenv("FASTDPO_STRICT", raising=False)
 
 
@@ -76,7 +76,7 @@ def assert_right(tensors, **options):
 
 def chosen(query, _, value, __, **options):
     options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
-    return backends.chosen(query, value, ROWS, options)
+    return routes.chosen(query, value, rows_of(ROWS, 33), options)
 
 
 def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
@@ -87,7 +87,7 @@ def kind(d=16, d_v=16, windowed=False, capped=False, deterministic=False):
 @pytest.mark.parametrize("version", recorded())
 def test_every_version_is_called_by_its_parameters(version, option, installed, monkeypatch):
     installed(versions=(version,))
-    monkeypatch.setenv(backends.VARIABLE, recorded()[version].backend)
+    monkeypatch.setenv(routes.VARIABLE, recorded()[version].backend)
     assert_right(inputs(), **OPTIONS[option])
 
 
@@ -170,8 +170,8 @@ def test_blackwell_heads_are_padded_to_sizes_that_flash_attention_4_takes(sizes,
     assert sizes_of_4(*sizes, 10) == padded
     installed()
     monkeypatch.setattr(flash, "compute_capability", lambda device: 10)
-    monkeypatch.setitem(backends.BACKENDS, "flash-attn-4", flash.LIBRARIES["flash-attn-4"])
-    monkeypatch.setenv(backends.VARIABLE, "flash-attn-4")
+    monkeypatch.setitem(routes.BACKENDS, "flash-attn-4", flash.LIBRARIES["flash-attn-4"])
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-4")
     assert_right(inputs(*sizes))
 
 
@@ -179,8 +179,8 @@ def test_libraries_that_pass_the_probe_are_chosen_in_order(installed, monkeypatc
     installed()
     for name in ALL:
         assert chosen(*inputs()) == name
-        assert backends.passes_probe(name, kind())
-        monkeypatch.delitem(backends.BACKENDS, name)
+        assert routes.passes_probe(name, kind())
+        monkeypatch.delitem(routes.BACKENDS, name)
     assert chosen(*inputs()) == "triton"
     assert not caplog.text
 
@@ -191,10 +191,10 @@ def test_a_library_that_multiplies_whole_tiles_spreads_nan_but_passes(installed,
     for x in tensors:
         x[13:] = torch.nan
     for name in ("flash-attn-3", "flash-attn-2"):
-        monkeypatch.setenv(backends.VARIABLE, name)
+        monkeypatch.setenv(routes.VARIABLE, name)
         out = packed_attention(*tensors[:3], ROWS)
         assert out[:13].isnan().any() == (name == "flash-attn-3")
-        assert backends.passes_probe(name, kind())
+        assert routes.passes_probe(name, kind())
 
 
 FAULTS = {  # the kind of call in which it shows
@@ -215,7 +215,7 @@ def test_the_probe_finds_faults_in_the_calls_that_have_them(name, fault, install
     features = FAULTS[fault]
     torch.use_deterministic_algorithms("deterministic" in features)
     try:
-        assert not backends.passes_probe(name, kind(**features))
+        assert not routes.passes_probe(name, kind(**features))
     finally:
         torch.use_deterministic_algorithms(False)
     (message,) = (record.message for record in caplog.records)
@@ -223,7 +223,7 @@ def test_the_probe_finds_faults_in_the_calls_that_have_them(name, fault, install
     assert f"{name} is disabled for head sizes 16 and 16{described}: " in message
     assert ("AssertionError: " if "backward" in fault else "wrong values on a small case: ") in message
     if features:
-        assert backends.passes_probe(name, kind())
+        assert routes.passes_probe(name, kind())
 
 
 def test_options_are_probed_separately(installed, caplog):
@@ -239,31 +239,31 @@ def test_a_window_that_hides_nothing_is_probed_as_none(fault, installed, monkeyp
     installed(faults=(fault,))
     assert_right(inputs(), window=19)  # of 20 tokens of the longest row
     assert not caplog.text
-    monkeypatch.delitem(backends.BACKENDS, "triton")
+    monkeypatch.delitem(routes.BACKENDS, "triton")
     assert_right(inputs(), window=20)
     messages = [record.message for record in caplog.records]
     assert all(f"{name} is disabled for head sizes 16 and 16: " in x for name, x in zip(ALL, messages, strict=True))
 
 
-def planned(query, _, value, __, **options):
-    """The backend of the plan that is kept for a call."""
+def prepared(query, _, value, __, **options):
+    """The backend that is kept for a call."""
     options = AttentionOptions(query.shape[2] ** -0.5, options.get("window"), options.get("softcap"))
-    return backends.plan(query, value, ROWS, options).backend
+    return routes.prepare(query, value, ROWS, options).route.backend
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_layout_is_planned_once_for_all_layers_and_passes(window, installed, monkeypatch):
+def test_a_layout_is_prepared_once_for_all_layers_and_passes(window, installed, monkeypatch):
     installed()
     assert_right(inputs(), window=window)
 
     def fail(*arguments, **options):
-        raise AssertionError("planned again")
+        raise AssertionError("prepared again")
 
-    for place in ((backends, "chosen"), (backends.islands, "split"), (flash, "varlen_layout"), (inspect, "signature")):
+    for place in ((routes, "chosen"), (device_layout, "Rows"), (flash, "varlen_layout"), (inspect, "signature")):
         monkeypatch.setattr(*place, fail)
     for _ in range(2):
         assert_right(inputs(), window=window)
-    with pytest.raises(AssertionError, match="planned again"):
+    with pytest.raises(AssertionError, match="prepared again"):
         packed_attention(*inputs()[:3], ROWS, window=5)
 
 
@@ -274,14 +274,14 @@ def test_a_library_is_inspected_once(installed, monkeypatch):
     packed_attention(*(x[:20] for x in inputs()[:3]), torch.tensor([[0, 0, 0, 20]], dtype=torch.int32))
 
 
-def test_a_planned_layout_follows_the_named_backend(installed, monkeypatch):
+def test_a_prepared_layout_follows_the_named_backend(installed, monkeypatch):
     installed()
-    assert planned(*inputs()) == "flash-attn-3"
-    monkeypatch.setenv(backends.VARIABLE, "flash-attn-2")
-    assert planned(*inputs()) == "flash-attn-2"
+    assert prepared(*inputs()) == "flash-attn-3"
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-2")
+    assert prepared(*inputs()) == "flash-attn-2"
     assert_right(inputs())
-    monkeypatch.delenv(backends.VARIABLE)
-    assert planned(*inputs()) == "flash-attn-3"
+    monkeypatch.delenv(routes.VARIABLE)
+    assert prepared(*inputs()) == "flash-attn-3"
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def tuned(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tuning, "TUNED_DEVICES", ("cpu",))
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
-    monkeypatch.setattr(backends, "LEAST_TUNED", 0)
+    monkeypatch.setattr(routes, "LEAST_TUNED", 0)
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
     tuning.forget()
     yield times
@@ -305,34 +305,34 @@ def tuned(monkeypatch, tmp_path):
 
 def test_tuning_does_not_time_the_host_that_prepares_a_layout(installed, tuned, monkeypatch):
     installed()
-    prepare, prepared = flash.varlen_layout, []
+    describe, described = flash.varlen_layout, []
 
-    def recording(rows, *others):
-        prepared.append(torch.equal(rows, ROWS))
-        return prepare(rows, *others)
+    def recording(rows):
+        described.append(rows.tokens == 33)
+        return describe(rows)
 
     monkeypatch.setattr(flash, "varlen_layout", recording)
     assert_right(inputs())
-    assert sum(prepared) == len(ALL) + 1  # each candidate, and the plan
+    assert sum(described) == len(ALL) + 1  # each candidate, and the route
 
 
-def test_a_planned_layout_follows_the_deterministic_mode(installed, tuned):
+def test_a_prepared_layout_follows_the_deterministic_mode(installed, tuned):
     """The stand-ins check that the backward is asked for a deterministic result."""
     installed()
     for deterministic, name in ((False, "flash-attn-2"), (True, "flash-attn-3"), (False, "flash-attn-2")):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            assert planned(*inputs()) == name
+            assert prepared(*inputs()) == name
             assert_right(inputs())
         finally:
             torch.use_deterministic_algorithms(False)
 
 
-def test_a_planned_layout_follows_the_tuning(installed, tuned, monkeypatch):
+def test_a_prepared_layout_follows_the_tuning(installed, tuned, monkeypatch):
     installed()
-    assert planned(*inputs()) == "flash-attn-2"
+    assert prepared(*inputs()) == "flash-attn-2"
     monkeypatch.setenv(tuning.VARIABLE, "0")
-    assert planned(*inputs()) == "flash-attn-3"
+    assert prepared(*inputs()) == "flash-attn-3"
 
 
 class Failing:
@@ -341,7 +341,7 @@ class Failing:
     def __init__(self, monkeypatch, names, method, error):
         self.calls = 0
         for name in names:
-            functions, _ = flash.load(backends.BACKENDS[name])
+            functions, _ = flash.load(routes.BACKENDS[name])
             monkeypatch.setattr(functions, method, partial(self._fail, error))
 
     def _fail(self, error, *arguments):
@@ -373,7 +373,7 @@ def test_a_library_that_fails_with_a_window_that_hides_nothing_is_replaced_witho
     assert_right(inputs(), window=20)
     assert_right(inputs())
     assert failing.calls == 1
-    assert backends.replaced == {kind(): "flash-attn-3"}
+    assert routes.replaced == {kind(): "flash-attn-3"}
 
 
 def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, caplog):
@@ -388,7 +388,7 @@ def test_running_out_of_memory_is_no_fault_of_a_library(installed, monkeypatch, 
 
 def test_a_named_library_is_not_replaced(installed, monkeypatch):
     installed()
-    monkeypatch.setenv(backends.VARIABLE, "flash-attn-3")
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-3")
     Failing(monkeypatch, ALL[:1], "forward", RuntimeError("no kernel image"))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no kernel image"):
@@ -399,8 +399,8 @@ def test_a_named_library_is_not_replaced(installed, monkeypatch):
 def test_plain_products_take_the_place_of_the_last_backend(strict, installed, monkeypatch, caplog):
     installed()
     monkeypatch.setenv("FASTDPO_STRICT", strict)
-    for name in {*backends.BACKENDS} - {"torch"}:
-        monkeypatch.delitem(backends.BACKENDS, name)
+    for name in {*routes.BACKENDS} - {"torch"}:
+        monkeypatch.delitem(routes.BACKENDS, name)
     assert_right(inputs())
     Failing(monkeypatch, ["torch"], "forward", RuntimeError("no kernel image"))
     if strict == "1":
@@ -418,13 +418,13 @@ def test_a_measured_choice_that_fails_is_not_made_again(installed, tuned, monkey
     assert chosen(*inputs()) == "flash-attn-2"
     Failing(monkeypatch, ["flash-attn-2"], "backward", RuntimeError("no kernel image"))
     assert_right(inputs())
-    assert chosen(*inputs()) == planned(*inputs()) == "torch"
+    assert chosen(*inputs()) == prepared(*inputs()) == "torch"
     assert "flash-attn-2 has failed and is replaced by torch: RuntimeError: no kernel image" in caplog.text
     (noted,) = notes.read(CPU).choices.values()
     assert noted["name"] == "torch"
     assert noted["measured"]["flash-attn-2"] == "RuntimeError: no kernel image"
     tuning.forget()  # another process
-    backends.forget()
+    routes.forget()
     assert chosen(*inputs()) == "torch"
 
 
@@ -440,7 +440,7 @@ def test_a_build_from_the_hub_is_the_backend_of_its_library(version, installed, 
     installed()
     backend = recorded()[version].backend
     monkeypatch.setitem(sys.modules, flash.PACKAGES[backend].module_name, None)  # not installed
-    monkeypatch.setenv(backends.VARIABLE, backend)
+    monkeypatch.setenv(routes.VARIABLE, backend)
     before = notes.environment(CPU)
     with pytest.raises(NotImplementedError, match=f"got {backend}: ModuleNotFoundError"):
         assert_right(inputs())

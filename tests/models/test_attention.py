@@ -11,7 +11,7 @@ from transformers.integrations import flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastdpo import attention, ops
-from fastdpo.ops.attention import backends
+from fastdpo.ops.attention import routes
 
 SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 MODELS = {
@@ -115,13 +115,13 @@ def test_gradients_of_a_model_are_not_copied_into_zeros():
     out.sum().backward()
 
 
-def test_plans_of_a_mask_follow_its_rows_and_the_settings(monkeypatch):
-    """All layers of a call are given one mask, which has their plan at hand."""
+def test_routes_of_a_mask_follow_its_rows_and_the_settings(monkeypatch):
+    """All layers of a call are given one mask, and gradient checkpointing passes on others of its memory."""
     packed, module, (query, key, value) = packed_attention_of("sdpa")
     mask, asked = LAYOUT.mask.clone(), []
-    stock = backends.plan_of_rows
-    monkeypatch.setattr(backends, "plan_of_rows", lambda *args: asked.append(args) or stock(*args))
-    first, again = (packed(module, query, key, value, mask)[0] for _ in range(2))
+    stock = routes.route_of
+    monkeypatch.setattr(routes, "route_of", lambda *args: asked.append(args) or stock(*args))
+    first, again = (packed(module, query, key, value, x)[0] for x in (mask, mask.detach()))
     assert torch.equal(first, again)
     assert len(asked) == 1
     packed(module, query, key, value, mask, sliding_window=2)

@@ -10,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastdpo import attention
-from fastdpo.ops.attention import backends
-from fastdpo.ops.attention.calls import AttentionOptions
-from fastdpo.ops.attention.layouts import LEAST_TURNS, MOST_PARTS, layout_blocks, varlen_layout
+from fastdpo.ops.attention import routes
+from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
+from fastdpo.ops.attention.flash import varlen_layout
+from fastdpo.ops.attention.triton_backend import LEAST_TURNS, MOST_PARTS, layout_blocks
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -28,30 +29,30 @@ def gpu_inputs(dtype):
 
 def test_float32_on_a_gpu_runs_in_pieces_with_a_logged_reason(monkeypatch, caplog):
     pytest.importorskip("triton")
-    backends.forget()
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    routes.forget()
+    monkeypatch.delenv(routes.VARIABLE, raising=False)
     query, value = gpu_inputs(torch.float32)
     for _ in range(2):
-        assert backends.chosen(query, value, ROWS, OPTIONS) is None
+        assert routes.chosen(query, value, rows_of(ROWS, 13), OPTIONS) is None
     assert caplog.text.count("triton: it needs float16 or bfloat16; got torch.float32") == 1
 
 
 def test_the_float32_of_a_probed_model_is_not_logged(monkeypatch, caplog):
     """A model with float32 weights is trained under autocast, but probed without."""
     pytest.importorskip("triton")
-    backends.forget()
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
-    arguments = *gpu_inputs(torch.float32), ROWS, OPTIONS
+    routes.forget()
+    monkeypatch.delenv(routes.VARIABLE, raising=False)
+    arguments = *gpu_inputs(torch.float32), rows_of(ROWS, 13), OPTIONS
     with attention.witness():
-        assert backends.chosen(*arguments) is None
+        assert routes.chosen(*arguments) is None
     assert not caplog.text
-    assert backends.chosen(*arguments) is None
+    assert routes.chosen(*arguments) is None
     assert "it needs float16 or bfloat16" in caplog.text
 
 
 def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monkeypatch):
     pytest.importorskip("triton")
-    triton = backends.BACKENDS["triton"]
+    triton = routes.BACKENDS["triton"]
     for dtype in (torch.float16, torch.bfloat16):
         assert triton.unsupported_reason(*gpu_inputs(dtype), OPTIONS) is None
     monkeypatch.setattr("fastdpo.ops.devices.TRITON_DEVICES", ("cpu",))
@@ -61,9 +62,9 @@ def test_triton_takes_16_bits_on_a_gpu_and_float32_only_in_the_interpreter(monke
 
 def test_a_selected_triton_refuses_float32(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setenv(backends.VARIABLE, "triton")
+    monkeypatch.setenv(routes.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match=r"got triton: it needs float16 or bfloat16; got torch\.float32"):
-        backends.chosen(*gpu_inputs(torch.float32), ROWS, OPTIONS)
+        routes.chosen(*gpu_inputs(torch.float32), rows_of(ROWS, 13), OPTIONS)
 
 
 def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
@@ -88,10 +89,11 @@ def test_every_launch_sets_the_fusion_of_products_and_sums(monkeypatch):
     for module, kernels in names.items():
         for name in kernels:
             monkeypatch.setattr(module, name, Recorder(name))
-    varlen = varlen_layout(ROWS, 13, CPU)
+    rows = rows_of(ROWS, 13)
+    varlen = DeviceLayout(varlen_layout(rows), CPU).contents
     configs = attention_blocks.kernel_configs(16, 16, None)
     query, key = torch.empty(13, 4, 16, device="meta"), torch.empty(13, 2, 16, device="meta")
-    blocks = layout_blocks(query, key, ROWS, None, configs)
+    blocks = layout_blocks(rows, 4, 2, None, configs)
     out, lse = packed_attention.packed_attention_fwd(query, key, key, blocks, configs.forward, None, *OPTIONS)
     packed_attention_backward.packed_attention_bwd(out, query, key, key, out, lse, blocks, configs, *OPTIONS)
     placed = gather_keys.gather_keys_fwd(key, key, varlen.places.index)
@@ -120,8 +122,7 @@ def test_programs_of_keys_share_the_readers_of_a_header(pairs, header, window):
 
     rows, key_heads = rows_of_pairs(pairs, header, 312, 301), 8
     tokens = int(rows[-1, 2:].sum())
-    query, value = (torch.empty(1, device="cpu").expand(tokens, heads, 128) for heads in (32, key_heads))
-    blocks = layout_blocks(query, value, rows, window, kernel_configs(128, 128, 9))
+    blocks = layout_blocks(rows_of(rows, tokens), 32, key_heads, window, kernel_configs(128, 128, 9))
     rows, pieces = rows.tolist(), blocks.pieces.tolist()
 
     def turns(row, first, reader):
@@ -142,5 +143,5 @@ def test_programs_of_keys_share_the_readers_of_a_header(pairs, header, window):
     assert len(read) == sum(turns(*x) > 0 for program in programs for x in program)  # nothing twice
     longest, mean = max(sum(turns(*x) for x in program) for program in programs), read.total() * key_heads / 256
     assert longest <= max(mean, 2 * LEAST_TURNS / 4) + 5  # a reader has 5 at most
-    assert (blocks.parts is not None) == (header > 0)
-    assert blocks.parts is None or len(blocks.parts.places) * key_heads <= MOST_PARTS * 64
+    assert (len(blocks.parts.tokens) > 1) == (header > 0)
+    assert len(blocks.parts.places) * key_heads <= MOST_PARTS * 64 + key_heads

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastdpo.ops import definitions, pack, packed_attention
-from fastdpo.ops.attention import pieces
+from fastdpo.ops.attention import device_layout, pieces
 from fastdpo.testing import assert_as_accurate_as, error, floor
 
 NAN = float("nan")
@@ -507,7 +507,7 @@ def test_memory_of_a_softcap_is_a_few_blocks_of_scores(trace, monkeypatch):
 
 def test_work_of_a_window_is_linear():
     rows, window = rows_of([(1500, [1000, 1000])]), 64
-    blocks = list(pieces.query_blocks(rows, 3500, window, None))
+    blocks = list(pieces.query_blocks(device_layout.rows_of(rows, 3500), window, None))
     assert all(a.stop == b.start for (a, _), (b, _) in pairwise(blocks))
     scores = sum(
         (block.stop - block.start) * (keys.stop - keys.start) for block, ranges in blocks for keys, _ in ranges

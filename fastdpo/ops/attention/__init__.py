@@ -1,4 +1,4 @@
 """Attention over packed tokens whose rows share prefixes.
 
-`packed_attention` is the op, `backends` chooses what computes it on a GPU, `pieces` computes it on a CPU.
+`packed_attention` is the op, `routes` chooses what computes it on a GPU, `pieces` computes it on a CPU.
 """

@@ -22,20 +22,16 @@ from torch import Tensor
 
 from ..choice import hub_builds
 from ..devices import compute_capability
-from .calls import (
-    OP,
-    AttentionOptions,
-    flash_supports_scale,
-    kernels_unsupported_reason,
-    with_last_stride_1,
-    with_sinks,
-)
-from .layouts import VarlenLayout, varlen_layout
+from .device_layout import OP, AttentionOptions, Rows, offsets
+from .pieces import flash_supports_scale, with_last_stride_1, with_sinks
+from .triton_backend import kernels_unsupported_reason
 
 HEAD_SIZE_MULTIPLE = 8  # of the head sizes that the libraries take
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 Parameters = Mapping[str, inspect.Parameter]
+Lengths = tuple[Tensor, Tensor, int, int]
+"""Offsets and maximum lengths of queries and keys, in the order in which the libraries take them."""
 
 
 class HeadSizes(NamedTuple):
@@ -61,6 +57,49 @@ def sizes_of_4(d: int, d_v: int, capability: int | None) -> HeadSizes:
     return of_latent_attention if fits else HeadSizes(256, 256)
 
 
+class KeyPlaces(NamedTuple):
+    """Where keys are gathered so that those of each row are contiguous. int32."""
+
+    index: Tensor  # [M] the token whose key is copied to each place
+    readers: Tensor  # [M] the places that hold each token's key, sorted by token
+    first_reader: Tensor  # [T + 1] where the places of each token start in `readers`
+
+
+class VarlenLayout(NamedTuple):
+    """The rows as sequences of variable length, each with the keys of its prefix before its own.
+
+    Attributes:
+        cu_queries: int32 [S + 1], offsets of each row's queries.
+        cu_keys: int32 [S + 1], offsets of each row's keys.
+        max_queries: the most queries of a row.
+        max_keys: the most keys of a row.
+        places: None if no row has a prefix, so that no key has to be copied.
+    """
+
+    cu_queries: Tensor
+    cu_keys: Tensor
+    max_queries: int
+    max_keys: int
+    places: KeyPlaces | None
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
+
+
+def varlen_layout(rows: Rows) -> VarlenLayout:
+    """The rows as sequences of variable length, for libraries of flash attention, whatever the default device."""
+    own = torch.tensor([row.own_length for row in rows.checked], dtype=torch.long, device="cpu")
+    before = torch.tensor([row.prefix_length for row in rows.checked], dtype=torch.long, device="cpu")
+    places = None
+    if before.any():
+        pieces = [piece for row in rows.checked for piece in row.pieces]
+        index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in pieces])
+        places = KeyPlaces(index, index.argsort(stable=True), offsets(index.bincount(minlength=rows.tokens)))
+    max_queries = max((row.own_length for row in rows.checked), default=0)
+    return VarlenLayout(offsets(own), offsets(own + before), max_queries, rows.longest, places)
+
+
 class TorchFlash:
     """torch's FlashAttention-2.
 
@@ -73,27 +112,26 @@ class TorchFlash:
         self.forward_function = torch.ops.aten._flash_attention_forward
         self.backward_function = torch.ops.aten._flash_attention_backward
 
-    def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> Any:
-        """What all calls with a layout have in common."""
-        device, causal = layout.cu_queries.device, options.window is None
+    def arguments(self, device: torch.device, options: AttentionOptions) -> Any:
+        """What all calls have in common, whatever their layouts."""
+        causal = options.window is None
         dropout_state = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
-        of_forward = (*layout.lengths, 0.0, causal, False)  # dropout, causal, debug mask
         left, right = _window_sizes(options)
         named = {"scale": options.scale, "window_size_left": left, "window_size_right": right}
-        return of_forward, (*layout.lengths, 0.0, causal, *dropout_state), named
+        return (0.0, causal, False), (0.0, causal, *dropout_state), named  # dropout, causal, debug mask
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, arguments: Any) -> tuple[Tensor, Tensor]:
         """out and log-sum-exps."""
         positional, _, named = arguments
-        out, lse, *_ = self.forward_function(q, k, v, *positional, **named)
+        out, lse, *_ = self.forward_function(q, k, v, *lengths, *positional, **named)
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, arguments: Any
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         _, positional, named = arguments
-        return self.backward_function(grad, q, k, v, out, lse, *positional, **named)
+        return self.backward_function(grad, q, k, v, out, lse, *lengths, *positional, **named)
 
 
 class FlashAttention2:
@@ -116,26 +154,24 @@ class FlashAttention2:
         self.forward_function, self.backward_function = functions
         self.parameters = [inspect.signature(function).parameters for function in functions]
 
-    def arguments(self, layout: VarlenLayout, options: AttentionOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arguments(self, device: torch.device, options: AttentionOptions) -> tuple[dict[str, Any], dict[str, Any]]:
         """As those of `TorchFlash`.
 
         Raises:
             NotImplementedError: a function has no parameter for an argument.
         """
         of_forward, of_backward = self.parameters
-        lengths = dict(zip(LENGTHS, layout.lengths, strict=True))
-        forward = lengths | self._options_of_forward(options, of_forward)
-        backward = lengths | self._options_of_backward(options, of_backward)
-        return self._complete(0, ("q", "k", "v"), forward), self._complete(1, self.tensors, backward)
+        forward = self._complete(0, ("q", "k", "v"), self._options_of_forward(options, of_forward))
+        return forward, self._complete(1, self.tensors, self._options_of_backward(options, of_backward))
 
-    def forward(self, q, k, v, arguments):
-        out, lse, *_ = self.forward_function(q=q, k=k, v=v, **arguments[0])
+    def forward(self, q, k, v, lengths, arguments):
+        out, lse, *_ = self.forward_function(q=q, k=k, v=v, **_named(lengths), **arguments[0])
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, arguments):
+    def backward(self, grad, q, k, v, out, lse, lengths, arguments):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         given = dict(dout=grad, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv)
-        self.backward_function(**given, **arguments[1])
+        self.backward_function(**given, **_named(lengths), **arguments[1])
         return dq, dk, dv
 
     def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
@@ -162,11 +198,12 @@ class FlashAttention2:
                 argument, it would compute a different attention.
         """
         parameters = self.parameters[function]
-        missing = sorted({*tensors, *given} - parameters.keys())
+        given_in_call = (*tensors, *LENGTHS)
+        missing = sorted({*given_in_call, *given} - parameters.keys())
         if missing:
             name = f"{self.module_name}.{self.function_names[function]}"
             raise NotImplementedError(f"{OP}: {name} must accept {', '.join(missing)}; this version does not")
-        required = (name for name, x in parameters.items() if x.default is x.empty and name not in tensors)
+        required = (name for name, x in parameters.items() if x.default is x.empty and name not in given_in_call)
         return {**dict.fromkeys(required), **given}
 
 
@@ -193,8 +230,9 @@ class FlashAttention4(FlashAttention2):
     function_names = "_flash_attn_fwd", "_flash_attn_bwd"
     tensors = ("dout", "q", "k", "v", "out", "lse")
 
-    def backward(self, grad, q, k, v, out, lse, arguments):
-        return self.backward_function(q=q, k=k, v=v, out=out, dout=grad, lse=lse, **arguments[1])[:3]
+    def backward(self, grad, q, k, v, out, lse, lengths, arguments):
+        given = dict(q=q, k=k, v=v, out=out, dout=grad, lse=lse)
+        return self.backward_function(**given, **_named(lengths), **arguments[1])[:3]
 
     def _options_of_forward(self, options: AttentionOptions, parameters: Parameters) -> dict[str, Any]:
         return self._common(options) | {"softcap": options.softcap, "return_lse": True}
@@ -249,17 +287,15 @@ class FlashLibrary:
         functions, reason = load(self)
         return reason if functions is None else None
 
-    def prepare(self, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> VarlenCall:
+    def call(self, query: Tensor, value: Tensor, options: AttentionOptions) -> VarlenCall:
         functions, reason = load(self)
         if functions is None:
             raise NotImplementedError(f"{OP}: the backend must be importable; got {reason}")
         from ...kernels import gather_keys
 
-        layout = varlen_layout(rows, len(query), query.device)
         sizes = HeadSizes(query.shape[2], value.shape[2])
         padded = self.head_sizes(*sizes, compute_capability(query.device))
-        arguments = functions.arguments(layout, options)
-        return VarlenCall(functions, arguments, gather_keys, layout, sizes, padded)
+        return VarlenCall(functions, functions.arguments(query.device, options), gather_keys, sizes, padded)
 
 
 def _of_package(name: str) -> VarlenFunctions:
@@ -311,13 +347,12 @@ def load(library: FlashLibrary) -> tuple[VarlenFunctions | None, str]:
 
 
 class VarlenCall(NamedTuple):
-    """One call of a library.
+    """One kind of call of a library.
 
     Attributes:
         functions: of the library.
-        arguments: those that all calls with the layout have in common.
+        arguments: those that do not depend on the layout.
         kernels: the module that gathers keys, which imports Triton.
-        layout: the rows.
         sizes: of the heads.
         padded: the sizes to which they are padded with zeros.
     """
@@ -325,7 +360,6 @@ class VarlenCall(NamedTuple):
     functions: VarlenFunctions
     arguments: Any
     kernels: ModuleType
-    layout: VarlenLayout
     sizes: HeadSizes
     padded: HeadSizes
 
@@ -333,26 +367,31 @@ class VarlenCall(NamedTuple):
     def is_padded(self) -> bool:
         return self.sizes != self.padded
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, (k, v) = with_last_stride_1(query), self._gathered(key, value)
+    def describe(self, rows: Rows) -> VarlenLayout:
+        return varlen_layout(rows)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: VarlenLayout
+    ) -> tuple[Tensor, Tensor]:
+        q, (k, v) = with_last_stride_1(query), self._gathered(key, value, layout.places)
         if self.is_padded:
             q, k, v = self._pad(q, k, v)
-        out, lse = self.functions.forward(q, k, v, self.arguments)
+        out, lse = self.functions.forward(q, k, v, layout.lengths, self.arguments)
         out = (out[..., : self.sizes.d_v] if self.is_padded else out).contiguous()
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: VarlenLayout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        g, q, (k, v) = with_last_stride_1(grad), with_last_stride_1(query), self._gathered(key, value)
+        g, q, places = with_last_stride_1(grad), with_last_stride_1(query), layout.places
+        k, v = self._gathered(key, value, places)
         if self.is_padded:
             q, k, v = self._pad(q, k, v)
             g, out = _padded(g, self.padded.d_v), _padded(out, self.padded.d_v)
-        dq, dk, dv = self.functions.backward(g, q, k, v, out, lse, self.arguments)
+        dq, dk, dv = self.functions.backward(g, q, k, v, out, lse, layout.lengths, self.arguments)
         if self.is_padded:
             dq, dk, dv = dq[..., : self.sizes.d], dk[..., : self.sizes.d], dv[..., : self.sizes.d_v]
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
-        places = self.layout.places
         if places is not None:
             dk, dv = self.kernels.gather_keys_bwd(dk, dv, places.readers, places.first_reader)
         return dq, dk, dv
@@ -360,14 +399,18 @@ class VarlenCall(NamedTuple):
     def _pad(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _padded(q, self.padded.d), _padded(k, self.padded.d), _padded(v, self.padded.d_v)
 
-    def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _gathered(self, key: Tensor, value: Tensor, places: KeyPlaces | None) -> tuple[Tensor, Tensor]:
         """The keys and values of each row in one piece, behind those of its prefix."""
-        key, value, places = with_last_stride_1(key), with_last_stride_1(value), self.layout.places
+        key, value = with_last_stride_1(key), with_last_stride_1(value)
         return (key, value) if places is None else self.kernels.gather_keys_fwd(key, value, places.index)
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[2]))
+
+
+def _named(lengths: Lengths) -> dict[str, Any]:
+    return dict(zip(LENGTHS, lengths, strict=True))
 
 
 def _window_sizes(options: AttentionOptions) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Attention over a packed buffer: a row sees its prefix and, causally, itself.
 
-Rows whose tokens also see each other ahead, such as images, are split off first (`islands`).
+What the tokens of an image also see ahead of themselves is computed apart (`device_layout.Rows`).
 
-On GPUs, a backend computes the whole layout at once (`backends`). Elsewhere it is
+On GPUs, a backend computes the whole layout at once (`routes`). Elsewhere it is
 computed in pieces without copies (`pieces`): each block of queries attends to its own row
 (causally) and to each contiguous piece of its prefix, and the results are merged by their
 log-sum-exps:
@@ -21,18 +21,17 @@ size of values, S rows of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype, is_traced
-from . import backends
-from .backends import Plan
-from .calls import OP, AttentionOptions, flash_supports_scale, with_last_stride_1, with_sinks
-from .pieces import CpuFlashPieces, MatmulPieces, query_blocks
+from ..devices import is_traced
+from . import routes
+from .device_layout import OP, AttentionOptions
+from .pieces import empty_outputs, merge
+from .routes import Prepared
 
 
 def _fwd(
@@ -52,48 +51,23 @@ def _fwd(
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, sinks: Tensor | None, options: AttentionOptions
-) -> tuple[Tensor, Tensor, Plan]:
-    """The results of `_fwd`, and how they were computed."""
-    plan = backends.plan(query, value, rows, options)
-    plan, results = backends.compute(
-        lambda call: call.forward(query, key, value, sinks), plan, query, value, rows, options
+) -> tuple[Tensor, Tensor, Prepared]:
+    """The results of `_fwd`, and what computed them."""
+    prepared = routes.prepare(query, value, rows, options)
+    prepared, (out, lse) = routes.run(
+        lambda call, layout: call.forward(query, key, value, sinks, layout), prepared, query, value, rows, options
     )
-    out, lse = results or _forward_in_pieces(query, key, value, sinks, plan)
-    if plan.ahead is None:
-        return out, lse, plan
-    q, k, ahead = plan.ahead
+    if prepared.ahead is None:
+        return out, lse, prepared
+    (q, k), ahead = prepared.ahead
     seen, seen_lse, _ = _forward(query[q], key[k], value[k], ahead, None, options._replace(window=None))
-    merged, lse[:, q] = _merge((out[q].transpose(0, 1), lse[:, q]), (seen.transpose(0, 1), seen_lse))
+    merged, lse[:, q] = merge((out[q].transpose(0, 1), lse[:, q]), (seen.transpose(0, 1), seen_lse))
     out[q] = merged.transpose(0, 1).to(out.dtype)
-    return out, lse, plan
-
-
-def _forward_in_pieces(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """As `_fwd`, of rows without islands."""
-    out, lse = _empty_outputs(query, key, value, plan.rows, sinks, *plan.options)
-    inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
-    q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
-    pieces = _pieces(query, value, plan.options)
-    with torch.autocast(query.device.type, enabled=False):
-        for block, ranges in query_blocks(plan.rows, len(query), pieces.window, pieces.max_scores):
-            queries = q[:, :, block]
-            results = [pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges]
-            o[:, :, block], lse[None, :, block] = reduce(_merge, results)
-        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    return out, lse, prepared
 
 
 def _empty_outputs(query, key, value, rows, sinks, scale, window, softcap):
-    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-    return out, query.new_empty(query.shape[1], query.shape[0], dtype=accumulation_dtype(query.dtype))
-
-
-def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys of both pieces."""
-    (out, lse), (other, other_lse) = a, b
-    share = torch.sigmoid(other_lse - lse)[..., None]
-    return torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share), torch.logaddexp(lse, other_lse)
+    return empty_outputs(query, value)
 
 
 def _bwd(
@@ -111,8 +85,8 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks; the last is empty if there are no sinks."""
     options = AttentionOptions(scale, window, softcap)
-    plan = backends.plan(query, value, rows, options)
-    gradients = _backward((grad, query, key, value, out, lse), rows, options, plan)
+    prepared = routes.prepare(query, value, rows, options)
+    gradients = _backward((grad, query, key, value, out, lse), rows, options, prepared)
     return *gradients, _gradient_of_sinks(grad, out, lse, sinks, query)
 
 
@@ -125,39 +99,24 @@ def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | N
 
 
 def _backward(
-    inputs: Sequence[Tensor], rows: Tensor, options: AttentionOptions, plan: Plan
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    rows: Tensor,
+    options: AttentionOptions,
+    prepared: Prepared,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. The inputs are the first ones of `_bwd`."""
-    _, query, _, value, _, _ = inputs
-    plan, gradients = backends.compute(lambda call: call.backward(*inputs), plan, query, value, rows, options)
-    gradients = gradients or _backward_in_pieces(inputs, plan)
-    if plan.ahead is not None:
-        grad, query, key, value, out, lse = inputs
-        q, k, ahead = plan.ahead
+    grad, query, key, value, out, lse = inputs
+    prepared, gradients = routes.run(
+        lambda call, layout: call.backward(*inputs, layout), prepared, query, value, rows, options
+    )
+    if prepared.ahead is not None:
+        (q, k), ahead = prepared.ahead
         inputs = grad[q], query[q], key[k], value[k], out[q], lse[:, q]
         options = options._replace(window=None)
-        seen = _backward(inputs, ahead, options, backends.plan(inputs[1], inputs[3], ahead, options))
+        seen = _backward(inputs, ahead, options, routes.prepare(inputs[1], inputs[3], ahead, options))
         for total, tokens, gradient in zip(gradients, (q, k, k), seen, strict=True):
             total[tokens] += gradient
     return gradients
-
-
-def _backward_in_pieces(inputs: Sequence[Tensor], plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_backward`, over rows without islands."""
-    grad, query, key, value, out, lse = inputs
-    dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
-    tensors = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
-    g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
-    pieces = _pieces(query, value, plan.options)
-    with torch.autocast(query.device.type, enabled=False):
-        for block, ranges in query_blocks(plan.rows, len(query), pieces.window, pieces.max_scores):
-            block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
-            for keys, offset in ranges:
-                grads = pieces.backward(block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset)
-                for total, tokens, gradient in zip((dq, dk, dv), (block, keys, keys), grads, strict=True):
-                    total[:, :, tokens].add_(gradient)
-    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
 
 
 def _empty_gradients(grad, query, key, value, out, lse, rows, sinks, scale, window, softcap):
@@ -169,7 +128,7 @@ _library = torch.library.Library("fastdpo", "FRAGMENT")
 
 
 def _registered(name: str, function: Callable, fake: Callable) -> Callable:
-    """A function as an operator of torch. The wrappers of `torch.library.custom_op` would take longer than a plan."""
+    """A function as an operator of torch. The wrappers of `torch.library.custom_op` would take more time than it."""
     schema = name + torch.library.infer_schema(function, mutates_args=())
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -184,17 +143,17 @@ _bwd_op = _registered("packed_attention_bwd", _bwd, _empty_gradients)
 class _PackedAttention(torch.autograd.Function):
     """Query, key, value and rows are those of `packed_attention`, or those of a model (see `attend`).
 
-    Where nothing traces the call, operators would only take time. The backward then has the plan of the forward.
+    Where nothing traces the call, operators would only take time. The backward then has what the forward prepared.
     """
 
     @staticmethod
     def forward(ctx, query, key, value, rows, sinks, options):
-        ctx.options, ctx.plan, ctx.of_model = options, None, query.dim() == 4
+        ctx.options, ctx.prepared, ctx.of_model = options, None, query.dim() == 4
         tensors = _by_token(query), _by_token(key), _by_token(value)
         if is_traced():
             out, lse = _fwd_op(*tensors, _in_rows(rows), sinks, *options)
         else:
-            out, lse, ctx.plan = _forward(*tensors, rows, sinks, options)
+            out, lse, ctx.prepared = _forward(*tensors, rows, sinks, options)
         ctx.save_for_backward(*tensors, out, lse, rows, sinks)
         return out.unsqueeze(0) if ctx.of_model else out
 
@@ -203,10 +162,10 @@ class _PackedAttention(torch.autograd.Function):
         query, key, value, out, lse, rows, sinks = ctx.saved_tensors
         grad = grad.squeeze(0) if ctx.of_model else grad
         inputs = grad, query, key, value, out, lse
-        if ctx.plan is None or is_traced() or torch.is_grad_enabled():
+        if ctx.prepared is None or is_traced() or torch.is_grad_enabled():
             *gradients, dsinks = _bwd_op(*inputs, _in_rows(rows), sinks, *ctx.options)
         else:
-            gradients = _backward(inputs, rows, ctx.options, ctx.plan)
+            gradients = _backward(inputs, rows, ctx.options, ctx.prepared)
             dsinks = _gradient_of_sinks(grad, out, lse, sinks, query)
         if ctx.of_model:
             gradients = (x.transpose(0, 1).unsqueeze(0) for x in gradients)
@@ -242,7 +201,7 @@ def packed_attention(
     Defined by `fastdpo.ops.definitions.packed_attention`.
 
     On GPUs it runs a library of flash attention or fastdpo's kernels (see
-    `fastdpo.ops.attention.backends`). On a CPU it runs torch's flash attention, one piece of a row
+    `fastdpo.ops.attention.routes`). On a CPU it runs torch's flash attention, one piece of a row
     at a time. On other devices, on GPUs in float32 and float64, and with a softcap on a CPU, it
     runs plain matrix products in blocks of queries whose scores take at most 64 MiB (16 MiB on a
     CPU) or belong to one query; a few such buffers exist at a time.
@@ -328,11 +287,3 @@ def attend(
         return _PackedAttention.apply(query, key, value, rows, sinks, options)
     out, _, _ = _forward(_by_token(query), _by_token(key), _by_token(value), rows, sinks, options)
     return out.unsqueeze(0) if query.dim() == 4 else out
-
-
-def _pieces(query: Tensor, value: Tensor, options: AttentionOptions) -> CpuFlashPieces | MatmulPieces:
-    scale, window, softcap = options
-    window = len(query) if window is None else min(window, len(query))
-    if query.device.type == "cpu" and softcap is None and flash_supports_scale(scale):
-        return CpuFlashPieces(query, value, window, scale)
-    return MatmulPieces(query, window, scale, softcap)

@@ -14,8 +14,9 @@ a piece, D and D_v head sizes, S rows of the layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..devices import accumulation_dtype
 from ..transform import Transform
-from .layouts import Row, checked_rows
+from .device_layout import AttentionOptions, Row, Rows
 
 BLOCK = 128  # queries of a windowed block, which computes window + BLOCK scores per query and needs window of them
 SCORE_BYTES = 64 << 20  # maximum size of a piece's scores, all heads together
@@ -36,9 +37,13 @@ block's first query minus that of the first key.
 """
 
 
-def query_blocks(
-    rows: Tensor, tokens: int, window: int, max_scores: int | None
-) -> Iterator[tuple[slice, list[KeyRange]]]:
+class QueryBlocks(NamedTuple):
+    """Blocks of queries with the ranges of keys that they see."""
+
+    blocks: list[tuple[slice, list[KeyRange]]]
+
+
+def query_blocks(rows: Rows, window: int, max_scores: int | None) -> Iterator[tuple[slice, list[KeyRange]]]:
     """Blocks of queries with the keys that they see.
 
     These are a range of the row itself and the visible ranges of its prefix.
@@ -46,16 +51,12 @@ def query_blocks(
     Every query of a block sees at least one key of each range.
 
     Args:
-        rows: [S, 4] as in `packed_attention`. They must tile [0, tokens).
-        tokens: T.
+        rows: as in `packed_attention`.
         window: at most T.
         max_scores: maximum number of scores of one head in a piece; None if the scores are not
             stored.
-
-    Raises:
-        ValueError: the rows do not tile [0, tokens).
     """
-    for row in checked_rows(rows, tokens):
+    for row in rows.checked:
         for start, end in _block_bounds(row, window, max_scores):
             first = max(0, start - window + 1)
             ranges = [(slice(row.own + first, row.own + end), start - first)]
@@ -82,6 +83,88 @@ def _block_bounds(row: Row, window: int, max_scores: int | None) -> Iterator[tup
     windowed_starts = range(unwindowed, n, min(step, BLOCK))
     bounds = {*range(0, unwindowed, step), *windowed_starts, *(min(max(0, x), n) for x in last_visible), n}
     yield from pairwise(sorted(bounds))
+
+
+class PiecesCall:
+    """The call that no backend supports, as an `AttentionCall`."""
+
+    def __init__(self, query: Tensor, value: Tensor, options: AttentionOptions) -> None:
+        scale, window, softcap = options
+        window = len(query) if window is None else min(window, len(query))
+        if query.device.type == "cpu" and softcap is None and flash_supports_scale(scale):
+            self._pieces = CpuFlashPieces(query, value, window, scale)
+        else:
+            self._pieces = MatmulPieces(query, window, scale, softcap)
+
+    def describe(self, rows: Rows) -> QueryBlocks:
+        return QueryBlocks([*query_blocks(rows, self._pieces.window, self._pieces.max_scores)])
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: QueryBlocks
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = empty_outputs(query, value)
+        inputs = (*map(with_last_stride_1, (query, key, value)), out)  # torch's flash attention relies on it unchecked
+        q, k, v, o = (x.transpose(0, 1)[None] for x in inputs)  # [1, H, T, D]
+        with torch.autocast(query.device.type, enabled=False):
+            for block, ranges in layout.blocks:
+                queries = q[:, :, block]
+                results = [
+                    self._pieces.forward(queries, k[:, :, keys], v[:, :, keys], offset) for keys, offset in ranges
+                ]
+                o[:, :, block], lse[None, :, block] = reduce(merge, results)
+            return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: QueryBlocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dquery = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        dkey, dvalue = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))  # sums
+        tensors = (*map(with_last_stride_1, (grad, query, key, value, out)), dquery, dkey, dvalue)
+        g, q, k, v, o, dq, dk, dv = (x.transpose(0, 1)[None] for x in tensors)  # [1, H, T, D]
+        with torch.autocast(query.device.type, enabled=False):
+            for block, ranges in layout.blocks:
+                block_grad, queries, outs, lses = (x[:, :, block] for x in (g, q, o, lse[None]))
+                for keys, offset in ranges:
+                    inputs = block_grad, queries, outs, lses, k[:, :, keys], v[:, :, keys], offset
+                    gradients = self._pieces.backward(*inputs)
+                    for total, tokens, gradient in zip((dq, dk, dv), (block, keys, keys), gradients, strict=True):
+                        total[:, :, tokens].add_(gradient)
+        return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """out [T, H, D_v] and log-sum-exps [H, T] without values."""
+    (t, h, _), (_, _, d_v) = query.shape, value.shape
+    return query.new_empty(t, h, d_v), query.new_empty(h, t, dtype=accumulation_dtype(query.dtype))
+
+
+def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys of both pieces."""
+    (out, lse), (other, other_lse) = a, b
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    return torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share), torch.logaddexp(lse, other_lse)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds sinks [H] to the softmax of an output, in place, and of its log-sum-exps.
+
+    `out` is [T, H, D_v] and `lse` is [H, T].
+    """
+    logits = sinks.to(lse.dtype)[:, None]
+    return out.mul_(torch.sigmoid(lse - logits).t()[..., None]), torch.logaddexp(lse, logits)
+
+
+def flash_supports_scale(scale: float) -> bool:
+    """Whether flash attention is correct with this scale.
+
+    It masks with -inf and takes maxima before it scales, so the scale must be positive and normal.
+    """
+    return scale >= torch.finfo(torch.float32).tiny
+
+
+def with_last_stride_1(x: Tensor) -> Tensor:
+    """x, or a copy whose elements of one head are adjacent in memory, as all kernels require."""
+    return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def _visible(n_q: int, n_k: int, offset: int, window: int, device: torch.device) -> Tensor:

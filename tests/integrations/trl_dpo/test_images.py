@@ -12,7 +12,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from fastdpo.integrations.trl import memory as trl_memory
 from fastdpo.models import images, islands, probe, sharding
 from fastdpo.models.parts import language_model
-from fastdpo.ops.attention.islands import is_island
+from fastdpo.ops.attention.device_layout import rows_of
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import adapter, assert_fused, assert_same, assert_same_bits
@@ -99,7 +99,8 @@ def test_images_that_attend_in_both_directions(both, monkeypatch, name, implemen
 
     def attention_masks(*args):
         masks = stock_masks(*args)
-        found.append({kind: bool(is_island(mask[0, 0]).any()) for kind, mask in masks.items()})
+        tokens = {kind: int(mask[0, 0, -1, 2:].sum()) for kind, mask in masks.items()}
+        found.append({kind: rows_of(mask, tokens[kind]).ahead is not None for kind, mask in masks.items()})
         return masks
 
     monkeypatch.setattr(islands, "attention_masks", attention_masks)

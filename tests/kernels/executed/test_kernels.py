@@ -12,8 +12,9 @@ from fastdpo.kernels.linear_logps import target_logits
 from fastdpo.kernels.logit_math import tanh
 from fastdpo.kernels.token_logps import token_logps_fwd
 from fastdpo.ops import definitions, packed_attention, token_logps
-from fastdpo.ops.attention import layouts
 from fastdpo.ops.attention import trials as attention_trials
+from fastdpo.ops.attention.device_layout import rows_of
+from fastdpo.ops.attention.flash import varlen_layout
 from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import verdicts
 from fastdpo.ops.head import trials as head_trials
@@ -93,7 +94,7 @@ def test_packed_attention(d, options, launches, monkeypatch):
         "_packed_attention_dkv_kernel",
     ]
     if options:
-        monkeypatch.setattr(TritonBackend, "prepare", partialmethod(TritonBackend.prepare, least_turns=1))
+        monkeypatch.setattr(TritonBackend, "call", partialmethod(TritonBackend.call, least_turns=1))
         names.append("_sum_places_kernel")
     options = {**options, "sinks": torch.randn(4)} if "sinks" in options else options
     tensors = [torch.randn(TOKENS, h, d).bfloat16() for h in (4, 2, 2)]
@@ -109,7 +110,7 @@ def test_packed_attention(d, options, launches, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_keys(dtype, launches):
-    places = layouts.varlen_layout(ROWS, TOKENS, CPU).places
+    places = varlen_layout(rows_of(ROWS, TOKENS)).places
     key, value = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype), torch.randn(TOKENS, 2, 64).to(dtype)
     placed = gather_keys_fwd(key, value, places.index)
     assert all(torch.equal(x, of[places.index]) for x, of in zip(placed, (key, value), strict=True))
@@ -140,7 +141,7 @@ TRIALS = {
     **head_trials.OF_LOGITS,
     "attention": partial(
         attention_trials.packed_attention,
-        partial(TritonBackend().prepare, least_turns=1),
+        partial(TritonBackend().call, least_turns=1),
         d=16,
         d_v=16,
         heads=2,

@@ -10,7 +10,7 @@ from fastdpo import NotFused, ops
 from fastdpo.kernels import linear_logps as head_kernels
 from fastdpo.kernels import packed_attention_backward, token_logps
 from fastdpo.ops import definitions
-from fastdpo.ops.attention import backends
+from fastdpo.ops.attention import routes
 from fastdpo.ops.attention import trials as attention_trials
 from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import notes, verdicts
@@ -19,14 +19,14 @@ from fastdpo.ops.head import trials as head_trials
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
-PREPARE = partial(TritonBackend().prepare, least_turns=1)
+CALL = partial(TritonBackend().call, least_turns=1)
 TRIALS = {
     "token_logps": head_trials.token_logps,
     "target_logits": head_trials.target_logits,
     "token_logps, 32 warps": partial(head_trials.token_logps, warps=32),
-    "attention": partial(attention_trials.packed_attention, PREPARE, d=16, d_v=16),
+    "attention": partial(attention_trials.packed_attention, CALL, d=16, d_v=16),
     "attention, every option": partial(
-        attention_trials.packed_attention, PREPARE, d=24, d_v=8, heads=2, windowed=True, capped=True
+        attention_trials.packed_attention, CALL, d=24, d_v=8, heads=2, windowed=True, capped=True
     ),
 }
 
@@ -133,9 +133,9 @@ def test_the_wait_for_the_first_kernels_is_announced(caplog):
 
 def test_the_wait_for_a_library_is_announced(caplog):
     """For which fastdpo's kernels stand in. Keys are gathered for it by another one, and it may compile its own."""
-    backends.passes_probe.cache_clear()
+    routes.passes_probe.cache_clear()
     with caplog.at_level("INFO", "fastdpo"):
-        assert backends.passes_probe("triton", backends.Kind(CPU, torch.float32, 16, 16, False, False, False))
+        assert routes.passes_probe("triton", routes.Kind(CPU, torch.float32, 16, 16, False, False, False))
     assert caplog.messages == ["fastdpo: compiling and trying kernels on cpu (cpu); the first batch waits for them"]
 
 
@@ -184,7 +184,7 @@ def test_attention_that_fails_is_computed_in_pieces(launcher, monkeypatch, caplo
     (message,) = (record.message for record in caplog.records)
     assert "kernel packed_attention is disabled" in message
     assert "d 8, d_v 8, heads 4, key_heads 2, windowed False, capped False" in message
-    monkeypatch.setenv(backends.VARIABLE, "triton")
+    monkeypatch.setenv(routes.VARIABLE, "triton")
     with pytest.raises(NotImplementedError, match="got triton: it is disabled, as logged"):
         ops.packed_attention(query, key, key, rows)
 

@@ -13,8 +13,10 @@ import torch
 from fastdpo.kernels import attention_blocks
 from fastdpo.kernels.gather_keys import gather_keys_bwd, gather_keys_fwd
 from fastdpo.ops import definitions, packed_attention
-from fastdpo.ops.attention import backends, flash, layouts
-from fastdpo.ops.attention.triton_backend import TritonBackend
+from fastdpo.ops.attention import flash, routes
+from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of, sizes_of
+from fastdpo.ops.attention.flash import varlen_layout
+from fastdpo.ops.attention.triton_backend import LEAST_TURNS, TritonBackend, layout_blocks
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.stand_ins import flash_libraries
 
@@ -38,10 +40,10 @@ def installed(monkeypatch):
     flash_libraries.forget()
 
 
-@pytest.fixture(params=backends.BACKENDS)
+@pytest.fixture(params=routes.BACKENDS)
 def backend(request, monkeypatch, installed):
     installed()
-    monkeypatch.setenv(backends.VARIABLE, request.param)
+    monkeypatch.setenv(routes.VARIABLE, request.param)
     return request.param
 
 
@@ -109,11 +111,11 @@ def configs_of(*sizes):
     return attention_blocks.KernelConfigs(*[attention_blocks.KernelConfig(*sizes, 4, 2)] * 3)
 
 
-def use_blocks(monkeypatch, sizes, least_turns=layouts.LEAST_TURNS):
+def use_blocks(monkeypatch, sizes, least_turns=LEAST_TURNS):
     """Blocks of these sizes, and programs for a part of the readers of a block if they have this many turns."""
     monkeypatch.setattr(attention_blocks, "kernel_configs", lambda *_: configs_of(*sizes))
-    monkeypatch.setattr(TritonBackend, "prepare", partialmethod(TritonBackend.prepare, least_turns=least_turns))
-    backends.forget()
+    monkeypatch.setattr(TritonBackend, "call", partialmethod(TritonBackend.call, least_turns=least_turns))
+    routes.forget()
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 32)], ids=str)
@@ -166,20 +168,49 @@ def test_several_programs_give_the_same_bits(monkeypatch):
     whole = results(packed_attention, tensors, **options)
     use_blocks(monkeypatch, (16, 16), least_turns=1)
     mine, again = (results(packed_attention, tensors, **options) for _ in range(2))
-    parts = layouts.layout_blocks(*tensors[:3:2], HEADER, 60, configs_of(16, 16), least_turns=1).parts
-    assert parts.tokens.tolist() == [*range(49), *range(63, 83)]  # header and prompts
-    assert {*parts.first_place.diff().tolist()} == {3, 4, 7}
+    parts = layout_blocks(rows_of(HEADER, ALONE.stop), 2, 2, 60, configs_of(16, 16), least_turns=1).parts
+    assert parts.tokens.tolist() == [*range(49), *range(63, 83), -1]  # header and prompts
+    assert {*parts.first_place.diff()[:-1].tolist()} == {3, 4, 7}
     of_one = torch.ones(ALONE.stop, dtype=torch.bool)
     for name, x, y, expected in zip(("out", "queries", "keys", "values"), mine, again, whole, strict=True):
         assert torch.equal(x, y)
-        of_one[parts.tokens] = name in ("out", "queries")
+        of_one[parts.tokens[:-1]] = name in ("out", "queries")
         assert torch.equal(x[of_one], expected[of_one])
+
+
+FILLED = (
+    [[0, 0, 0, 17], [0, 17, 17, 6], [0, 23, 23, 3], [0, 23, 26, 4], [30, 0, 30, 7]],
+    [[0, 0, 0, 10], [0, 6, 10, 27]],
+)
+
+
+@pytest.mark.parametrize("name", ["triton", "flash-attn-2"])
+def test_tensors_with_room_are_filled_with_other_rows(name, installed, monkeypatch):
+    """As a CUDA graph replays a call: with the same tensors, in which some entries stand for nothing."""
+    installed()
+    use_blocks(monkeypatch, (16, 16), least_turns=1)
+    query, key, value, grad = (torch.randn(37, h, 16).half() for h in (2, 1, 1, 2))
+    call = routes.BACKENDS[name].call(query, value, AttentionOptions(0.2, None, None))
+
+    def results(layout):
+        out, lse = call.forward(query, key, value, None, layout.contents)
+        return out, lse, *call.backward(grad, query, key, value, out, lse, layout.contents)
+
+    first, second = (call.describe(rows_of(torch.tensor(rows, dtype=torch.int32), 37)) for rows in FILLED)
+    sizes = [max(pair) for pair in zip(sizes_of(first), sizes_of(second), strict=True)]
+    layout = DeviceLayout(first, CPU, sizes=[n if n == 38 else n + 3 for n in sizes])  # offsets of each token have none
+    for host in (second, first):
+        layout.fill(host)
+        expected = results(DeviceLayout(host, CPU))
+        assert all(torch.equal(a, b) for a, b in zip(results(layout), expected, strict=True))
+    with pytest.raises(ValueError, match="rows must fit in a layout of the sizes"):
+        DeviceLayout(second, CPU).fill(first)
 
 
 @pytest.mark.parametrize("value_heads", [2, 3])  # as many as key heads, and more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gather_keys_and_its_gradient(dtype, value_heads):
-    layout = layouts.varlen_layout(ROWS, TOKENS, CPU)
+    layout = varlen_layout(rows_of(ROWS, TOKENS))
     key = torch.randn(2, TOKENS, 24).transpose(0, 1).to(dtype)
     value = torch.randn(TOKENS, value_heads, 1500).to(dtype)  # several blocks
     placed = gather_keys_fwd(key, value, layout.places.index)
@@ -192,10 +223,9 @@ def test_gather_keys_and_its_gradient(dtype, value_heads):
 
 
 def test_layouts_do_not_depend_on_the_default_device():
-    query, _, value, _ = inputs_of("grouped")
     with torch.device("meta"):  # stands for a GPU set by torch.set_default_device
-        varlen = layouts.varlen_layout(ROWS, TOKENS, CPU)
-        blocks = layouts.layout_blocks(query, value, ROWS, None, configs_of(16, 16), least_turns=8)
+        varlen = varlen_layout(rows_of(ROWS, TOKENS))
+        blocks = layout_blocks(rows_of(ROWS, TOKENS), 4, 2, None, configs_of(16, 16), least_turns=8)
     for layout in (varlen, varlen.places, blocks, blocks.parts):
         assert all(x.device == CPU for x in layout if isinstance(x, torch.Tensor))
     assert varlen.cu_queries.tolist() == [0, 9, 13, 14, 17, 37, 47, 66, 73, 75, 79]
@@ -203,7 +233,7 @@ def test_layouts_do_not_depend_on_the_default_device():
         *([8, 17, 18, 0], [8, 37, 12, 18], [8, 73, 2, 30]),
         *([9, 17, 18, 0], [9, 37, 4, 18], [9, 66, 1, 22], [9, 75, 4, 23]),
     ]
-    assert blocks.first_piece.tolist() == [0, 1, 3, 5, 6, 7, 9, 11, 14, 17, 21]
+    assert blocks.first_piece.tolist() == [0, 1, 3, 5, 6, 7, 9, 11, 14, 17, 21, 21]  # and those of a row without tokens
     assert blocks.readers[:17].tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 11, 14, 17, 8, 10, 12, 15, 18]
     assert blocks.queries[:2].tolist() == [[6, 16], [6, 0]]  # sorted by the number of visible keys: 47, 44
     assert blocks.gradient_queries.equal(blocks.queries)
@@ -215,20 +245,20 @@ def test_layouts_do_not_depend_on_the_default_device():
         [0, 0, 0, 3, -1],
         [4, 0, 6, 8, 0],
     ]
-    assert blocks.parts.tokens.tolist() == [*range(17, 33)]
-    assert blocks.parts.first_place.tolist() == [*range(0, 33, 2)]
+    assert blocks.parts.tokens.tolist() == [*range(17, 33), -1]
+    assert blocks.parts.first_place.tolist() == [*range(0, 33, 2), 32]
     assert blocks.parts.places[:4].tolist() == [0, 16, 1, 17]
 
 
 def test_an_unknown_backend_raises(monkeypatch):
-    monkeypatch.setenv(backends.VARIABLE, "cudnn")
+    monkeypatch.setenv(routes.VARIABLE, "cudnn")
     with pytest.raises(ValueError, match=r"FASTDPO_ATTENTION must be one of flash-attn-3, .*, or unset; got cudnn"):
         packed_attention(*inputs_of("grouped")[:3], ROWS)
 
 
 @pytest.mark.parametrize("name", flash.LIBRARIES)
 def test_an_unsupported_call_raises_with_the_reason(name, monkeypatch):
-    monkeypatch.setenv(backends.VARIABLE, name)
+    monkeypatch.setenv(routes.VARIABLE, name)
     with pytest.raises(NotImplementedError, match=f"got {name}: it needs float16 or bfloat16; got torch.float32"):
         packed_attention(*inputs_of("grouped")[:3], ROWS)
     with pytest.raises(NotImplementedError, match=f"got {name}: it has no kernels for this device"):
@@ -238,7 +268,7 @@ def test_an_unsupported_call_raises_with_the_reason(name, monkeypatch):
 def test_a_library_that_is_not_installed_raises(installed, monkeypatch):
     installed()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.setenv(backends.VARIABLE, "flash-attn-3")
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-3")
     with pytest.raises(NotImplementedError, match=r"got flash-attn-3: ModuleNotFoundError: .*flash_attn_interface"):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)
 
@@ -247,6 +277,6 @@ def test_a_version_without_a_needed_parameter_raises(installed, monkeypatch):
     installed()
     module = sys.modules["flash_attn.flash_attn_interface"]
     monkeypatch.setattr(module, "_flash_attn_varlen_forward", lambda q, k, v, causal: None)
-    monkeypatch.setenv(backends.VARIABLE, "flash-attn-2")
+    monkeypatch.setenv(routes.VARIABLE, "flash-attn-2")
     with pytest.raises(NotImplementedError, match=r"must accept alibi_slopes, cu_seqlens_k, .*; this version does not"):
         packed_attention(*inputs_of("grouped", torch.float16)[:3], ROWS)

@@ -13,7 +13,7 @@ from fastdpo import NotFused, ops
 from fastdpo.commands import tune
 from fastdpo.kernels import token_logps
 from fastdpo.ops import definitions
-from fastdpo.ops.attention import backends
+from fastdpo.ops.attention import routes
 from fastdpo.ops.choice import notes, tuning, verdicts
 from fastdpo.ops.choice.tuning import Candidate
 from fastdpo.ops.choice.verdicts import Kernel
@@ -44,11 +44,11 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "TRIED_DEVICES", ("cpu",))
     monkeypatch.setattr(verdicts, "failures", VERDICTS)
     monkeypatch.setenv(notes.VARIABLE, str(tmp_path))
-    for name in (tuning.VARIABLE, "FASTDPO_STRICT", backends.VARIABLE):
+    for name in (tuning.VARIABLE, "FASTDPO_STRICT", routes.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(formats, "LEAST_TUNED", 0)
     monkeypatch.setattr(formats, "kernel_tile_rows", lambda *arguments: 8)
-    monkeypatch.setattr(backends, "LEAST_TUNED", 0)
+    monkeypatch.setattr(routes, "LEAST_TUNED", 0)
     tuning.forget()
     yield
     tuning.forget()
@@ -512,8 +512,8 @@ class Library:
     def unsupported_reason(self, query, value, options):
         return None
 
-    def prepare(self, *arguments):
-        call = backends.OWN.prepare(*arguments)
+    def call(self, *arguments):
+        call = routes.OWN.call(*arguments)
 
         def forward(*tensors):
             self.calls += 1
@@ -524,13 +524,13 @@ class Library:
             self.calls += 1
             return call.backward(*tensors)
 
-        return SimpleNamespace(forward=forward, backward=backward)
+        return SimpleNamespace(describe=call.describe, forward=forward, backward=backward)
 
 
 @pytest.fixture
 def library(monkeypatch):
     library = Library()
-    monkeypatch.setattr(backends, "BACKENDS", {"library": library, "triton": backends.OWN})
+    monkeypatch.setattr(routes, "BACKENDS", {"library": library, "triton": routes.OWN})
     flash_libraries.forget()
     yield library
     flash_libraries.forget()
@@ -579,7 +579,7 @@ def test_a_wrong_library_is_not_timed(library, clock, caplog):
 
 
 def test_a_selected_backend_is_not_tuned(library, clock, monkeypatch):
-    monkeypatch.setenv(backends.VARIABLE, "library")
+    monkeypatch.setenv(routes.VARIABLE, "library")
     ran = clock({})
     attend()
     assert not ran

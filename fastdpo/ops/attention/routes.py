@@ -1,4 +1,4 @@
-"""The choice of a backend for packed attention on a GPU. Elsewhere, `pieces` computes it.
+"""The route of a call of packed attention: a backend on a GPU, and `pieces` elsewhere, chosen by shapes and options.
 
 | backend | devices | dtypes | head size | window | softcap | sinks |
 |---|---|---|---|---|---|---|
@@ -35,11 +35,10 @@ from ..choice import tuning
 from ..choice.tuning import Candidate
 from ..choice.verdicts import Kernel, failure_of_candidate, outcome
 from ..devices import current_stream, is_capturing, suits_triton
-from . import islands, trials
-from .calls import OP, AttentionCall, AttentionOptions, Backend
+from . import device_layout, trials
+from .device_layout import OP, Ahead, AttentionCall, AttentionOptions, Backend, DeviceLayout, Rows, rows_of
 from .flash import LIBRARIES
-from .islands import Ahead
-from .layout_cache import LayoutCache
+from .pieces import PiecesCall
 from .triton_backend import TritonBackend
 
 T = TypeVar("T")
@@ -74,120 +73,123 @@ class Kind(NamedTuple):
         return Kind(query.device, query.dtype, *sizes, *features, torch.are_deterministic_algorithms_enabled())
 
 
-class Plan(NamedTuple):
-    """How a layout is computed in one kind of call: what is decided and prepared once for all layers and both passes.
+class Route(NamedTuple):
+    """How a kind of call is computed, whatever its layout.
 
     Attributes:
-        rows: int32 [S, 4] on the host, without islands.
-        ahead: what islands add to the rows, if there are any.
         options: without a window that hides nothing.
-        backend: the name of the backend, or None if no backend supports the call.
-        call: of the backend.
+        backend: its name, or None if no backend supports the call, so that `pieces` computes it.
+        call: the forward and the backward.
     """
 
-    rows: Tensor
-    ahead: Ahead | None
     options: AttentionOptions
-    backend: str | None = None
-    call: AttentionCall | None = None
+    backend: str | None
+    call: AttentionCall
 
 
-KEPT_PLANS = 32  # those of the last batches, with two kinds of layers and gradient accumulation
-_plans: LayoutCache[Plan] = LayoutCache(KEPT_PLANS)
-_PLANS = "_fastdpo_plans"  # the attribute of a mask that holds those of its layout
+class Prepared(NamedTuple):
+    """A route, and the rows of a layout in the form that it takes.
+
+    Attributes:
+        route: of the call.
+        layout: the contents of a `DeviceLayout`.
+        ahead: what islands add, if there are any, and its rows, int32 [I, 4] on the CPU.
+    """
+
+    route: Route
+    layout: tuple
+    ahead: tuple[Ahead, Tensor] | None
 
 
-def compute(
-    run: Callable[[AttentionCall], T],
-    planned: Plan,
+def run(
+    compute: Callable[[AttentionCall, tuple], T],
+    prepared: Prepared,
     query: Tensor,
     value: Tensor,
     rows: Tensor,
     options: AttentionOptions,
-) -> tuple[Plan, T | None]:
-    """What `run` returns for the call of a plan, if its backend has one, and the plan.
+) -> tuple[Prepared, T]:
+    """What `compute` returns for a call and its layout, and what was run.
 
-    If the backend raises an error, the next one takes its place, and its plan that of the given one.
+    If a backend raises an error, the next one takes its place, and its route that of the given one.
 
     Raises:
-        ValueError, NotImplementedError: see `plan`.
+        ValueError, NotImplementedError: see `prepare`.
         NotFused: the backend raises an error, no other one supports the call, and `FASTDPO_STRICT=1`.
     """
-    if planned.call is None:
-        return planned, None
+    options_run, backend, call = prepared.route
     try:
-        return planned, run(planned.call)
+        return prepared, compute(call, prepared.layout)
     except torch.OutOfMemoryError:  # no fault of the backend
         raise
     except Exception as error:  # a library may raise anything
-        kind, failed = Kind.of(query, value, planned.options), str(planned.backend)
-        is_known = replaced.get(kind) == failed  # since the call was planned
+        if backend is None:
+            raise
+        kind = Kind.of(query, value, options_run)
+        is_known = replaced.get(kind) == backend  # since the call was prepared
         if not is_known and (kind in replaced or os.environ.get(VARIABLE) or is_capturing(query.device)):
             raise
         reason = f"{type(error).__name__}: {error}"
         if not is_known:
-            replaced[kind] = failed
-            tuning.withdraw(_tuned(query, value, planned.options), failed, reason)
-        second = plan(query, value, rows, options)
+            replaced[kind] = backend
+            tuning.withdraw(_tuned(query, value, options_run), backend, reason)
+        second = prepare(query, value, rows, options)
+        other = second.route.backend
         if not is_known:
-            message = f"{OP}: {failed} has failed and is replaced by {second.backend or 'plain matrix products'}"
-            (report if second.call is None else warn)(f"{message}: {reason}")
-        return second, None if second.call is None else run(second.call)
+            message = f"{OP}: {backend} has failed and is replaced by {other or 'plain matrix products'}"
+            (report if other is None else warn)(f"{message}: {reason}")
+        return second, compute(second.route.call, second.layout)
 
 
-def plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Plan:
-    """The plan of a layout [S, 4], or of the mask [1, 1, S, 4] that a model's layers are given.
+def prepare(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Prepared:
+    """The route of a call over the rows [S, 4], or over the mask [1, 1, S, 4] that a model's layers are given.
 
-    It is kept by whatever decides on the backend and by the content of the rows, because gradient checkpointing
-    passes on other tensors than it was given. A mask has it at hand: usually, all layers are given the same one.
-    The environment is read once for each mask.
+    Prepared once for all layers and passes with the same rows, and for each stream, whose copy to the device the
+    others do not wait for. The environment is read once for each mask.
 
     Raises:
         ValueError, NotImplementedError: see `chosen`.
         ValueError: the rows do not tile the tokens, or a stream captures a CUDA graph and the layout has
             not been used before.
     """
-    state = torch.are_deterministic_algorithms_enabled(), len(replaced), _is_trial.get()
-    of_call = query.device, query.dtype, query.shape, value.shape, options, state
-    if rows.dim() == 2:
-        return plan_of_rows(query, value, rows, options, of_call)
-    if rows.is_inference():  # it has no version, so a write to it would be missed
-        return plan_of_rows(query, value, rows.flatten(0, 2), options, of_call)
-    plans, key = vars(rows).setdefault(_PLANS, {}), (of_call, rows._version, current_stream(query.device))
-    found = plans.get(key)
+    of_rows = rows_of(rows, len(query))
+    settings = None if rows.dim() == 4 else (os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE))
+    state = torch.are_deterministic_algorithms_enabled(), len(replaced), _is_trial.get(), settings
+    kind = query.device, query.dtype, query.shape, value.shape, options, state
+    key, kept = (kind, current_stream(query.device)), of_rows.prepared
+    found = kept.get(key)
     if found is None:
-        found = plans[key] = plan_of_rows(query, value, rows.flatten(0, 2), options, of_call)
+        if is_capturing(query.device):  # after a wait for the device, so that the copy is done
+            found = kept.get(kind)
+        kept[key] = kept[kind] = found = found or _prepared(query, value, of_rows, options)
     return found
 
 
-def plan_of_rows(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions, of_call: tuple) -> Plan:
-    """The plan of a layout [S, 4], by its content and by what else decides on it."""
-    rows, settings = rows.cpu(), (os.environ.get(VARIABLE), os.environ.get(tuning.VARIABLE))
-    key = rows.contiguous().numpy().tobytes(), of_call, settings
-    return _plans.get(query.device, key, partial(_made_plan, query, value, rows, options))
+def _prepared(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> Prepared:
+    route, ahead = route_of(query, value, rows, options), None
+    if rows.ahead is not None:
+        tokens, of_islands = rows.ahead
+        ahead = DeviceLayout(tokens, query.device).contents, of_islands
+    return Prepared(route, DeviceLayout(route.call.describe(rows), query.device).contents, ahead)
 
 
-def _made_plan(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Plan:
-    rows, ahead = islands.split(rows, query.device)
-    options = without_an_idle_window(options, rows)
-    name = chosen(query, value, rows, options)
-    if name is None:
-        return Plan(rows, ahead, options)
-    return Plan(rows, ahead, options, name, BACKENDS[name].prepare(query, value, rows, options))
+def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> Route:
+    """The route of a call. It depends on the rows by the length of the longest alone.
 
-
-def without_an_idle_window(options: AttentionOptions, rows: Tensor) -> AttentionOptions:
-    """Options without a window that is as long as the longest row, since it hides nothing.
-
-    Libraries run other kernels with a window, so what is probed, timed and replaced is the call without it.
+    A window as long as that hides nothing. Libraries run other kernels with a window, so what is probed, timed and
+    replaced is the call without it.
     """
-    if options.window is None or not len(rows) or options.window < int((rows[:, 1] + rows[:, 3]).max()):
-        return options
-    return options._replace(window=None)
+    if options.window is not None and options.window >= rows.longest > 0:
+        options = options._replace(window=None)
+    name = chosen(query, value, rows, options)
+    call = PiecesCall(query, value, options) if name is None else BACKENDS[name].call(query, value, options)
+    return Route(options, name, call)
 
 
-def chosen(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str | None:
+def chosen(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> str | None:
     """The name of the backend for a call, or None if no backend supports it.
+
+    The rows do not decide. Where backends are timed, the first ones of a kind of call are an example of it.
 
     Raises:
         ValueError: FASTDPO_ATTENTION is not the name of a backend.
@@ -219,11 +221,11 @@ def chosen(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
 
 
 def forget() -> None:
-    """Forgets the plans of this process, the backends that have failed, and what was logged.
+    """Forgets what this process has prepared, the backends that have failed, and what was logged.
 
-    A CUDA graph that was captured before must not be replayed afterwards: its plans are no longer kept.
+    A CUDA graph that was captured before must not be replayed afterwards: its layouts are no longer kept.
     """
-    _plans.clear()
+    device_layout.forget()
     replaced.clear()
     _log_unsupported.cache_clear()
 
@@ -238,7 +240,7 @@ def trial() -> Iterator[None]:
         _is_trial.reset(token)
 
 
-def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> str:
+def _fastest(builtin: str, query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> str:
     """The fastest usable backend for calls like this one."""
 
     def candidates() -> list[Candidate]:
@@ -266,15 +268,20 @@ def _tuned(query: Tensor, value: Tensor, options: AttentionOptions) -> Kernel:
 
 
 def _run_of(
-    backend: Backend, query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions
+    backend: Backend, query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions
 ) -> Callable[[], object]:
     """A function that runs forward and backward, prepared when it is first called. Queries stand in for keys."""
-    prepare = cache(partial(backend.prepare, query, value, rows, options))
     key = query[:, : value.shape[1]]
 
+    @cache
+    def prepared() -> tuple[AttentionCall, tuple]:
+        call = backend.call(query, value, options)
+        return call, DeviceLayout(call.describe(rows), query.device).contents
+
     def run() -> None:
-        out, lse = prepare().forward(query, key, value, None)
-        prepare().backward(out, query, key, value, out, lse)
+        call, layout = prepared()
+        out, lse = call.forward(query, key, value, None, layout)
+        call.backward(out, query, key, value, out, lse, layout)
 
     return run
 
@@ -312,7 +319,7 @@ def passes_probe(name: str, kind: Kind) -> bool:
     Runs once for each kind of call.
     """
     sizes = dict(d=kind.d, d_v=kind.d_v, windowed=kind.windowed, capped=kind.capped)
-    run = partial(trials.packed_attention, BACKENDS[name].prepare, with_sinks=False, whole_tiles=True, **sizes)
+    run = partial(trials.packed_attention, BACKENDS[name].call, with_sinks=False, whole_tiles=True, **sizes)
     reason = outcome(run, kind.device, kind.dtype)
     if reason is not None:
         of = f"head sizes {kind.d} and {kind.d_v}"

@@ -1,0 +1,324 @@
+"""The rows of a layout: read once on the host, and written to the device in the form that a call takes.
+
+Dimensions: T packed tokens, S rows of the layout, H query heads, H_kv key heads, D head size of queries and keys, D_v
+head size of values.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from operator import le
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import checks
+from ..devices import is_capturing, is_host
+
+OP = "packed_attention"
+ALIGNMENT = 4  # values: Triton compiles kernels for pointers that are multiples of 16 bytes
+
+L = TypeVar("L", bound=tuple)
+
+
+class AttentionOptions(NamedTuple):
+    """The options of `packed_attention`, with a default scale filled in."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class AttentionCall(Protocol):
+    """Forward and backward of one kind of attention call. Tensors have the shapes of `packed_attention`.
+
+    Both run inside of custom ops, where autograd records nothing: the backward must be explicit.
+    """
+
+    def describe(self, rows: Rows) -> Any:
+        """What both passes read of the rows: a tuple as `DeviceLayout` takes it."""
+        ...
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: Any
+    ) -> tuple[Tensor, Tensor]:
+        """out [T, H, D_v] and log-sum-exps of the scores [H, T], both with the sinks included.
+
+        `layout` holds the tensors of `describe` on the device.
+        """
+        ...
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to compute a whole layout at once, listed in `routes.BACKENDS`."""
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether the backend must match fastdpo's kernels on a small test case before its use."""
+        ...
+
+    def unsupported_reason(self, query: Tensor, value: Tensor, options: AttentionOptions) -> str | None:
+        """Why the backend cannot compute this call, or None if it can."""
+        ...
+
+    def call(self, query: Tensor, value: Tensor, options: AttentionOptions) -> AttentionCall:
+        """The call for supported inputs, of which only the shapes, the dtype and the device are read."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Contiguous packed tokens that are a part of a row.
+
+    Attributes:
+        start: the first of them.
+        length: their number.
+        position: of the first one in the row.
+    """
+
+    start: int
+    length: int
+    position: int
+
+
+class Row(NamedTuple):
+    """A row of a layout.
+
+    Attributes:
+        prefix: its prefix in as few pieces as possible, in order.
+        prefix_length: their tokens.
+        own: the first of its own tokens.
+        own_length: their number.
+    """
+
+    prefix: list[Piece]
+    prefix_length: int
+    own: int
+    own_length: int
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All tokens of the row."""
+        return self.until(self.prefix_length + self.own_length)
+
+    def until(self, length: int) -> list[Piece]:
+        """The first `length` tokens of the row, which are more than its prefix."""
+        own = Piece(self.own, length - self.prefix_length, self.prefix_length)
+        if not self.prefix or sum(self.prefix[-1][:2]) != self.own:
+            return [*self.prefix, own]
+        *before, (start, last_length, position) = self.prefix
+        return [*before, Piece(start, last_length + own.length, position)]
+
+
+class Ahead(NamedTuple):
+    """What the tokens of islands see ahead of themselves, as a packed layout of A tokens.
+
+    Attributes:
+        queries: [A], the packed tokens whose queries it takes. Each occurs once.
+        keys: [A], the packed tokens whose keys and values it takes. Each occurs once.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+_living: WeakSet[Rows] = WeakSet()
+
+
+class Rows:
+    """The rows of a layout as the host reads them, once for all layers and passes.
+
+    The prefix of an island ends where the island itself ends: its tokens see each other in both directions. Attention
+    over islands is the attention over the same rows without islands, which any backend computes, merged with what
+    their tokens see ahead of themselves. In reverse order that is causal attention once more: queries n - 2 to 0 of
+    an island of n tokens see its keys n - 1 to 1.
+
+    Attributes:
+        given: the bytes of the rows, int32 [S, 4].
+        tokens: T.
+        causal: the rows without islands.
+        checked: the same, with the pieces of their prefixes.
+        longest: the tokens of the longest row, with its prefix.
+        ahead: what islands add, if there are any, and its rows, int32 [I, 4].
+        prepared: what was prepared for each kind of call.
+        state: of the tensor that they were read from, when it was read.
+
+    Raises:
+        ValueError: the rows do not tile [0, tokens), so kernels would read or leave unwritten
+            memory outside of them, or a prefix is not the beginning of a row before.
+    """
+
+    def __init__(self, given: bytes, tokens: int) -> None:
+        self.given, self.tokens, self.prepared = given, tokens, {}
+        self.state: tuple = given, tokens
+        _living.add(self)
+        self.causal, islands = [], []
+        for prefix, length, own, own_length in np.frombuffer(given, dtype=np.int32).reshape(-1, 4).tolist():
+            is_island = prefix + length == own + own_length and 0 <= prefix <= own and own_length > 0
+            self.causal.append((prefix, own - prefix if is_island else length, own, own_length))
+            if is_island and own_length > 1:
+                islands.append(range(own + own_length - 2, own - 1, -1))
+        self.checked = _checked(self.causal, tokens)
+        self.longest = max((x.prefix_length + x.own_length for x in self.checked), default=0)
+        self.ahead = None
+        if islands:
+            queries = torch.tensor([x for island in islands for x in island], device="cpu")
+            ends = offsets(torch.tensor([len(x) for x in islands], device="cpu"))
+            starts, zeros = ends[:-1], torch.zeros_like(ends[1:])
+            self.ahead = Ahead(queries, queries + 1), torch.stack([starts, zeros, starts, ends.diff()], 1).int()
+
+
+def _checked(rows: Sequence[tuple[int, int, int, int]], tokens: int) -> list[Row]:
+    end, checked, starts = 0, [], []
+    for row in rows:
+        prefix, length, own, own_length = row
+        fits = own == end and own_length > 0 and prefix >= 0 and length >= 0 and prefix + length <= own
+        checks.require(fits, OP, "rows", "tile [0, {}) in order, each after its prefix", row, tokens)
+        pieces = []
+        if length:
+            parent = checked[bisect(starts, prefix + length - 1) - 1]
+            begins = prefix == parent.own - parent.prefix_length
+            checks.require(begins, OP, "rows", "have prefixes that other rows begin with", row)
+            pieces = parent.until(length)
+        checked.append(Row(pieces, length, own, own_length))
+        starts.append(own)
+        end = own + own_length
+    checks.require(end == tokens, OP, "rows", "tile [0, {})", f"[0, {end})", tokens)
+    return checked
+
+
+_ROWS = "_fastdpo_rows"
+"""The attribute of a storage that holds its rows. Gradient checkpointing passes on other tensors with this storage."""
+
+
+def rows_of(rows: Tensor, tokens: int) -> Rows:
+    """The rows [S, 4] of a call, or of the mask [1, 1, S, 4] that a model's layers are given.
+
+    They are kept for as long as the memory of the tensor is. A write to a mask is seen by its version, since usually
+    all layers are given the same one, and any other write by the values.
+
+    Raises:
+        ValueError: see `Rows`.
+    """
+    if not is_host(rows.device):  # an engine moves the mask to the device for each layer
+        return _rows_of_copy(rows.cpu().numpy().tobytes(), tokens)
+    of_storage = vars(rows.untyped_storage())
+    of_model = rows.dim() == 4 and not rows.is_inference()
+    state = (rows._version, rows.data_ptr(), rows.shape, tokens) if of_model else (rows.numpy().tobytes(), tokens)
+    found: Rows | None = of_storage.get(_ROWS)
+    if found is None or state not in (found.state, (found.given, found.tokens)):
+        found = of_storage[_ROWS] = Rows(rows.numpy().tobytes(), tokens)
+        found.state = state
+    return found
+
+
+_rows_of_copy = lru_cache(8)(Rows)
+
+
+def forget() -> None:
+    """Forgets what was prepared for all rows."""
+    _rows_of_copy.cache_clear()
+    for rows in _living:
+        rows.prepared.clear()
+
+
+class DeviceLayout(Generic[L]):
+    """A description of rows on a device: int32 tensors that one copy fills, and that further copies fill with others.
+
+    A kernel that was recorded with these tensors, as by a CUDA graph, computes the rows that they hold when it is
+    replayed. A tensor with room for more entries than its rows need repeats its last one, which stands for nothing:
+    the end of all rows in offsets, and a program without tokens in a list of programs.
+
+    Args:
+        host: a tuple of tensors of the CPU with at least one entry, ints, other values, and further such tuples.
+        device: of `contents`.
+        sizes: the entries of each tensor and the largest value of each int, at least those of `host`, which are
+            the default (see `sizes_of`).
+
+    Attributes:
+        contents: as `host`, with the tensors on the device, and `sizes` in the place of ints.
+
+    Raises:
+        ValueError: as `fill`.
+    """
+
+    def __init__(self, host: L, device: torch.device, sizes: Sequence[int] | None = None) -> None:
+        self.sizes = sizes_of(host) if sizes is None else tuple(sizes)
+        leaves = [(x, size) for x, size in zip(_leaves(host), self.sizes, strict=True)]
+        lengths = [_aligned(size * x.shape[1:].numel()) for x, size in leaves if isinstance(x, Tensor)]
+        self._buffer = torch.empty(sum(lengths), dtype=torch.int32, device=device)
+        parts = iter(self._buffer.split(lengths))
+
+        def placed(x: Tensor | int, size: int) -> Tensor | int:
+            if isinstance(x, int):
+                return size
+            return next(parts)[: size * x.shape[1:].numel()].view(size, *x.shape[1:])
+
+        self.contents: L = _replaced(host, (placed(*leaf) for leaf in leaves))
+        self.fill(host)
+
+    def fill(self, host: L) -> None:
+        """Writes another description, in the order of the stream and without a synchronization.
+
+        Raises:
+            ValueError: it does not fit, or the stream captures a CUDA graph. The copy would become a part of the
+                graph, and the tensors would hold no values until the graph is replayed.
+        """
+        device, sizes = self._buffer.device, sizes_of(host)
+        rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
+        checks.require(not is_capturing(device), OP, "rows", rule, "rows that no call has used")
+        fits = len(sizes) == len(self.sizes) and all(map(le, sizes, self.sizes))
+        checks.require(fits, OP, "rows", "fit in a layout of the sizes {}", sizes, self.sizes)
+        values = []
+        for x, size in zip(_leaves(host), self.sizes, strict=True):
+            if isinstance(x, Tensor):
+                values += x.flatten(), x[-1:].expand(size - len(x), *x.shape[1:]).flatten()
+                length = size * x.shape[1:].numel()
+                values.append(values[0].new_zeros(_aligned(length) - length))
+        if values:
+            of_host = self._buffer
+            if not is_host(device):
+                of_host = torch.empty_like(self._buffer, device="cpu", pin_memory=device.type == "cuda")
+            torch.cat(values, out=of_host)
+            self._buffer.copy_(of_host, non_blocking=True)
+
+
+def sizes_of(host: tuple) -> tuple[int, ...]:
+    """The entries of each tensor of a description, and its ints, in their order."""
+    return tuple(x if isinstance(x, int) else len(x) for x in _leaves(host))
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """[n + 1] start of each of n contiguous pieces, and the end of the last."""
+    return torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), lengths.cumsum(0)])
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _leaves(host: tuple) -> Iterator[Tensor | int]:
+    """The tensors and the ints of a description."""
+    for x in host:
+        if isinstance(x, tuple):
+            yield from _leaves(x)
+        elif isinstance(x, (Tensor, int)):
+            yield x
+
+
+def _replaced(host: Any, leaves: Iterator[Tensor | int]) -> Any:
+    """A description with other tensors and ints."""
+    return host._make(
+        _replaced(x, leaves) if isinstance(x, tuple) else next(leaves) if isinstance(x, (Tensor, int)) else x
+        for x in host
+    )
