@@ -38,6 +38,7 @@ OTHERS = (
     *("layers that were compiled before", "what quantized modules keep", "quantized weights that a probe would repack"),
     "merged calls of a model that falls back",
     *("layouts of batches that were written to unseen", "unseen writes on a device", "pickled models"),
+    *("layouts of the batch that a step is given", "arguments of a call that another trainer has made"),
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
     "models that change and change back",
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from ..logs import logger
 from ..models import forward
+from ..models.batch import as_current
 from ..models.calls import Counted, counted
 from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
@@ -34,7 +34,7 @@ from .evidence import first_difference
 from .fingerprints import attribute_of, inner, name_of, package_of
 from .options import PatchOptions, applies
 from .replacements import Replacements
-from .scored_rows import Inputs, LastResult, ScoredRows, score
+from .scored_rows import Inputs, ScoredRows, score
 
 T = TypeVar("T")
 
@@ -51,7 +51,6 @@ class TrainerState:
         name: of the line that has made it, such as "trl.DPOTrainer".
         memory: of its reference. Disabled where the option does not apply.
         models: the models that were examined, without the wrappers of engines.
-        batches: what was made of the last batch, by its kind: the reference gets the tensors of the policy.
         budget: cuts the rows of its steps on this rank; None without `max_tokens`, and in lines that cut otherwise.
         running: what the functions of the line tell each other while a batch is scored, otherwise None.
         gather: gathers metrics in the place of accelerate while a micro-batch of a step runs.
@@ -63,7 +62,6 @@ class TrainerState:
     name: str
     memory: Memory
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    batches: defaultdict[str, LastResult] = field(default_factory=lambda: defaultdict(LastResult))
     budget: Any = None
     running: Any = None
     gather: Callable[[Tensor], Tensor] | None = None
@@ -268,6 +266,10 @@ class TrainerLine:
         if state is not None and not state.has_logged:
             state.has_logged = True
             report_if_unused(trainer, self.name, self.policy(trainer))
+
+    def _prepare_inputs(self, stock: Callable, trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """With this, a step or a micro-batch begins. Lines replace it whose batches come with layouts."""
+        return stock(trainer, as_current(inputs), *args, **kwargs)
 
     def prepare(self, trainer: Any) -> None:
         """Installs the fused forward on the models of a trainer that are new. Does nothing if it is not

@@ -7,10 +7,9 @@ share their prompts.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,12 @@ from ..models import forward, sharding, support
 from ..models.parts import base_of
 from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
-from ..models.unseen_writes import are_as_copied, copies_of
 from ..ops import TokenLogps, token_logps
 from ..packing import IGNORE_INDEX
 from ..reasons import Reason
-from .fused_logits import FusedLogits
+
+if TYPE_CHECKING:
+    from .trl.fused_logits import FusedLogits
 
 Inputs = dict[str, Any]
 """Arguments of a model call: `input_ids`, `attention_mask` and `labels`, [R, L] each, and options such
@@ -94,6 +94,8 @@ class ScoredRows(NamedTuple):
     @property
     def logits(self) -> FusedLogits:
         """What stands for the logits in a trainer's own code."""
+        from .trl.fused_logits import FusedLogits
+
         return FusedLogits(self._replace(aux_loss=None))
 
     def counts(self) -> Tensor:
@@ -251,32 +253,3 @@ def parts_of(output: Any, a: Tensor, b: Tensor) -> list[Any]:
         else:
             parts.append(SimpleNamespace(logits=output.logits[part, :width]))
     return parts
-
-
-class LastResult(Generic[T]):
-    """Keeps the result for the tensors of the last call: the reference is called with those of the
-    policy.
-
-    Layouts are cached by the tensors they were made for, so policy and reference then share a
-    layout, too.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: tuple[Tensor, ...] = ()
-        self._versions: list[int] = []
-        self._copies: tuple[Tensor, ...] = ()
-        self._result: T | None = None
-
-    def get(self, tensors: tuple[Tensor, ...], make: Callable[[], T]) -> T:
-        """Returns the last result if it was made from the same unmodified tensors, or else makes a new one.
-
-        Raises:
-            RuntimeError: tensors on a device were written to unseen (see `unseen_writes`).
-        """
-        if any(x.is_inference() for x in tensors):  # they have no version, so a write to them would be missed
-            return make()
-        versions = [x._version for x in tensors]
-        same = versions == self._versions and all(map(operator.is_, tensors, self._tensors))
-        if self._result is None or not (same and are_as_copied(tensors, self._copies)):
-            self._tensors, self._versions, self._copies, self._result = tensors, versions, copies_of(tensors), make()
-        return self._result

@@ -9,8 +9,7 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     structure.py     whether the model is as it was when it was examined
     parts.py         the model inside wrappers, its backbone and its language model
     harmless.py      names of hooks, wrappers and attributes that outputs do not depend on
-    layouts.py       the layout of the batch
-    unseen_writes.py writes to a batch that raise no version
+    batch.py         the batch and its layouts, and whether they belong to the tensors of the call
     attention.py     packed attention as an attention implementation of transformers
     head.py          an LM head that returns log-probabilities
     scoring.py       runs the backbone and the head

@@ -13,7 +13,7 @@ from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, probe, sharding, support
-from .layouts import count_real_tokens, labels_of_call, layout_of_call
+from .batch import count_real_tokens, labels_of_call, layout_of_call
 from .probe import ProbeResult
 from .sharding import shared_reason
 from .state import (

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ..logs import warn
 from ..reasons import Reason
-from . import attention, deciding, head, layouts, pickling, support
+from . import attention, deciding, head, pickling, support
+from . import batch as batches
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
 from .parts import find_base, input_device_of, text_config
@@ -163,7 +164,7 @@ def disabled_reason(model: nn.Module, integration: str) -> Reason | None:
 def is_random(model: nn.Module, integration: str) -> bool:
     """Whether a model draws random numbers in training mode, as far as is known before its first call."""
     fused = _find(model, integration)
-    return fused is not None and layouts.is_random(cast("PreTrainedModel", find_base(model)), fused)
+    return fused is not None and batches.is_random(cast("PreTrainedModel", find_base(model)), fused)
 
 
 def logged_reasons(model: nn.Module, integration: str) -> frozenset[Reason]:
@@ -218,7 +219,7 @@ def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], 
         kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
     else:
         head.install(head.head_of(model))
-    layout = layouts.layout_of_call(model, fused, kwargs)
+    layout = batches.layout_of_call(model, fused, kwargs)
     switch_attention(model, fused)
     inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
     inputs |= {name: convert(inputs[name]) for name in ("input_ids", "position_ids")}

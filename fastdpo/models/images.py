@@ -21,7 +21,7 @@ from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands, probe
-from .layouts import layout_of_call
+from .batch import layout_of_call
 from .parts import backbone, language_model
 from .probe import ProbeResult
 from .state import FusedForward, RunnableBatch

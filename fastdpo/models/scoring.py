@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import packing
 from ..ops.head.results import TokenLogps
 from . import head, towers
-from .layouts import labels_of_call
+from .batch import labels_of_call
 from .parts import backbone
 from .state import FusedForward, RunnableBatch, ScoredBatch
 from .support import returns_router_logits

@@ -5,16 +5,16 @@ import torch
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.models import unseen_writes
-from fastdpo.models.unseen_writes import are_as_copied, copies_of
+from fastdpo.models import batch
+from fastdpo.models.batch import are_as_copied, copies_of
 from tests.support.trl.dpo import tiny_model, train
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch):
-    monkeypatch.setattr(unseen_writes, "is_host", lambda device: False)
+    monkeypatch.setattr(batch, "is_host", lambda device: False)
     yield
-    unseen_writes.unread.clear()
+    batch.unread.clear()
 
 
 class Shortened(DPOTrainer):
@@ -38,8 +38,8 @@ class OnItsWay:
 
 
 def test_no_optimizer_steps_with_a_stale_layout(tmp_path, monkeypatch):
-    comparison = unseen_writes.Comparison
-    monkeypatch.setattr(unseen_writes, "Comparison", lambda differs, arrived: comparison(differs, OnItsWay()))
+    comparison = batch.Comparison
+    monkeypatch.setattr(batch, "Comparison", lambda differs, arrived: comparison(differs, OnItsWay()))
     trainers: list[DPOTrainer] = []
 
     class Kept(Shortened):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastdpo.models.unseen_writes import are_as_copied, copies_of, raise_if_written
+from fastdpo.models.batch import are_as_copied, copies_of, raise_if_written
 from fastdpo.ops import linear_logps, packed_attention, token_logps
 from fastdpo.ops.head.formats import TileFormat
 from fastdpo.testing import error

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastdpo import packing
-from fastdpo.models import attention, head, layouts, probe, support
+from fastdpo.models import attention, batch, head, probe, support
 from fastdpo.packing import Layout
 from fastdpo.prefix_tree import Branch
 
@@ -22,7 +22,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 def in_layouts(edit: Callable[[Layout], Layout], *, probes: bool = True) -> Fault:
     """A fault in the layout of every batch that is packed, those of ``probes`` included."""
-    module, name = (packing, "pack") if probes else (layouts, "layout_of")
+    module, name = (packing, "pack") if probes else (batch, "layout_of")
     right = getattr(module, name)
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastdpo import packing
-from fastdpo.models import unseen_writes
+from fastdpo.models import batch
 from fastdpo.ops.devices import is_host
 from tests.support import ROOT
 
@@ -23,7 +23,7 @@ READING = {
 INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
 HOST = (
     *("fastdpo/packing.py", "fastdpo/ops/", "fastdpo/kernels/", "kernels/"),
-    "fastdpo/models/unseen_writes.py:raise_if_written",
+    "fastdpo/models/batch.py:raise_if_written",
 )
 """Code that may read: of tensors that have been copied to the host, and of ops, which have tests of their own."""
 
@@ -50,11 +50,11 @@ class Reads(TorchFunctionMode):
             self.packed += 1
             return self._pack(*args, **options)
 
-        packing.pack, unseen_writes.is_host = pack, lambda device: False
+        packing.pack, batch.is_host = pack, lambda device: False
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        packing.pack, unseen_writes.is_host = self._pack, is_host
+        packing.pack, batch.is_host = self._pack, is_host
         super().__exit__(*error)
 
     def __torch_function__(self, function: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:

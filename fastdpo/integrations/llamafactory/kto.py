@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...models.batch import inputs_once
 from ...models.calls import counting_calls_as
 from ..bypass import is_overridden
 from ..replacements import temporarily
@@ -90,7 +91,7 @@ class FactoryKTOLine(FactoryLine):
         if batch.keys() - _KNOWN or not equal_when_merged(model, *ids):
             return {}
         tensors = tuple(x for rows in parts for x in rows.values())
-        inputs = self.state_of(trainer).batches["merged"].get(tensors, lambda: merged(*parts))
+        inputs = inputs_once(self.state_of(trainer), tensors, lambda: merged(*parts))
         output = self.output_of(trainer, model, inputs, set())
         return {} if output is None else dict(zip(_PREFIXES, parts_of(output, *ids), strict=True))
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import forward
+from ...models.batch import inputs_once
 from ...models.parts import base_of
 from ...models.sharding import is_sharded
 from ...models.state import ForwardOptions
@@ -121,7 +122,7 @@ class OpenRLHFDPOLine(OpenRLHFLine):
 
     def _rows_of(self, trainer: DPOTrainer, *batch: Any) -> Inputs:
         """`rows_of`, with the same tensors for policy and reference."""
-        return self.state_of(trainer).batches[""].get(batch[:-1], lambda: rows_of(trainer, *batch))
+        return inputs_once(self.state_of(trainer), batch[:-1], lambda: rows_of(trainer, *batch))
 
 
 def _all_reduce(stock: Callable, strategy: Any, data: Any, op: str = "mean") -> Any:

@@ -19,9 +19,9 @@ from ...models.forward import record_fallback
 from ...models.parts import base_of
 from ...reasons import Reason
 from ..bypass import is_overridden
-from ..fused_logits import FusedLogits
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows, equal_when_merged, merged, parts_of
+from ..trl.fused_logits import FusedLogits
 from .line import SwiftLine
 
 _COMPLETIONS, _KL = "completion_", "KL_completion_"
@@ -99,7 +99,7 @@ class SwiftKTOLine(SwiftLine):
     def _inputs_of_kind(self, trainer: Any, model: Any, batch: dict[str, Any], prefix: str) -> Inputs | Reason:
         part = {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
         # `forward` asks for router logits.
-        return self.inputs_of(trainer, part, model, kind=prefix, router_logits=False)
+        return self.inputs_of(trainer, part, model, router_logits=False)
 
 
 def _both_scored(model: Any, completions: Inputs, KL: Inputs) -> list[Any]:

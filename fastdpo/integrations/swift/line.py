@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...models import forward
 from ...models.adapters import without_adapters
+from ...models.batch import inputs_once
 from ...reasons import Reason
 from ..line import TrainerLine, liger_reason
 from ..scored_rows import Inputs, ScoredRows
@@ -34,9 +35,7 @@ class SwiftLine(TrainerLine):
     def statistics(self, trainer: Any) -> tuple[str, ...]:
         return ("mean_logits",)
 
-    def inputs_of(
-        self, trainer: Any, batch: dict[str, Any], model: Any, *, router_logits: bool, kind: str = ""
-    ) -> Inputs | Reason:
+    def inputs_of(self, trainer: Any, batch: dict[str, Any], model: Any, *, router_logits: bool) -> Inputs | Reason:
         """`batches.inputs_of`, with the same tensors for policy and reference; or the reason why no
         call of the model can be fused, as far as it is known.
 
@@ -45,14 +44,13 @@ class SwiftLine(TrainerLine):
             batch: of its template.
             model: of the trainer.
             router_logits: whether the call asks for the auxiliary loss of a router.
-            kind: distinguishes the batches of a step.
         """
         reason = forward.disabled_reason(model, self.name)
         if reason is not None:
             return reason
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
         options = dict(padding_free=trainer.template.padding_free, router_logits=router_logits)
-        return self.state_of(trainer).batches[kind].get(tensors, lambda: inputs_of(batch, **options))
+        return inputs_once(self.state_of(trainer), tensors, lambda: inputs_of(batch, **options))
 
     def score_rows(
         self,

@@ -11,17 +11,18 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from ...logs import warn
-from ...models import forward, layouts
+from ...models import forward
+from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
 from ...models.parts import passes_arguments_on
 from ...reasons import Reason
 from .. import evidence
+from ..collating import REPLACED, with_packed_batches
 from ..evidence import field_difference, signature_difference
 from ..line import TrainerLine, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute
-from .batches.packed_where_collated import with_packed_batches
 from .batches.token_budget import RELIES_ON, TokenBudget
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
@@ -43,15 +44,9 @@ _COLLATOR_FIELDS = {"pad_token_id", "max_length", "truncation_mode", "pad_to_mul
 
 
 class RewrittenDPOLine(TrainerLine):
-    """What the lines of these DPOTrainers share.
+    """What the lines of these DPOTrainers share."""
 
-    Attributes:
-        loss_is_tested: whether the trainer's own `_compute_loss` is one that was tested.
-    """
-
-    replaced = ("_compute_loss", "get_train_dataloader", "compute_ref_log_probs", "_precompute_ref_logps")
-    get_train_dataloader = with_packed_batches
-    loss_is_tested: bool
+    replaced = ("_compute_loss", *REPLACED, "compute_ref_log_probs", "_precompute_ref_logps")
 
     def scoring(self, trainer: DPOTrainer, inputs: dict[str, Any], wants_output: bool) -> AbstractContextManager[None]:
         """A context in which TRL's code scores a batch.
@@ -63,9 +58,11 @@ class RewrittenDPOLine(TrainerLine):
         """
         return nullcontext()
 
-    def replace(self) -> None:
-        self.loss_is_tested = evidence.is_tested(self.trainer_class()._compute_loss)
-        super().replace()
+    def get_train_dataloader(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        """With batches that are packed for the labels that `_compute_loss` makes of them, if it was tested."""
+        if not evidence.is_tested(self.trainer_class()._compute_loss):
+            return stock(trainer, *args, **kwargs)
+        return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
@@ -93,12 +90,12 @@ class RewrittenDPOLine(TrainerLine):
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = model, reference_of(trainer)
-        is_known = self.loss_is_tested and all(map(passes_arguments_on, models))
+        source = inputs.get("completion_mask") if all(map(passes_arguments_on, models)) else None
         with (
+            labels_from(source, inputs["input_ids"]),
             serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
             of_all_ranks(trainer.accelerator, state.gather),
             self.scoring(trainer, inputs, return_outputs),
-            layouts.labelling(inputs.get("completion_mask") if is_known else None),
         ):
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...logs import warn
 from ...models import forward
+from ...models.batch import inputs_once
 from ...models.calls import counting_calls_as
 from ...models.sharding import is_sharded
 from ...packing import IGNORE_INDEX
@@ -101,7 +102,7 @@ class LegacyDPOLine(TrainerLine):
     def _inputs_of(self, trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
         """`inputs_of`, with the same tensors for policy and reference."""
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
-        return self.state_of(trainer).batches[""].get(tensors, lambda: inputs_of(trainer, batch))
+        return inputs_once(self.state_of(trainer), tensors, lambda: inputs_of(trainer, batch))
 
 
 def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:

@@ -17,10 +17,10 @@ from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ..evidence import first_difference, signature_difference
-from ..fused_logits import replace_functions
 from ..line import liger_reason
 from ..replacements import temporarily
 from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine
+from .fused_logits import replace_functions
 
 _INIT_PARAMETERS = [
     *("self", "model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),

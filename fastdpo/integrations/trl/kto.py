@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...models import layouts
+from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
 from .. import evidence
 from ..bypass import STATE, is_overridden
@@ -89,7 +89,7 @@ class KTOLine(PaddedRowBudgetLine):
         called = self.scoring(trainer, model)
         with in_float32(trainer.accelerator):
             if called is not model:  # while a step is cut
-                with layouts.labelling(inputs["completion_mask"]):
+                with labels_from(inputs["completion_mask"], inputs["input_ids"]):
                     return stock(trainer, called, inputs, return_outputs, *args, **kwargs)
             reference = reference_of(trainer)
             overridden = is_overridden(trainer, self.trainer_class(), ("compute_ref_log_probs", "_compute_kl_logps"))

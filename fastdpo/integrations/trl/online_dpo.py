@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...models.batch import inputs_once
 from ...packing import IGNORE_INDEX
 from ..line import TrainerLine
 from ..scored_rows import ScoredRows
@@ -75,7 +76,8 @@ class OnlineDPOLine(TrainerLine):
         if vision_inputs is not None:  # the call falls back, and the model logs why
             return from_logits(functools.partial(model, fused_lm_head=True))
         # Policy and reference get the same batch, and so one layout.
-        batch = self.state_of(trainer).batches[""].get(inputs[:4], lambda: batch_of(trainer.max_length, *inputs[:4]))
+        tensors, make = inputs[:4], functools.partial(batch_of, trainer.max_length, *inputs[:4])
+        batch = inputs_once(self.state_of(trainer), tensors, make)
         return self.score(model, batch, results, from_logits)
 
 

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
-from ...models import layouts
+from ...models.batch import labels_from
 from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
+from ..collating import REPLACED, with_packed_batches
 from ..line import TrainerLine
-from .batches.packed_where_collated import with_packed_batches
 from .batches.token_budget import RELIES_ON, TokenBudget
 from .gathering import Gather, of_all_ranks
 
@@ -19,7 +19,7 @@ from .gathering import Gather, of_all_ranks
 class RewardLine(TrainerLine):
     parameters = MappingProxyType({"compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]})
     relies_on = MappingProxyType({**TrainerLine.relies_on, "max_tokens": RELIES_ON})
-    replaced = ("compute_loss", "get_train_dataloader")
+    replaced = ("compute_loss", *REPLACED)
     rewards = CLASSIFIER_HEAD
 
     def get_train_dataloader(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ class RewardLine(TrainerLine):
             return stock(trainer, model, inputs, *args, **kwargs)
         gather = None if state.gather is None else _counting_pairs(state.gather, len(ids) // 2)
         with (
-            layouts.labelling(ids, _padding(trainer)),
+            labels_from(ids, ids),
             nullcontext() if gather is None else of_all_ranks(trainer.accelerator, gather),
         ):
             return stock(trainer, model, inputs, *args, **kwargs)

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from ...batching.rows import RowPlanner
 from ...logs import warn
+from ...models.batch import as_current
 from ...models.calls import outcomes
 from ...models.parts import base_of
 from ...packing import IGNORE_INDEX
+from ..collating import PackingCollator
 from ..grouped_epochs import require_supported
 from ..replacements import Replacements, callback, replacing, temporarily
 from ..scored_rows import merged
-from .batches.packed_where_collated import CollatedBatch, PackingCollator
 from .batches.token_budget import (
     STEPS,
     own_loss_reason,
@@ -198,8 +199,7 @@ class PaddedRowBudgetLine(RowBudgetLine):
     def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
         groups = "content" if self.options.share_prompts else None
         batch = PackingCollator(lambda batch: batch, groups)(self.picked(joined, rows))
-        device = trainer.accelerator.device
-        return batch.to(device) if isinstance(batch, CollatedBatch) else on_device(batch, device)
+        return on_device(batch, trainer.accelerator.device)
 
     def picked(self, joined: Batch, rows: Tensor) -> Batch:
         """Some of the joined rows, in a batch that is as narrow as they are."""
@@ -397,7 +397,7 @@ def _size(batch: Batch) -> int:
 
 def _taking_prepared(trainer: Any) -> AbstractContextManager[None]:
     """In the block, the trainer trains on batches that are prepared."""
-    return replacing(trainer, _prepare_inputs=lambda batch: batch)
+    return replacing(trainer, _prepare_inputs=as_current)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...reasons import Reason
-from .batches.packed_where_collated import with_packed_batches
+from ..collating import REPLACED, with_packed_batches
 from .batches.token_budget import STEPS
 from .row_budget import PaddedRowBudgetLine
 
@@ -30,7 +30,7 @@ class SFTLine(PaddedRowBudgetLine):
     relies_on = MappingProxyType(
         {**PaddedRowBudgetLine.relies_on, "max_tokens": (*STEPS, ":DataCollatorForLanguageModeling.torch_call")}
     )
-    replaced = ("get_train_dataloader",)
+    replaced = REPLACED
     get_train_dataloader = with_packed_batches
     path = ("compute_loss", "fused_lm_head")
     replaced_with_budget = (*PaddedRowBudgetLine.replaced_with_budget, "compute_loss")

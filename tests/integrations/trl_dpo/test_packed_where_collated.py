@@ -11,9 +11,9 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.integrations.trl.batches.packed_where_collated import CollatedBatch, PackingCollator
-from fastdpo.models import layouts, unseen_writes
-from fastdpo.models.layouts import PaddedBatch
+from fastdpo.integrations.collating import CollatedBatch, PackingCollator
+from fastdpo.models import batch as batches
+from fastdpo.models.batch import PaddedBatch, as_current, labels_from
 from fastdpo.packing import IGNORE_INDEX, Layout
 from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_packs, tiny_model, train, train_both
 
@@ -48,7 +48,12 @@ def packed(monkeypatch) -> list[int]:
 
 def layout_in_a_call(batch: dict, labels: torch.Tensor, groups="content", reach=None) -> Layout:
     padded = PaddedBatch(batch["input_ids"], batch["attention_mask"], labels, shifted=False)
-    return layouts.layout_of(padded, groups=groups, store_all=False, reach=reach)
+    with labels_from(batch.get("completion_mask"), batch["input_ids"]):
+        return batches.layout_of(padded, groups=groups, store_all=False, reach=reach)
+
+
+def as_a_step_gets_it(batch: CollatedBatch) -> dict:
+    return as_current(batch.to(torch.device("cpu")))
 
 
 WAYS = {
@@ -61,12 +66,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_comes_with_its_layout(way, packed):
-    batch = WAYS[way](collated()).to(torch.device("cpu"))
+    batch = as_a_step_gets_it(WAYS[way](collated()))
     assert type(batch) is dict
     labels, before = labels_of(batch), len(packed)
-    with layouts.labelling(batch["completion_mask"]):
-        layout = layout_in_a_call(batch, labels)
-        assert layout_in_a_call(batch, labels) is layout
+    layout = layout_in_a_call(batch, labels)
+    assert layout_in_a_call(batch, labels) is layout
     assert len(packed) == before
     made = packing.pack(batch["input_ids"], batch["attention_mask"], labels, groups="content")
     for name, x in vars(made).items():
@@ -86,13 +90,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_batch_that_has_changed_is_packed_again(change, packed):
-    batch, before = collated().to(torch.device("cpu")), len(packed)
+    batch, before = as_a_step_gets_it(collated()), len(packed)
     changed = CHANGES[change](batch)
-    if isinstance(changed, dict):
-        layout_in_a_call(batch, **changed)  # and nothing is known about labels
-    else:
-        with layouts.labelling(batch["completion_mask"]):
-            layout_in_a_call(batch, labels_of(batch))
+    layout_in_a_call(batch, **(changed if isinstance(changed, dict) else dict(labels=labels_of(batch))))
     assert len(packed) == before + 1
 
 
@@ -107,10 +107,10 @@ EARLY_CHANGES = {
 def test_a_batch_that_has_changed_before_it_is_moved_is_packed_again(change, way, packed):
     batch = collated()
     EARLY_CHANGES[change](batch)
-    batch = WAYS[way](batch).to(torch.device("cpu"))
+    moved = WAYS[way](batch)
+    batch = as_a_step_gets_it(moved) if isinstance(moved, CollatedBatch) else moved
     labels, before = labels_of(batch), len(packed)
-    with layouts.labelling(batch["completion_mask"]):
-        layout = layout_in_a_call(batch, labels)
+    layout = layout_in_a_call(batch, labels)
     assert len(packed) == before + 1
     assert torch.equal(layout.labels, labels[:, 1:][labels[:, 1:] != IGNORE_INDEX])
 
@@ -128,9 +128,8 @@ def test_a_layout_that_was_made_in_a_call_is_made_again(name, write, packed):
 
 @pytest.mark.parametrize("options", [dict(groups=None), dict(reach=40)], ids=str)
 def test_a_call_that_needs_another_layout_makes_it(options, packed):
-    batch, before = collated().to(torch.device("cpu")), len(packed)
-    with layouts.labelling(batch["completion_mask"]):
-        layout_in_a_call(batch, labels_of(batch), **options)
+    batch, before = as_a_step_gets_it(collated()), len(packed)
+    layout_in_a_call(batch, labels_of(batch), **options)
     assert len(packed) == before + 1
 
 
@@ -209,7 +208,7 @@ def test_labels_that_other_code_has_changed(tmp_path, trainer_class, options):
 @pytest.mark.parametrize("trainer_class", [Hooked, Shortened], ids=lambda x: x.__name__)
 def test_changed_labels_on_a_device(tmp_path, trainer_class, monkeypatch):
     """They are packed again there as well, if the change can be seen without a comparison. The CPU stands for one."""
-    monkeypatch.setattr(unseen_writes, "is_host", lambda device: False)
+    monkeypatch.setattr(batches, "is_host", lambda device: False)
     stock, patched = train_both(tmp_path, trainer_class=trainer_class)
     assert_fused(patched, policy=3, reference=3)
     assert_same(stock, patched)

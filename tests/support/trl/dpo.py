@@ -31,7 +31,7 @@ from trl import DPOConfig, DPOTrainer
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.models import layouts
+from fastdpo.models import batch
 from fastdpo.models.state import SharePrompts
 from fastdpo.packing import Layout
 from tests.support.comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
@@ -283,13 +283,13 @@ def train_both(
 
 def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     """A list to which the layout of each following call is appended."""
-    stock, recorded = layouts.layout_of, []
+    stock, recorded = batch.layout_of, []
 
     def layout_of(*args, **options):
         recorded.append(stock(*args, **options))
         return recorded[-1]
 
-    monkeypatch.setattr(layouts, "layout_of", layout_of)
+    monkeypatch.setattr(batch, "layout_of", layout_of)
     return recorded
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .replacements import Replacements
+from ..replacements import Replacements
 
 
 class FusedLogits:

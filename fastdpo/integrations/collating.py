@@ -13,67 +13,68 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ....models import layouts
-from ....models.layouts import PaddedBatch
-from ....models.state import Groups
-from ....models.unseen_writes import are_as_copied, copies_of
-from ....ops.devices import is_host
-from ....packing import Layout, NotPackable
-from ...line import TrainerLine
-from ...replacements import temporarily
+from ..models.batch import PackedBatch, PaddedBatch
+from ..models.state import Groups
+from ..ops.devices import is_host
+from ..packing import Layout, NotPackable
+from .line import TrainerLine
+from .replacements import temporarily
+
+REPLACED = ("get_train_dataloader", "_prepare_inputs")
+"""Functions of a trainer that a line replaces whose batches come with their layouts."""
 
 
 class CollatedBatch(dict[str, Any]):
-    """A batch that may have come with its layout on the host.
+    """A batch that has come with its layout.
 
     Attributes:
-        layout: of the batch as it was collated; None after something else than `to` has made another batch of it.
-        groups: which rows of the layout may share a prefix.
-        padding: the id of padding, in a batch of a reward model.
-        copies: of what the layout was made from (see `unseen_writes`).
+        packed: its tensors as they were collated or moved, with the layout. None after something else than `to` has
+            made another batch of it.
     """
 
-    layout: Layout | None = None
-    groups: Groups | None = None
-    padding: int | None = None
-    copies: tuple[Tensor, ...] = ()
+    packed: PackedBatch | None = None
+    _how: tuple[Groups | None, int | None]
 
     @classmethod
     def of(cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None) -> CollatedBatch:
-        batch = cls(tensors)
-        batch.layout, batch.groups, batch.padding = layout, groups, padding
-        batch.copies = copies_of(cast(PaddedBatch, layouts.padded_batch(batch, padding))[:3])
+        """A batch with its layout, on the device of both.
+
+        Args:
+            tensors: the batch.
+            layout: of the batch.
+            groups: which of its rows may share a prefix.
+            padding: the id of padding, in a batch of a reward model.
+        """
+        batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
+        sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
+        batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding)
+        batch.packed.layouts[groups, False, None] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
-        """The batch on a device, as accelerate moves it, with its layout kept for the model's call."""
+        """The batch on a device, as accelerate moves it, with its layout."""
         moved = cast(dict[str, Any], send_to_device(dict(self), device, **options))
         layout = self._present_layout()
-        if layout is not None:
-            layouts.keep(moved, self.groups, layout.to(moved["input_ids"].device), self.padding)
-        return moved
+        return moved if layout is None else CollatedBatch.of(moved, layout.to(moved["input_ids"].device), *self._how)
 
     def __reduce__(self) -> tuple:
         """A layout is copied between processes: shared memory for each of its small tensors would take longer."""
         layout = self._present_layout()
         if layout is None:
-            return CollatedBatch, (dict(self),)
+            return dict, (dict(self),)
         arrays = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in vars(layout).items()}
-        return _restored, (dict(self), arrays, self.groups, self.padding)
+        return _restored, (dict(self), arrays, *self._how)
 
     def _present_layout(self) -> Layout | None:
         """The layout, unless code that had the batch after its collation has changed it."""
-        padded = layouts.padded_batch(self, self.padding)
-        return self.layout if padded is not None and self.copies and are_as_copied(padded[:3], self.copies) else None
+        if self.packed is None or not self.packed.equals(PaddedBatch.of_collated(self, self._how[1])):
+            return None
+        return self.packed.layouts[self._how[0], False, None]
 
 
-def _restored(
-    tensors: dict[str, Any], arrays: dict[str, Any], groups: Groups | None, padding: int | None
-) -> CollatedBatch:
-    fields: dict[str, Any] = {
-        name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()
-    }
-    return CollatedBatch.of(tensors, Layout(**fields), groups, padding)
+def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:
+    made: Any = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
+    return CollatedBatch.of(tensors, Layout(**made), *how)
 
 
 class PackingCollator:
@@ -85,11 +86,11 @@ class PackingCollator:
 
     def __call__(self, examples: Any) -> Any:
         batch = self.stock(examples)
-        padded = layouts.padded_batch(batch, self.padding) if type(batch) is dict else None
+        padded = PaddedBatch.of_collated(batch, self.padding) if type(batch) is dict else None
         if padded is None or not all(is_host(x.device) for x in padded[:3]):
             return batch
         try:
-            layout = layouts.pack(padded, self.groups)
+            layout = padded.pack(self.groups)
         except (NotPackable, TypeError, ValueError):  # the model's call says why
             return batch
         return CollatedBatch.of(batch, layout, self.groups, self.padding)

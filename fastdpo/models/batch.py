@@ -1,0 +1,329 @@
+"""A padded batch and its layouts, as one value for all calls of models with its tensors.
+
+`PackedBatch` is made where a batch is collated, since the host has the ids there, or else in the first call of a
+model. The batches that were used last are at hand, and a call takes one of them if it runs its tensors. These are
+compared with copies of what the layouts were made from, because some writes raise no version: those to the `data` of a
+tensor, and to its memory, as through NumPy. On the CPU, a batch that differs is packed again. On a device, the host
+would have to wait for the comparison, so the layout is used, and an error is raised before the next step of an
+optimizer, or in a later comparison if there is none.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .. import packing
+from ..logs import logger
+from ..ops.devices import is_capturing, is_host
+from ..packing import IGNORE_INDEX, Layout
+from ..reasons import Reason
+from . import reward_head
+from .state import FusedForward, Groups
+from .support import returns_router_logits, rope_reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEPT_BATCHES = 4
+"""Number of batches that are at hand. A trainer may call policy and reference with two in turn, such as KTO's."""
+
+recent: list[PackedBatch] = []
+"""The batches that were used last, the newest first."""
+
+
+class PaddedBatch(NamedTuple):
+    """The arguments of a model call that a layout is made from.
+
+    Attributes:
+        input_ids: int64 [R, L].
+        attention_mask: [R, L], 0 at padding.
+        labels: int64 [R, L], `IGNORE_INDEX` where a token is not scored.
+        shifted: whether `labels` came as `shift_labels`: position i then holds the token that i
+            predicts.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    shifted: bool
+
+    @classmethod
+    def of_call(cls, kwargs: Mapping[str, Any]) -> PaddedBatch:
+        """The batch in the keyword arguments of a model call."""
+        return cls(kwargs["input_ids"], kwargs["attention_mask"], *labels_of_call(kwargs))
+
+    @classmethod
+    def of_collated(cls, inputs: Mapping[str, Any], padding: int | None = None) -> PaddedBatch | None:
+        """A collated batch, with the labels that a trainer computes from its "completion_mask" if it has none. None if
+        it has no entries of text.
+
+        Args:
+            inputs: the batch.
+            padding: the id of padding, if the batch is that of a reward model.
+        """
+        ids, mask, labels, completions = map(inputs.get, ("input_ids", "attention_mask", "labels", "completion_mask"))
+        if not (isinstance(ids, Tensor) and isinstance(mask, Tensor)):
+            return None
+        is_scored = padding is not None
+        if is_scored:
+            labels = reward_head.labels_of(ids, padding)
+        elif labels is None and isinstance(completions, Tensor) and completions.shape == ids.shape:
+            labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
+        return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
+
+    def pack(self, groups: Groups | None, store_all: bool = False, reach: int | None = None) -> Layout:
+        """A new layout of the batch.
+
+        Args:
+            groups: which rows may share a prefix, which is then stored once. None: no rows do.
+            store_all: store tokens that no other depends on, too.
+            reach: number of positions that rotary embeddings must see, or None for as many as there are.
+
+        Raises:
+            NotPackable: the batch has no packed form.
+        """
+        rows = len(self.input_ids)
+        members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
+        if groups == "pairs" and rows and rows % 2 == 0:
+            members = torch.arange(rows, device="cpu") % (rows // 2)
+        return packing.pack(*self[:3], groups=members, shifted=self.shifted, store_all=store_all, reach=reach)
+
+
+class PackedBatch:
+    """A padded batch, and the layouts that were made of it.
+
+    Args:
+        padded: the batch.
+        sources: the tensors that it was made of, or that its labels follow from.
+        inputs: the arguments of a model's call that were made of the sources.
+        maker: what has made them.
+
+    Attributes:
+        layouts: by the arguments of `PaddedBatch.pack`.
+        labels_follow: whether the labels of a call are known to follow from the sources, as those of the batch do.
+    """
+
+    def __init__(self, padded: PaddedBatch, sources: Sequence[Tensor] = (), inputs: Any = None, maker: Any = None):
+        self.padded, self.sources, self.inputs, self.maker = padded, tuple(sources), inputs, maker
+        self.layouts: dict[tuple[Groups | None, bool, int | None], Layout] = {}
+        self.labels_follow = False
+        self._versions = self._present_versions()
+        self._copies, self._copied_sources = copies_of(padded[:3]), copies_of(sources if inputs else ())
+
+    def runs_in(self, call: PaddedBatch) -> bool:
+        """Whether a call runs this batch.
+
+        Raises:
+            RuntimeError: a batch on a device was written to after it was packed, which raised no version.
+        """
+        is_same = call.shifted == self.padded.shifted and self._holds(self.padded[:2], call[:2])
+        is_known = call.labels is self.padded.labels or self.labels_follow or is_host(call.labels.device)
+        return is_same and is_known and self.equals(call)
+
+    def was_made_of(self, sources: Sequence[Tensor], maker: weakref.ref) -> bool:
+        """Whether `inputs` were made of these tensors as they are. Raises as `runs_in` does."""
+        is_same = self.maker == maker and self._holds(self.sources, sources)
+        return is_same and are_as_copied(sources, self._copied_sources)
+
+    def equals(self, other: PaddedBatch | None) -> bool:
+        """Whether another batch has the values that this one has had. Raises as `runs_in` does."""
+        return other is not None and are_as_copied(other[:3], self._copies)
+
+    def _holds(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether these are tensors of the batch, and none of the batch has been written to, as far as versions say."""
+        return [*map(id, own)] == [*map(id, others)] and self._versions == self._present_versions()
+
+    def _present_versions(self) -> list[object]:
+        """Tensors of inference mode have none. They are taken to change all the time."""
+        return [object() if x.is_inference() else x._version for x in (*self.padded[:3], *self.sources)]
+
+
+def use(batch: PackedBatch) -> None:
+    """Has the next calls of models with the tensors of a batch take it."""
+    recent[:] = [batch, *(x for x in recent if x is not batch)][:KEPT_BATCHES]
+
+
+def as_current(inputs: Any) -> Any:
+    """A batch of a loader, as a trainer is given it. The next calls of models with its tensors take its layout, if it
+    has come with one, as its attribute `packed`.
+    """
+    packed = getattr(inputs, "packed", None)
+    if packed is None:
+        return inputs
+    use(packed)
+    return dict(inputs)
+
+
+def inputs_once(maker: object, sources: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+    """The arguments of a model's call that `make` makes of tensors, or the reason why they are not supported. Calls for
+    the same tensors, of the policy and of the reference, get the same arguments, and so the same layout.
+
+    Args:
+        maker: the state of a trainer. What others have made is not returned.
+        sources: the tensors.
+        make: makes the arguments.
+
+    Raises:
+        RuntimeError: as `PackedBatch.runs_in`.
+    """
+    made_by = weakref.ref(maker)
+    inputs = next((x.inputs for x in recent if x.was_made_of(sources, made_by)), None) or make()
+    if not isinstance(inputs, Reason) and all(x.inputs is not inputs for x in recent):
+        use(PackedBatch(PaddedBatch.of_call(inputs), sources, inputs, made_by))
+    return inputs
+
+
+@contextmanager
+def labels_from(source: Tensor | None, ids: Tensor) -> Iterator[None]:
+    """In the block, the labels of calls with these ids follow from a tensor as those of the collated batch do, if the
+    batch has come with it. They need not be the same tensor on a device then.
+    """
+    batches = [x for x in recent if x.padded.input_ids is ids and any(y is source for y in x.sources)]
+    for batch in batches:
+        batch.labels_follow = True
+    try:
+        yield
+    finally:
+        for batch in batches:
+            batch.labels_follow = False
+
+
+def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
+    """The layout of the batch of a call. A second call with the same tensors returns the same object, unless one has
+    been written to. The arguments and `NotPackable` are those of `PaddedBatch.pack`.
+
+    Raises:
+        RuntimeError: as `PackedBatch.runs_in`.
+    """
+    how = groups, store_all, reach
+    packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
+    if how not in packed.layouts:
+        packed.layouts[how] = batch.pack(*how)
+    use(packed)
+    return packed.layouts[how]
+
+
+def layout_of_call(
+    model: PreTrainedModel, fused: FusedForward, kwargs: dict, *, groups: Groups | None = None, share: bool = True
+) -> Layout:
+    """The layout of a packed call, with shared prompts if its options and the model's state allow it."""
+    batch = PaddedBatch.of_call(kwargs)
+    requested = fused.options.share_prompts
+    share = share and requested is not False
+    if share and requested == "deterministic" and model.training and is_random(model, fused):
+        share = False
+        if not fused.has_logged_dropout:
+            fused.has_logged_dropout = True
+            name, role = fused.options.integration, fused.options.role
+            logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, Reason("dropout").named)
+    # All positions of the padded rows count, padding included.
+    width = batch.input_ids.shape[1]
+    reach = None if rope_reason(model, width) is None else width
+    groups = (groups or fused.options.groups) if share else None
+    return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
+
+
+def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:
+    """Whether training is random. The probe misses dropout in an
+    adapter whose weights are still zero.
+    """
+    seen = fused.probe_result is not None and fused.probe_result.is_random
+    return seen or any(cast(nn.Dropout, x).p > 0 for x in fused.structure.modules_of(model, nn.Dropout))
+
+
+def labels_of_call(kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The labels in the keyword arguments of a model call, or None, and whether they came as `shift_labels`."""
+    shifted = kwargs.get("shift_labels") is not None
+    return kwargs.get("shift_labels" if shifted else "labels"), shifted
+
+
+def count_real_tokens(position_ids: Any, attention_mask: Tensor) -> bool:
+    """Whether positions count the real tokens of each row [R, L] from 0, as those of packed tokens do. One
+    synchronization.
+    """
+    shapes = ((1, attention_mask.shape[1]), tuple(attention_mask.shape))
+    if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) not in shapes:
+        return False
+    real = attention_mask != 0
+    return bool(((position_ids == real.cumsum(1) - 1) | ~real).all())
+
+
+class Comparison(NamedTuple):
+    """A comparison on a device.
+
+    Attributes:
+        differs: its result, which is on its way to the host if the device is a GPU.
+        arrived: when it is there; None on other devices, from which it is read.
+    """
+
+    differs: Tensor
+    arrived: torch.cuda.Event | None
+
+
+unread: list[Comparison] = []
+
+
+def copies_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x.detach().clone() for x in tensors)
+
+
+def are_as_copied(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+    """Whether tensors are equal to copies that were made of them. On a device, they are taken to be, and are compared
+    there without a synchronization.
+
+    Raises:
+        RuntimeError: those of an earlier comparison on a device were not.
+    """
+    raise_if_written(waits=False)
+    if any((x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device) for x, y in zip(tensors, copies, strict=True)):
+        return False
+    device = tensors[0].device
+    if is_host(device):
+        return all(map(torch.equal, tensors, copies))
+    if not is_capturing(device):
+        _compare_later(tensors, copies, device)
+    return True
+
+
+def raise_if_written(*, waits: bool) -> None:
+    """Reads the results of comparisons on a device, of those that are there or, if it `waits`, of all.
+
+    Raises:
+        RuntimeError: tensors were not equal to their copies.
+    """
+    while unread and (waits or unread[0].arrived is None or unread[0].arrived.query()):
+        differs, arrived = unread.pop(0)
+        if arrived is not None:
+            arrived.synchronize()
+        if differs:
+            unread.clear()
+            raise RuntimeError(
+                "fastdpo: a batch must not be written to by `data` between its calls or after it was collated, which "
+                "raises no version; got other values than those that were packed. Write to its tensors themselves, or "
+                "replace them"
+            )
+
+
+def _compare_later(tensors: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device) -> None:
+    # NaN is equal to nothing, and is no change.
+    differs = torch.stack([((x != y) & (x == x)).any() for x, y in zip(tensors, copies, strict=True)]).any()
+    arrived = None
+    if device.type == "cuda":
+        differs = torch.empty_like(differs, device="cpu", pin_memory=True).copy_(differs, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+    unread.append(Comparison(differs, arrived))
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(lambda *_: raise_if_written(waits=True))
