@@ -83,9 +83,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="directory or Hub name of a causal LM or a reward model that must pack"
     )
-    parser.add_argument(
-        "--cache", metavar="DIRECTORY", help="path or URL of a cache of reference log-probabilities to check"
-    )
+    parser.add_argument("--cache", metavar="DIRECTORY", help="path of a cache of reference log-probabilities to check")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(start=_doctor)
 

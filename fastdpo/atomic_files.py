@@ -19,10 +19,6 @@ ABANDONED_AFTER = 3600
 """Seconds after which a temporary file has no writer any more."""
 
 
-def temporary_name() -> str:
-    return f".{uuid4().hex}.tmp"
-
-
 def write(path: Path, data: bytes) -> None:
     """Creates or replaces a file, and its directory if needed. Raises OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +31,7 @@ def temporary(directory: Path, data: bytes) -> Iterator[Path]:
     """Writes a temporary file and flushes it to the disk. Deletes it
     after the block unless it was renamed.
     """
-    path = directory / temporary_name()
+    path = directory / f".{uuid4().hex}.tmp"
     try:
         with path.open("xb") as file:
             file.write(data)

@@ -14,7 +14,6 @@ from fastdpo.commands import doctor, self_check
 from fastdpo.commands.doctor import FAILED, OFF, OK
 from fastdpo.ops.choice import notes, tuning
 from fastdpo.ref_logps import shards
-from fastdpo.storage import LocalDirectory
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.warm import run_program
 from tests.support.programs.workload import TINY
@@ -202,11 +201,9 @@ def test_a_reward_model_that_is_not_packed(model, reason):
 
 def test_caches(tmp_path):
     half = torch.zeros(3)
+    shards.write_file(tmp_path / "a", "a", {"rows": torch.arange(3), "chosen": half, "rejected": half + 1})
     shards.write_file(
-        LocalDirectory(tmp_path / "a"), "a", {"rows": torch.arange(3), "chosen": half, "rejected": half + 1}
-    )
-    shards.write_file(
-        LocalDirectory(tmp_path / "b"),
+        tmp_path / "b",
         "b",
         {"high": torch.arange(3), "low": torch.arange(3), "chosen": half.double(), "rejected": half.double() + 1},
     )
@@ -223,7 +220,7 @@ def test_caches(tmp_path):
 def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
     of = {"I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
     tensors = {name: torch.arange(3, dtype=of[dtype]) for name, dtype in dtypes.items()}
-    shards.write_file(LocalDirectory(tmp_path / "key"), "other" if damage == "of another key" else "key", tensors)
+    shards.write_file(tmp_path / "key", "other" if damage == "of another key" else "key", tensors)
     (path,) = (tmp_path / "key").iterdir()
     data = path.read_bytes()
     path.write_bytes({"cut": data[:-9], "changed": data[:-8] + b"\1" + data[-7:]}.get(damage, data))

@@ -17,7 +17,6 @@ OTHERS = (
         "LoRA",
         "gradient checkpointing",
         "storage",
-        "object storage",
         "batches that come with their layouts",
     ),
     *("reward models in commands", "max_tokens for reward models", "rows of a step", "weights of micro-batches"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from packaging.requirements import Requirement
 
-from .. import __version__
+from .. import __version__, storage
 from ..integrations import packages, patching
 from ..integrations.lines import TRAINS_WITH, all_lines
 from ..models import forward
@@ -31,7 +31,6 @@ from ..ops.choice import tuning, verdicts
 from ..ops.devices import architecture, suits_triton
 from ..ops.head import trials as head_trials
 from ..packing import IGNORE_INDEX
-from ..storage import Directory, checked_directory
 from . import self_check
 from .model_names import CLASSIFIER
 
@@ -69,10 +68,10 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
         targets: trainers or packages that must be patchable, as for `patch`. Without any, those
             that `patch()` patches are looked at, and none of them must be.
         model: path or name of a model that must pack and fuse.
-        cache: path or URL of a directory of reference log-probabilities, of `ref_logps` or of `reference_memory`.
+        cache: path of a directory of reference log-probabilities, of `ref_logps` or of `reference_memory`.
 
     Raises:
-        ValueError: a target is unknown, or fsspec cannot reach the URL of the cache.
+        ValueError: a target is unknown, or the cache is a file or a URL.
     """
     report = {"packages": list(package_findings()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
     for device in _torch_devices():
@@ -85,7 +84,7 @@ def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | 
     if model is not None:
         report[f"model {model}"] = list(_model(model))
     if cache is not None:
-        directory = checked_directory("doctor", "cache", cache, "be the path or URL of a directory")
+        directory = storage.checked_directory("doctor", "cache", cache, "be the path of a directory")
         report[f"cache {cache}"] = list(_cache(directory))
     return report
 
@@ -288,24 +287,24 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
     yield Finding(OK, "shared prompts", "one dropout mask for both rows" if is_random else "")
 
 
-def _cache(cache: Directory) -> Iterator[Finding]:
+def _cache(cache: Path) -> Iterator[Finding]:
     """The files with values in each directory that is named after a key."""
-    keys = cache.directories()
+    keys = [path for path in sorted(cache.glob("*")) if path.is_dir()]
     if not keys:
         yield Finding(FAILED, str(cache), "holds no directory that is named after a key")
     for directory in keys:
-        files, leftovers = directory.files(), len(directory.leftovers())
-        unreadable = [reason for file in files if (reason := _unreadable_reason(directory, file)) is not None]
-        size = sum(map(directory.size, files)) / 2**20
+        files, leftovers = storage.files(directory), len(storage.leftovers(directory))
+        unreadable = [reason for path in files if (reason := _unreadable_reason(path)) is not None]
+        size = sum(path.stat().st_size for path in files) / 2**20
         detail = f"{len(files)} files, {size:.1f} MiB" + (f", {leftovers} unfinished" if leftovers else "")
         yield Finding(FAILED, directory.name, unreadable[0]) if unreadable else Finding(OK, directory.name, detail)
 
 
-def _unreadable_reason(directory: Directory, file: str) -> str | None:
+def _unreadable_reason(path: Path) -> str | None:
     from ..ref_logps import shards
 
     try:
-        shards.read_file(directory, file, directory.name, shards.BY_ROW, shards.BY_CONTENT)
+        shards.read_file(path, path.parent.name, shards.BY_ROW, shards.BY_CONTENT)
     except (OSError, ValueError) as error:
         return str(error)
     return None

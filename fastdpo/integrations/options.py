@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from .. import plain_checks as checks
-from .. import storage
 from ..logs import warn
+from ..storage import checked_directory
 
 if TYPE_CHECKING:
     from ..models.state import SharePrompts
@@ -69,8 +68,7 @@ def _window(op: str, name: str, value: Any) -> bool | int:
 def _directory(op: str, name: str, value: Any) -> bool | str:
     if isinstance(value, bool):
         return value
-    directory = str(storage.checked_directory(op, name, value, "be True, False or the path or URL of a directory"))
-    return directory if storage.is_url(directory) else str(Path(directory).resolve())
+    return str(checked_directory(op, name, value, "be True, False or the path of a directory").resolve())
 
 
 def _option(default: object, *declared: Any) -> Any:

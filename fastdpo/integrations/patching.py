@@ -151,7 +151,7 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             or None for the default of `ops.linear_logps`.
         reference_memory: remember the reference's log-probabilities of each pair when they are
             first computed, so that later epochs, and evaluations after the first, do not run the
-            reference. With the path or URL of a directory, later processes remember them, too.
+            reference. With the path of a directory, later processes remember them, too.
             Applies to the DPOTrainers of TRL and OpenRLHF; a warning says so if none of them is
             patched. Disabled, with a logged reason, where the reference is trained or random, where
             ranks run it together without agreement, and where rotary embeddings depend on the width

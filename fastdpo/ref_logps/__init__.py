@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import checks, storage
+from .. import checks
 from ..data.columns import require_dataset
 from ..models import forward, parts
 from ..models.adapters import with_adapter
 from ..models.support import rope_reason
+from ..storage import checked_directory
 from . import keys, passes, ranks, scoring
 from .pairs import Pairs
 from .passes import TOKENS_PER_BATCH, RefLogps
@@ -61,8 +62,7 @@ def precompute(
     that they depend on: the model's modules, tensors and configuration, its active adapter, the
     token ids, truncation, `ld_alpha` and the precision. A later process continues after one that
     was killed. SIGTERM stores computed values before it ends the process, unless the program
-    handles it. Two processes that compute the same values wait for each other, except on object
-    storage, which has no locks.
+    handles it. Two processes that compute the same values wait for each other.
 
     Values are not cached, with one warning, if the directory is not writable, or if the model runs
     hooks, forwards or other functions that do not come from an installed package, which a hash
@@ -81,8 +81,7 @@ def precompute(
         dataset: N rows with token ids in `prompt_ids`, `chosen_ids` and `rejected_ids`, as in TRL's
             `DPOTrainer.train_dataset`: a `datasets.Dataset` or a sequence of mappings. Pairs with
             images are not supported.
-        cache_dir: directory in which values are stored, or None. A path, or a URL of a file system
-            that fsspec reaches, such as "s3://bucket/cache".
+        cache_dir: path of a directory in which values are stored, or None.
         max_length: number of tokens of prompt and completion to keep, or None for all.
         truncation_mode: which tokens to keep: "keep_start" or "keep_end".
         ld_alpha: in [0, 1], the weight of a completion's tokens beyond the length of the pair's
@@ -109,8 +108,8 @@ def precompute(
         ld_alpha = float(ld_alpha)
     directory = None
     if cache_dir is not None:
-        rule = "be the path or URL of a directory, or None"
-        directory = storage.checked_directory("precompute", "cache_dir", cache_dir, rule)
+        rule = "be the path of a directory, or None"
+        directory = checked_directory("precompute", "cache_dir", cache_dir, rule)
     checks.require_positive_integer("precompute", "tokens_per_batch", tokens_per_batch)
     base = parts.base_of(model, "precompute")
     _require_values(base)

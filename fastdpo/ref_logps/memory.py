@@ -6,18 +6,19 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .. import storage
 from ..distributed import gather_objects, largest_of_ranks, raising_on_all
 from ..logs import logger, report, warn
 from ..models import calls
 from ..models.structure import Structure
 from ..models.support import rope_reason
 from ..reasons import Reason
-from ..storage import directory_at
 from . import shards
 from .fingerprint import Fingerprint, fingerprint
 
@@ -45,15 +46,15 @@ class Memory:
     of them run it if one rank needs to, and all memories are cleared or disabled with the first.
 
     Args:
-        option: False disables it. True keeps values for the lifetime of the trainer, the path or URL
-            of a directory beyond it.
+        option: False disables it. True keeps values for the lifetime of the trainer, the path of a
+            directory beyond it.
         integration: name under which calls are counted and logged.
     """
 
     def __init__(self, option: bool | str, integration: str):
         self.enabled = option is not False
         self.started = False
-        self._directory = directory_at(option) if isinstance(option, str) else None
+        self._directory = Path(option) if isinstance(option, str) else None
         self._integration = integration
         self._make_key: Callable[[], str] = str
         self._key = ""
@@ -230,9 +231,9 @@ class Memory:
             return
         if directory is None:
             return
-        reason = directory.unusable_reason()
+        reason = storage.unusable_reason(directory)
         if reason is None:
-            directory.remove_leftovers()
+            storage.remove_leftovers(directory)
         else:
             self._keep_in_ram(reason)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import storage
 from ..distributed import gather_objects, largest_of_ranks, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
@@ -67,12 +68,12 @@ def run(
     """
     values = read_on_all_ranks(lambda: missing(len(pairs)) if shards is None else shards.read(), device)
     if shards is not None:
-        shards.directory.remove_leftovers()  # by each rank, which may have a disk of its own
+        storage.remove_leftovers(shards.directory)  # by each rank, which may have a disk of its own
     if not (values == MISSING).any():
         if shards is not None:
             shards.clean(values)
         return _split(values)
-    if shards is not None and cache_disabled(shards.directory.unusable_reason()):
+    if shards is not None and cache_disabled(storage.unusable_reason(shards.directory)):
         shards = None
     with ending_by_sigterm(), ExitStack() as stack:
         if shards is not None and not _lock(shards, stack):

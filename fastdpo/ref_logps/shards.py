@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import safetensors.torch
@@ -31,8 +32,9 @@ from filelock import Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 
+from .. import storage
 from ..logs import logger, warn
-from ..storage import Directory, invalid_file
+from ..storage import invalid_file
 
 SECONDS_BETWEEN_TRIES = 0.2
 """Interval at which a process tries to take a lock that another one holds."""
@@ -53,7 +55,7 @@ class Shards:
         n_rows: number of rows of the dataset.
     """
 
-    directory: Directory
+    directory: Path
     key: str
     n_rows: int
 
@@ -65,7 +67,7 @@ class Shards:
         waited = False
         while True:
             try:
-                return self.directory.lock()
+                return storage.lock(self.directory)
             except Timeout as busy:
                 if not waited:
                     holder = f"another process that computes them and holds {busy.lock_file}"
@@ -87,10 +89,10 @@ class Shards:
             values[rows[new]] = found[new]
         return values
 
-    def _stored(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for file in self.directory.files():
+    def _stored(self) -> Iterator[tuple[Path, Tensor, Tensor]]:
+        for path in storage.files(self.directory):
             try:
-                yield file, *self._load(file)
+                yield path, *self._load(path)
             except FileNotFoundError:
                 continue  # merged into another file meanwhile
 
@@ -102,43 +104,42 @@ class Shards:
     def merge(self, values: Tensor) -> None:
         """Replaces several files by one with all rows. The caller must hold the lock.
 
-        Deletes only files that could be read. Without locks, two processes may do this at the same
+        Deletes only files that could be read. Where locks have no effect, two processes may do this at the same
         time: a file with all rows is only deleted when there is another one before it.
         """
-        if len(self.directory.files()) > 1:
-            stored = [(file, len(rows)) for file, rows, _ in self._stored()]
-            complete = next((file for file, n in stored if n == self.n_rows), None)
+        if len(storage.files(self.directory)) > 1:
+            stored = [(path, len(rows)) for path, rows, _ in self._stored()]
+            complete = next((path for path, n in stored if n == self.n_rows), None)
             if complete is None:
                 self.write(torch.arange(self.n_rows, device="cpu"), values)
-            for file, _ in stored:
-                if file != complete:
-                    self.directory.delete(file)
+            for path, _ in stored:
+                if path != complete:
+                    path.unlink(missing_ok=True)
 
     def clean(self, values: Tensor) -> None:
         """Merges the files that killed processes left in a finished cache, unless
         another process holds the lock.
         """
-        if len(self.directory.files()) < 2:
+        if len(storage.files(self.directory)) < 2:
             return
         try:
-            with self.directory.lock():
+            with storage.lock(self.directory):
                 self.merge(values)
         except (Timeout, OSError, ValueError) as error:
             logger.debug("reference log-probabilities: %s was not cleaned up: %s", self.directory, error)
 
-    def _load(self, file: str) -> tuple[Tensor, Tensor]:
-        rows, chosen, rejected = read_file(self.directory, file, self.key, BY_ROW).values()
-        location = self.directory.location(file)
+    def _load(self, path: Path) -> tuple[Tensor, Tensor]:
+        rows, chosen, rejected = read_file(path, self.key, BY_ROW).values()
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
             bounds = f"{int(rows.min())} to {int(rows.max())}"
-            raise invalid_file(location, f"hold rows from 0 to {self.n_rows - 1}", bounds)
+            raise invalid_file(path, f"hold rows from 0 to {self.n_rows - 1}", bounds)
         if len(rows.unique()) != len(rows):
             repeated = f"{len(rows) - len(rows.unique())} of {len(rows)} repeated"
-            raise invalid_file(location, "hold each row once", repeated)
+            raise invalid_file(path, "hold each row once", repeated)
         return rows, torch.stack([chosen, rejected], 1)
 
 
-def write_by_content(directory: Directory, key: str, values: dict[bytes, tuple[float, float]]) -> None:
+def write_by_content(directory: Path, key: str, values: dict[bytes, tuple[float, float]]) -> None:
     """Stores values by the digests of pairs, 16 bytes each, in a new file."""
     halves = torch.from_numpy(np.frombuffer(b"".join(values), dtype=np.int64).copy()).view(-1, 2)
     numbers = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
@@ -146,28 +147,27 @@ def write_by_content(directory: Directory, key: str, values: dict[bytes, tuple[f
     write_file(directory, key, {name: x.contiguous() for name, x in zip(BY_CONTENT, columns, strict=True)})
 
 
-def read_by_content(directory: Directory, key: str) -> dict[bytes, tuple[float, float]]:
+def read_by_content(directory: Path, key: str) -> dict[bytes, tuple[float, float]]:
     """The values in all files. Raises ValueError if `write_by_content` has not written one of them for this key."""
     values: dict[bytes, tuple[float, float]] = {}
-    for file in directory.files():
-        high, low, chosen, rejected = read_file(directory, file, key, BY_CONTENT).values()
+    for path in storage.files(directory):
+        high, low, chosen, rejected = read_file(path, key, BY_CONTENT).values()
         digests = torch.stack([high, low], 1).numpy()
         numbers = zip(chosen.tolist(), rejected.tolist(), strict=True)
         values.update((digest.tobytes(), pair) for digest, pair in zip(digests, numbers, strict=True))
     return values
 
 
-def write_file(directory: Directory, key: str, tensors: dict[str, Tensor]) -> None:
+def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
     """Writes a new file with a random name, atomically. Raises OSError if that fails."""
-    directory.write(safetensors.torch.save(tensors, {"key": key, "digest": digest_of(tensors)}))
+    storage.write(directory, safetensors.torch.save(tensors, {"key": key, "digest": digest_of(tensors)}))
 
 
-def read_file(directory: Directory, file: str, key: str, *formats: dict[str, str]) -> dict[str, Tensor]:
+def read_file(path: Path, key: str, *formats: dict[str, str]) -> dict[str, Tensor]:
     """Reads the tensors [n] of a file that `write_file` has written for this key.
 
     Args:
-        directory: that has the file.
-        file: one of `directory.files()`.
+        path: of the file.
         key: that the file must have.
         formats: names and dtypes of the tensors of each kind of file that is accepted.
 
@@ -175,27 +175,27 @@ def read_file(directory: Directory, file: str, key: str, *formats: dict[str, str
         ValueError: the file was not written so, cannot be read, or has a value that is not finite.
         FileNotFoundError: the file does not exist any more.
     """
-    data, location = directory.read(file), directory.location(file)
+    data = storage.read(path)
     try:
         tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise invalid_file(location, "be a whole safetensors file", error) from error
+        raise invalid_file(path, "be a whole safetensors file", error) from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.pop("__metadata__", {})
     if metadata.get("key") != key:
-        raise invalid_file(location, f"have the key {key}", metadata.get("key"))
+        raise invalid_file(path, f"have the key {key}", metadata.get("key"))
     actual = {name: entry["dtype"] for name, entry in header.items()}
     shapes = {tuple(entry["shape"]) for entry in header.values()}
     dtypes = next((dtypes for dtypes in formats if dtypes == actual), None)
     if dtypes is None or len(shapes) != 1 or len(next(iter(shapes))) != 1:
         rule = f"hold {' or '.join(map(str, formats))}, all of one length"
-        raise invalid_file(location, rule, f"{actual} of shapes {sorted(shapes)}")
+        raise invalid_file(path, rule, f"{actual} of shapes {sorted(shapes)}")
     tensors = {name: tensors[name] for name in dtypes}
     finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
     if not finite.all():
-        raise invalid_file(location, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
+        raise invalid_file(path, "hold finite values", f"another one at index {int((~finite).nonzero()[0])}")
     if metadata.get("digest") != digest_of(tensors):
-        raise invalid_file(location, f"have the digest {digest_of(tensors)} of its values", metadata.get("digest"))
+        raise invalid_file(path, f"have the digest {digest_of(tensors)} of its values", metadata.get("digest"))
     return tensors
 
 

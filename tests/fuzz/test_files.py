@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from fastdpo import storage
 from fastdpo.ref_logps import shards as files
 from fastdpo.ref_logps.shards import BY_ROW, Shards, read_file, write_file
-from fastdpo.storage import LocalDirectory
 from tests.support.fuzzing import SEEDS, Source, fuzzed
 
 
@@ -67,7 +67,7 @@ def check_files(case: Files) -> None:
     source = Source(case.seed)
     values = source.normal(case.rows, 2, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as name:
-        directory = LocalDirectory(Path(name))
+        directory = Path(name)
         shards = Shards(directory, "key", case.rows)
         expected = torch.full((case.rows, 2), -torch.inf)
         for _ in range(case.written):
@@ -75,18 +75,17 @@ def check_files(case: Files) -> None:
             shards.write(rows, values[rows])
             expected[rows] = values[rows]
         assert torch.equal(shards.read(), expected)
-        assert len(directory.files()) == case.written
+        assert len(storage.files(directory)) == case.written
         with pytest.raises(ValueError, match="must have the key other"):
             Shards(directory, "other", case.rows).read()
         if case.damage == "none":
             shards.merge(expected if (expected > -torch.inf).all() else values)
-            assert len(directory.files()) == 1
+            assert len(storage.files(directory)) == 1
             return
-        file = directory.files()[case.seed % case.written]
-        path = directory.path / file
-        before = read_file(directory, file, "key", BY_ROW)
+        path = storage.files(directory)[case.seed % case.written]
+        before = read_file(path, "key", BY_ROW)
         path.write_bytes(damaged(path.read_bytes(), case))
-        after = values_or_error(lambda: read_file(directory, file, "key", BY_ROW))
+        after = values_or_error(lambda: read_file(path, "key", BY_ROW))
         if isinstance(after, ValueError):
             assert str(path) in str(after)
         else:  # the damage is in what nothing depends on, such as the header's padding
@@ -99,10 +98,10 @@ def check_memory(case: Files) -> None:
     digests = {bytes(source.integers(0, 255, 16).tolist()) for _ in range(case.rows)}
     values = {digest: tuple(source.normal(2, scale=50.0).tolist()) for digest in sorted(digests)}
     with tempfile.TemporaryDirectory() as name:
-        directory = LocalDirectory(Path(name))
+        directory = Path(name)
         files.write_by_content(directory, "key", values)
         assert files.read_by_content(directory, "key") == values
-        (path,) = directory.path.iterdir()
+        (path,) = directory.iterdir()
         if case.damage == "none":
             return
         path.write_bytes(damaged(path.read_bytes(), case))
@@ -111,10 +110,9 @@ def check_memory(case: Files) -> None:
 
 
 def test_files_with_other_names_are_refused(tmp_path):
-    directory = LocalDirectory(tmp_path)
-    write_file(directory, "key", {"rows": torch.zeros(1, dtype=torch.long)})
+    write_file(tmp_path, "key", {"rows": torch.zeros(1, dtype=torch.long)})
     with pytest.raises(ValueError, match="must hold"):
-        Shards(directory, "key", 1).read()
+        Shards(tmp_path, "key", 1).read()
 
 
 test_shards = fuzzed(FILES, 0.02)(check_files)

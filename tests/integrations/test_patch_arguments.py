@@ -135,7 +135,7 @@ BYTES = "memory_budget must be a number of bytes, an int of 0 or more, or None; 
 SHARING = 'share_prompts must be True, False or "deterministic"; got '
 WINDOW = "group_prompts must be True, False or a positive number of batches; got "
 TOKENS = "max_tokens must be a positive integer or None; got "
-DIRECTORY = "reference_memory must be True, False or the path or URL of a directory; got "
+DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
 MALFORMED = [
     ("share_prompts", "no", ValueError, SHARING + "'no'"),
     ("share_prompts", None, TypeError, SHARING + "None"),

@@ -14,7 +14,6 @@ import fastdpo
 from fastdpo import ref_logps
 from fastdpo.ref_logps import keys
 from fastdpo.ref_logps.shards import MISSING, Shards
-from fastdpo.storage import LocalDirectory
 from tests.support.ref_logps import assert_close, exact, rank_of, ranks, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -88,7 +87,7 @@ def test_a_killed_job_is_resumed_by_a_job_of_another_size(tmp_path):
         process.join()
         assert process.exitcode == -signal.SIGKILL
     (directory,) = cache.iterdir()
-    missing = int((Shards(LocalDirectory(directory), directory.name, 200).read()[:, 0] == MISSING).sum())
+    missing = int((Shards(directory, directory.name, 200).read()[:, 0] == MISSING).sum())
     assert missing < 200
 
     results = ranks(3, tmp_path / "ranks", lambda _: counted(tiny_model(), rows, cache_dir=cache, tokens_per_batch=1))

@@ -15,7 +15,6 @@ import fastdpo
 from fastdpo import atomic_files, ref_logps
 from fastdpo.ref_logps import passes
 from fastdpo.ref_logps.shards import MISSING, Shards
-from fastdpo.storage import LocalDirectory
 from tests.support.ref_logps import assert_close, exact, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -24,7 +23,7 @@ def stored_rows(cache, n: int) -> int:
     directory = next(cache.glob("*"), None)
     if directory is None:
         return 0
-    return int((Shards(LocalDirectory(directory), directory.name, n).read()[:, 0] != MISSING).sum())
+    return int((Shards(directory, directory.name, n).read()[:, 0] != MISSING).sum())
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.thorough)])

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import fastdpo
 from fastdpo import atomic_files, ref_logps
 from fastdpo.ref_logps.shards import Shards, digest_of
-from fastdpo.storage import LocalDirectory
 from tests.support.ref_logps import assert_close, exact, slowly, start, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -158,10 +157,10 @@ def test_temporary_files_of_killed_processes_are_removed(stored):
 def test_the_error_for_an_unreadable_file_names_it_and_keeps_it(tmp_path, monkeypatch, error):
     values = -torch.arange(1.0, 13.0).view(6, 2)
     key = key_in(tmp_path)
-    shards = Shards(LocalDirectory(tmp_path / key), key, 6)
+    shards = Shards(tmp_path / key, key, 6)
     for rows in ([0, 1, 2], [3, 4, 5]):
         shards.write(torch.tensor(rows), values[rows])
-    unreadable = min(shards.directory.path.glob("*.safetensors"))
+    unreadable = min(shards.directory.glob("*.safetensors"))
     read = Path.read_bytes
 
     def read_bytes(path):
@@ -176,7 +175,7 @@ def test_the_error_for_an_unreadable_file_names_it_and_keeps_it(tmp_path, monkey
         with pytest.raises(ValueError, match="must be readable"), shards.lock():
             shards.merge(values)
     assert str(unreadable) in str(raised.value)
-    assert len(list(shards.directory.path.glob("*.safetensors"))) == 2
+    assert len(list(shards.directory.glob("*.safetensors"))) == 2
     logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
     assert torch.equal(torch.stack(logps, 1), values)
 
@@ -203,7 +202,7 @@ def test_a_file_that_is_being_written_is_kept(stored):
 
 
 def test_a_finished_cache_is_cleaned_up_unless_it_is_locked(stored):
-    shards = Shards(LocalDirectory(stored.parent), stored.parent.name, 6)
+    shards = Shards(stored.parent, stored.parent.name, 6)
     values = shards.read()
     shards.write(torch.tensor([4, 2]), values[[4, 2]])
     before = set(stored.parent.iterdir())
@@ -215,24 +214,51 @@ def test_a_finished_cache_is_cleaned_up_unless_it_is_locked(stored):
 
 
 def test_many_files_become_one(tmp_path):
-    shards = Shards(LocalDirectory(tmp_path / "key"), "key", 5)
+    shards = Shards(tmp_path / "key", "key", 5)
     values = -torch.arange(10.0).view(5, 2)
     with shards.lock():
         for rows in ([3, 1], [0], [4, 2]):
             shards.write(torch.tensor(rows), values[rows])
             assert torch.equal(shards.read()[rows], values[rows])
-        assert len(list(shards.directory.path.glob("*.safetensors"))) == 3
+        assert len(list(shards.directory.glob("*.safetensors"))) == 3
         shards.merge(values)
-    assert len(list(shards.directory.path.glob("*.safetensors"))) == 1
+    assert len(list(shards.directory.glob("*.safetensors"))) == 1
     assert torch.equal(shards.read(), values)
 
 
+@pytest.mark.parametrize("first", ["0", "f"])
+def test_two_jobs_merge_at_the_same_time(tmp_path, monkeypatch, first):
+    """Where locks have no effect, one may delete what the other has listed, but never the last value."""
+    values = -torch.arange(1.0, 9.0).view(4, 2)
+    jobs = [Shards(tmp_path, "key", 4) for _ in range(2)]
+    for row in range(4):
+        jobs[0].write(torch.tensor([row]), values[row : row + 1])
+    names = iter(["8" * 32, first * 32])  # of the second job, which is done first
+    monkeypatch.setattr("fastdpo.storage.uuid4", lambda: type("", (), {"hex": next(names)}))
+    sync, running = os.fsync, []
+
+    def interrupted(file):
+        sync(file)
+        if not running:
+            running.append(file)
+            jobs[1].merge(values)  # the first job has written its file, and not renamed it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        jobs[0].merge(values)
+    assert running
+    assert torch.equal(jobs[0].read(), values)
+    jobs[0].clean(values)
+    assert torch.equal(jobs[0].read(), values)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
 def test_the_first_file_by_name_wins_if_two_have_the_same_row(tmp_path):
-    shards = Shards(LocalDirectory(tmp_path / "key"), "key", 2)
+    shards = Shards(tmp_path / "key", "key", 2)
     with shards.lock():
         for value in (-1.0, -2.0):
             shards.write(torch.tensor([0, 1]), torch.full((2, 2), value))
-    first = min(shards.directory.path.glob("*.safetensors"))
+    first = min(shards.directory.glob("*.safetensors"))
     assert torch.equal(shards.read()[:, 0], loaded(first)["chosen"])
 
 
@@ -272,7 +298,7 @@ def test_one_process_computes_while_others_wait(tmp_path, caplog):
 
 
 def test_waiting_is_logged(tmp_path, caplog):
-    shards = Shards(LocalDirectory(tmp_path / "key"), "key", 1)
+    shards = Shards(tmp_path / "key", "key", 1)
 
     def hold() -> None:
         with shards.lock():

@@ -10,8 +10,9 @@ from filelock import FileLock
 
 import fastdpo
 from fastdpo import ref_logps
+from fastdpo.commands import doctor
 from fastdpo.ref_logps import passes
-from fastdpo.storage import LocalDirectory
+from fastdpo.storage import files, unusable_reason
 from tests.support.ref_logps import assert_close, exact, ranks, tokens
 from tests.support.trl.dpo import tiny_model
 
@@ -139,10 +140,23 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, when, strict):
 
 def test_unusable_reason_of_a_directory(tmp_path, below_a_file, monkeypatch):
     """`reference_memory` uses the same check as `precompute`."""
-    assert LocalDirectory(tmp_path / "new" / "directory").unusable_reason() is None
+    assert unusable_reason(tmp_path / "new" / "directory") is None
     assert list((tmp_path / "new" / "directory").iterdir()) == []
-    assert "Not a directory" in (LocalDirectory(below_a_file).unusable_reason() or "")
-    assert "File exists" in (LocalDirectory(below_a_file.parent).unusable_reason() or "")
+    assert "Not a directory" in (unusable_reason(below_a_file) or "")
+    assert "File exists" in (unusable_reason(below_a_file.parent) or "")
     full_disk(monkeypatch)
-    assert os.strerror(errno.ENOSPC) in (LocalDirectory(tmp_path).unusable_reason() or "")
-    assert LocalDirectory(below_a_file).files() == []
+    assert os.strerror(errno.ENOSPC) in (unusable_reason(tmp_path) or "")
+    assert files(below_a_file) == []
+
+
+def test_a_url_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    """As a path, it would be a directory below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    got = "got 's3://bucket/cache', a URL: mount the storage, or copy its files to a directory"
+    with pytest.raises(ValueError, match=f"precompute: cache_dir must be the path of a directory, or None; {got}"):
+        ref_logps.precompute(tiny_model(), ROWS, cache_dir="s3://bucket/cache")
+    with pytest.raises(ValueError, match=f"patch: reference_memory must .*; {got}"):
+        fastdpo.patch("trl.DPOTrainer", reference_memory="s3://bucket/cache")
+    with pytest.raises(ValueError, match=f"doctor: cache must .*; {got}"):
+        doctor.examine(cache="s3://bucket/cache")
+    assert not list(tmp_path.iterdir())

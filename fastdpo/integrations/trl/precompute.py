@@ -17,7 +17,6 @@ from ...logs import report, warn
 from ...models import forward, parts
 from ...models.support import rope_limit, rope_reason
 from ...reasons import Reason
-from ...storage import Directory, directory_at
 from .. import evidence
 from ..fingerprints import name_of
 from ..lines import DPO
@@ -185,7 +184,7 @@ def _cacheable_digest(trainer: DPOTrainer) -> str | None:
     return None if ranks.cache_disabled(reason) else digest
 
 
-def _cache_directory(dataset: Dataset) -> Directory | None:
+def _cache_directory(dataset: Dataset) -> Path | None:
     """The directory of the dataset's files, or for a dataset in memory
     the cache directory of `datasets`.
     """
@@ -195,4 +194,4 @@ def _cache_directory(dataset: Dataset) -> Directory | None:
         return None
     files = dataset.cache_files
     home = Path(files[0]["filename"]).parent if files else Path(config.HF_DATASETS_CACHE)
-    return directory_at(home / FOLDER)
+    return home / FOLDER

@@ -131,21 +131,6 @@ def test_a_directory_outlives_the_process(tmp_path):
     assert_same_bits(adapter, again)
 
 
-def test_a_directory_on_object_storage(tmp_path):
-    url = f"file://{tmp_path}/memory"
-    stock = train(tmp_path / "stock", **MODELS["full"](), **EPOCHS)
-    for name, computed in (("first", 4), ("second", 0)):
-        run = remembering(tmp_path / name, **MODELS["full"](), memory=url, **EPOCHS)
-        assert_same(stock, run)
-        assert run.calls["reference", "fused"] == computed
-    path, *_ = (tmp_path / "memory").rglob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match=re.escape(f"{url}/{path.parent.name}/{path.name} must be a whole safetensors file")
-    ):
-        remembering(tmp_path / "third", **MODELS["full"](), memory=url, **EPOCHS)
-
-
 def test_the_error_for_a_truncated_file_names_it(tmp_path):
     remembering(tmp_path / "1", **MODELS["full"](), memory=tmp_path / "memory", **EPOCHS)
     path, *_ = (tmp_path / "memory").rglob("*.safetensors")
