@@ -11,9 +11,8 @@ and backward make the same one. What is first asked for while a compiler traces,
 is captured, keeps its built-in choice, unless there is a note on it.
 
 **Several ranks** make the same choice, without a collective, which would hang where some ranks do not
-reach a call. The first rank that needs a choice claims it in the key-value store of the process group,
-measures, and publishes it there. The others wait for it, for at most `PATIENCE` seconds, and then
-keep the built-in choice. A rank that measures waits for nobody.
+reach a call. Each rank that needs a choice measures, and offers its own to the key-value store of the process
+group. All of them take the first one there. No rank waits for another.
 
 The built-in choices are used on CPUs, with FASTDPO_TUNE=0, and where
 `torch.use_deterministic_algorithms` asks for reproducible results: other kernels round differently.
@@ -24,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -48,8 +46,6 @@ TUNED_DEVICES = ("cuda",)
 ROUNDS = 5
 HOPELESS = 3  # times as slow as the built-in choice: not run again
 MIN_SPEEDUP = 1.02  # over the built-in choice
-PATIENCE = 120.0
-POLL_SECONDS = 0.05
 
 
 class Candidate(NamedTuple):
@@ -179,18 +175,17 @@ def decided(call: Kernel, builtin: str, candidates: Sequence[Candidate]) -> Choi
         return _kept(call, names) or Choice(builtin, {})
 
     def decide() -> Choice:
-        choice = _kept(call, names)
-        if choice is None:
-            # A mode of the call, such as that of selective checkpointing, must not see what is run to be timed.
-            choice = in_new_thread(partial(_measured, builtin, candidates, call.device), call.device)
-            logger.info("fastdpo: %s: %s", call.noted, choice)
-        return choice
+        # A mode of the call, such as that of selective checkpointing, must not see what is run to be timed.
+        measured = partial(_measured, builtin, candidates, call.device)
+        return _kept(call, names) or in_new_thread(measured, call.device)
 
     choice = _of_first_rank(call, decide)
-    if choice is None or choice.name not in names:
+    if choice.name not in names:
         return Choice(builtin, {})
-    if choice.timed and choice != _kept(call, names):
-        notes.note(call.device, choices={call.noted: choice._asdict()})
+    if choice != _kept(call, names):
+        logger.info("fastdpo: %s: %s", call.noted, choice)
+        if choice.timed:
+            notes.note(call.device, choices={call.noted: choice._asdict()})
     return choice
 
 
@@ -247,28 +242,15 @@ def milliseconds(candidate: Candidate, device: torch.device) -> float:
         return start.elapsed_time(end)
 
 
-def _of_first_rank(call: Kernel, decide: Callable[[], Choice]) -> Choice | None:
-    """The choice of the first rank that needed it, or None if that rank did not make it in time."""
+def _of_first_rank(call: Kernel, decide: Callable[[], Choice]) -> Choice:
+    """The choice of the rank that was the first to make it."""
     store = store_of_ranks()
     if store is None:
         return decide()
     identity = f"{notes.digest(call.device)} {call.noted}"
     key = f"fastdpo/{hashlib.sha256(identity.encode()).hexdigest()}"
-    if store.add(f"{key}/claims", 1) == 1:
-        choice = None
-        try:
-            choice = decide()
-        finally:
-            store.set(key, json.dumps(choice))
-        return choice
-    waited_until = time.monotonic() + PATIENCE
-    while not store.check([key]):
-        if time.monotonic() > waited_until:
-            logger.info("fastdpo: %s: no rank has measured it within %g s: built-in", call.noted, PATIENCE)
-            return None
-        time.sleep(POLL_SECONDS)
-    published: Any = json.loads(store.get(key))
-    return None if published is None else Choice(*published)
+    first = store.get(key) if store.check([key]) else store.compare_set(key, "", json.dumps(decide()))
+    return Choice(*json.loads(first))
 
 
 def store_of_ranks() -> Store | None:
