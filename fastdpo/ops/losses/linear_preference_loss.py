@@ -6,7 +6,6 @@ Dimensions: P pairs, N scored tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype, in_new_thread
+from ..devices import accumulation_dtype
 from ..head.budget import MEMORY_BUDGET, default_budget
 from ..head.formats import TileFormat
 from ..head.linear_logps import check_head, compute_dtype_of
@@ -23,8 +22,9 @@ from ..head.results import TokenLogps, empty_results, named_results, requested_s
 from ..head.targets import Targets
 from ..head.tiles import HEAD, HeadCall
 from .objectives import DPO, SORTED, PreferenceObjective, require_objective
-from .preference_loss import PreferenceLoss, loss_dtype, preference_loss
+from .preference_loss import PreferenceLoss, loss_dtype, loss_inputs, preference_loss
 from .sequence_logps import require_bounds, segment_sums, target_counts
+from .slopes import loss_slopes
 
 OP = "linear_preference_loss"
 
@@ -76,18 +76,8 @@ def _fwd(*args: Any) -> list[Tensor]:
     objective = PreferenceObjective(objective[0].split(","), *objective[1:])
     n_pairs, bounds, device = len(references[0]), cu_seqlens.tolist(), call.targets.device
     Targets.of(OP, call.targets, len(call.weight))  # names this op where a target is unknown
-    chosen_lengths, rejected_lengths = target_counts(call.targets, cu_seqlens.to(device)).chunk(2)
-
-    def loss(*logps: Tensor) -> PreferenceLoss:
-        options = dict(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths, weights=weights)
-        return preference_loss(*logps, *references, objective=objective, **options)
-
-    def slopes(chunk: slice) -> tuple[Tensor, ...]:
-        """Gradients of the loss of all pairs by the chosen and rejected sums of a chunk, [p] each."""
-        leaves = [x.detach().requires_grad_() for x in logps]
-        total = loss(*leaves).losses[chunk].sum() / n_pairs
-        return tuple(x[chunk] for x in torch.autograd.grad(total, leaves, materialize_grads=True))
-
+    lengths = target_counts(call.targets, cu_seqlens.to(device)).chunk(2)
+    dtype = loss_dtype(call.hidden, *references, weights)
     grad_hidden, grad_weight, grad_bias = gradients = _zero_gradients(call, needs)
     needs_hidden, needs_weight, needs_bias = needs
     tokens = _empty_tokens(call.hidden, statistics)
@@ -117,8 +107,9 @@ def _fwd(*args: Any) -> list[Tensor]:
         if not any(needs):
             return
 
-        of_pairs = in_new_thread(partial(slopes, chunk), device)  # autograd records nothing inside of a custom op
-        upstream = torch.cat(of_pairs).repeat_interleave(counts, output_size=n)
+        slopes = loss_slopes(loss_inputs(dtype, objective, *logps, *references, *lengths), objective)  # pyright: ignore
+        of_pairs = torch.cat([(x if weights is None else x * weights)[chunk] for x in slopes]) / n_pairs
+        upstream = of_pairs.repeat_interleave(counts, output_size=n)
         of_part, main_grad = [needs_hidden, False, needs_bias], grad_weight if needs_weight else None
         found = backward_pass(part, upstream, None, kept, jacobian, sums, of_part, main_grad)
         if needs_hidden:
@@ -129,7 +120,8 @@ def _fwd(*args: Any) -> list[Tensor]:
     with torch.autocast(call.hidden.device.type, enabled=False):
         for chunk in _chunks(bounds, n_pairs, capacity):
             visit(chunk)
-        return [*gradients, *loss(*logps), *logps, *tokens]
+        options: Any = dict(chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights)
+        return [*gradients, *preference_loss(*logps, *references, objective, **options), *logps, *tokens]
 
 
 @_fwd.register_fake

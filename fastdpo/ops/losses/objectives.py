@@ -65,7 +65,7 @@ def per_token(loss: str, pairs: LossInputs, chosen: Tensor, rejected: Tensor) ->
     return chosen / of_chosen, rejected / of_rejected
 
 
-def _scores_per_token(loss: str, pairs: LossInputs) -> tuple[Tensor, Tensor]:
+def scores_per_token(loss: str, pairs: LossInputs) -> tuple[Tensor, Tensor]:
     return per_token(loss, pairs, pairs.chosen_scores, pairs.rejected_scores)
 
 
@@ -106,7 +106,7 @@ def _ipo(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
 
     IPO, arXiv 2310.12036, eq. 17, with scores per token.
     """
-    chosen, rejected = (x.clamp(-MAX_SQUARED, MAX_SQUARED) for x in _scores_per_token("ipo", pairs))
+    chosen, rejected = (x.clamp(-MAX_SQUARED, MAX_SQUARED) for x in scores_per_token("ipo", pairs))
     return (chosen - rejected - 1 / (2 * objective.beta)) ** 2
 
 
@@ -211,7 +211,7 @@ def _sigmoid_norm(pairs: LossInputs, objective: PreferenceObjective) -> Tensor:
 
     Length-normalized DPO of Tulu 3, arXiv 2411.15124.
     """
-    chosen, rejected = _scores_per_token("sigmoid_norm", pairs)
+    chosen, rejected = scores_per_token("sigmoid_norm", pairs)
     return -F.logsigmoid(objective.beta * (chosen - rejected))
 
 

@@ -123,21 +123,7 @@ def preference_loss(
     checks.require(unsorted, OP, "weights", f"be None with {' and '.join(SORTED)}, which sort", "weights of pairs")
 
     dtype = loss_dtype(*floating.values())
-    chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
-    references = (ref_chosen_logps, ref_rejected_logps)
-    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if x is None else x.detach().to(dtype) for x in references)
-    score = DIVERGENCES[objective.f_divergence_type]
-    pairs = LossInputs(
-        chosen,
-        rejected,
-        ref_chosen,
-        ref_rejected,
-        chosen_scores=score(chosen - ref_chosen, objective.f_alpha_divergence_coef),
-        rejected_scores=score(rejected - ref_rejected, objective.f_alpha_divergence_coef),
-        sft_logps=chosen if sft_logps is None else sft_logps.to(dtype),
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
-    )
+    pairs = loss_inputs(dtype, objective, *logps.values(), *lengths.values(), sft_logps)  # pyright: ignore
     loss_weights = objective.loss_weights or [1.0] * len(objective.losses)
     terms = [
         weight * LOSSES[loss](pairs, objective) for loss, weight in zip(objective.losses, loss_weights, strict=True)
@@ -150,6 +136,27 @@ def preference_loss(
         rewards = per_token("simpo", pairs, *rewards)
     chosen_rewards, rejected_rewards = (objective.beta * x.detach() for x in rewards)
     return PreferenceLoss(losses.mean(), losses, chosen_rewards, rejected_rewards)
+
+
+def loss_inputs(
+    dtype: torch.dtype,
+    objective: PreferenceObjective,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None,
+    ref_rejected_logps: Tensor | None,
+    chosen_lengths: Tensor | None,
+    rejected_lengths: Tensor | None,
+    sft_logps: Tensor | None = None,
+) -> LossInputs:
+    """The inputs of losses, from arguments of `preference_loss` that were checked."""
+    chosen, rejected = chosen_logps.to(dtype), rejected_logps.to(dtype)
+    references = (ref_chosen_logps, ref_rejected_logps)
+    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if x is None else x.detach().to(dtype) for x in references)
+    score, alpha = DIVERGENCES[objective.f_divergence_type], objective.f_alpha_divergence_coef
+    scores = score(chosen - ref_chosen, alpha), score(rejected - ref_rejected, alpha)
+    sft_logps = chosen if sft_logps is None else sft_logps.to(dtype)
+    return LossInputs(chosen, rejected, ref_chosen, ref_rejected, *scores, sft_logps, chosen_lengths, rejected_lengths)
 
 
 def loss_dtype(*inputs: Tensor | None) -> torch.dtype:
