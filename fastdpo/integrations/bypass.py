@@ -1,9 +1,10 @@
 """Trainers whose class bypasses the functions that are patched, so that nothing would be fused.
 
-There are two checks. When a trainer is built, its class is examined: if an override cannot reach
-the fused call, the trainer is left unpatched (`bypass_reason`). A class whose code may reach the
-call is trusted until the trainer's first log: if the policy has not been called by then, the
-trainer says so (`report_if_unused`). Neither check communicates or reads a tensor.
+A training in which nothing is fused is never silent: if the policy has not been called by the trainer's first log,
+the trainer says so (`report_if_unused`). A class that does override a function without naming the stock one
+is seen earlier, when the trainer is built, and leaves it unpatched, with its models as they were (`bypass_reason`).
+That check must not refuse a class whose code may reach the fused call. It may trust one that does not, since the
+first log tells. Neither check communicates or reads a tensor.
 """
 
 from __future__ import annotations
@@ -147,37 +148,30 @@ def _reachable_names(function: Any, subclasses: tuple[type, ...]) -> set[str] | 
 
     Returns None for a callable without Python code.
     """
-    function = inner_function(function)
-    if not isinstance(function, FunctionType):
+    pending, seen, names = [inner_function(function)], set(), set()
+    if not isinstance(pending[0], FunctionType):
         return None
-    names: set[str] = set()
-    pending, seen = [function], {function}
     while pending:
         function = pending.pop()
-        own = set(_names_in(function.__code__))
-        methods = [vars(owner)[name] for owner in subclasses for name in own & vars(owner).keys()]
-        in_module = [function.__globals__[name] for name in own & function.__globals__.keys()]
-        in_closure = closure_contents(function)
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        own, scope = {*_names_in(function.__code__)}, function.__globals__
+        in_module, in_closure = [scope[name] for name in own & scope.keys()], closure_contents(function)
         # The stock function itself may be kept under another name.
         names |= own | {x.__name__ for x in (*in_module, *in_closure) if isinstance(x, FunctionType)}
-        local = [x for x in in_module if getattr(x, "__globals__", None) is function.__globals__]
-        for called in map(inner_function, (*methods, *local, *in_closure)):
-            if isinstance(called, FunctionType) and called not in seen:
-                seen.add(called)
-                pending.append(called)
+        called = [vars(owner)[name] for owner in subclasses for name in own & vars(owner).keys()]
+        called += [x for x in in_module if getattr(x, "__globals__", None) is scope]
+        pending += map(inner_function, (*called, *in_closure))
     return names
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    """The names and strings in a code object and in those nested in it.
-
-    The names of keyword arguments are constants: tuples of strings.
+def _names_in(code: object) -> Iterator[str]:
+    """The names and strings in a code object and in its constants: nested code objects, strings, and the names of
+    keyword arguments, which are tuples.
     """
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-        elif isinstance(constant, tuple):
-            yield from (x for x in constant if isinstance(x, str))
-        elif isinstance(constant, str):
-            yield constant
+    if isinstance(code, str):
+        yield code
+    elif isinstance(code, (CodeType, tuple)):
+        for x in (*code.co_names, *code.co_consts) if isinstance(code, CodeType) else code:
+            yield from _names_in(x)
