@@ -17,7 +17,7 @@ from ..reasons import Reason
 from . import evidence, packages
 from .bypass import existing_trainers
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, Target, all_lines, installed_version, targeted_trainers
+from .lines import CHANGING_OTHERS, Line, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options, specific_options
 from .versions import unsupported_version_reason
 
@@ -384,56 +384,63 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
 
     `newer` are the packages that all trainers rely on and that are newer than the tested versions.
     """
-
-    def off(version: str | None, reason: Reason) -> _Examined:
-        return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
-
     if name in _patched:
         return _patched[name]
     lines = [line for line in all_lines() if line.trainer == name]
-    package, distribution = lines[0].package, lines[0].distribution
-    version = installed_version(package)
-    line = next((line for line in lines if line.supports(version)), None)
-    is_tested = line is not None
-    if line is None:
+    version = installed_version(lines[0].package)
+    line = next((line for line in lines if line.supports(version)), lines[0])
+    reason, trainer_line, functions = _unavailable_reason(line, lines, version, is_targeted), None, {}
+    if reason is None:
+        evidence.set_newer(line.package, not line.supports(version))
+        trainer_line, functions, reason = _imported(line)
+    if name in _patched:
+        return _patched[name]
+    changed = {} if reason or line.supports(version) else evidence.changed(functions, line.package)
+    replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
+    if replaced:
+        reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
+    stock = weakref.WeakValueDictionary()
+    if reason is not None or trainer_line is None:
+        return _Examined(Seam(name, version, reason), None, stock)
+    tested = [] if line.supports(version) else [f"{line.distribution}{line.versions}"]
+    tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in newer]
+    others = packages.changed(newer)
+    functions = tuple(_each_once({**changed, **others}))
+    seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=functions)
+    newer = newer if line.supports(version) else [*newer, line.package]
+    relied_on = {x: evidence.differences_in(trainer_line.relied_on(x), newer) for x in specific_options(name)}
+    return _Examined(seam, trainer_line, stock, relied_on=relied_on)
+
+
+def _unavailable_reason(line: Line, lines: list[Line], version: str | None, is_targeted: bool) -> Reason | None:
+    """Why a trainer is not imported: its package is not installed, or its version is not supported by any of its
+    lines, or its import would change other packages.
+    """
+    if not line.supports(version):
         if version is None:
-            return off(None, Reason("not-installed", distribution=distribution))
-        line = lines[0]
-        if not evidence.is_allowed() or not line.precedes(version) or not evidence.has_tested(package):
-            return off(version, unsupported_version_reason(distribution, version, [line.versions for line in lines]))
+            return Reason("not-installed", distribution=line.distribution)
+        if not evidence.is_allowed() or not line.precedes(version) or not evidence.has_tested(line.package):
+            return unsupported_version_reason(line.distribution, version, [line.versions for line in lines])
     imported = any(module in sys.modules for module in line.trainer_modules)
-    if package in CHANGING_OTHERS and not is_targeted and not imported:
-        return off(version, Reason("not-imported", package=package))
-    evidence.set_newer(package, not is_tested)
-    earlier, functions, trainer_line = set(sys.modules), {}, None
+    if line.package in CHANGING_OTHERS and not is_targeted and not imported:
+        return Reason("not-imported", package=line.package)
+    return None
+
+
+def _imported(line: Line) -> tuple[TrainerLine | None, dict[str, Any], Reason | None]:
+    """The trainer line, the functions that it relies on, and why it does not support the trainer, if so. A failed
+    import leaves no module of the package behind: a later one may succeed, as TRL 0.24's does after LLaMA-Factory's.
+    """
+    earlier = set(sys.modules)
     try:
         trainer_line = line.load()
         with evidence.noting() as functions:
-            reason = trainer_line.unsupported_reason() or packages.missing_reason()
+            return trainer_line, functions, trainer_line.unsupported_reason() or packages.missing_reason()
     except Exception as error:  # of any kind: transformers turns ImportError into RuntimeError
         message = " ".join(str(error).split())  # in one line
-        reason = packages.missing_reason() or Reason("import-error", package=package, error=message)
-        new = sys.modules.keys() - earlier
-        for module_name in (x for x in new if x.partition(".")[0] == package):
-            del sys.modules[module_name]  # a later import may succeed: TRL 0.24's does after LLaMA-Factory's
-    if name in _patched:
-        return _patched[name]
-    changed: dict[str, list[str]] = {}
-    if not is_tested and reason is None:
-        changed = evidence.changed(functions, package)
-        replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
-        if replaced:
-            reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
-    if reason is not None or trainer_line is None:
-        return off(version, cast(Reason, reason))
-    others = packages.changed(newer)
-    tested = [] if is_tested else [f"{distribution}{line.versions}"]
-    tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in newer]
-    changed_functions = tuple(_each_once({**changed, **others}))
-    seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=changed_functions)
-    newer = newer if is_tested else [*newer, package]
-    relied_on = {x: evidence.differences_in(trainer_line.relied_on(x), newer) for x in specific_options(name)}
-    return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), relied_on=relied_on)
+        for module in [x for x in sys.modules.keys() - earlier if x.partition(".")[0] == line.package]:
+            del sys.modules[module]
+        return None, {}, packages.missing_reason() or Reason("import-error", package=line.package, error=message)
 
 
 def _each_once(names: Mapping[str, list[str]]) -> list[str]:
