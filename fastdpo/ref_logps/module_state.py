@@ -195,8 +195,7 @@ class ModuleStates:
         return found
 
     def _value(self, where: str, x: Any) -> object:
-        from transformers import PretrainedConfig
-
+        """A value of a known class as JSON. Others raise `NotCacheable`."""
         if x is None or isinstance(x, (bool, int, float, str)):
             return x
         if isinstance(x, (torch.dtype, Enum)):
@@ -204,29 +203,36 @@ class ModuleStates:
         if isinstance(x, Tensor):
             self.tensors[where] = x
             return "tensor"
-        if isinstance(x, (Mapping, list, tuple)):
-            named = x.items() if isinstance(x, Mapping) else enumerate(x)
-            values = {name: self._value(f"{where}.{name}", item) for name, item in named}
-            kept = {name if isinstance(name, str) else repr(name): y for name, y in values.items() if y is not _NEUTRAL}
-            return kept if kept or not x else _NEUTRAL
-        if isinstance(x, (set, frozenset)):
-            return sorted(str(self._value(where, item)) for item in x)
-        if isinstance(x, PretrainedConfig):
-            return _NEUTRAL if x is self._config else config_digest(x)
-        if isinstance(x, nn.Module):
-            if id(x) not in self._seen:
-                self._seen.update(map(id, x.modules()))
-                self._visit(x, f"{where}.")
-            return _NEUTRAL
-        if isinstance(x, type):  # the forward of an installed one may refer to itself
-            return f"{x.__module__}.{x.__qualname__}" if _source(x) else self._class(where, x)
+        if isinstance(x, (Mapping, list, tuple, set, frozenset)):
+            return self._items(where, x)
         if isinstance(x, (*PYTHON_FUNCTIONS, BuiltinFunctionType)):
             return self._functions(where, x) or _NEUTRAL
-        if isinstance(x, torch.device) or is_of(_source(type(x)), MODULES):
+        if isinstance(x, type):  # the forward of an installed one may refer to itself
+            return f"{x.__module__}.{x.__qualname__}" if _source(x) else self._class(where, x)
+        return self._object(where, x)
+
+    def _items(self, where: str, x: Any) -> object:
+        if isinstance(x, (set, frozenset)):
+            return sorted(str(self._value(where, item)) for item in x)
+        named = x.items() if isinstance(x, Mapping) else enumerate(x)
+        values = {name: self._value(f"{where}.{name}", item) for name, item in named}
+        kept = {name if isinstance(name, str) else repr(name): y for name, y in values.items() if y is not _NEUTRAL}
+        return kept if kept or not x else _NEUTRAL
+
+    def _object(self, where: str, x: Any) -> object:
+        from transformers import PretrainedConfig
+
+        source = _source(type(x))
+        if isinstance(x, PretrainedConfig) and x is not self._config:
+            return config_digest(x)
+        if isinstance(x, nn.Module) and id(x) not in self._seen:
+            self._seen.update(map(id, x.modules()))
+            self._visit(x, f"{where}.")
+        if isinstance(x, (PretrainedConfig, nn.Module, torch.device)) or is_of(source, MODULES):
             return _NEUTRAL
         if isinstance(x, Placement):
             return repr(x)
-        if is_of(_source(type(x)), _TENSOR_PARALLELISM):
+        if is_of(source, _TENSOR_PARALLELISM):
             return [self._class(where, type(x)), self._value(where, vars(x))]
         raise NotCacheable(f"{where} holds a {type(x).__qualname__}")
 
