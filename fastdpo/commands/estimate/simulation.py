@@ -31,7 +31,7 @@ from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from .batches import PADDING
 from .ledger import MemoryLedger
-from .scratch import HeadScratch
+from .scratch import scratch_of_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -169,7 +169,7 @@ class _Step:
         self.inputs = {name: self.fake.from_tensor(x) for name, x in batch.items()}
         scored = 0 if setup.rewards else int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         held = [x for model in filter(None, (self.policy, self.reference)) for x in _tensors(model)]
-        self.ledger = MemoryLedger(HeadScratch(setup.device, setup.device_memory).of_ops, scored, held)
+        self.ledger = MemoryLedger(scratch_of_head(setup.device, setup.device_memory), scored, held)
         self.activations = self.head = self.reference_run = 0
 
     def _add_heads(self) -> None:
