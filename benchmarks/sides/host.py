@@ -32,7 +32,7 @@ from fastdpo.ops import devices
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention.device_layout import AttentionOptions
 from fastdpo.ops.attention.flash import FlashAttention2, FlashLibrary
-from fastdpo.ops.head import targets
+from fastdpo.ops.head import results
 
 PROFILED = 10  # steps
 PARTS = (  # of a path, and the name of a part; the first that fits
@@ -180,7 +180,7 @@ def take_path_of_gpu(attend: Callable[[], None]) -> None:
     routes.BACKENDS.clear()
     routes.BACKENDS["flash-attn-2"] = _Library(lambda: FlashAttention2(functions), (None,))
     devices.TRITON_DEVICES = ("cpu",)
-    targets.is_host = lambda device: False  # ids are checked where the host has them
+    results.is_host = lambda device: False  # ids are checked where the host has them
     for module in (chunked_logprob, utils):
         module._use_triton = lambda device: True
 

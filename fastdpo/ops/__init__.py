@@ -13,8 +13,7 @@ from ..packing import IGNORE_INDEX, Layout, NotPackable, pack, pack_pairs
 from . import definitions
 from .attention.custom_layers import verify_packed
 from .attention.packed_attention import packed_attention
-from .head.budget import MEMORY_BUDGET
-from .head.linear_logps import linear_logps
+from .head.linear_logps import MEMORY_BUDGET, linear_logps
 from .head.results import SequenceLogps, TokenLogps
 from .head.token_logps import token_logps
 from .head.vocabulary_parallel import VocabularyGroup

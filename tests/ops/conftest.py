@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastdpo.ops.devices import accumulation_dtype
-from fastdpo.ops.head import logit_rows, targets
+from fastdpo.ops.head import logit_rows, results
 from fastdpo.ops.head.formats import ALIGNMENT
 
 
@@ -45,7 +45,7 @@ def rows_of_a_tile(monkeypatch):
 @pytest.fixture
 def unchecked_targets(monkeypatch):
     """Skips the host's check that targets are in the vocabulary, as for targets on a device."""
-    monkeypatch.setattr(targets, "is_host", lambda device: False)
+    monkeypatch.setattr(results, "is_host", lambda device: False)
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from fastdpo.ops import MEMORY_BUDGET, linear_logps
-from fastdpo.ops.head import budget as head_budget
-from fastdpo.ops.head.budget import budget_for
+from fastdpo.ops.head.linear_logps import budget_for
 from fastdpo.ops.head.logit_rows import kernel_tile_rows
 from tests.support.ops.heads import head_inputs
 
+HEAD = "fastdpo.ops.head.linear_logps"
 GIB = 1 << 30
 LLAMA, QWEN, GEMMA = 128_256, 151_936, 256_000  # vocabularies
 N, V, D = 24, 64, 8
@@ -51,8 +51,8 @@ def test_tiles_take_256_mib_wherever_there_is_memory(vocabulary, memory):
 @pytest.fixture
 def gpu_memory(monkeypatch):
     """A function that sets the bytes of a GPU, for which CPU tensors stand in."""
-    monkeypatch.setattr(head_budget, "MEMORY_BUDGET", 0)
-    return lambda size: monkeypatch.setattr(head_budget, "memory_of", lambda device: size)
+    monkeypatch.setattr(f"{HEAD}.MEMORY_BUDGET", 0)
+    return lambda size: monkeypatch.setattr(f"{HEAD}.memory_of", lambda device: size)
 
 
 def kept_rows(inputs, **options):

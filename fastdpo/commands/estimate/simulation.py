@@ -26,7 +26,7 @@ from ...models.mixers import segments
 from ...models.parts import base_of
 from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import ForwardOptions
-from ...ops.head.budget import budget_for
+from ...ops.head.linear_logps import budget_for
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from .batches import PADDING

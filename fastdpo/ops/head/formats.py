@@ -19,8 +19,7 @@ from ..choice.verdicts import Kernel, Trial, disable, failure_of_candidate, work
 from ..devices import accumulation_dtype, constant_while_tracing, is_capturing, memory_of, suits_triton
 from ..transform import Transform
 from . import trials
-from .gradient_sums import GradientSum, wide_product
-from .logit_rows import kernel_tile_rows, tile_rows
+from .logit_rows import GradientSum, kernel_tile_rows, tile_rows, wide_product
 from .results import LOGGED_STATISTICS
 
 OP = "linear_logps"

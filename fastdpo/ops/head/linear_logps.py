@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ..devices import accumulation_dtype, is_traced
-from .budget import default_budget
+from ..devices import accumulation_dtype, is_traced, memory_of
 from .formats import OP, TileFormat
-from .gradient_sums import empty_gradients
+from .logit_rows import GradientInputs, empty_gradients
 from .passes import backward_pass, empty_outputs, forward_pass, number_of_sums, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
 from .tiles import HEAD, HeadCall
 from .vocabulary_parallel import VocabularyGroup, backward_of_part, forward_of_part, require_group
+
+MEMORY_BUDGET = 512 << 20
+"""The least default, and the default on devices other than GPUs."""
+GPU_SHARE = 16
+"""On a GPU, the default is this part of its memory."""
 
 GROUP = 'str name="", SymInt[]? sizes=None, SymInt rank=0'
 """The fields of a `VocabularyGroup`, as custom ops declare them."""
@@ -63,7 +67,12 @@ def linear_logps_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     The gradient of the weight is added to `main_grad` if it is given.
     """
     call, group = _call_and_group(args[7:15], args[15:])
-    return backward_pass(call, *args[:7]) if group is None else backward_of_part(call, group, *args[:7])
+    grad_logps, grad_entropy, kept, jacobian, sums, *rest = args[:7]
+    if group is not None:
+        return backward_of_part(call, group, *args[:7])
+    return backward_pass(
+        call, GradientInputs(*sums, grad_logps=grad_logps, grad_entropy=grad_entropy), kept, jacobian, *rest
+    )
 
 
 @linear_logps_bwd.register_fake
@@ -228,6 +237,28 @@ def linear_logps(
     options = (*scalars, statistics, keep, form_jacobian, *cut)
     logps, *extra = _LinearLogps.apply(hidden, weight, bias, targets, main_grad, *options)
     return named_results(logps, extra, statistics, targets.shape)
+
+
+def default_budget(weight: Tensor) -> int:
+    """The default for a head with this weight [V, D]."""
+    return budget_for(weight.numel() if weight.requires_grad else 0, memory_of(weight.device))
+
+
+def budget_for(trained: int, device_memory: int | None) -> int:
+    """The default for a head with this many trained elements of its weight.
+
+    Tiles that are not kept are computed again one by one, and each of these products reads and
+    writes the weight's gradient in float32. A budget below the size of that gradient would save
+    little of the memory that the backward needs anyway, so twice its size is kept at least.
+
+    Args:
+        trained: elements of the weight, 0 if it needs no gradient.
+        device_memory: bytes of the GPU, or None for another device.
+    """
+    if device_memory is None:
+        return MEMORY_BUDGET
+    gradient = 4 * trained  # float32
+    return max(MEMORY_BUDGET, device_memory // GPU_SHARE, 2 * gradient)
 
 
 def compute_dtype_of(hidden: Tensor) -> torch.dtype:

@@ -15,8 +15,14 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_gr
 from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
 from .formats import TileFormat
-from .gradient_sums import GradientSum, empty_gradients, split_row_scale, wide_product
-from .logit_rows import GradientInputs, upstream_scale
+from .logit_rows import (
+    GradientInputs,
+    GradientSum,
+    empty_gradients,
+    split_row_scale,
+    upstream_scale,
+    wide_product,
+)
 from .results import empty_results, statistic_names
 from .tiles import Head, HeadCall
 
@@ -77,75 +83,85 @@ def forward_pass(call: HeadCall, statistics: str, keep: int, form_jacobian: bool
 
 def backward_pass(
     call: HeadCall,
-    grad_logps: Tensor | None,
-    grad_entropy: Tensor | None,
+    inputs: GradientInputs,
     kept: Tensor,
     jacobian: Tensor,
-    sums: Sequence[Tensor],
     needs: Sequence[bool],
     main_grad: Tensor | None,
     target_gradients: Tensor | None = None,
-    mean_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, without elements where not needed.
 
     The gradient of the weight is added to `main_grad` if it is given. Of a part, upstream gradients
     are those of the part's own results, and two more are needed: `target_gradients` [N] of the targets' raw
     logits, which come from the other parts and are 0 where the target is in one of them, and with a gradient
-    of the entropy the `mean_offset` [N] of `GradientInputs`.
+    of the entropy the `mean_offset` [N] of the inputs.
     """
-    hidden, weight, bias, targets, *_ = call
-    grads = grad_hidden, grad_weight, grad_bias = empty_gradients(hidden, weight, bias, needs)
-    needs_hidden, needs_weight, needs_bias = needs
-    wide, inputs = accumulation_dtype(call.compute_dtype), GradientInputs(*sums)
-    with torch.autocast(hidden.device.type, enabled=False):
-        ignored = targets == IGNORE_INDEX
-        upstream_logps, upstream_entropy = (
-            None if grad is None else grad.to(wide).masked_fill(ignored, 0) for grad in (grad_logps, grad_entropy)
+    grads = empty_gradients(call.hidden, call.weight, call.bias, needs)
+    wide = accumulation_dtype(call.compute_dtype)
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        ignored = call.targets == IGNORE_INDEX
+        grad_logps, grad_entropy = (
+            None if grad is None else grad.to(wide).masked_fill(ignored, 0)
+            for grad in (inputs.grad_logps, inputs.grad_entropy)
         )
-        if upstream_logps is None:
-            upstream_logps = torch.zeros_like(inputs.total)
-        scale = upstream_scale(upstream_logps, inputs.total, call.transform)  # [N]
-        if len(jacobian) and grad_entropy is None:
-            torch.mul(jacobian, scale[:, None], out=grad_hidden)
-            if target_gradients is not None:
-                _add_targets(Head(call), target_gradients, grad_hidden, None, None)
-            return grads
-        if not len(hidden):
+        if grad_logps is None:
+            grad_logps = torch.zeros_like(inputs.total)
+        inputs = inputs._replace(grad_logps=grad_logps, grad_entropy=grad_entropy)
+        scale = upstream_scale(grad_logps, inputs.total, call.transform)  # [N]
+        if not len(call.hidden):
             for grad in grads:
                 grad.zero_()
-            return grads
+        elif len(jacobian) and grad_entropy is None:
+            torch.mul(jacobian, scale[:, None], out=grads[0])
+            if target_gradients is not None:
+                _add_targets(Head(call), target_gradients, grads[0], None, None)
+        else:
+            _visit_tiles(call, inputs, scale, kept, needs, grads, main_grad, target_gradients)
+    return grads
 
-        head, dtype = Head(call), kept.dtype
-        if grad_entropy is not None:  # scaled already, by upstream gradients that may be too small for float16
-            dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
-            upstream = dict(grad_logps=upstream_logps, grad_entropy=upstream_entropy, mean_offset=mean_offset)
-            inputs = GradientInputs(*sums, **upstream)
-        row_scale, common_scale = split_row_scale(scale, dtype)
-        tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
-        weight_sum = bias_sum = None
-        if main_grad is not None:
-            weight_sum = GradientSum(main_grad, wide, common_scale, accumulate=True)
-        elif needs_weight:
-            weight_sum = GradientSum(grad_weight, wide, common_scale)
-        if needs_bias:
-            bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
-        for rows, tile in head.gradients(kept, inputs, dtype):
-            if needs_hidden:
-                place = grad_hidden[rows]
-                product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
-                torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
-            if weight_sum is not None:
-                scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
-                weight_sum.add(tile, scaled_rows.to(dtype))
-            if bias_sum is not None:
-                bias_sum.add(tile, row_scale[rows, None])
-        if target_gradients is not None:
-            _add_targets(head, target_gradients, grad_hidden if needs_hidden else None, weight_sum, bias_sum)
-        for gradient_sum in (weight_sum, bias_sum):
-            if gradient_sum is not None:
-                gradient_sum.finish()
-        return grads
+
+def _visit_tiles(
+    call: HeadCall,
+    inputs: GradientInputs,
+    scale: Tensor,
+    kept: Tensor,
+    needs: Sequence[bool],
+    grads: tuple[Tensor, Tensor, Tensor],
+    main_grad: Tensor | None,
+    target_gradients: Tensor | None,
+) -> None:
+    """Writes the gradients from those of all tiles, kept or recomputed."""
+    (needs_hidden, needs_weight, needs_bias), (grad_hidden, grad_weight, grad_bias) = needs, grads
+    head, dtype, wide = Head(call), kept.dtype, accumulation_dtype(call.compute_dtype)
+    if inputs.grad_entropy is None:
+        inputs = inputs._replace(grad_logps=None)
+    else:  # scaled already, by upstream gradients that may be too small for float16
+        dtype, scale = wide if dtype == torch.float16 else dtype, torch.ones_like(scale)
+    row_scale, common_scale = split_row_scale(scale, dtype)
+    tile_weight = head.weight.to(dtype) if needs_hidden else head.weight
+    weight_sum = bias_sum = None
+    if main_grad is not None:
+        weight_sum = GradientSum(main_grad, wide, common_scale, accumulate=True)
+    elif needs_weight:
+        weight_sum = GradientSum(grad_weight, wide, common_scale)
+    if needs_bias:
+        bias_sum = GradientSum(grad_bias[:, None], wide, common_scale)
+    for rows, tile in head.gradients(kept, inputs, dtype):
+        if needs_hidden:
+            place = grad_hidden[rows]
+            product = place if place.dtype == wide else torch.empty_like(place, dtype=wide)
+            torch.mul(wide_product(tile, tile_weight, product), scale[rows, None], out=place)
+        if weight_sum is not None:
+            scaled_rows = head.hidden_rows(rows).to(wide) * row_scale[rows, None]
+            weight_sum.add(tile, scaled_rows.to(dtype))
+        if bias_sum is not None:
+            bias_sum.add(tile, row_scale[rows, None])
+    if target_gradients is not None:
+        _add_targets(head, target_gradients, grad_hidden if needs_hidden else None, weight_sum, bias_sum)
+    for gradient_sum in (weight_sum, bias_sum):
+        if gradient_sum is not None:
+            gradient_sum.finish()
 
 
 def _add_targets(

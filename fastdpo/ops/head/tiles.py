@@ -24,7 +24,7 @@ from .logit_rows import (
     row_slices,
     sum_block_,
 )
-from .targets import Targets
+from .results import Targets
 
 TARGET_KERNEL = "target_logits"
 

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from ... import checks
 from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
+from .logit_rows import GradientInputs
 from .merged_parts import EXCHANGED, merge_parts
 from .passes import backward_pass, empty_outputs, forward_pass, scaled
 from .results import statistic_names
@@ -143,8 +144,11 @@ def backward_of_part(
         mean_offset = mean_offset.masked_fill(grad_entropy == 0, 0)  # NaN where the target is unknown
     if needs[0]:  # partial gradients of hidden are summed before they are rounded
         call = call._replace(hidden=hidden.to(accumulation_dtype(call.compute_dtype)))
-    of_part = (scaled(share, upstream), entropy_of_part, kept, jacobian, row_sums, needs, main_grad)
-    grad_hidden, grad_weight, grad_bias = backward_pass(call, *of_part, scaled(of_targets, upstream), mean_offset)
+    inputs = GradientInputs(
+        *row_sums, grad_logps=scaled(share, upstream), grad_entropy=entropy_of_part, mean_offset=mean_offset
+    )
+    of_targets = scaled(of_targets, upstream)
+    grad_hidden, *others = backward_pass(call, inputs, kept, jacobian, needs, main_grad, of_targets)
     if len(grad_hidden):
         dist.all_reduce(grad_hidden, group=process_group(group.name))
-    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+    return grad_hidden.to(hidden.dtype), *others  # pyright: ignore[reportReturnType]

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ... import checks
 from ..devices import accumulation_dtype
-from ..head.budget import MEMORY_BUDGET, default_budget
 from ..head.formats import TileFormat
-from ..head.linear_logps import check_head, compute_dtype_of
+from ..head.linear_logps import MEMORY_BUDGET, check_head, compute_dtype_of, default_budget
+from ..head.logit_rows import GradientInputs
 from ..head.passes import backward_pass, forward_pass, take_kept
-from ..head.results import TokenLogps, empty_results, named_results, requested_statistics
-from ..head.targets import Targets
+from ..head.results import Targets, TokenLogps, empty_results, named_results, requested_statistics
 from ..head.tiles import HEAD, HeadCall
 from .objectives import DPO, SORTED, PreferenceObjective, require_objective
 from .preference_loss import PreferenceLoss, loss_dtype, loss_inputs, preference_loss
@@ -107,11 +106,12 @@ def _fwd(*args: Any) -> list[Tensor]:
         if not any(needs):
             return
 
-        slopes = loss_slopes(loss_inputs(dtype, objective, *logps, *references, *lengths), objective)  # pyright: ignore
+        pairs: list[Any] = [*logps, *references, *lengths]
+        slopes = loss_slopes(loss_inputs(dtype, objective, *pairs), objective)
         of_pairs = torch.cat([(x if weights is None else x * weights)[chunk] for x in slopes]) / n_pairs
         upstream = of_pairs.repeat_interleave(counts, output_size=n)
         of_part, main_grad = [needs_hidden, False, needs_bias], grad_weight if needs_weight else None
-        found = backward_pass(part, upstream, None, kept, jacobian, sums, of_part, main_grad)
+        found = backward_pass(part, GradientInputs(*sums, grad_logps=upstream), kept, jacobian, of_part, main_grad)
         if needs_hidden:
             grad_hidden[index] = found[0]
         if needs_bias:

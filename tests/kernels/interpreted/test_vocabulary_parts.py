@@ -74,7 +74,7 @@ def test_unknown_targets_make_their_rows_nan():
     inputs["targets"][2] = 300
     inputs["targets"][3] = 7
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastdpo.ops.head.targets.is_host", lambda device: False)
+        patch.setattr("fastdpo.ops.head.results.is_host", lambda device: False)
         for differentiate in (("logps",), ("logps", "entropy")):
             ranks, gradients = results_and_gradients_of_ranks(inputs, (100, 200), differentiate=differentiate)
             assert all(mine.logps.isnan().tolist() == [False, False, True, False] for mine in ranks)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fastdpo.ops import VocabularyGroup, definitions, linear_logps, linear_sequence_logps
-from fastdpo.ops.head import logit_rows, targets
+from fastdpo.ops.head import logit_rows
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import LEAVES, OUTPUTS, doubled, head_inputs, results_and_gradients
 from tests.support.ops.special_rows import special_row
@@ -254,7 +254,7 @@ def other_uses() -> None:
         assert all(x.shape == (0,) for x in empty)
         assert not any(x.any() for x in gradients.values())
 
-        with mock.patch.object(targets, "is_host", return_value=False):
+        with mock.patch("fastdpo.ops.head.results.is_host", return_value=False):
             inputs["targets"][3] = V
             _, (results, gradients) = both(inputs, group)
             assert results.logps[3].isnan()
