@@ -63,8 +63,7 @@ test-all: $(READY) $(TEST_PACKAGES)
 # What CI runs beside `make test`: each trainer line and each program once. The longest come first, for `make --jobs 2`.
 test-once: ONCE := --quick
 test-once: DETAILED := 1.14.2
-test-once: LEGACY_OLDEST_TESTS := $(addprefix tests/legacy/,test_online_dpo.py test_dpo.py test_reward.py test_run.py) \
-	-k "test_loss or test_option or test_verifying or trains_fused"
+test-once: LEGACY_OLDEST_TESTS := $(addprefix tests/contract/,test_options.py test_verifying.py) tests/legacy/test_run.py
 test-once: test-ranks test-swift-newest test-llamafactory test-axolotl test-legacy test-openrlhf test-trl-seams \
 	test-census
 
@@ -102,9 +101,9 @@ test-census: $(READY) $(OLDEST_TRITON)
 test-legacy: test-legacy-newest test-legacy-oldest
 
 test-legacy-newest: $(LEGACY)/.ready
-	$(LEGACY)/bin/python -m pytest tests/legacy tests/properties $(ONCE) $(ARGS)
+	$(LEGACY)/bin/python -m pytest tests/contract tests/legacy tests/properties $(ONCE) $(ARGS)
 
-LEGACY_OLDEST_TESTS := tests/legacy tests/properties
+LEGACY_OLDEST_TESTS := tests/contract tests/legacy tests/properties
 test-legacy-oldest: $(LEGACY)/.ready
 	PYTHONPATH=$(abspath $(LEGACY)/trl-0.24.0) $(LEGACY)/bin/python -m pytest $(LEGACY_OLDEST_TESTS) $(ONCE) $(ARGS)
 
@@ -114,19 +113,19 @@ test-trl-versions: $(addprefix test-trl-,$(TRL_VERSIONS))
 test-trl-seams: $(addprefix test-trl-,$(TRL_SEAMS))
 
 DETAILED := 0.29.1 1.9.0 1.14.2
-IN_DETAIL := tests/trl_versions tests/integrations/trl_dpo/test_losses.py tests/integrations/trl_dpo/test_options.py \
-	tests/integrations/test_trl_reward_budget.py
+IN_DETAIL := tests/trl_versions tests/contract/test_options.py tests/contract/test_unpatching.py \
+	tests/integrations/trl_dpo/test_options.py tests/integrations/test_trl_reward_budget.py
 IN_SHORT := $(addprefix tests/trl_versions/,test_dpo.py test_online_dpo.py test_reward.py test_run.py)
 TRL_TESTS = $(if $(filter $*,$(DETAILED)),$(IN_DETAIL),$(IN_SHORT))
-# TRL 0.29 has no pass that can be replaced by that of fastdpo.
-WITHOUT_A_PASS = $(if $(filter 0.29.1,$(filter $*,$(DETAILED))),-k "not precompute")
+# TRL 0.29 has no pass that can be replaced by that of fastdpo, and no router losses.
+WITHOUT_A_PASS = $(if $(filter 0.29.1,$(filter $*,$(DETAILED))),-k "not precompute and not router")
 
 test-trl-%: $(VENV)/trl-% $(REQUESTS)
 	PYTHONPATH=$(abspath $(VENV)/trl-$*):$(abspath $(REQUESTS)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest --quick -p no:cacheprovider $(TRL_TESTS) $(WITHOUT_A_PASS) $(ARGS)
 
 test-openrlhf: $(OPENRLHF)/.ready
-	$(OPENRLHF)/bin/python -m pytest tests/openrlhf tests/properties $(ONCE) $(ARGS)
+	$(OPENRLHF)/bin/python -m pytest tests/contract tests/openrlhf tests/properties $(ONCE) $(ARGS)
 
 # Real programs, each in an environment of its own, started by their own commands.
 test-programs: test-llamafactory test-swift test-axolotl
@@ -138,7 +137,7 @@ measure-programs: test-llamafactory test-axolotl $(SWIFT)/.ready $(READY)
 	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ARGS)
 
 test-llamafactory: $(LLAMAFACTORY)/.ready
-	$(LLAMAFACTORY)/bin/python -m pytest tests/programs/llamafactory $(ONCE) $(ARGS)
+	$(LLAMAFACTORY)/bin/python -m pytest tests/contract tests/programs/llamafactory $(ONCE) $(ARGS)
 
 bench-llamafactory: $(LLAMAFACTORY)/.ready
 	$(LLAMAFACTORY)/bin/python -m benchmarks.run --suite llamafactory --json out/llamafactory.json $(ARGS)
@@ -151,10 +150,10 @@ test-ranks: $(DEEPSPEED)/.ready
 test-swift: test-swift-newest test-swift-oldest
 
 test-swift-newest: $(SWIFT)/.ready
-	$(SWIFT)/bin/python -m pytest tests/programs/swift $(ONCE) $(ARGS)
+	$(SWIFT)/bin/python -m pytest tests/contract tests/programs/swift $(ONCE) $(ARGS)
 
 test-swift-oldest: $(SWIFT)/.ready
-	PYTHONPATH=$(abspath $(SWIFT)/trl-0.28.0) $(SWIFT)/bin/python -m pytest tests/programs/swift $(ONCE) $(ARGS)
+	PYTHONPATH=$(abspath $(SWIFT)/trl-0.28.0) $(SWIFT)/bin/python -m pytest tests/contract tests/programs/swift $(ONCE) $(ARGS)
 
 test-axolotl: $(AXOLOTL)/.ready
 	$(AXOLOTL)/bin/python -m pytest tests/programs/axolotl $(ONCE) $(ARGS)
@@ -176,9 +175,9 @@ test-oldest-torch: $(OLDEST_TORCH)/.ready $(HUB_KERNELS) $(FLASH_SOURCES)
 # the newest torch that can be had. Prints which functions differ from the tested ones, then runs the trainers' tests.
 TORCH_NEXT ?= torch
 TESTED_VERSIONS := $(shell grep -E "^(trl|transformers|accelerate|peft)==" constraints/pins.txt)
-NEXT_TESTS := tests/integrations/trl_dpo/test_losses.py tests/integrations/test_newer_versions.py \
-	tests/integrations/test_packages.py tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py \
-	tests/integrations/test_trl_sft.py tests/integrations/test_trl_reference_free.py tests/integrations/test_trl_reward.py
+NEXT_TESTS := tests/contract tests/integrations/test_newer_versions.py tests/integrations/test_packages.py \
+	tests/integrations/test_trl_kto.py tests/integrations/test_trl_online_dpo.py tests/integrations/test_trl_sft.py \
+	tests/integrations/test_trl_reward.py
 # It needs a tested version of a package. What it would show has been printed.
 NOT_NEXT := tests/integrations/test_newer_versions.py::test_the_fingerprints_are_those_of_the_installed_versions
 test-next:

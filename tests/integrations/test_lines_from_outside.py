@@ -4,30 +4,21 @@ fastdpo does not know.
 
 import functools
 import importlib
-import importlib.metadata
-import sys
-from types import SimpleNamespace
+from contextlib import ExitStack
 
 import pytest
-import torch
 
 import fastdpo
 from fastdpo.commands import doctor
 from fastdpo.commands.doctor import OFF, OK
 from fastdpo.integrations import lines
 from fastdpo.integrations.patching import examine
-from fastdpo.packing import IGNORE_INDEX
-from tests.support import ROOT
-from tests.support.comparison import assert_same_gradients, double
-from tests.support.documents.markdown_blocks import blocks_of
 from tests.support.programs.run_command import run
 from tests.support.programs.warm import run_program
+from tests.support.stand_ins.toy_package import LINE, TRAINER, batches, installed
 from tests.support.trl.dpo import tiny_model
 
 NAME = "toy.PairTrainer"
-TRAINER = (ROOT / "tests" / "support" / "stand_ins" / "toy_trainer.py").read_text()
-(LINE,) = [block.code for block in blocks_of(ROOT / "docs/trainers.md") if block.language == "python"]
-METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 PROGRAM = """
 import torch
 from toy.trainer import PairTrainer
@@ -40,117 +31,15 @@ PairTrainer(tiny_model(), tiny_model(seed=1), [batch]).train()
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Installs the toy package, and returns where to. `version` is its own, `line` is whether it has entry points."""
-
-    def install(version: str = "1.3", line: bool = False):
-        for name, text in {"toy/__init__.py": "", "toy/trainer.py": TRAINER, "toy_line.py": LINE}.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
-        metadata = tmp_path / f"toy-{version}.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(METADATA.format("toy", version))
-        if line:
-            group = f"[{lines.ENTRY_POINTS}]\ntoy = toy_line:PairTrainerLine\n"
-            (metadata / "entry_points.txt").write_text(group)
-        monkeypatch.syspath_prepend(tmp_path)
-        return tmp_path
-
-    monkeypatch.setattr(lines, "registered", {})
-    yield install
-    fastdpo.unpatch()
-    for name in ("toy", "toy.trainer", "toy_line"):
-        sys.modules.pop(name, None)
-
-
-def batches() -> list[dict[str, torch.Tensor]]:
-    """Batches of two pairs with shared prompts, of rows of different lengths."""
-    made = []
-    for seed in range(3):
-        ids = torch.randint(3, 97, (4, 11), generator=torch.Generator().manual_seed(seed))
-        ids[2:, :5] = ids[:2, :5]
-        mask = torch.ones_like(ids)
-        mask[1, 9:] = mask[2, 8:] = 0
-        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
-        labels[:, :5] = IGNORE_INDEX
-        made.append(dict(input_ids=ids, attention_mask=mask, labels=labels))
-    return made
-
-
-def train(cast=lambda model: model):
-    from toy.trainer import PairTrainer
-
-    trainer = PairTrainer(*(cast(tiny_model(seed=seed)) for seed in range(2)), batches())
-    trainer.train()
-    return SimpleNamespace(logs=trainer.logs, gradients=trainer.gradients)
-
-
-def test_it_trains_what_its_stock_trains(install):
-    install()
-    stock, exact = train(), train(double)
-    importlib.import_module("toy_line")
-    before = fastdpo.calls.copy()
-    with fastdpo.patched(NAME) as report:
-        patched = train()
-        assert str(report) == "fastdpo: toy.PairTrainer (1.3): on"
-    calls = fastdpo.calls - before
-    assert {(kind, path) for _, kind, path in calls} == {("policy", "fused"), ("reference", "fused")}
-    for log, expected in zip(patched.logs, exact.logs, strict=True):
-        assert log == pytest.approx(expected, rel=1e-5)
-    assert_same_gradients(exact.gradients, patched.gradients)
-    assert_same_gradients(exact.gradients, stock.gradients)
-
-
-def test_the_comparison_notices_other_labels(install, monkeypatch):
-    install()
-    exact = train(double)
-    line = importlib.import_module("toy_line").PairTrainerLine
-    right = line.log_probs
-
-    def wrong(self, stock, trainer, model, batch):
-        return right(self, stock, trainer, model, {**batch, "labels": batch["input_ids"]})
-
-    monkeypatch.setattr(line, "log_probs", wrong)
-    with fastdpo.patched(NAME):
-        patched = train()
-    assert patched.logs[0]["loss"] != pytest.approx(exact.logs[0]["loss"], rel=1e-3)
-
-
-def test_trainers_before_and_after_stay_stock(install):
-    install()
-    from toy.trainer import PairTrainer
-
-    earlier = PairTrainer(tiny_model(), tiny_model(seed=1), batches())
-    importlib.import_module("toy_line")
-    stock = dict(vars(PairTrainer))
-    with fastdpo.patched(NAME) as report:
-        assert report.seams[0].stock_trainers == ("PairTrainer",)
-        during = PairTrainer(tiny_model(), tiny_model(seed=1), batches())
-        before = fastdpo.calls.total()
-        earlier.train()
-        assert fastdpo.calls.total() == before
-    assert dict(vars(PairTrainer)) == stock
-    during.train()
-    assert fastdpo.calls.total() == before
-    assert not any("fastdpo" in name for x in (during, during.model) for name in vars(x))
-
-
-def test_a_trainer_that_bypasses_the_call_says_so(install, caplog):
-    install()
-    importlib.import_module("toy_line")
-    fastdpo.patch(NAME)
-    from toy.trainer import PairTrainer
-
-    class Own(PairTrainer):
-        def log_probs(self, model, batch):
-            return model(batch["input_ids"]).logits.mean((1, 2))
-
-    Own(tiny_model(), tiny_model(seed=1), batches()).train()
-    assert "toy.PairTrainer (Own): not fused, Own.log_probs does not call PairTrainer.log_probs" in caplog.text
+def install(tmp_path):
+    """Installs the toy package, with arguments of `toy_package.installed`, and returns where to."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(installed(tmp_path, *args, **options))
 
 
 @pytest.mark.parametrize(("version", "reason"), [("2.0", "unsupported-version"), (None, "not-installed")])
-def test_another_version_is_off(install, version, reason):
+def test_another_version_is_off(install, monkeypatch, version, reason):
+    monkeypatch.setattr(lines, "registered", {})
     if version is not None:
         install(version)
         importlib.import_module("toy_line")
@@ -158,15 +47,6 @@ def test_another_version_is_off(install, version, reason):
         exec(LINE, {})
     (seam,) = examine(NAME).seams
     assert seam.reason.name == reason
-
-
-def test_another_signature_is_off(install, monkeypatch):
-    install()
-    importlib.import_module("toy_line")
-    from toy.trainer import PairTrainer
-
-    monkeypatch.setattr(PairTrainer, "log_probs", lambda self, model, rows: None)
-    assert "PairTrainer.log_probs must have the parameters" in str(examine(NAME).seams[0].reason)
 
 
 def test_an_entry_point_is_found_by_the_command(install):

@@ -165,16 +165,6 @@ def test_a_changed_signature_is_rejected(monkeypatch):
     assert seams()[:2] == changed[:2]
 
 
-def test_trainers_created_before_stay_stock_and_are_listed(tmp_path):
-    trainer = build(tmp_path, tiny_model(), tiny_model(seed=1))
-    report = fastdpo.patch()
-    assert report.seams[0].stock_trainers == ("DPOTrainer",)
-    assert "created before patch() and not patched: DPOTrainer" in str(report)
-    before = dict(fastdpo.calls)
-    trainer.train()
-    assert fastdpo.calls == before
-
-
 def test_unpatching_leaves_the_classes_as_they_were():
     before = [dict(vars(kind)) for kind in (DPOTrainer, OnlineDPOTrainer)]
     fastdpo.patch()

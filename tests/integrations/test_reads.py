@@ -12,7 +12,7 @@ from tests.support.trl.dpo import adapter, tiny_model, train
 from tests.support.trl.groups import train_group
 from tests.support.trl.kto import train_kto
 from tests.support.trl.online import train_online, writer
-from tests.support.trl.reference_free import train_reference_free
+from tests.support.trl.reference_free import train_cpo, train_orpo
 from tests.support.trl.reward import reward_model, train_reward
 from tests.support.trl.sft import train_sft
 
@@ -34,8 +34,8 @@ TRAINERS = {
     "Reward, max_tokens": (RewardTrainer, rewarded, dict(), 0),
     "SFT": (SFTTrainer, train_sft, dict(), 0),
     "KTO": (KTOTrainer, train_kto, dict(), 3),  # completions, their KL term, and both for the reference
-    "ORPO": (ORPOTrainer, train_reference_free, dict(), 1),
-    "CPO": (CPOTrainer, train_reference_free, dict(), 1),
+    "ORPO": (ORPOTrainer, train_orpo, dict(), 1),
+    "CPO": (CPOTrainer, train_cpo, dict(), 1),
     "OnlineDPO": (OnlineDPOTrainer, train_online, dict(), 1),
     "GRPO": (GRPOTrainer, grouped, dict(beta=0.1), 2),  # policy and reference
     "RLOO": (RLOOTrainer, grouped, dict(beta=0.1), 3),  # and the old policy

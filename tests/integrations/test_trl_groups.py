@@ -1,26 +1,24 @@
 """What GRPO and RLOO have in common: odd batches, models, fallbacks, subclasses, ranks."""
 
 import functools
-import gc
 import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig
 from trl import GRPOTrainer, RLOOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-from trl.trainer import grpo_trainer, rloo_trainer, utils
+from trl.trainer import grpo_trainer, utils
 
 import fastdpo
 from fastdpo import packing
 from tests.support import faults
-from tests.support.comparison import assert_close, assert_far_from_same, assert_same_gradients
+from tests.support.comparison import assert_close, assert_same_gradients
 from tests.support.trl.dpo import LORA, assert_fused, tiny_model
 from tests.support.trl.groups import (
-    AGAIN,
     CLIPPED,
     CONFIGS,
     NAMES,
@@ -31,7 +29,7 @@ from tests.support.trl.groups import (
     train_both_groups,
     train_group,
 )
-from tests.support.trl.online import reward_model, writer
+from tests.support.trl.online import writer
 from tests.support.workers import groups
 from tests.support.workers.processes import run_ranks
 
@@ -95,14 +93,6 @@ def test_odd_batches(kind):
 
 
 @BOTH
-def test_a_reward_model(both, trainer_class):
-    stock, patched = both(trainer_class, reward_model=reward_model, max_steps=2)
-    assert patched.calls["reward", "fused"] >= 1
-    assert {path for _, path in patched.calls} == {"fused"}
-    assert_same_groups(stock, patched)
-
-
-@BOTH
 def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_class):
     """Also where a micro-batch holds a part of a group."""
     layouts, stock = [], packing.pack
@@ -127,15 +117,6 @@ def test_tokens_of_a_prompt_are_computed_once(tmp_path, monkeypatch, trainer_cla
             len(p) + sum(len(c) - 1 for c in completions) for p, completions in of_prompt.items() if completions
         )
         assert len(layout.token_index) <= bound < sum(map(len, rows)) - len(rows)
-
-
-@BOTH
-def test_a_mixture_of_experts(both, trainer_class):
-    sizes = dict(num_local_experts=4, num_experts_per_tok=2)
-    stock, patched = both(trainer_class, "mixtral", sizes, False, **AGAIN, beta=0.0, router_aux_loss_coef=0.1)
-    assert_fused(patched, policy=4, old_policy=2)
-    assert "aux_loss" in patched.logs[0]
-    assert_same_groups(stock, patched)
 
 
 @BOTH
@@ -179,22 +160,6 @@ def stock_path(trainer_class: type, role: str, reason: str) -> str:
     return f"{NAMES[trainer_class]} ({role}): not fused, {reason}"
 
 
-@BOTH
-def test_attention_dropout_falls_back_to_stock_and_its_reference_is_fused(both, caplog, trainer_class):
-    stock, patched = both(trainer_class, tiny=dict(attention_dropout=0.1), **CLIPPED)
-    assert patched.calls == {("policy", "stock"): 4, ("old_policy", "stock"): 2, ("reference", "fused"): 2}
-    assert stock_path(trainer_class, "policy", "attention dropout is active") in caplog.text
-    assert_same_groups(stock, patched)
-
-
-def test_prompt_tuning_falls_back_to_stock_and_its_reference_is_fused(both, caplog):
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    stock, patched = both(**CLIPPED, reference=False, peft_config=config)
-    assert patched.calls == {("policy", "stock"): 4, ("old_policy", "stock"): 2, ("reference", "fused"): 2}
-    assert stock_path(GRPOTrainer, "policy", "the model was called without input_ids") in caplog.text
-    assert_same_groups(stock, patched)
-
-
 IDS = torch.arange(3, 39).view(4, 9)
 OTHER_INPUTS = {
     "an empty prompt": (  # generation fails on it, but a rollout function may return one
@@ -227,13 +192,6 @@ def test_other_inputs_fall_back_to_stock(tmp_path, caplog, trainer_class, inputs
     assert caplog.text.count(stock_path(trainer_class, "policy", reason)) == 1
 
 
-def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTDPO_STRICT", "1")
-    fastdpo.patch("trl.GRPOTrainer")
-    with pytest.raises(fastdpo.NotFused, match="attention dropout is active"):
-        train_group(tmp_path, writer(attention_dropout=0.1))
-
-
 @BOTH
 @pytest.mark.parametrize("option", ["use_liger_kernel", "use_transformers_continuous_batching"])
 def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trainer_class, option):
@@ -242,74 +200,6 @@ def test_trainers_with_these_options_are_left_as_they_are(tmp_path, caplog, trai
     build_group(tmp_path, model, trainer_class, beta=0.0, **{option: True})
     assert caplog.text.count(f"{NAMES[trainer_class]} ({trainer_class.__name__}): not fused, {option} is set") == 1
     assert "fastdpo" not in repr(vars(model))
-
-
-def _positions_start_at_1(monkeypatch):
-    stock = packing.pack
-
-    def pack(*args, **kwargs):
-        layout = stock(*args, **kwargs)
-        layout.position_ids[layout.position_ids.argmax() :] += 1
-        return layout
-
-    monkeypatch.setattr(packing, "pack", pack)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "sabotage", [faults.results_a_token_late, faults.no_prefix, faults.another_prompt, _positions_start_at_1]
-)
-def test_the_comparison_detects_sabotage(both, monkeypatch, trainer_class, sabotage):
-    faults.unnoticed_by_probes(monkeypatch)
-    sabotage(monkeypatch)
-    stock, patched = both(trainer_class, beta=0.1, max_steps=1)
-    assert_fused(patched, policy=1, reference=1, old_policy=trainer_class is RLOOTrainer)
-    with pytest.raises(AssertionError, match="step 0"):
-        assert_same_groups(stock, patched)
-
-
-@BOTH
-def test_the_comparison_detects_a_missing_token(tmp_path, both, trainer_class):
-    class Losing(trainer_class):
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            logps, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            return logps * (torch.arange(logps.numel()).view_as(logps) > 0), *rest
-
-    stock, _ = both(trainer_class, beta=0.1)
-    fastdpo.patch(NAMES[trainer_class])
-    sabotaged = train_group(tmp_path / "sabotaged", writer(0), Losing, reference=writer(1), beta=0.1)
-    assert_far_from_same(stock, sabotaged, stock.in_float64)
-
-
-@BOTH
-def test_unpatching_restores_the_class_and_existing_models(tmp_path, trainer_class):
-    module = {GRPOTrainer: grpo_trainer, RLOOTrainer: rloo_trainer}[trainer_class]
-    stock, prepare = dict(vars(trainer_class)), module.add_fused_lm_head
-    fastdpo.patch(NAMES[trainer_class])
-    model = writer(0)
-    trainer = build_group(tmp_path, model, trainer_class, reference=writer(1), beta=0.1)
-    assert dict(vars(trainer_class)) != stock
-    trainer.train()
-    fastdpo.unpatch()
-    assert dict(vars(trainer_class)) == stock
-    assert module.add_fused_lm_head is prepare
-    for each in (model, trainer.ref_model):
-        assert each.config._attn_implementation == "sdpa"
-        assert not any("fastdpo" in name for module in each.modules() for name in vars(module))
-    before = dict(fastdpo.calls)
-    trainer.train()
-    assert fastdpo.calls == before
-
-
-@BOTH
-def test_trainers_created_before_stay_stock_and_are_listed(tmp_path, trainer_class):
-    gc.collect()  # trainers of other tests
-    trainer = build_group(tmp_path, writer(0), trainer_class, beta=0.0)
-    report = fastdpo.patch(NAMES[trainer_class])
-    assert report.seams[0].stock_trainers == (trainer_class.__name__,)
-    before = dict(fastdpo.calls)
-    trainer.train()
-    assert fastdpo.calls == before
 
 
 def test_they_are_patched_by_name_or_with_all_trainers_of_the_package():
@@ -323,23 +213,6 @@ def test_gmpo_follows_grpo(tmp_path, monkeypatch):
     stock, patched = train_both_groups(tmp_path, GMPOTrainer, **CLIPPED)
     assert_fused(patched, **SCORED_BEFORE)
     assert_same_groups(stock, patched)
-
-
-@BOTH
-def test_a_subclass_with_log_probabilities_of_its_own_stays_stock(tmp_path, caplog, trainer_class):
-    class Own(trainer_class):
-        def _get_per_token_logps_and_entropies(self, model, ids, mask, width, *args, **options):
-            logits = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1]
-            logps = logits.log_softmax(-1)
-            entropies = -(logps.exp() * logps).sum(-1)
-            return logps.gather(2, ids[:, -width:, None])[..., 0], entropies, None
-
-    fastdpo.patch(NAMES[trainer_class])
-    model = writer()
-    assert not train_group(tmp_path, model, Own, beta=0.0).calls
-    reason = f"Own._get_per_token_logps_and_entropies does not call {trainer_class.__name__}"
-    assert reason in caplog.text
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_async_grpo_is_not_touched():

@@ -1,4 +1,4 @@
-"""TRL's RewardTrainer, stock against patched: the same loss, metrics and gradients."""
+"""What only TRL's RewardTrainer has: its batches, scores and subclasses."""
 
 import functools
 
@@ -10,8 +10,7 @@ from trl import RewardTrainer
 import fastdpo
 from fastdpo.models import reward_head
 from fastdpo.packing import IGNORE_INDEX
-from tests.support import faults
-from tests.support.comparison import assert_close, assert_far_from_same
+from tests.support.comparison import assert_close
 from tests.support.trl.dpo import (
     assert_fused,
     assert_same,
@@ -22,26 +21,14 @@ from tests.support.trl.dpo import (
 )
 from tests.support.trl.reward import (
     FULL,
-    OPTIONS,
-    assert_verified_rewards,
     reward_model,
     train_both_rewards,
-    train_reward,
 )
 
 
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_rewards, tmp_path)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option(both, option):
-    options, calls = OPTIONS[option]
-    stock, patched = both(**options)
-    assert not stock.calls
-    assert_fused(patched, **calls)
-    assert_same(stock, patched)
 
 
 def test_prompts_are_computed_once(both, monkeypatch):
@@ -100,7 +87,7 @@ class PaddingIsEnd(TrainerCallback):
 
 def test_tokens_other_than_those_that_batches_came_with_are_scored(both):
     rows = [dict(prompt=f"w{i} w2 ", chosen=f"w{i + 1} w5", rejected=f"w{i + 2} w6") for i in range(16)]
-    stock, patched = both(data=rows, others=[PaddingIsEnd()])
+    stock, patched = both(data=rows, callbacks=[PaddingIsEnd()])
     assert_fused(patched, **FULL)
     assert_same(stock, patched)
 
@@ -113,47 +100,6 @@ def test_compute_metrics_receives_the_scores(both):
     stock, patched = both(evaluate=6, compute_metrics=compute_metrics)
     assert_same(stock, patched)
     assert "eval_spread" in patched.logs[-1]
-
-
-def test_verifying(tmp_path, monkeypatch, caplog):
-    assert_verified_rewards(tmp_path, monkeypatch, caplog)
-
-
-@pytest.mark.parametrize("sabotage", [faults.targets_off_by_one, faults.late_positions, faults.no_prefix])
-def test_the_comparison_detects_sabotage(both, monkeypatch, sabotage):
-    faults.unnoticed_by_probes(monkeypatch)
-    sabotage(monkeypatch)
-    stock, patched = both(max_steps=1)
-    assert_fused(patched, policy=1)
-    with pytest.raises(AssertionError, match="step 0"):
-        assert_same(stock, patched)
-    assert_far_from_same(stock, patched, stock.in_float64)
-
-
-def test_attention_dropout_falls_back_to_stock(both, caplog):
-    stock, patched = both(tiny=dict(attention_dropout=0.1), disable_dropout=False)
-    assert patched.calls == {("policy", "stock"): 3}
-    assert caplog.text.count("trl.RewardTrainer (policy): not fused, attention dropout is active") == 1
-    assert_same_bits(stock, patched)
-
-
-def test_a_class_that_scores_otherwise_falls_back_to_stock(both, caplog):
-    def doubled(model):
-        stock = type(model).forward
-
-        class Doubled(type(model)):
-            def forward(self, *args, **kwargs):
-                output = stock(self, *args, **kwargs)
-                output.logits = 2 * output.logits
-                return output
-
-        model.__class__ = Doubled
-        return model
-
-    stock, patched = both(prepare=doubled)
-    assert patched.calls == {("policy", "stock"): 3}
-    assert "Doubled computes other scores than its layer `score`" in caplog.text
-    assert_same_bits(stock, patched)
 
 
 def test_subclasses(both):
@@ -184,18 +130,6 @@ def test_a_loss_of_the_model_itself(both, caplog):
 
 def test_it_is_patched_by_default():
     assert {seam.name: seam.on for seam in fastdpo.patch().seams}["trl.RewardTrainer"]
-
-
-def test_unpatching_restores_the_class_and_its_model(tmp_path):
-    stock = dict(vars(RewardTrainer))
-    fastdpo.patch("trl.RewardTrainer")
-    model = reward_model()
-    assert train_reward(tmp_path, model).calls
-    fastdpo.unpatch()
-    assert dict(vars(RewardTrainer)) == stock
-    assert model.config._attn_implementation == "sdpa"
-    assert not any("fastdpo" in name for module in model.modules() for name in vars(module))
-    assert not train_reward(tmp_path / "again", model).calls
 
 
 IDS = torch.tensor([[0, 5, 6, 0, 7], [5, 6, 7, 0, 0], [0, 0, 0, 0, 0]])

@@ -15,34 +15,15 @@ from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.models.state import ForwardOptions
 from fastdpo.testing import assert_as_accurate_as, float64_throughout
 from tests.support.comparison import SIZES, assert_same_in_low_precision, sharpen
-from tests.support.models.families import FUSED, STOCK, kind
 from tests.support.models.multimodal import FUSED as MULTIMODAL
 from tests.support.models.multimodal import IMAGE
-from tests.support.trl.dpo import WORDS, assert_fused, assert_same, assert_same_bits
-from tests.support.trl.reward import CLASSIFIERS, has_classifier, reward_model, train_both_rewards, train_reward
+from tests.support.trl.dpo import WORDS, assert_fused, assert_same
+from tests.support.trl.reward import has_classifier, reward_model, train_both_rewards, train_reward
 
 
 @pytest.fixture
 def both(tmp_path):
     return functools.partial(train_both_rewards, tmp_path)
-
-
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_family(both, name):
-    without_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if name == "gpt2" else {}
-    stock, patched = both(kind=kind(name), tiny=FUSED[name][1] | without_dropout, max_steps=2)
-    assert_fused(patched, policy=2)
-    assert_same(stock, patched)
-
-
-@pytest.mark.parametrize("name", filter(has_classifier, STOCK))
-def test_a_family_that_is_not_packed_falls_back_to_stock(both, caplog, name):
-    reason, config = STOCK[name]
-    stock, patched = both(kind=kind(name), tiny=config, max_steps=2)
-    assert patched.calls == {("policy", "stock"): 2}
-    assert caplog.text.count("trl.RewardTrainer (policy): not fused, ") == 1
-    assert reason in caplog.text
-    assert_same_bits(stock, patched)
 
 
 def multimodal_reward_model(name: str, seed: int = 0, **config):

@@ -14,11 +14,6 @@ from fastdpo.models import gradients, head
 from tests.support.faults import SOFTCAPPED, no_softcap, scaled_gradients, targets_off_by_one
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import LORA, Run, adapter, assert_same_bits, long_pairs, tiny_model, train
-from tests.support.trl.groups import train_group
-from tests.support.trl.kto import train_kto
-from tests.support.trl.online import train_online, writer
-from tests.support.trl.reference_free import train_cpo
-from tests.support.trl.sft import train_sft
 from tests.support.trl.verified import assert_verified
 from tests.support.trl.vision import FAMILIES, train_vision
 
@@ -71,28 +66,6 @@ def test_a_verified_training_ends_in_the_same_weights(name, tmp_path, caplog):
     messages = [x for x in caplog.messages if "verified" in x]
     assert len(messages) == 2, messages
     assert sum("gradient of" in x for x in messages) == 1
-
-
-TRAINERS = {
-    "trl.KTOTrainer": (train_kto, models, {}),
-    "trl.SFTTrainer": (train_sft, lambda: models()[:1], {}),
-    "trl.CPOTrainer": (train_cpo, lambda: models()[:1], {}),
-    "trl.GRPOTrainer": (train_group, lambda: [writer(0)], dict(steps_per_generation=2, num_iterations=2)),
-    "trl.OnlineDPOTrainer": (train_online, lambda: [writer(0), writer(1)], {}),
-}
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_every_trainer_can_be_verified(trainer, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "fastdpo")
-    train, build, options = TRAINERS[trainer]
-    ends = []
-    for verify in (False, True):
-        pair = build()
-        run(tmp_path / str(verify), verify, pair, train, trainer, max_steps=2, **options)
-        ends.append(weights(pair[0]))
-    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
-    assert any("verified" in x and "gradient of MLP" in x for x in caplog.messages)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -1,7 +1,4 @@
-"""DPOTrainer of TRL < 0.29: every option that changes its computations, stock against patched.
-
-Its logs round losses to four digits; gradients are compared to seven digits.
-"""
+"""DPOTrainer of TRL < 0.29: its inputs, subclasses, metrics, ranks, and remembered references."""
 
 from contextlib import nullcontext
 
@@ -11,84 +8,19 @@ import transformers
 from trl import DPOTrainer
 
 import fastdpo
+from tests.contract.trainers.trl_legacy.dpo import LONG
 from tests.support.comparison import approximately, assert_far_from_same, assert_same_in_low_precision
-from tests.support.models.altered_heads import ALTERED
-from tests.support.models.families import HYBRID
 from tests.support.trl.dpo import (
     adapter,
     assert_fused,
     assert_same,
     build,
-    long_pairs,
     pairs,
     run_two_ranks,
     tiny_model,
     train,
 )
 from tests.support.trl.grouping import assert_steps_are_those_of_stock
-from tests.support.trl.verified import assert_verified
-
-LOSSES = (
-    *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
-    *("discopop", "sft"),
-)
-FULL = dict(policy=3, reference=3)
-LONG = long_pairs(((1, 9, 8), (11, 1, 3), (5, 3, 2), (14, 7, 6), (30, 4, 9), (2, 7, 1), (10, 8, 9), (8, 4, 3)))
-CHECKPOINTED = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-# option: (changed arguments, number of calls of each kind)
-OPTIONS = {
-    "two_losses": (dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]), FULL),
-    "exo_pair": (dict(loss_type="exo_pair", label_smoothing=1e-3), FULL),
-    "robust": (dict(loss_type="robust", label_smoothing=0.1), FULL),
-    "label_smoothing": (dict(label_smoothing=0.2), FULL),
-    "rpo": (dict(rpo_alpha=0.7), FULL),
-    "rpo_ipo": (dict(rpo_alpha=0.7, loss_type="ipo"), FULL),
-    "ld": (dict(ld_alpha=0.5), FULL),
-    "wpo": (dict(use_weighting=True), FULL),
-    "wpo_ld_rpo": (dict(use_weighting=True, ld_alpha=0.5, rpo_alpha=0.3), FULL),
-    "js_divergence": (dict(f_divergence_type="js_divergence"), FULL),
-    "alpha_divergence": (dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.7), FULL),
-    "reference_free": (dict(reference_free=True), FULL),
-    "logits_to_keep": (dict(use_logits_to_keep=True), FULL),
-    "logits_to_keep_ld": (dict(use_logits_to_keep=True, ld_alpha=0.5, use_weighting=True), FULL),
-    "keep_start": (dict(max_length=12, truncation_mode="keep_start", data=LONG), FULL),
-    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=LONG), FULL),
-    "max_prompt_length": (dict(max_prompt_length=6, max_completion_length=4, data=LONG), FULL),
-    "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=4 + 1)),
-    "precompute_batch": (
-        dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
-        dict(policy=3, eval=1, reference=3 + 1),
-    ),
-    "precompute_adapter": (dict(precompute_ref_log_probs=True, **adapter()), dict(policy=3, reference=4)),
-    "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),
-    "evaluation_alone": (dict(evaluate=6, only_evaluate=True), dict(reference=2, eval=2)),
-    "evaluation_with_metrics": (
-        dict(evaluate=6, compute_metrics=lambda prediction: {"mean": float(prediction.predictions.mean())}),
-        dict(policy=3, reference=3 + 2, eval=2),
-    ),
-    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
-    "last_batch_is_partial": (dict(per_device_train_batch_size=6), FULL),
-    "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, reference=3 + 1, eval=1)),
-    "adapter_everywhere": (adapter(target_modules="all-linear"), FULL),
-    "checkpointing": (CHECKPOINTED, FULL),
-    "checkpointing_reentrant": (
-        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
-        FULL,
-    ),
-    "checkpointed_adapter": (dict(**CHECKPOINTED, **adapter()), FULL),
-    "sync_ref_model": (dict(sync_ref_model=True, ref_model_sync_steps=1), FULL),
-    "tied": (dict(tiny=dict(tie_word_embeddings=True)), FULL),
-    "eager": (dict(tiny=dict(attn_implementation="eager")), FULL),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss(both, loss):
-    stock, patched = both(loss_type=loss, max_steps=2)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
@@ -101,43 +33,6 @@ def test_the_comparison_detects_a_missing_token(both, tmp_path, loss):
     with fastdpo.patched("trl.DPOTrainer"):
         sabotaged = train(tmp_path / "sabotaged", tiny_model(), tiny_model(seed=1), data=data, **options)
     assert_far_from_same(stock, sabotaged, stock.in_float64)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option(both, option):
-    changes, calls = OPTIONS[option]
-    stock, patched = both(**changes)
-    assert_same(stock, patched)
-    assert_fused(patched, **calls)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma", "phi3", "cohere", "olmo2"])
-def test_family(both, kind):
-    stock, patched = both(kind, max_steps=2, tiny=dict(without=("head_dim",) if kind in ("qwen2", "phi3") else ()))
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "bamba", "mamba2", "lfm2"])
-def test_hybrid_family(both, name):
-    """The mixers of transformers 4 choose their functions when they are created, and run on whole rows."""
-    stock, patched = both(name, max_steps=2, tiny=HYBRID[name][1])
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
-
-
-def test_verifying(tmp_path, caplog):
-    assert_verified(
-        lambda directory: train(directory, tiny_model(), tiny_model(seed=1)), tmp_path, "trl.DPOTrainer", caplog=caplog
-    )
-
-
-def test_router_loss(both):
-    sizes = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
-    stock, patched = both("mixtral", tiny=sizes)
-    assert "aux_loss" in stock.logs[0]
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
 
 
 def test_bf16(both, monkeypatch):
@@ -156,22 +51,6 @@ def test_padding_free_equals_padded(both, tmp_path, caplog):
     assert_same(padded, free)
     assert_fused(free, policy=3, reference=3)
     assert "Padding-free training is enabled" not in caplog.text
-
-
-def test_a_prompt_that_is_truncated_entirely_falls_back_to_stock(both, caplog):
-    data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * n) for n in (3, 25, 7, 9)]
-    stock, patched = both(max_length=12, truncation_mode="keep_end", data=data, max_steps=1)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
-    assert "truncation has left nothing of a prompt" in caplog.text
-
-
-def test_unsupported_models_fall_back_to_stock(both, caplog):
-    sizes = dict(without=("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
-    stock, patched = both("bloom", tiny=sizes, evaluate=4)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 4, ("eval", "stock"): 1}
-    assert "not fused" in caplog.text
 
 
 def test_an_encoder_decoder_falls_back_to_stock(tmp_path, caplog):
@@ -335,18 +214,6 @@ def test_two_ranks(tmp_path):
     assert patched[0]["counts"] == stock[0]["counts"]
 
 
-def test_unpatching_restores_the_model_and_the_trainer(tmp_path):
-    model = tiny_model()
-    with fastdpo.patched("trl.DPOTrainer"):
-        train(tmp_path / "first", model, tiny_model(seed=1), data=pairs(4), max_steps=1)
-        assert model.config._attn_implementation == "fastdpo_sdpa"
-    assert model.config._attn_implementation == "sdpa"
-    assert "forward" not in vars(model)
-    run = train(tmp_path / "second", model, tiny_model(seed=1), data=pairs(4), max_steps=1)
-    assert not run.calls
-    assert "fastdpo" not in DPOTrainer.concatenated_forward.__module__
-
-
 def test_a_model_can_serve_a_second_trainer(tmp_path):
     runs = []
     for name in ("stock", "patched"):
@@ -356,24 +223,6 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
             runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # needs other statistics
     assert_same(*runs)
     assert_fused(runs[1], policy=3, reference=3)
-
-
-def test_strict_raises_instead_of_falling_back(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTDPO_STRICT", "1")
-    data = [dict(prompt="w1 w2 ", chosen="w3 " * 20, rejected="w4 " * 9)] * 4
-    with (
-        fastdpo.patched("trl.DPOTrainer"),
-        pytest.raises(fastdpo.NotFused, match="truncation has left nothing of a prompt"),
-    ):
-        train(tmp_path, tiny_model(), tiny_model(seed=1), max_length=12, truncation_mode="keep_end", data=data)
-
-
-@pytest.mark.parametrize("alter", ALTERED)
-def test_a_custom_head_or_forward_falls_back_to_stock(both, caplog, alter):
-    stock, patched = both(prepare=alter)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
-    assert ALTERED[alter] in caplog.text
 
 
 def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""OpenRLHF's DPOTrainer with its real actor and dataset: patched equals stock."""
+"""OpenRLHF's DPOTrainer: its labels, its attention, sharded models, and remembered references."""
 
 import logging
 import os
@@ -16,11 +16,8 @@ import fastdpo
 from fastdpo.integrations.openrlhf.dpo import answer_labels
 from tests.support.comparison import assert_far_from_same, double
 from tests.support.stand_ins.flash import stand_in
-from tests.support.trl.verified import assert_verified
 
 FUSED = {("policy", "fused"): 3, ("reference", "fused"): 3}
-MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)
-ADAPTER = dict(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
 
 
 @pytest.fixture
@@ -39,32 +36,6 @@ def both(tmp_path):
             return stock, train(*paths, Strategy(packing, **(loss or {})), **options)
 
     return run
-
-
-OPTIONS = {
-    "as it is": dict(),
-    "ipo": dict(loss=dict(ipo_enable=True)),
-    "label smoothing": dict(loss=dict(label_smoothing=0.2)),
-    "nll": dict(loss=dict(nll_loss_coef=0.5)),
-    "router": dict(kind="mixtral", tiny=MOE, loss=dict(aux_loss_coef=0.5)),
-    "router, unused": dict(kind="mixtral", tiny=MOE),
-    "adapter": ADAPTER,
-    "eager": dict(attention="eager"),
-    "temperature": dict(temperature=1.7),
-    "qwen3": dict(kind="qwen3", tiny=dict(head_dim=8)),
-    "two epochs": dict(epochs=2),
-}
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option(both, option, packing):
-    stock, patched = both(packing=packing, **OPTIONS[option])
-    assert_same(stock, patched)
-    epochs = OPTIONS[option].get("epochs", 1)
-    assert patched.calls == {call: n * epochs for call, n in FUSED.items()}
-    if "nll_loss_coef" in OPTIONS[option].get("loss", {}):
-        assert "nll_loss" in stock.logs[0]
 
 
 @pytest.mark.parametrize("loss", [dict(), dict(ipo_enable=True)], ids=["sigmoid", "ipo"])
@@ -93,19 +64,6 @@ def test_actors_with_flash_attention(tmp_path, packing, monkeypatch):
         patched = train(*paths, Strategy(packing), attention="flash_attention_2")
     assert_same(stock, patched)
     assert patched.calls == FUSED
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packing_samples"])
-def test_verifying(tmp_path, caplog, packing):
-    paths = [checkpoint(tmp_path, seed=seed) for seed in range(2)]
-    assert_verified(lambda directory: train(*paths, Strategy(packing)), tmp_path, "openrlhf", caplog=caplog)
-
-
-def test_evaluation(both):
-    stock, patched = both(evaluate=6)
-    assert_same(stock, patched)
-    assert patched.calls == {**FUSED, ("reference", "fused"): 5, ("eval", "fused"): 2}
-    assert any("eval_loss" in log for log in stock.logs)
 
 
 def test_some_tokenized_prompts_are_no_prefix_of_their_rows():
@@ -144,14 +102,6 @@ def test_a_wrong_number_of_prompt_lengths_raises():
     ids = torch.ones(4, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="one entry for each of 2 pairs; got 4"):
         answer_labels(ids, ids, [3, 3, 3, 3])
-
-
-def test_an_unsupported_model_falls_back_to_stock(both, caplog):
-    sizes = dict(without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
-    stock, patched = both("bloom", tiny=sizes, attention="eager")
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
-    assert caplog.text.count("not fused") == 2
 
 
 @pytest.mark.parametrize(
@@ -216,42 +166,6 @@ def test_subclass(both):
     stock, patched = both(trainer_class=DoublesLogps)
     assert_same(stock, patched)
     assert patched.calls == FUSED
-
-
-class OwnForward(Recorded):
-    """Its code names the function that it overrides, which no training calls."""
-
-    falls_through = False
-
-    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
-        if self.falls_through:
-            return super().concatenated_forward(model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
-        return forward_of_its_own(model, chosen_ids, reject_ids)
-
-
-class OwnForwardAlone(Recorded):
-    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
-        return forward_of_its_own(model, chosen_ids, reject_ids)
-
-
-def forward_of_its_own(model, *halves):
-    logps = [model.model(ids).logits.log_softmax(-1).mean((1, 2)) for ids in halves]
-    return *logps, [], -logps[0].mean()
-
-
-@pytest.mark.parametrize(
-    ("trainer_class", "reason"),
-    [
-        (OwnForwardAlone, "OwnForwardAlone.concatenated_forward does not call DPOTrainer.concatenated_forward"),
-        (OwnForward, "no call of the policy has reached fastdpo before the first log"),
-    ],
-)
-def test_a_trainer_without_a_fused_call_says_so(both, caplog, trainer_class, reason):
-    stock, patched = both(trainer_class=trainer_class)
-    assert_same(stock, patched)
-    assert not patched.calls
-    message = f"openrlhf.DPOTrainer ({trainer_class.__name__}): not fused, {reason}"
-    assert caplog.text.count(message) == caplog.text.count("not fused") == 1
 
 
 def test_report_and_unpatching(tmp_path, caplog):

@@ -12,6 +12,7 @@ and four seeds, patched is as far from float64 as stock is (median ratio 1.0). T
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -104,6 +105,36 @@ def assert_same_training(stock: Training, patched: Training, in_float64: Callabl
         scales = [1.0] * len(pair)
     for each, scale in zip(pair, scales, strict=True):
         assert each.size <= scale, f"{each.description}: {each.size / scale:.3g} times the tolerance"
+
+
+def assert_same(stock: Any, patched: Any) -> None:
+    """Asserts that all logged numbers and all gradients of all steps agree up to rounding."""
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
+    assert_same_training(stock, patched, stock.in_float64)
+
+
+def assert_same_bits(stock: Any, patched: Any) -> None:
+    """Asserts that losses and gradients are bitwise equal.
+
+    TRL's other metrics may differ by the rounding of their means.
+    """
+    assert largest(differences_of_logs(stock.logs, patched.logs, relative=8 * EPS, absolute=EPS)).size <= 1
+    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
+    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
+        for name in a.keys() & {"loss", "eval_loss", "train_loss", "grad_norm"}:
+            assert a[name] == b[name], f"step {step}: {name} {a[name]} {b[name]}"
+    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
+        assert a.keys() == b.keys(), f"step {step} has gradients of different parameters"
+        for name in a:
+            assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
+
+
+def assert_fused(run: Any, **expected: int) -> None:
+    """Asserts that exactly these calls ran, all of them fused.
+
+    It shows that the fused path was not silently disabled.
+    """
+    assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})
 
 
 def assert_same_in_low_precision(

@@ -13,69 +13,71 @@ import pytest
 from transformers import TrainingArguments
 from trl import DPOConfig
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def run_by(file: str, *tests: str) -> tuple[str, tuple[str, ...]]:
     """Names the file and the tests that train with a field set."""
-    return f"trl_dpo/test_{file}.py", tests
+    return f"integrations/trl_dpo/test_{file}.py", tests
 
 
 UNTOUCHED = "untouched"  # read before or after the model is called, by the same code with and without fastdpo
-LOSS_ONLY = run_by("losses", "test_loss", "test_modified_loss")
+OPTION = "contract/test_options.py", ("test_option",)
+DESCRIPTION = "contract/trainers/trl/dpo.py"
+"""The file with the options that this test sets."""
 NEEDS_A_GPU = "needs a GPU"
 NEEDS_A_CLUSTER = "needs an engine that is not installed"
 
 OF_DPO = {
     "activation_offloading": run_by("models", "test_saved_activations_may_be_moved"),
-    "beta": LOSS_ONLY,
+    "beta": OPTION,
     "dataset_num_proc": UNTOUCHED,
     "disable_dropout": run_by("models", "test_dropout_is_packed"),
-    "discopop_tau": LOSS_ONLY,
-    "f_alpha_divergence_coef": LOSS_ONLY,
-    "f_divergence_type": LOSS_ONLY,
-    "label_smoothing": LOSS_ONLY,
-    "ld_alpha": LOSS_ONLY,
-    "loss_type": LOSS_ONLY,
-    "loss_weights": LOSS_ONLY,
-    "max_length": run_by("options", "test_option"),
+    "discopop_tau": OPTION,
+    "f_alpha_divergence_coef": OPTION,
+    "f_divergence_type": OPTION,
+    "label_smoothing": OPTION,
+    "ld_alpha": OPTION,
+    "loss_type": OPTION,
+    "loss_weights": OPTION,
+    "max_length": OPTION,
     "model_init_kwargs": run_by("models", "test_model_given_by_path"),
-    "pad_to_multiple_of": run_by("options", "test_option"),
-    "pad_token": run_by("options", "test_option"),
+    "pad_to_multiple_of": OPTION,
+    "pad_token": OPTION,
     "padding_free": run_by("padding_free", "test_same_training"),
-    "precompute_ref_batch_size": run_by("options", "test_option"),
-    "precompute_ref_log_probs": run_by("options", "test_option"),
+    "precompute_ref_batch_size": OPTION,
+    "precompute_ref_log_probs": OPTION,
     "ref_model_mixup_alpha": run_by("options", "test_reference_follows_the_policy"),
     "ref_model_sync_steps": run_by("options", "test_reference_follows_the_policy"),
-    "router_aux_loss_coef": run_by("families", "test_router_loss"),
+    "router_aux_loss_coef": OPTION,
     "sync_ref_model": run_by("options", "test_reference_follows_the_policy"),
-    "truncation_mode": run_by("options", "test_option"),
+    "truncation_mode": OPTION,
     "trust_remote_code": UNTOUCHED,
-    "use_weighting": LOSS_ONLY,
+    "use_weighting": OPTION,
 }
 
 OF_TRAINING = {
-    "average_tokens_across_devices": run_by("options", "test_option"),
+    "average_tokens_across_devices": OPTION,
     "bf16": run_by("models", "test_autocast"),
     "bf16_full_eval": run_by("models", "test_evaluation_in_bfloat16"),
-    "dataloader_num_workers": run_by("options", "test_option"),
+    "dataloader_num_workers": OPTION,
     "deepspeed": NEEDS_A_CLUSTER,
-    "eval_on_start": run_by("options", "test_option"),
+    "eval_on_start": OPTION,
     "fp16": NEEDS_A_GPU,
     "fp16_full_eval": NEEDS_A_GPU,
     "fsdp": NEEDS_A_CLUSTER,
-    "gradient_accumulation_steps": run_by("options", "test_option"),
-    "gradient_checkpointing": run_by("options", "test_option"),
-    "gradient_checkpointing_kwargs": run_by("options", "test_option"),
-    "label_smoothing_factor": run_by("options", "test_option"),
+    "gradient_accumulation_steps": OPTION,
+    "gradient_checkpointing": OPTION,
+    "gradient_checkpointing_kwargs": OPTION,
+    "label_smoothing_factor": OPTION,
     "neftune_noise_alpha": run_by("models", "test_noise_on_embeddings_falls_back_to_stock"),
     "parallelism_config": NEEDS_A_CLUSTER,
-    "per_device_train_batch_size": run_by("options", "test_option"),
-    "remove_unused_columns": run_by("options", "test_option"),
+    "per_device_train_batch_size": OPTION,
+    "remove_unused_columns": OPTION,
     "tf32": NEEDS_A_GPU,
     "torch_compile": run_by("models", "test_compiled_model"),
     "torch_compile_backend": run_by("models", "test_compiled_model"),
-    "use_cache": run_by("options", "test_option"),
+    "use_cache": OPTION,
     "use_liger_kernel": NEEDS_A_GPU,
 }
 
@@ -92,7 +94,8 @@ def test_every_field_is_listed():
 @cache
 def read(file: str) -> tuple[set[str], set[str]]:
     """The names of the tests in a file, and of all keyword arguments in its calls."""
-    nodes = list(ast.walk(ast.parse((TESTS / file).read_text())))
+    files = [file, DESCRIPTION] if file == OPTION[0] else [file]
+    nodes = [node for x in files for node in ast.walk(ast.parse((TESTS / x).read_text()))]
     return (
         {node.name for node in nodes if isinstance(node, ast.FunctionDef)},
         {node.arg for node in nodes if isinstance(node, ast.keyword)},

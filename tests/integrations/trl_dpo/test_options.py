@@ -1,90 +1,10 @@
-"""Options of TRL's DPOTrainer, its models and its data: equal to stock, and on the expected path.
+"""Options of TRL's DPOTrainer whose effect is seen in numbers as well: a margin, a metric, the reference."""
 
-Each option is set alone here; test_pairwise.py combines them.
-"""
-
-import pytest
-import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from trl.trainer import dpo_trainer
 
 import fastdpo
-from tests.support.trl.dpo import LORA, adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
-
-FULL = dict(policy=3, reference=3)
-
-
-def trained_adapter(model):
-    """Returns a model with an adapter, as a user loads it. TRL copies it as "ref"."""
-    torch.manual_seed(5)
-    return get_peft_model(model, LoraConfig(**LORA))
-
-
-def checkpointed(reentrant: bool) -> dict:
-    return dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-
-
-# option: (changed arguments, number of calls of each kind)
-OPTIONS = {
-    # truncation
-    "keep_start": (dict(max_length=12, data=long_pairs()), FULL),  # cuts answers; drops long prompts
-    "keep_end": (dict(max_length=12, truncation_mode="keep_end", data=long_pairs()), FULL),  # cuts entire prompts
-    "untruncated": (dict(max_length=None, data=long_pairs()), FULL),
-    # padding
-    "pad_to_multiple_of": (dict(pad_to_multiple_of=16), FULL),  # every batch is padded beyond its longest row
-    "pad_token_is_eos": (dict(pad_token="<eos>"), FULL),  # padding looks like the end of an answer
-    # reference
-    # The pass has one batch of 16 pairs and one for the evaluation; training runs no reference.
-    "precompute": (dict(precompute_ref_log_probs=True, evaluate=4), dict(policy=3, eval=1, reference=1 + 1)),
-    "precompute_ld": (dict(precompute_ref_log_probs=True, ld_alpha=0.5), dict(policy=3, reference=1)),
-    "precompute_batch": (  # 16 pairs in batches of 6, unlike in training
-        dict(precompute_ref_log_probs=True, precompute_ref_batch_size=6, evaluate=4),
-        dict(policy=3, eval=1, reference=3 + 1),
-    ),
-    "precompute_adapter": (
-        dict(precompute_ref_log_probs=True, **adapter()),
-        dict(policy=3, reference=1),
-    ),
-    # evaluation
-    "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),  # the last batch has 2 of 4 pairs
-    "evaluation_alone": (dict(evaluate=6, only_evaluate=True), dict(reference=2, eval=2)),
-    "evaluation_first": (dict(evaluate=4, eval_on_start=True), dict(policy=3, reference=3 + 2, eval=2)),
-    # batches
-    "accumulation": (dict(gradient_accumulation_steps=2, max_steps=2), dict(policy=4, reference=4)),
-    "batch_of_one": (dict(per_device_train_batch_size=1), FULL),  # one pair: rows 0 and 1 share the prompt
-    "last_batch_is_partial": (dict(per_device_train_batch_size=6, max_steps=3), FULL),  # 6, 6, 4 pairs
-    "worker_processes": (dict(dataloader_num_workers=1, max_steps=2), dict(policy=2, reference=2)),  # shared memory
-    # adapters
-    "adapter": (dict(evaluate=4, **adapter()), dict(policy=3, reference=3 + 1, eval=1)),
-    "dora": (adapter(use_dora=True), FULL),
-    "adapter_on_everything": (adapter(target_modules="all-linear"), FULL),  # except the head, which PEFT excludes
-    "adapter_on_embeddings": (adapter(target_modules=["embed_tokens", "q_proj"]), FULL),
-    "trained_embeddings": (adapter(modules_to_save=["embed_tokens"]), FULL),
-    "disabled_dropout": (adapter(lora_dropout=0.3), FULL),  # TRL's default; prompts are then shared
-    "trained_adapter": (
-        dict(prepare=trained_adapter, reference=False, evaluate=4),
-        dict(policy=3, reference=3 + 1, eval=1),
-    ),
-    # memory
-    "checkpointing": (checkpointed(reentrant=False), FULL),
-    "checkpointing_reentrant": (checkpointed(reentrant=True), FULL),
-    "checkpointing_adapter": (dict(**checkpointed(reentrant=False), **adapter()), FULL),
-    "checkpointing_reentrant_adapter": (dict(**checkpointed(reentrant=True), **adapter()), FULL),
-    # TrainingArguments that DPOTrainer does not read: TRL computes its own loss
-    "label_smoothing_factor": (dict(label_smoothing_factor=0.1), FULL),
-    "average_tokens": (dict(average_tokens_across_devices=False), FULL),
-    "unused_columns": (dict(remove_unused_columns=False), FULL),
-    "use_cache": (dict(use_cache=True), FULL),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option(both, option):
-    options, calls = OPTIONS[option]
-    stock, patched = both(**options)
-    assert_same(stock, patched)
-    assert_fused(patched, **calls)
+from tests.support.trl.dpo import assert_fused, assert_same, pairs, tiny_model, train
 
 
 def test_precompute_without_a_reference_model(tmp_path):

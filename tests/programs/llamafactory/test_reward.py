@@ -7,13 +7,12 @@ without it.
 import pytest
 import torch
 from llamafactory.train.rm import trainer as rm_trainer
-from llamafactory_runs import FUSED, LORA, STOCK_CALLS, assert_same, assert_stock, checkpoint, train, train_both
+from llamafactory_runs import FUSED, LORA, assert_stock, train_both
 from safetensors.torch import load_file
 
 from tests.support.comparison import assert_same_in_low_precision
-from tests.support.trl.verified import assert_scores_verified
 
-FUSED, STOCK_CALLS = FUSED["rm"], STOCK_CALLS["rm"]
+FUSED = FUSED["rm"]
 WITHOUT_DROPOUT = dict(summary_dropout_prob=0.0)
 
 
@@ -27,32 +26,6 @@ def both(tmp_path):
     return run
 
 
-OPTIONS = {
-    "as it is": {},
-    "lora": LORA,
-    "freeze": dict(finetuning_type="freeze", freeze_trainable_layers=1),
-    "accumulation": dict(gradient_accumulation_steps=2, per_device_train_batch_size=2),
-    "one pair": dict(per_device_train_batch_size=1),
-    "checkpointing that is not reentrant": dict(use_reentrant_gc=False),
-    "qwen3": dict(kind="qwen3"),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option(both, option):
-    stock, patched = both(**OPTIONS[option])
-    assert_same(stock, patched)
-    batches = OPTIONS[option].get("gradient_accumulation_steps", 1)
-    assert patched.calls == {call: n * batches for call, n in FUSED.items()}
-
-
-def test_evaluation(both):
-    stock, patched = both(evaluate=True)
-    assert_same(stock, patched)
-    assert patched.calls == {**FUSED, ("eval", "fused"): 3}
-    assert any("eval_accuracy" in log for log in patched.logs)
-
-
 def test_bf16(both):
     stock, patched = both(bf16=True, use_cpu=True)
     assert_same_in_low_precision(stock, patched, torch.bfloat16, pytest.fail)
@@ -64,25 +37,6 @@ def test_the_value_head_is_saved(both, tmp_path):
     saved = load_file(tmp_path / "out" / "checkpoint-2" / "value_head.safetensors")
     assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
     assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
-
-
-def test_verifying(tmp_path, monkeypatch, caplog):
-    model = checkpoint(tmp_path)
-
-    def run(name):
-        train(tmp_path, model, "rm", evaluate=True)
-
-    assert_scores_verified(run, "llamafactory.PairwiseTrainer", monkeypatch, caplog, "hidden states")
-
-
-def test_an_unsupported_model(both, caplog):
-    tiny = dict(
-        n_layer=2, num_key_value_heads=None, intermediate_size=None, max_position_embeddings=None, head_dim=None
-    )
-    stock, patched = both("bloom", tiny=tiny, flash_attn="disabled")
-    assert_stock(stock, patched)
-    assert patched.calls == STOCK_CALLS
-    assert caplog.text.count("not fused") == 1
 
 
 def test_dropout_of_the_value_head(tmp_path):

@@ -9,8 +9,8 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,10 @@ from fastdpo import packing
 from fastdpo.models import batch
 from fastdpo.models.state import SharePrompts
 from fastdpo.packing import Layout
-from tests.support.comparison import EPS, SIZES, assert_same_training, differences_of_logs, double, largest, sharpen
+from tests.support.comparison import SIZES, double, sharpen
+from tests.support.comparison import assert_fused as assert_fused  # for the tests of trainings
+from tests.support.comparison import assert_same as assert_same
+from tests.support.comparison import assert_same_bits as assert_same_bits
 from tests.support.workers.processes import run_ranks
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
@@ -177,62 +180,93 @@ def trained_adapter(model: PreTrainedModel) -> PeftModel:
     return get_peft_model(model, LoraConfig(**LORA))
 
 
-def config(directory: Path, **overrides) -> DPOConfig:
-    return DPOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides})
+@dataclass(frozen=True)
+class Recipe:
+    """How to create a trainer of TRL with a tiny dataset, and to train with it.
+
+    Attributes:
+        trainer_class: the trainer.
+        config_class: the class of its arguments.
+        rows: makes a number of rows, for a seed.
+        has_reference: whether the trainer takes a reference model.
+    """
+
+    trainer_class: type
+    config_class: type
+    rows: Callable[..., list[dict]]
+    has_reference: bool = True
+
+    def config(self, directory: Path, **overrides) -> Any:
+        fields = {"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides}
+        return self.config_class(**fields)
+
+    def build(
+        self,
+        directory: Path,
+        model: PreTrainedModel | str,
+        reference: PreTrainedModel | None = None,
+        *,
+        data: list[dict] | Dataset | IterableDataset | Callable[..., list[dict]] | None = None,
+        evaluate: int = 0,
+        trainer_class: type | None = None,
+        **options,
+    ) -> Any:
+        """Creates a trainer on `data` (default: 16 of its rows), or on what `data` makes, as `rows` does.
+
+        `evaluate` is a number of other rows for evaluations. `options` are fields of its arguments, and arguments of
+        the trainer.
+        """
+        names = {field.name for field in fields(self.config_class)}
+        of_config = {name: options.pop(name) for name in [*options] if name in names}
+        rows = data if callable(data) else self.rows
+        if not isinstance(data, Dataset | IterableDataset):
+            given = rows(16) if data is None or callable(data) else data
+            data = dataset_for(of_config, given, directory / "train")
+        other = dataset_for(of_config, rows(evaluate, seed=1), directory / "eval") if evaluate else None
+        return (trainer_class or self.trainer_class)(
+            model=model,
+            args=self.config(directory, **of_config),
+            train_dataset=data,
+            eval_dataset=other,
+            processing_class=tokenizer(),
+            **({"ref_model": reference} if self.has_reference else {}),
+            **options,
+        )
+
+    def train(
+        self,
+        directory: Path,
+        model: PreTrainedModel | str,
+        reference: PreTrainedModel | None = None,
+        *,
+        evaluate: int = 0,
+        only_evaluate: bool = False,
+        callbacks: Sequence[TrainerCallback] = (),
+        **options,
+    ) -> Run:
+        """Runs a short training with the patches that are active. `options` are arguments of `build`.
+
+        The rows to `evaluate` are evaluated after the training, or instead of it if `only_evaluate`.
+        """
+
+        others = callbacks
+
+        def make(callbacks: list[TrainerCallback]) -> Trainer:
+            both = [*callbacks, *others]
+            return self.build(directory, model, reference, evaluate=evaluate, callbacks=both, **options)
+
+        return record(make, evaluate=evaluate > 0, only_evaluate=only_evaluate)
+
+
+DPO = Recipe(DPOTrainer, DPOConfig, pairs)
+config, train = DPO.config, DPO.train
 
 
 def build(
-    directory: Path,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    n: int = 4,
-    trainer_class: type[DPOTrainer] = DPOTrainer,
-    **overrides,
+    directory: Path, model: PreTrainedModel, reference: PreTrainedModel | None, n: int = 4, **options
 ) -> DPOTrainer:
-    """Creates a trainer on n of `pairs`. `overrides` are fields of `DPOConfig`."""
-    return trainer_class(
-        model=model,
-        ref_model=reference,
-        args=config(directory, **overrides),
-        train_dataset=dataset_for(overrides, pairs(n), directory / "train"),
-        processing_class=tokenizer(),
-    )
-
-
-def train(
-    directory: Path,
-    model: PreTrainedModel | str,
-    reference: PreTrainedModel | None,
-    *,
-    peft_config=None,
-    data: list[dict[str, str]] | Dataset | IterableDataset | None = None,
-    evaluate: int = 0,
-    only_evaluate: bool = False,
-    trainer_class: type[DPOTrainer] = DPOTrainer,
-    data_collator: Callable | None = None,
-    compute_metrics: Callable | None = None,
-    **overrides,
-) -> Run:
-    """Runs a short DPO training on `data` (default: `pairs`) with the patches that are active.
-
-    `evaluate` is a number of pairs that are evaluated after the training, or instead of it if
-    `only_evaluate`. `overrides` are fields of `DPOConfig`.
-    """
-    if not isinstance(data, Dataset | IterableDataset):
-        data = dataset_for(overrides, data or pairs(16), directory / "train")
-    make = functools.partial(
-        trainer_class,
-        model=model,
-        ref_model=reference,
-        args=config(directory, **overrides),
-        train_dataset=data,
-        eval_dataset=dataset_for(overrides, pairs(evaluate, seed=1), directory / "eval") if evaluate else None,
-        processing_class=tokenizer(),
-        peft_config=peft_config,
-        data_collator=data_collator,
-        compute_metrics=compute_metrics,
-    )
-    return record(make, evaluate=evaluate > 0, only_evaluate=only_evaluate)
+    """Creates a trainer on n of `pairs`. `options` are arguments of `Recipe.build`."""
+    return DPO.build(directory, model, reference, data=pairs(n), **options)
 
 
 def record(make: Callable[..., Trainer], *, evaluate: bool = False, only_evaluate: bool = False) -> Run:
@@ -281,6 +315,12 @@ def train_both(
         return [stock, once("patched", options)]
 
 
+def mean_logit(prediction) -> dict[str, float]:
+    """A function for `compute_metrics`, which needs the logits of an evaluation."""
+    assert prediction.predictions.shape[-1] == len(WORDS)
+    return {"mean_logit": float(prediction.predictions.mean())}
+
+
 def recorded_layouts(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
     """A list to which the layout of each following call is appended."""
     stock, recorded = batch.layout_of, []
@@ -319,28 +359,6 @@ def numbers(log: dict) -> dict[str, float]:
     return {k: v for k, v in named if not any(word in k for word in NOT_NUMBERS_OF_TRAINING)}
 
 
-def assert_same(stock: Run, patched: Run) -> None:
-    """Asserts that all logged numbers and all gradients of all steps agree up to rounding."""
-    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
-    assert_same_training(stock, patched, stock.in_float64)
-
-
-def assert_same_bits(stock: Run, patched: Run) -> None:
-    """Asserts that losses and gradients are bitwise equal.
-
-    TRL's other metrics may differ by the rounding of their means.
-    """
-    assert largest(differences_of_logs(stock.logs, patched.logs, relative=8 * EPS, absolute=EPS)).size <= 1
-    assert len(stock.gradients) == len(patched.gradients) == stock.steps == patched.steps
-    for step, (a, b) in enumerate(zip(stock.logs, patched.logs, strict=True)):
-        for name in a.keys() & {"loss", "eval_loss", "train_loss", "grad_norm"}:
-            assert a[name] == b[name], f"step {step}: {name} {a[name]} {b[name]}"
-    for step, (a, b) in enumerate(zip(stock.gradients, patched.gradients, strict=True)):
-        assert a.keys() == b.keys(), f"step {step} has gradients of different parameters"
-        for name in a:
-            assert torch.equal(a[name], b[name]), f"step {step}: gradient of {name} differs"
-
-
 def assert_same_error(directory: Path, build: Callable[[int], PreTrainedModel], error: type[Exception]) -> None:
     """Asserts that a training of a policy and a reference raises the same error, stock and patched.
 
@@ -352,11 +370,3 @@ def assert_same_error(directory: Path, build: Callable[[int], PreTrainedModel], 
             train(directory / patch.__name__, build(0), build(1), max_steps=1)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
-
-
-def assert_fused(run: Run, **expected: int) -> None:
-    """Asserts that exactly these calls ran, all of them fused.
-
-    It shows that the fused path was not silently disabled.
-    """
-    assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
 
-from peft import PeftConfig
-from transformers import PreTrainedModel
 from trl import KTOConfig, KTOTrainer
 
-from tests.support.trl.dpo import OPTIONS, Run, dataset_for, pairs, record, tokenizer, train_both
+from tests.support.trl.dpo import Recipe, pairs, train_both
 
 
 def rows(n: int, seed: int = 0) -> list[dict]:
@@ -28,41 +24,7 @@ def rows(n: int, seed: int = 0) -> list[dict]:
     return unpaired[:n]
 
 
-def config(directory: Path, **overrides) -> KTOConfig:
-    return KTOConfig(**{"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides})
-
-
-def train_kto(
-    directory: Path,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    *,
-    peft_config: PeftConfig | None = None,
-    data: list[dict] | None = None,
-    evaluate: int = 0,
-    only_evaluate: bool = False,
-    trainer_class: type[KTOTrainer] = KTOTrainer,
-    compute_metrics: Callable | None = None,
-    **overrides,
-) -> Run:
-    """Runs a short KTO training on `data` (default: `rows`) with the patches that are active.
-
-    `evaluate` is a number of rows that are evaluated after the training, or instead of it if
-    `only_evaluate`. `overrides` are fields of `KTOConfig`.
-    """
-    make = functools.partial(
-        trainer_class,
-        model=model,
-        ref_model=reference,
-        args=config(directory, **overrides),
-        train_dataset=dataset_for(overrides, data or rows(16), directory / "train"),
-        eval_dataset=dataset_for(overrides, rows(evaluate, seed=1), directory / "eval") if evaluate else None,
-        processing_class=tokenizer(),
-        peft_config=peft_config,
-        compute_metrics=compute_metrics,
-    )
-    return record(make, evaluate=evaluate > 0, only_evaluate=only_evaluate)
-
-
+KTO = Recipe(KTOTrainer, KTOConfig, rows)
+config, train_kto = KTO.config, KTO.train
 train_both_kto = functools.partial(train_both, trainer="trl.KTOTrainer", train=train_kto)
 """`trl.dpo.train_both` for KTO."""

@@ -1,0 +1,166 @@
+"""What the tests of the contract know of a trainer. Each description is a file in `tests/contract/trainers`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from packaging.version import Version
+
+from fastdpo.integrations.line import TrainerLine
+from fastdpo.integrations.lines import all_lines, installed_version
+from tests.support.comparison import assert_same, assert_same_bits
+from tests.support.copies import Change
+from tests.support.faults import Fault
+
+Calls = Mapping[str, int]
+"""Numbers of fused calls by role."""
+Options = Mapping[str, Any]
+
+
+class Newer(NamedTuple):
+    """Copies of a trainer's package that have a newer version.
+
+    Attributes:
+        version: that of the copies.
+        copies: the changes in each of them.
+        reports: what `patch` reports on each.
+        page: the page of the documentation that shows the reports.
+        undocumented: copies whose reports it does not show.
+        recorded: prefix of functions that are among those recorded for the installed version.
+        option: an option of `patch` that relies on functions of the package.
+    """
+
+    version: str
+    copies: Mapping[str, list[Change]]
+    reports: Mapping[str, str]
+    page: str
+    recorded: str
+    option: str
+    undocumented: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Harness:
+    """A trainer: how to train with it, and what differs from case to case.
+
+    Attributes:
+        name: that of the trainer's line.
+        calls: the fused calls of one step.
+        train: trains in a directory with the patches that are active. Takes models and options, returns a `Run`.
+        both: trains stock, then patched, in a directory, with options. Returns a `Run` of each, patched last.
+        models: creates the models that `train` and `build` take.
+        build: creates a trainer whose `train` can be called again; None if only its program can.
+        one_step: options with which a training has one step.
+        assert_same: asserts that the runs of `both` are the same up to rounding.
+        assert_same_bits: asserts that they are, if nothing was fused.
+        setting: what the trainer needs around each test, given a directory.
+        seams: functions of modules that `patch` replaces, by "module.name".
+        options: cases that are fused, as options of `both` and the number of calls.
+        thorough: the options that `--quick` leaves out.
+        families: options of `both` for families of models, each of which is trained for two steps.
+        fallbacks: cases that fall back: options of `both`, calls by role and path, and the reason.
+        bypassing: cases that stay unpatched: options of `both` and the reason.
+        strict: the fallback of which `FASTDPO_STRICT=1` makes an error, as options of `train` and its message.
+        sabotages: faults that the comparison of a training must notice, with options of `both`.
+        far: whether each of them is far above rounding.
+        verified: options of trainings with `verify=True`, with the number of verified calls.
+        scores: what the verification of a reward model compares, in words.
+        newer: the newer versions of its package.
+    """
+
+    name: str
+    calls: Calls
+    train: Callable[..., Any]
+    both: Callable[..., Sequence[Any]]
+    models: Callable[[], Sequence[Any]] = tuple
+    build: Callable[..., Any] | None = None
+    one_step: Options = field(default_factory=lambda: {"max_steps": 1})
+    assert_same: Callable[..., None] = assert_same
+    assert_same_bits: Callable[..., None] = assert_same_bits
+    setting: Callable[[Path], AbstractContextManager[Any]] = lambda directory: nullcontext()
+    seams: tuple[str, ...] = ()
+    options: Mapping[str, tuple[Options, Calls]] = field(default_factory=dict)
+    thorough: frozenset[str] = frozenset({"compiled"})
+    families: Mapping[str, Options] = field(default_factory=dict)
+    fallbacks: Mapping[str, tuple[Options, Mapping[tuple[str, str], int], str]] = field(default_factory=dict)
+    bypassing: Mapping[str, tuple[Options, str]] = field(default_factory=dict)
+    strict: tuple[Options, str] | None = None
+    sabotages: Mapping[str, tuple[Fault, Options]] = field(default_factory=dict)
+    far: bool = True
+    verified: Mapping[str, tuple[Options, int]] = field(default_factory=dict)
+    scores: str | None = None
+    newer: Newer | None = None
+
+    def line(self) -> TrainerLine:
+        """The trainer's line for the installed version."""
+        package = self.name.partition(".")[0]
+        found = (x for x in all_lines() if x.trainer == self.name and x.supports(installed_version(package)))
+        return next(found).load()
+
+    def trainer_class(self) -> type:
+        return self.line().trainer_class()
+
+    def fused(self, steps: int) -> dict[str, int]:
+        """The calls of some steps."""
+        return {role: steps * n for role, n in self.calls.items()}
+
+
+class Case(NamedTuple):
+    """A case of a trainer: its name in one of the mappings of `Harness`, and its value there."""
+
+    harness: Harness
+    name: str
+    value: Any
+
+
+def sabotaged_by(*planted: Fault, **options: Any) -> dict[str, tuple[Fault, Options]]:
+    """Entries of `Harness.sabotages`, with the same options."""
+    return {fault.__name__: (fault, options) for fault in planted}
+
+
+PATHS = {"openrlhf": ("openrlhf", "openrlhf/stand_ins"), "swift": (), "llamafactory": ("programs/llamafactory",)}
+"""The programs that have environments of their own, with folders of modules that their trainings import."""
+
+
+def trainings_of(environment: str) -> Iterator[Harness]:
+    for path in sorted((Path(__file__).parent / "trainers" / environment).glob("*.py")):
+        yield from importlib.import_module(f"tests.contract.trainers.{environment}.{path.stem}").HARNESSES
+
+
+@functools.cache
+def harnesses() -> tuple[Harness, ...]:
+    """The trainers of the environment: those of the program that is installed, or those of TRL."""
+    for program, folders in PATHS.items():
+        if find_spec(program) is not None:
+            sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in folders]
+            return tuple(trainings_of(program))
+    version = Version(importlib.metadata.version("trl"))
+    if version < Version("0.29"):
+        return tuple(trainings_of("trl_legacy"))
+    of_trl = tuple(trainings_of("trl"))
+    return of_trl if version >= Version("1.15") else tuple(x for x in of_trl if x.name == "trl.DPOTrainer")
+
+
+def cases(attribute: str) -> pytest.MarkDecorator:
+    """Parametrizes a test with `case`: each entry of a mapping of each harness."""
+    params = []
+    for harness in harnesses():
+        for name, value in getattr(harness, attribute).items():
+            marks = [pytest.mark.thorough] if attribute == "options" and name in harness.thorough else []
+            params.append(pytest.param(Case(harness, name, value), id=f"{harness.name}-{name}", marks=marks))
+    return pytest.mark.parametrize("case", params)
+
+
+def each(having: Callable[[Harness], object] = lambda harness: True) -> pytest.MarkDecorator:
+    """Parametrizes a test with `harness`: those that have something."""
+    return pytest.mark.parametrize("harness", [pytest.param(x, id=x.name) for x in harnesses() if having(x)])

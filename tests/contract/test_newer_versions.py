@@ -1,0 +1,48 @@
+"""Newer versions of a trainer's package are on by what their code is: copies of the installed one."""
+
+import functools
+
+import pytest
+
+from tests.contract.harness import Case, each, harnesses
+from tests.support.copies import (
+    assert_changes_are_noticed,
+    assert_documented,
+    assert_recorded,
+    assert_reported_and_trained,
+    train_program,
+)
+
+OF_NEWER_VERSIONS = [x for x in harnesses() if x.newer]
+COPIES = [Case(x, name, report) for x in OF_NEWER_VERSIONS for name, report in x.newer.reports.items()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A function of a harness that trains with each copy once."""
+    return functools.cache(
+        lambda harness: train_program(
+            harness.name, harness.newer.version, harness.newer.copies, tmp_path_factory.mktemp("copies")
+        )
+    )
+
+
+@pytest.mark.parametrize("case", COPIES, ids=lambda case: f"{case.harness.name}-{case.name}")
+def test_a_copy_trains_what_its_stock_trains(case, results):
+    assert_reported_and_trained(results(case.harness)[case.name], case.value)
+
+
+@each(lambda harness: harness.newer)
+def test_the_reports_are_documented(harness):
+    newer = harness.newer
+    assert_documented(newer.page, (x for name, x in newer.reports.items() if name not in newer.undocumented))
+
+
+@each(lambda harness: harness.newer)
+def test_the_fingerprints_are_those_of_the_installed_version(harness):
+    assert_recorded(harness.newer.recorded)
+
+
+@each(lambda harness: harness.newer)
+def test_each_change_of_a_function_that_an_option_relies_on_is_noticed(harness, monkeypatch):
+    assert_changes_are_noticed(monkeypatch, harness.name, harness.newer.option)

@@ -1,0 +1,136 @@
+"""OpenRLHF's DPOTrainer with its real actor and dataset."""
+
+from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint
+from openrlhf_runs import train as train_models
+
+import fastdpo
+from tests.contract.harness import Harness, Newer
+from tests.support.comparison import double
+
+MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)
+ADAPTER = dict(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+PACKING = {"padded": dict(packing=False), "packing_samples": dict(packing=True)}
+
+
+def train(directory, kind="llama", packing=False, tiny=None, loss=None, **options):
+    """`loss` are fields of the arguments' namespace `model`."""
+    paths = [checkpoint(directory, kind, seed, **(tiny or {})) for seed in range(2)]
+    return train_models(*paths, Strategy(packing, **(loss or {})), **options)
+
+
+def both(directory, **options):
+    stock = train(directory, **options)
+    stock.in_float64 = lambda: train(directory, cast=double, **options)
+    if "nll_loss_coef" in options.get("loss", {}):
+        assert "nll_loss" in stock.logs[0]
+    with fastdpo.patched("openrlhf"):
+        return stock, train(directory, **options)
+
+
+OPTIONS = {
+    "as it is": dict(),
+    "ipo": dict(loss=dict(ipo_enable=True)),
+    "label smoothing": dict(loss=dict(label_smoothing=0.2)),
+    "nll": dict(loss=dict(nll_loss_coef=0.5)),
+    "router": dict(kind="mixtral", tiny=MOE, loss=dict(aux_loss_coef=0.5)),
+    "router, unused": dict(kind="mixtral", tiny=MOE),
+    "adapter": ADAPTER,
+    "eager": dict(attention="eager"),
+    "temperature": dict(temperature=1.7),
+    "qwen3": dict(kind="qwen3", tiny=dict(head_dim=8)),
+    "two epochs": dict(epochs=2),
+}
+
+
+class OwnForward(Recorded):
+    """Its code names the function that it overrides, which no training calls."""
+
+    falls_through = False
+
+    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
+        if self.falls_through:
+            return super().concatenated_forward(model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
+        return forward_of_its_own(model, chosen_ids, reject_ids)
+
+
+class OwnForwardAlone(Recorded):
+    def concatenated_forward(self, model, chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens):
+        return forward_of_its_own(model, chosen_ids, reject_ids)
+
+
+def forward_of_its_own(model, *halves):
+    logps = [model.model(ids).logits.log_softmax(-1).mean((1, 2)) for ids in halves]
+    return *logps, [], -logps[0].mean()
+
+
+def in_epochs(options: dict) -> dict[str, int]:
+    return dict.fromkeys(("policy", "reference"), 3 * options.get("epochs", 1))
+
+
+BLOOM = dict(without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
+NAME = "openrlhf.DPOTrainer"
+TRAINER, ACTOR = "trainer/dpo_trainer.py", "models/actor.py"
+LOSS, SCALED = "                    preference_loss\n", "                    1.5 * preference_loss\n"
+EVALUATION = '                "acc_mean": acc_sum / num_samples,\n'
+LABELS = "        log_probs = log_probs_from_logits(output"
+COPIES = {
+    "unchanged": [],
+    "another loss": [(TRAINER, LOSS, SCALED), (TRAINER, EVALUATION, f'{EVALUATION}                "one": 1.0,\n')],
+    "other positions": [(TRAINER, "mask[:source_len] = False", "mask[: source_len + 1] = False")],
+    "another actor": [(ACTOR, LABELS, LABELS.replace("(output", "(1.25 * output"))],
+}
+NEWER = f"{NAME} (0.12.0): on, provisionally: newer than the tested versions, openrlhf>=0.9.10,<0.12, "
+OFF = f"{NAME} (0.12.0): off, it is newer than the tested versions, in which other code stands for "
+REPORTS = {
+    "unchanged": f"{NEWER}whose code is the same where it is compared",
+    "another loss": f"{NEWER}where openrlhf.trainer.dpo_trainer.DPOTrainer.evaluate differs: its first calls are "
+    "compared with stock ones",
+    "other positions": f"{OFF}openrlhf.trainer.dpo_trainer.DPOTrainer._get_batch_logps [changed-code]",
+    "another actor": f"{OFF}openrlhf.models.actor.Actor.forward [changed-code]",
+}
+
+HARNESSES = [
+    Harness(
+        name=NAME,
+        calls=dict(policy=1, reference=1),
+        train=train,
+        both=both,
+        assert_same=assert_same,
+        assert_same_bits=assert_same,
+        options={
+            **{
+                f"{name}, {layout}": (options | packing, in_epochs(options))
+                for name, options in OPTIONS.items()
+                for layout, packing in PACKING.items()
+            },
+            "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),
+        },
+        fallbacks={
+            "an unsupported model": (
+                dict(kind="bloom", tiny=BLOOM, attention="eager"),
+                {("policy", "stock"): 3, ("reference", "stock"): 3},
+                "",
+            )
+        },
+        bypassing={
+            "own forward": (
+                dict(trainer_class=OwnForwardAlone),
+                "OwnForwardAlone.concatenated_forward does not call DPOTrainer.concatenated_forward",
+            ),
+            "own forward that may fall through": (
+                dict(trainer_class=OwnForward),
+                "no call of the policy has reached fastdpo before the first log",
+            ),
+        },
+        verified={layout: (packing, 2) for layout, packing in PACKING.items()},
+        newer=Newer(
+            version="0.12.0",
+            copies=COPIES,
+            reports=REPORTS,
+            page="openrlhf.md",
+            undocumented=("another actor",),
+            recorded="openrlhf.models.actor.",
+            option="reference_memory",
+        ),
+    )
+]
