@@ -132,6 +132,20 @@ PATHS = {"openrlhf": ("openrlhf", "openrlhf/stand_ins"), "swift": (), "llamafact
 """The programs that have environments of their own, with folders of modules that their trainings import."""
 
 
+def in_each_layout(cases: Mapping[str, tuple[Options, Calls]], layouts: Mapping[str, Options]) -> dict:
+    """Cases of `Harness.options` in each of some layouts of batches."""
+    return {
+        f"{name}, {layout}": ({**options, **of_layout}, calls)
+        for name, (options, calls) in cases.items()
+        for layout, of_layout in layouts.items()
+    }
+
+
+def repeated(cases: Mapping[str, tuple[Options, Calls]]) -> frozenset[str]:
+    """Those of cases in two layouts without which each case, and each layout, still occurs."""
+    return frozenset(name for i, name in enumerate(cases) if (i + i // 2) % 2)
+
+
 def trainings_of(environment: str) -> Iterator[Harness]:
     for path in sorted((Path(__file__).parent / "trainers" / environment).glob("*.py")):
         yield from importlib.import_module(f"tests.contract.trainers.{environment}.{path.stem}").HARNESSES

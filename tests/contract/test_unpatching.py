@@ -2,6 +2,7 @@
 
 import copyreg
 import gc
+import re
 import sys
 
 import pytest
@@ -74,7 +75,8 @@ def test_another_signature_is_refused_with_the_difference(harness, monkeypatch):
             changing.setattr(trainer_class, name, lambda self, something_new: None)
             changed = dict(vars(trainer_class))
             (seam,) = examine(harness.name).seams
-            assert f"{trainer_class.__name__}.{name} must have the parameters" in str(seam.reason)
+            difference = rf"{trainer_class.__name__}\.{name} must (have|begin with) the parameters"
+            assert re.search(difference, str(seam.reason))
             assert "something_new" in str(seam.reason)
             with pytest.raises(fastdpo.PatchError):
                 fastdpo.patch(harness.name)

@@ -10,6 +10,7 @@ from trl import RewardTrainer
 import fastdpo
 from fastdpo.models import reward_head
 from fastdpo.packing import IGNORE_INDEX
+from tests.contract.trainers.trl.reward import FULL
 from tests.support.comparison import assert_close
 from tests.support.trl.dpo import (
     assert_fused,
@@ -20,7 +21,6 @@ from tests.support.trl.dpo import (
     tokenizer,
 )
 from tests.support.trl.reward import (
-    FULL,
     reward_model,
     train_both_rewards,
 )

@@ -4,7 +4,7 @@ from openrlhf_runs import Recorded, Strategy, assert_same, checkpoint
 from openrlhf_runs import train as train_models
 
 import fastdpo
-from tests.contract.harness import Harness, Newer
+from tests.contract.harness import Harness, Newer, in_each_layout, repeated
 from tests.support.comparison import double
 
 MOE = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1)
@@ -67,6 +67,7 @@ def in_epochs(options: dict) -> dict[str, int]:
     return dict.fromkeys(("policy", "reference"), 3 * options.get("epochs", 1))
 
 
+IN_LAYOUTS = in_each_layout({name: (x, in_epochs(x)) for name, x in OPTIONS.items()}, PACKING)
 BLOOM = dict(without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
 NAME = "openrlhf.DPOTrainer"
 TRAINER, ACTOR = "trainer/dpo_trainer.py", "models/actor.py"
@@ -97,12 +98,9 @@ HARNESSES = [
         both=both,
         assert_same=assert_same,
         assert_same_bits=assert_same,
+        thorough=repeated(IN_LAYOUTS),
         options={
-            **{
-                f"{name}, {layout}": (options | packing, in_epochs(options))
-                for name, options in OPTIONS.items()
-                for layout, packing in PACKING.items()
-            },
+            **IN_LAYOUTS,
             "evaluation": (dict(evaluate=6), dict(policy=3, reference=3 + 2, eval=2)),
         },
         fallbacks={

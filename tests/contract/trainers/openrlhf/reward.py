@@ -3,7 +3,7 @@
 from openrlhf_runs import RecordedRewards, Strategy, assert_same, checkpoint, train_rewards
 
 import fastdpo
-from tests.contract.harness import Harness
+from tests.contract.harness import Harness, in_each_layout, repeated
 from tests.support.comparison import double
 
 ADAPTER = dict(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
@@ -41,6 +41,7 @@ class OwnForward(RecordedRewards):
         return *model(ids, attention_mask=mask).chunk(2), []
 
 
+IN_LAYOUTS = in_each_layout({name: (x, dict(policy=3)) for name, x in OPTIONS.items()}, PACKING)
 HARNESSES = [
     Harness(
         name="openrlhf.RewardModelTrainer",
@@ -49,12 +50,9 @@ HARNESSES = [
         both=both,
         assert_same=assert_same,
         assert_same_bits=assert_same,
+        thorough=repeated(IN_LAYOUTS),
         options={
-            **{
-                f"{name}, {layout}": (options | packing, dict(policy=3))
-                for name, options in OPTIONS.items()
-                for layout, packing in PACKING.items()
-            },
+            **IN_LAYOUTS,
             "evaluation": (dict(evaluate=6), dict(policy=3, eval=2)),
         },
         bypassing={

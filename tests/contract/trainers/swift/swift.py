@@ -3,7 +3,7 @@
 import functools
 
 from fastdpo.integrations.swift import batches
-from tests.contract.harness import Harness, Newer
+from tests.contract.harness import Harness, Newer, in_each_layout, repeated
 from tests.support.programs.swift_runs import (
     LORA,
     PACKING,
@@ -86,14 +86,6 @@ EVALUATED = dict(split_dataset_ratio=0.34, eval_steps=3, per_device_eval_batch_s
 HOOKED = {"padded": scale_logits, "padding_free": join_rows_and_scale_logits}
 
 
-def in_each_layout(cases: dict) -> dict:
-    return {
-        f"{name}, {layout}": (options | prepared, calls)
-        for name, (options, calls) in cases.items()
-        for layout, prepared in LAYOUTS.items()
-    }
-
-
 def forget_tokens(of_completions: bool):
     """A fault: the patched trainer of KTO leaves out tokens of the completions, or of the KL term."""
 
@@ -170,17 +162,18 @@ REPORTS = {
     "other positions": f"{NAME} (4.7.0): off, it is newer than the tested versions, in which other code stands for "
     "swift.rlhf_trainers.rlhf_mixin.RLHFTrainerMixin.get_per_token_logps [changed-code]",
 }
+LOSSES_OF_DPO = {f"loss {x}": (dict(loss_type=x, max_steps=2), dict(policy=2, reference=2)) for x in LOSSES}
+IN_LAYOUTS_OF_DPO = in_each_layout(LOSSES_OF_DPO | OPTIONS_OF_DPO, LAYOUTS)
+IN_LAYOUTS_OF_KTO = in_each_layout(OPTIONS_OF_KTO, LAYOUTS)
 ALL_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
 HARNESSES = [
     harness(
         "dpo",
         name=NAME,
         calls=dict(policy=1, reference=1),
+        thorough=repeated(IN_LAYOUTS_OF_DPO),
         options={
-            **in_each_layout(
-                {f"loss {x}": (dict(loss_type=x, max_steps=2), dict(policy=2, reference=2)) for x in LOSSES}
-            ),
-            **in_each_layout(OPTIONS_OF_DPO),
+            **IN_LAYOUTS_OF_DPO,
             "packing": (dict(**PACKING, max_steps=3, per_device_train_batch_size=1), FULL),
             "packing and accumulation": (
                 dict(**PACKING, max_steps=1, gradient_accumulation_steps=3, per_device_train_batch_size=1),
@@ -207,8 +200,9 @@ HARNESSES = [
         "kto",
         name="swift.KTOTrainer",
         calls=dict(policy=2, reference=1),
+        thorough=repeated(IN_LAYOUTS_OF_KTO),
         options={
-            **in_each_layout(OPTIONS_OF_KTO),
+            **IN_LAYOUTS_OF_KTO,
             "packing": (dict(**PACKING, per_device_train_batch_size=2), FULL_KTO),
         },
         fallbacks={
