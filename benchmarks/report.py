@@ -1,5 +1,5 @@
-"""Updates README.md, docs/results.md, docs/notes/benchmarks.md, docs/notes/performance.md, docs/gpu.md and docs/plots
-from the committed results.
+"""Updates README.md, docs/results.md, docs/gpu.md, three pages of docs/notes (benchmarks.md, gpu.md and
+performance.md), and docs/plots from the committed results.
 
     python -m benchmarks.report
 
@@ -23,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 GPU_RESULTS = RESULTS / "gpu"
 PAGE = ROOT / "docs" / "notes" / "benchmarks.md"
 GPU_PAGE = ROOT / "docs" / "gpu.md"
+GPU_NOTES = ROOT / "docs" / "notes" / "gpu.md"
 PLOTS = ROOT / "docs" / "plots"
 PERFORMANCE = ROOT / "docs" / "notes" / "performance.md"
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
@@ -45,7 +46,7 @@ make bench-ops                                # single ops, by pytest-benchmark
 
 Results are written to `out/`. Copy them to `benchmarks/results` and run `python -m benchmarks.report`
 to show them here. `python -m benchmarks.run --help` lists the options of a suite, among them `--cases`
-for a part of it and `--resume` to continue a run. [gpu.md](../gpu.md) says how to measure a GPU.
+for a part of it and `--resume` to continue a run. [gpu.md](gpu.md) says how to measure a GPU.
 
 ## Overview
 
@@ -97,7 +98,7 @@ def page(by_suite: dict[str, Result], directory: Path = RESULTS) -> str:
 
 
 def gpu_block(by_suite: dict[str, Result]) -> str:
-    """The generated text of docs/gpu.md."""
+    """The generated text of docs/notes/gpu.md."""
     return "\n\n".join(section(result, "###") for result in by_suite.values()) or "Nothing yet."
 
 
@@ -149,13 +150,15 @@ def main() -> None:
     README.write_text(readme(README.read_text(), of_sentences))
     RESULTS_PAGE.write_text(results_page(RESULTS_PAGE.read_text(), by_suite, of_sentences))
     PERFORMANCE.write_text(performance(PERFORMANCE.read_text(), of_sentences))
-    GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), gpu_block(results(GPU_RESULTS))))
+    on_gpu = results(GPU_RESULTS)
+    GPU_PAGE.write_text(fill(GPU_PAGE.read_text(), tables.gpu_table(on_gpu["step"])))
+    GPU_NOTES.write_text(fill(GPU_NOTES.read_text(), gpu_block(on_gpu)))
     PAGE.write_text(page(by_suite))
     for name, result in by_suite.items():
         plots.plot(result, PLOTS / f"{name}.svg")
     for theme in plots.THEMES:
         plots.plot_first_picture(by_suite["step"], PLOTS / f"first-{theme}.svg", theme)
-    written = (README, RESULTS_PAGE, PAGE, PERFORMANCE, GPU_PAGE, PLOTS)
+    written = (README, RESULTS_PAGE, PAGE, PERFORMANCE, GPU_PAGE, GPU_NOTES, PLOTS)
     pages = ", ".join(str(path.relative_to(ROOT)) for path in written)
     print(f"{pages}: {', '.join(by_suite) or 'no results yet'}")
 

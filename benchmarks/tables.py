@@ -182,6 +182,22 @@ def sides_table(result: Result) -> str:
     return f"{render(rows, ['', *names])}\n\n{note}"
 
 
+def gpu_table(result: Result) -> str:
+    """One row per case of the suite `step` on a GPU: TRL as shipped next to fastdpo."""
+    rows = []
+    for case in result["cases"]:
+        summary = result["summary"]["cases"][case["name"]]
+        cells = [cell(case, name, summary["seconds"], _median) for name in (STOCK, SUBJECT)]
+        of_peaks = summary["peak_bytes"]
+        peaks = [cell(case, name, of_peaks, lambda peak: f"{peak / MIB:,.0f}") for name in (STOCK, SUBJECT)]
+        ratio = summary["times_fastdpo"].get(STOCK)
+        rows.append([case["name"], *cells, "" if ratio is None else f"{ratio['value']:.2f}x", *peaks])
+    headers = ["step", STOCK, SUBJECT, "speedup", "MiB of TRL", "of fastdpo"]
+    on = f"{result['machine']['accelerator']}, torch {result['versions']['torch']}"
+    note = f"A step without the optimizer, of 8 pairs, in bfloat16: {on}, {result['date'][:10]}."
+    return f"{render(rows, headers)}\n\n{wrap(note)}"
+
+
 def memory_table(result: Result) -> str:
     """Peak memory by size and by memory budget, one table per group."""
     tables = []

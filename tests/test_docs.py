@@ -170,6 +170,12 @@ def test_every_page_says_first_what_it_is_for():
         assert not first.startswith(("#", "```", "|")), page.name
 
 
+def test_the_page_about_gpus_is_for_users():
+    """How kernels are compiled, counted and measured is a page of the notes. The table grows with what is measured."""
+    before, _, rest = (ROOT / "docs" / "gpu.md").read_text().partition("<!-- benchmarks:begin -->")
+    assert len((before + rest.partition("<!-- benchmarks:end -->")[2]).split()) <= 1100
+
+
 def test_workflows_call_targets_that_exist():
     for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = workflow.read_text()

@@ -1,4 +1,4 @@
-"""The generated parts of README.md, docs/results.md, docs/notes/benchmarks.md and docs/gpu.md, and the plots."""
+"""The generated parts of README.md, docs/results.md, docs/gpu.md, two pages of docs/notes, and the plots."""
 
 import copy
 import json
@@ -61,12 +61,15 @@ def numbers() -> claims.Numbers:
 
 def test_pages_are_up_to_date(numbers):
     results, stale = numbers.results, "run `python -m benchmarks.report`"
-    readme, performance, gpu_page = (page.read_text() for page in (report.README, report.PERFORMANCE, report.GPU_PAGE))
+    readme, performance = (page.read_text() for page in (report.README, report.PERFORMANCE))
+    gpu_page, gpu_notes = report.GPU_PAGE.read_text(), report.GPU_NOTES.read_text()
+    on_gpu = report.results(report.GPU_RESULTS)
     assert report.readme(readme, numbers) == readme, stale
     speedups = report.RESULTS_PAGE.read_text()
     assert report.results_page(speedups, results, numbers) == speedups, stale
     assert report.performance(performance, numbers) == performance, stale
-    assert report.fill(gpu_page, report.gpu_block(report.results(report.GPU_RESULTS))) == gpu_page, stale
+    assert report.fill(gpu_page, tables.gpu_table(on_gpu["step"])) == gpu_page, stale
+    assert report.fill(gpu_notes, report.gpu_block(on_gpu)) == gpu_notes, stale
     assert report.page(results) == report.PAGE.read_text(), stale
 
 
@@ -324,6 +327,7 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     (tmp_path / "docs" / "notes").mkdir(parents=True)
     speedups.write_text(markers)
     (tmp_path / "docs" / "gpu.md").write_text(markers)
+    (tmp_path / "docs" / "notes" / "gpu.md").write_text(markers)
     (tmp_path / "docs" / "notes" / "performance.md").write_text("")
     (directory / "gpu").mkdir()
     machine = {"machine": result["machine"] | {"accelerator": "a GPU"}}
@@ -333,6 +337,7 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "RESULTS_PAGE", speedups)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "notes" / "benchmarks.md")
     monkeypatch.setattr(report, "GPU_PAGE", tmp_path / "docs" / "gpu.md")
+    monkeypatch.setattr(report, "GPU_NOTES", tmp_path / "docs" / "notes" / "gpu.md")
     monkeypatch.setattr(report, "GPU_RESULTS", directory / "gpu")
     monkeypatch.setattr(report, "PERFORMANCE", tmp_path / "docs" / "notes" / "performance.md")
     monkeypatch.setattr(report, "performance", lambda text, numbers: text)
@@ -344,9 +349,10 @@ def test_the_report_is_written(result, step_result, monkeypatch, tmp_path):
     row = "Training step, LoRA (6 datasets)"
     assert cells(speedups.read_text(), row) == [row, "2.5x", "4.0x, 5 of 6 (Capybara missing)", "A, 0123456"]
     assert "| a case" in (tmp_path / "docs" / "notes" / "benchmarks.md").read_text()
-    gpu_page = (tmp_path / "docs" / "gpu.md").read_text()
-    assert "### Steps" in gpu_page
-    assert "2.00 s, 4.00x, 8 MiB" in gpu_page
+    notes = (tmp_path / "docs" / "notes" / "gpu.md").read_text()
+    assert "### Steps" in notes
+    assert "2.00 s, 4.00x, 8 MiB" in notes
+    assert "| a case" in (tmp_path / "docs" / "gpu.md").read_text()
     assert (tmp_path / "docs" / "plots" / "head.svg").exists()
     (directory / "head.json").write_text(json.dumps(result | {"quick": True}))
     with pytest.raises(ValueError, match="full run"):

@@ -1,4 +1,4 @@
-"""The machine code of the kernels reads, writes and multiplies as often as the tables of docs/gpu.md say."""
+"""The machine code of the kernels reads, writes and multiplies as often as the tables of docs/notes/gpu.md say."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from fastdpo.kernels import token_logps
 from tests.support.kernels import compiled
 from tests.support.kernels.machine_code import Program, work
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "notes" / "gpu.md").read_text()
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
         /*0010*/                   S2R R0, SR_CTAID.X ;
