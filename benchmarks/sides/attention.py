@@ -6,6 +6,7 @@ The sides are padded, packed without shared prompts, and packed with shared prom
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides import workload as w
@@ -21,6 +23,7 @@ from benchmarks.sides.workload import Lengths
 from fastdpo.ops import packed_attention
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention.device_layout import AttentionOptions
+from fastdpo.ops.choice import tuning
 
 QUEUED_CYCLES = 20_000_000  # 10 ms
 QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "output")
@@ -30,8 +33,12 @@ QUANTITIES = ("gradient of queries", "gradient of keys", "gradient of values", "
 class AttentionWorkload:
     """Lengths of the pairs, and the shape and dtype of a layer's heads.
 
-    `compared` is the number of key heads, from the first one on, that are compared with the ground truth together
-    with their query heads; None for all.
+    Attributes:
+        compared: the number of key heads, from the first one on, that are compared with the ground truth together with
+            their query heads; None for all.
+        header: tokens that all rows begin with, before the prompts.
+        window, softcap: as in `packed_attention`.
+        deterministic: whether torch's deterministic algorithms are asked for.
     """
 
     pairs: tuple[Lengths, ...]
@@ -40,6 +47,10 @@ class AttentionWorkload:
     d: int = 128
     dtype: str = "bfloat16"
     compared: int | None = None
+    header: int = 0
+    window: int | None = None
+    softcap: float | None = None
+    deterministic: bool = False
 
     def compared_of(self, heads: int) -> int:
         """How many of the heads of a tensor are compared, given their number."""
@@ -63,11 +74,13 @@ class AttentionInputs:
         self.layout: list[tuple[int, int, int, int]] = []
         end = 0
         for prompt, chosen, rejected in workload.pairs:
-            start, branch = end, end + prompt + chosen
+            seen = workload.header if end else 0  # the first pair stores the header
+            start, branch = end, end + workload.header - seen + prompt + chosen
             end = branch + rejected
-            shared = torch.arange(start, start + prompt)
-            self.rows += [torch.arange(start, branch), torch.cat([shared, torch.arange(branch, end)])]
-            self.layout += [(0, 0, start, branch - start), (start, prompt, branch, rejected)]
+            first = torch.cat([torch.arange(seen), torch.arange(start, branch)])
+            before = workload.header + prompt  # what the rejected row shares
+            self.rows += [first, torch.cat([first[:before], torch.arange(branch, end)])]
+            self.layout += [(0, seen, start, branch - start), (start - seen, before, branch, rejected)]
         generator = torch.Generator(device).manual_seed(0)
         heads = (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads)
         dtype = getattr(torch, workload.dtype)
@@ -110,8 +123,12 @@ class AttentionStep:
         raise NotImplementedError
 
     def _run(self) -> tuple[Tensor, ...]:
-        out = self.attend(*self.leaves)
-        return out.detach(), *torch.autograd.grad(out, self.leaves, self.grad)
+        torch.use_deterministic_algorithms(self.workload.deterministic, warn_only=True)
+        try:
+            out = self.attend(*self.leaves)
+            return out.detach(), *torch.autograd.grad(out, self.leaves, self.grad)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def check(self) -> Arrays:
         out, *grads = self._run()
@@ -143,20 +160,38 @@ class AttentionStep:
     def reset(self) -> None: ...
 
     def facts(self) -> dict[str, Any]:
-        return {"tokens": self.index.numel()}
+        """The tokens, whether a second run gives the same bits, and on a GPU the milliseconds of each kernel."""
+        same = all(torch.equal(x, again) for x, again in zip(self._run(), self._run(), strict=True))
+        found = {"tokens": self.index.numel(), "same_bits": same}
+        return found | {"kernels": self._kernels()} if self.grad.is_cuda else found
+
+    def _kernels(self) -> dict[str, float]:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self._run()
+            torch.cuda.synchronize()
+        times: Counter[str] = Counter()
+        for event in profiler.key_averages():
+            if event.device_type == DeviceType.CUDA:
+                times[event.key.partition("<")[0]] += event.self_device_time_total / 1e3
+        return dict(times.most_common())
 
 
 class PaddedAttention(AttentionStep):
     """torch's attention over right-padded rows, where the causal mask alone hides the padding."""
 
     def __init__(self, workload: AttentionWorkload) -> None:
+        if workload.softcap is not None:
+            raise Unavailable("torch's attention has no softcap")
         inputs = AttentionInputs(workload)
         index = torch.nn.utils.rnn.pad_sequence(inputs.rows, batch_first=True, padding_value=-1)
         super().__init__(workload, inputs, index)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+        length, window = query.shape[1], self.workload.window
+        mask = None if window is None else _visible(length, length, window, query.device)
+        out = F.scaled_dot_product_attention(*heads_first, mask, is_causal=mask is None, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
 class PackedAttention(AttentionStep):
@@ -172,7 +207,7 @@ class PackedAttention(AttentionStep):
         inputs = AttentionInputs(workload)
         if backend:
             query, _, value, _ = inputs.tensors
-            options = AttentionOptions(workload.d**-0.5, None, None)
+            options = AttentionOptions(workload.d**-0.5, workload.window, workload.softcap)
             reason = routes.BACKENDS[backend].unsupported_reason(query, value, options)
             if reason is not None:
                 raise Unavailable(reason)
@@ -187,11 +222,31 @@ class PackedAttention(AttentionStep):
             self.rows = torch.stack([zeros, zeros, lengths.cumsum(0) - lengths, lengths], 1).int()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return packed_attention(query, key, value, self.rows)
+        return packed_attention(
+            query, key, value, self.rows, window=self.workload.window, softcap=self.workload.softcap
+        )
 
     def _run(self) -> tuple[Tensor, ...]:
         with _selected_backend(self.backend):
             return super()._run()
+
+    def facts(self) -> dict[str, Any]:
+        """As of every side, whether a library passes its probe, and the choices of this process so far."""
+        found = super().facts()
+        if self.backend and routes.BACKENDS[self.backend].needs_probe:
+            query, _, value = self.leaves
+            options = AttentionOptions(self.workload.d**-0.5, self.workload.window, self.workload.softcap)
+            kind = routes.Kind.of(query, value, options)._replace(deterministic=self.workload.deterministic)
+            found["passes_probe"] = routes.passes_probe(self.backend, kind)
+        if not self.backend:
+            found["choices"] = {call.noted: choice._asdict() for call, choice in tuning.made().items()}
+        return found
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [queries, keys]: which keys a query sees. Both end at the same position."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return visible if window is None else visible.triu(keys - queries - window + 1)
 
 
 @contextmanager
@@ -239,7 +294,9 @@ class ExactAttention:
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first_copy: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k and v, and the output at the first copies."""
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        scores = leaves[0] @ leaves[1].mT * self.workload.d**-0.5
-        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
+        scores, softcap = leaves[0] @ leaves[1].mT * self.workload.d**-0.5, self.workload.softcap
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = _visible(*scores.shape[1:], self.workload.window, scores.device)
         out = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ leaves[2]
         return *torch.autograd.grad(out, leaves, grad * first_copy), out.detach() * first_copy

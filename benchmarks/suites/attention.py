@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,18 @@ SHAPES = {  # tokens of prompt, chosen and rejected
     "long prompts": (3000, 300, 300),
 }
 PAIRS, GPU_PAIRS = 2, 16
+FEATURES = {  # of a GPU's cases: pairs, and what differs from the cases before
+    "header, 2 pairs": (((312, 300, 300),) * 2, {"header": 200}),
+    "header, 8 pairs": (((312, 300, 300),) * 8, {"header": 200}),
+    "header, 64 pairs": (((312, 300, 300),) * 64, {"header": 200}),
+    "completions of one token": (((512, 1, 1),) * 16, {}),
+    "window": (((3000, 300, 300),) * 4, {"window": 1024}),
+    "softcap": (((512, 512, 512),) * 8, {"softcap": 50.0}),
+    "window and softcap": (((3000, 300, 300),) * 4, {"window": 1024, "softcap": 50.0}),
+    "heads of 64": (((512, 512, 512),) * 16, {"heads": 14, "kv_heads": 2, "d": 64}),
+    "heads of 64, window": (((3000, 300, 300),) * 4, {"heads": 14, "kv_heads": 2, "d": 64, "window": 1024}),
+    "deterministic": (((512, 512, 512),) * 8, {"deterministic": True}),
+}
 GPU_HEADS, HEADS = (32, 8, 128), (4, 2, 64)  # query heads, key heads, head size
 
 
@@ -35,6 +48,10 @@ def sides(work: AttentionWorkload, backends: Sequence[str]) -> tuple[Side, ...]:
     )
 
 
+def _small(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: min(x, 5) if name in ("header", "window") else x for name, x in entries.items()}
+
+
 def build_cases(quick: bool) -> list[Case]:
     on_gpu = torch.cuda.is_available()
     pairs = GPU_PAIRS if on_gpu else PAIRS
@@ -43,12 +60,14 @@ def build_cases(quick: bool) -> list[Case]:
     compared = 1 if on_gpu else None  # comparing all heads of a GPU's cases takes the CPU longer than everything else
     batches = {name: (lengths,) * pairs for name, lengths in SHAPES.items()}
     batches |= {name: draw_lengths(*p, pairs, 0, spread=SPREAD, bounds=BOUNDS) for name, p in PROFILES.items()}
+    features = FEATURES if on_gpu else {}
     if quick:
         batches = {"quick": ((20, 9, 14), (3, 5, 2))}
+        features = {name: (((20, 9, 14), (3, 1, 1)), _small(entries)) for name, (_, entries) in FEATURES.items()}
     cases = []
-    for name, lengths in batches.items():
-        group = "dataset lengths" if name in PROFILES else "fixed lengths"
-        work = AttentionWorkload(lengths, **shape, compared=compared)
+    for name, (lengths, entries) in ({name: (x, {}) for name, x in batches.items()} | features).items():
+        group = "features" if name in FEATURES else "dataset lengths" if name in PROFILES else "fixed lengths"
+        work = AttentionWorkload(lengths, **shape | {"compared": compared} | entries)
         cases.append(Case(name, group, sides(work, [*BACKENDS] if on_gpu else []), {"dtype": shape["dtype"]}))
     return cases
 

@@ -10,12 +10,14 @@ import pytest
 
 from benchmarks import case_runner, plots, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.equality import compare_to_truth, describe_failures
 from benchmarks.sides import conversations as sides
 from benchmarks.sides.attention import AttentionWorkload, ExactAttention, PackedAttention, PaddedAttention
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
-from benchmarks.suites import SUITES, conversations, hybrid, sharing, shuffled, step
+from benchmarks.suites import SUITES, attention, conversations, hybrid, sharing, shuffled, step
+from benchmarks.worker import build_side
 from tests.support.programs.warm import run_program
 
 HERE = Path(__file__).parent
@@ -70,7 +72,7 @@ def without_compiling(suite: Suite) -> Suite:
         ("head", "trainable, summed"),
         pytest.param("head", "trainable, entropy|frozen, summed", marks=pytest.mark.thorough),
         ("loss", ""),
-        ("attention", ""),
+        ("attention", "quick"),
         ("host", "full"),
         *(pytest.param("host", cases, marks=pytest.mark.thorough) for cases in ("LoRA", "compiled")),
         ("memory", "head/512"),
@@ -185,6 +187,24 @@ def test_attention_is_compared_in_some_of_its_heads():
             heads = 2 if name.rpartition("/")[2] in ("output", "gradient of queries") else 1
             assert x.shape[1] == heads
             np.testing.assert_array_equal(x, whole[name][:, :heads])
+
+
+def test_attention_with_each_feature_of_a_gpus_cases_is_correct():
+    """Windows, softcap, headers that all rows share, rows of one token, heads of 64, deterministic algorithms."""
+    cases = {case.name: case for case in attention.build_cases(quick=True) if case.group == "features"}
+    assert cases.keys() == attention.FEATURES.keys()
+    for case in cases.values():
+        truth = ExactAttention(case.sides[0].workload).check()
+        for side in case.sides:
+            if side.name == attention.PADDED and side.workload.softcap is not None:
+                continue
+            built = build_side(side.build, side.workload, side.options)
+            checks = compare_to_truth(built.check(), truth)
+            assert all(check["equal"] for check in checks), f"{case.name}, {side.name}: {describe_failures(checks)}"
+            assert built.facts()["same_bits"]
+    without = ExactAttention(dataclasses.replace(cases["window"].sides[0].workload, window=None)).check()
+    truth = ExactAttention(cases["window"].sides[0].workload).check()
+    assert not np.allclose(without["exact/output"], truth["exact/output"])
 
 
 @pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.thorough), 1])
