@@ -178,6 +178,7 @@ def pack(
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
+    tokens: int | None = None,
 ) -> Layout:
     """The layout of a padded batch.
 
@@ -197,6 +198,8 @@ def pack(
             router's auxiliary loss counts them.
         reach: extend the positions to `reach - 1`, if necessary with a token that nothing attends
             to. For rotary embeddings that depend on the largest position of the batch.
+        tokens: T, at least the tokens that are stored otherwise. The others are further rows without labels, none
+            of them longer than the longest row, so that batches of other lengths have one size.
 
     Returns:
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
@@ -217,8 +220,9 @@ def pack(
         checks.require_values("pack", groups=groups)
         _require_shape("pack", "groups", groups, input_ids.shape[:1])
         checks.require_ints("pack", groups=groups)
-    if reach is not None:
-        checks.require_integer("pack", "reach", reach, "be an int or None")
+    for name, number in (("reach", reach), ("tokens", tokens)):
+        if number is not None:
+            checks.require_integer("pack", name, number, "be an int or None")
 
     if 0 in input_ids.shape:
         raise NotPackable(Reason("no-tokens"))
@@ -260,11 +264,20 @@ def pack(
     prefix = np.where(shared > 0, last - shared + 1, own_start)
     rows = np.stack([prefix, shared, own_start, own_length], 1)[own_length > 0]
     multiplicity = np.bincount(paths[paths >= 0])
-    if reach is not None and position_ids.max() < reach - 1:
-        rows = np.append(rows, [[n_tokens, 0, n_tokens, 1]], 0)
-        token_index = np.append(token_index, token_index[0])
-        position_ids = np.append(position_ids, reach - 1)
-        multiplicity = np.append(multiplicity, 0)
+    reach = reach or 0
+    is_short = position_ids.max() < reach - 1
+    least = int(n_tokens) + is_short
+    checks.require(tokens is None or tokens >= least, "pack", "tokens", "be at least {} for this batch", tokens, least)
+    idle = (least if tokens is None else tokens) - n_tokens
+    if idle:
+        starts = np.arange(0, idle, need.max()) + n_tokens
+        lengths = np.diff(starts, append=n_tokens + idle)
+        rows = np.append(rows, np.stack([starts, np.zeros_like(starts), starts, lengths], 1), 0)
+        token_index = np.append(token_index, np.resize(token_index, idle))
+        position_ids = np.append(position_ids, np.arange(idle) % need.max())
+        multiplicity = np.append(multiplicity, np.zeros(idle, dtype=np.int64))
+        if is_short:
+            position_ids[-1] = reach - 1
 
     # Every scored (row, column) of the output, and the packed position that scores it.
     output_index, counts = np.flatnonzero(scored), scored.sum(1)  # [M], [R]

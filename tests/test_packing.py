@@ -189,6 +189,33 @@ def test_reach_extends_the_positions():
     assert layout.pack(batch[0]).shape == (1, 8)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "reach", "lengths"), [(7, None, []), (8, 9, [1]), (12, 9, [5]), (21, None, [6, 6, 2])]
+)
+def test_tokens_are_filled_up_with_rows_that_nothing_scores(tokens, reach, lengths):
+    batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], length=9)
+    plain, layout = pack_pairs(*batch), pack(*batch, groups="pairs", tokens=tokens, reach=reach)
+    idle = layout.rows[len(plain.rows) :]
+    assert idle[:, 3].tolist() == lengths  # none longer than the longest row, whose last token is not stored
+    assert idle[:, 2].tolist() == [7 + sum(lengths[:i]) for i in range(len(lengths))]
+    assert not idle[:, 1].any()
+    expected = [*plain.position_ids.tolist(), *(i for n in lengths for i in range(n))]
+    assert layout.position_ids[:-1].tolist() == expected[:-1]
+    assert layout.position_ids[-1] == (expected[-1] if reach is None else reach - 1)
+    assert layout.pack(batch[0])[0, 7:].tolist() == [*[5, 6, 7, 8, 1, 2, 2] * 2][: tokens - 7]
+    assert layout.multiplicity.tolist() == [*plain.multiplicity.tolist(), *[0] * (tokens - 7)]
+    for name in ("score_index", "targets", "output_index", "output_source", "label_bounds"):
+        assert torch.equal(getattr(layout, name), getattr(plain, name))
+
+
+@pytest.mark.parametrize(("reach", "least"), [(None, 7), (9, 8)])
+def test_too_few_tokens_raise(reach, least):
+    batch = padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], length=9)
+    message = f"^pack: tokens must be at least {least} for this batch; got {least - 1}"
+    with pytest.raises(ValueError, match=message):
+        pack(*batch, groups="pairs", reach=reach, tokens=least - 1)
+
+
 PROMPT = [5, 6, 7, 8]
 BATCHES = {  # rows of one group, and the number of stored tokens
     "a pair": ([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])], 4 + 2 + 1),
@@ -491,6 +518,7 @@ WRONG_TYPES = {  # arguments, and pattern of the message
     "float groups": (dict(groups=torch.zeros(2)), "groups must be int32 or int64; got torch.float32"),
     "a fractional reach": (dict(reach=6.5), "reach must be an int or None; got 6.5"),
     "a boolean reach": (dict(reach=True), "reach must be an int or None; got True"),
+    "fractional tokens": (dict(tokens=6.5), "tokens must be an int or None; got 6.5"),
 }
 
 

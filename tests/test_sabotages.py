@@ -12,6 +12,7 @@ OTHERS = (
     *("axolotl", "TRL before its rewrite", "TRL from its rewrite to its fused head", "DDP, FSDP2 and ZeRO"),
     "reward models of TRL before its fused head",
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
+    "rows that are filled into tensors with room",
     *(
         "hybrid models",
         "LoRA",

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdpo.ops import devices
-from fastdpo.ops.attention import device_layout, routes
+from fastdpo.ops.attention import device_layout, flash, routes
 from fastdpo.ops.attention.device_layout import AttentionOptions, DeviceLayout, rows_of
 from tests.support.stand_ins import flash_libraries
 
@@ -119,3 +119,15 @@ def test_a_layout_is_one_copy(backend):
         layout = DeviceLayout(described, torch.device("meta"))
     assert copies.count == 1
     assert layout.contents._fields == described._fields
+
+
+def test_room_holds_what_stands_for_nothing():
+    """The interpreted tests run kernels with it."""
+    longer, shorter = (flash.varlen_layout(rows_of(rows_of_two(first), first + 2)) for first in (9, 4))
+    layout = DeviceLayout(longer, torch.device("cpu"), sizes=[5, 5, 9, 9, 12, 12, 12])
+    layout.fill(shorter)
+    cu_queries, cu_keys, _, max_keys, places = layout.contents
+    assert cu_queries.tolist() == [0, 4, 6, 6, 6]
+    assert cu_keys.tolist() == [0, 4, 7, 7, 7]
+    assert max_keys == 9
+    assert places.index.tolist() == [0, 1, 2, 3, 0, 4, 5, 5, 5, 5, 5, 5]
