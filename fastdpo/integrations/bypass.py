@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..logs import logger, report
 from ..models import forward
 from ..models.calls import calls_line
-from ..models.harmless import closure_contents, inner_function
+from ..models.functions import closure_contents, inner_function
 from ..reasons import Reason
 from .replacements import callback, existing_instances
 

@@ -13,6 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
@@ -57,6 +58,7 @@ class TrainerState:
         has_fused: whether a call has been fused, if the line keeps it.
         has_logged: whether the trainer has logged a training step.
         before: what was counted in the process before the trainer was created.
+        undo: undoes what was replaced in objects of the trainer.
     """
 
     name: str
@@ -68,6 +70,7 @@ class TrainerState:
     has_fused: bool = False
     has_logged: bool = False
     before: Counted = field(default_factory=counted)
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
 class TrainerLine:
@@ -333,6 +336,9 @@ class TrainerLine:
         self.replacements.undo()
         self._patched_class = None
         for trainer in self.trainers():
+            state = self.state_of(trainer)
+            if state is not None:
+                state.undo.close()
             vars(trainer).pop(STATE, None)
         self._trainers.clear()
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from ..models import forward, sharding, support
+from ..models import facts, forward, sharding, support
 from ..models.parts import base_of
 from ..models.scoring import router_loss
 from ..models.state import ScoredBatch
@@ -208,9 +208,9 @@ def equal_when_merged(model: nn.Module, a: Tensor, b: Tensor) -> bool:
         b: those of the other, [R2, L2].
     """
     base = base_of(model, "equal_when_merged")
-    if not forward.will_be_fused(base, in_doubt=False) or (base.training and support.has_dropout(base)):
+    if not forward.will_be_fused(base, in_doubt=False) or (base.training and facts.has_dropout(base)):
         return False
-    if support.rope_limit(base) is None:
+    if facts.rope_limit(base) is None:
         return True
     if sharding.is_sharded(base):  # ranks that run it together must agree, and see other widths
         return False

@@ -7,8 +7,7 @@ Nothing in this package knows of a trainer. Each call of a model crosses
     state.py         the options of a fused forward, and what has been found out about its model
     deciding.py      whether a call runs packed, padded or falls back, and why
     structure.py     whether the model is as it was when it was examined
-    parts.py         the model inside wrappers, its backbone and its language model
-    harmless.py      names of hooks, wrappers and attributes that outputs do not depend on
+    facts.py         what a call needs to know of the model
     batch.py         the batch and its layouts, and whether they belong to the tensors of the call
     attention.py     packed attention as an attention implementation of transformers
     head.py          an LM head that returns log-probabilities
@@ -19,6 +18,9 @@ Nothing in this package knows of a trainer. Each call of a model crosses
 A model is examined before its first call in training and in evaluation mode, and when it has changed:
 
     support.py       what its configuration and its modules rule out
+    parts.py         the model inside wrappers, its backbone and its language model
+    harmless.py      names of hooks, wrappers and attributes that outputs do not depend on
+    functions.py     what hooks and replaced forwards are, and where they come from
     probe.py         a few random rows, packed and padded
     runs.py          their hidden states and gradients
     comparable.py    runs that can be compared, and leave the model as it was

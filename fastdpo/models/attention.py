@@ -168,6 +168,11 @@ def packed_inputs(model: PreTrainedModel, layout: Layout, input_ids: Tensor) -> 
             "packed_inputs: model must be switched to packed attention by attention.switch(model); "
             f"got {_current(model)!r}"
         )
+    return inputs_of(layout, input_ids)
+
+
+def inputs_of(layout: Layout, input_ids: Tensor) -> dict[str, Any]:
+    """`packed_inputs` of a model that is known to be switched."""
     return {
         "input_ids": layout.pack(input_ids),
         "position_ids": layout.position_ids[None],

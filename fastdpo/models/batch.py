@@ -26,8 +26,7 @@ from ..ops.devices import is_capturing, is_host
 from ..packing import IGNORE_INDEX, Layout
 from ..reasons import Reason
 from . import reward_head
-from .state import FusedForward, Groups
-from .support import returns_router_logits, rope_reason
+from .state import FusedForward, Groups, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -226,9 +225,11 @@ def layout_of_call(
             logger.info("fastdpo: %s (%s): prompts are not shared, %s", name, role, Reason("dropout").named)
     # All positions of the padded rows count, padding included.
     width = batch.input_ids.shape[1]
-    reach = None if rope_reason(model, width) is None else width
+    verdict = cast(Verdict, fused.verdict)
+    limit = verdict.facts.rope_limit
+    reach = None if limit is None or width <= limit else width
     groups = (groups or fused.options.groups) if share else None
-    return layout_of(batch, groups=groups, store_all=returns_router_logits(model, kwargs), reach=reach)
+    return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach)
 
 
 def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:

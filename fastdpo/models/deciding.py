@@ -10,17 +10,19 @@ from torch import Tensor
 
 from .. import packing
 from ..logs import report, strict, warn
-from ..packing import NotPackable
+from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, probe, sharding, support
 from .batch import count_real_tokens, labels_of_call, layout_of_call
+from .facts import Facts
+from .parts import backbone
 from .probe import ProbeResult
 from .sharding import shared_reason
 from .state import (
     ForwardOptions,
     FusedForward,
     RunnableBatch,
-    disabled_reason,
+    Verdict,
     install_head,
     restore,
     switch_attention,
@@ -36,6 +38,8 @@ CALL_ARGUMENTS = {
 }
 """Arguments of a model call that the fused forward takes or can ignore."""
 
+_SPLIT = Reason("split-sequences", method="context or sequence parallelism")
+
 MAX_PROBE_RESULTS = 16
 """Number of structures of a model whose probe results are kept, for
 models that are switched back and forth.
@@ -50,27 +54,20 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     have it alone, and then runs the modules on its padded batch.
     """
     fused.was_called = True
-    batch, path, reason = None, "stock", None
-    own = call_reason = None if disabled_reason(model, fused) else _call_reason(model, fused, args, kwargs)
-    if call_reason is None or sharding.is_sharded(model):
+    batch, reason = None, None
+    own = None if fused.lasting_reason_of(model) else _call_reason(model, fused, args, kwargs)
+    if own is None or sharding.is_sharded(model):
         reason = model_reason(model, fused, device_of(model, args, kwargs))
-    if reason is None and call_reason is None:
-        try:
-            batch, path = _packed(model, fused, kwargs), "fused"
-        except NotPackable as error:
-            own = error.reason
-    if reason is None and own is not None and sharding.is_sharded(model):
-        # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
-        batch = _padded(model, fused, args, kwargs) if fused.prior_scores or call_reason is None else None
-        path = "stock" if batch is None else "padded"
+        if reason is None:
+            batch, own = _route(model, fused, cast(Verdict, fused.verdict), own, args, kwargs)
     is_compared = fused.options.verify or fused.options.changed
     if batch is not None and is_compared and torch.is_grad_enabled() not in fused.verified:
-        reason = fused.disabled_reason = verify(model, fused, batch, args, kwargs)
+        reason = fused.lasting_reason = verify(model, fused, batch, args, kwargs)
         if reason is not None:
             restore(model, fused)
-            batch, path = None, "stock"
+            batch = None
     integration, kind = fused.options.integration, kind_of_call(model, fused)
-    calls.calls[integration, kind, path] += 1
+    calls.calls[integration, kind, "stock" if batch is None else "fused" if own is None else "padded"] += 1
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, Tensor):
         used = (batch.layout.unshared, len(batch.layout.token_index)) if batch else (ids.numel(), ids.numel())
@@ -80,6 +77,22 @@ def choose(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dic
     if own is None:
         _note_model(fused, kind, reason)
     return batch
+
+
+def _route(
+    model: PreTrainedModel, fused: FusedForward, verdict: Verdict, call_reason: Reason | None, args: tuple, kwargs: dict
+) -> tuple[RunnableBatch | None, Reason | None]:
+    """How a call of a supported model runs, and why it does not run packed."""
+    call_reason = call_reason or verdict.scoring_reason
+    own = call_reason or verdict.packing_reason
+    if own is None:
+        try:
+            return _packed(model, fused, verdict, kwargs), None
+        except NotPackable as error:
+            own = error.reason
+    # The model's own forward, which `prior_forward` is otherwise, runs the same modules.
+    runs_padded = sharding.is_sharded(model) and (fused.prior_scores or call_reason is None)
+    return _padded(fused, verdict, args, kwargs) if runs_padded else None, own
 
 
 def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> Reason | None:
@@ -106,13 +119,15 @@ def _call_reason(model: PreTrainedModel, fused: FusedForward, args: tuple, kwarg
         return Reason("positions")
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return Reason("neftune")
-    return scoring_unsupported_reason(model, fused.options) or images.unsupported_reason(model, kwargs)
+    if _sequences_are_split():
+        return _SPLIT
+    return None if CALL_ARGUMENTS.issuperset(given) else images.unsupported_reason(model, kwargs)
 
 
 def scoring_unsupported_reason(model: PreTrainedModel, options: ForwardOptions) -> Reason | None:
     """Returns why a model's head, as it is now, cannot score the targets of any call, or None if it can."""
     if _sequences_are_split():
-        return Reason("split-sequences", method="context or sequence parallelism")
+        return _SPLIT
     if options.rewards:
         return options.rewards.unsupported_reason(model)
     return head.unsupported_reason(head.head_of(model), float32=options.float32_head)
@@ -128,31 +143,36 @@ def _sequences_are_split() -> bool:
     return parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
 
 
-def _packed(model: PreTrainedModel, fused: FusedForward, kwargs: dict) -> RunnableBatch:
+def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwargs: dict) -> RunnableBatch:
     """The packed batch. One with images is examined before it is run, as the model was before.
 
     Raises:
-        NotPackable: the batch has no packed form, or the model does not run packed as it is now.
+        NotPackable: the batch has no packed form.
     """
-    if fused.examined not in fused.probe_results:
-        raise NotPackable(Reason("changed-model"))
-    if model.training and cast(ProbeResult, fused.probe_result).attention_dropout:
-        raise NotPackable(Reason("attention-dropout"))
-    switch_attention(model, fused)
-    install_head(model, fused)
-    given = images.images_of(kwargs)
+    given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     if given is None:
         layout = layout_of_call(model, fused, kwargs)
-        reason = support.ids_reason(model, layout)
+        reason = _ids_reason(verdict.facts, layout)
         if reason is not None:
             raise NotPackable(reason)
-        return RunnableBatch(layout, attention.packed_inputs(model, layout, kwargs["input_ids"]), {})
+        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), {})
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
     return images.pack_examined(model, fused, given, kwargs)
 
 
-def _padded(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: dict) -> RunnableBatch | None:
+def _ids_reason(facts: Facts, layout: Layout) -> Reason | None:
+    """Returns that a batch has ids outside of a model's embeddings, at which the model raises, or None.
+
+    A packed batch has fewer tokens, maybe without these.
+    """
+    size, (least, largest) = facts.vocabulary, layout.id_range or (0, 0)
+    if size is None or 0 <= least <= largest < size:
+        return None
+    return Reason("ids-outside", least=least, largest=largest, size=size)
+
+
+def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:
     """How a call runs padded, with the fused head, next to ranks that run their packed batches. None if
     it has no labels, or if the model's own forward is to run it.
 
@@ -165,10 +185,7 @@ def _padded(model: PreTrainedModel, fused: FusedForward, args: tuple, kwargs: di
     mask = kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == labels.shape else torch.ones_like(labels)
     layout = packing.padded_layout(labels, mask, labels, shifted)
-    bare = scoring_unsupported_reason(model, fused.options) is not None
-    if not bare:
-        install_head(model, fused)
-    return RunnableBatch(layout, images.padded_inputs(kwargs), {}, args, bare)
+    return RunnableBatch(layout, images.padded_inputs(kwargs), {}, args, verdict.scoring_reason is not None)
 
 
 def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device:
@@ -179,36 +196,55 @@ def device_of(model: PreTrainedModel, args: tuple, kwargs: dict) -> torch.device
 
 def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> Reason | None:
     """Returns why the model is not supported, whatever a call is given. Ranks that run it together get the
-    same result.
-
-    A model is examined once in training and once in evaluation mode. One whose structure has changed is
-    examined again, before anything is computed with it, unless ranks run it together: it may have changed
-    on this rank alone.
+    same result. If there is no lasting reason, `fused.verdict` is that about the model as it is.
     """
-    disabled = disabled_reason(model, fused)
-    if disabled is not None:
+    lasting = fused.lasting_reason_of(model)
+    if lasting is not None:
         if not fused.was_examined(model):  # other ranks may not have this reason
-            fused.probe_results[0, model.training] = fused.probe_result = _examine(model, fused, device)
-        return disabled
-    examined = fused.examined = fused.structure.hash(model), model.training
-    results = fused.probe_results
-    if examined not in results and not (fused.was_examined(model) and sharding.is_sharded(model)):
+            fused.probe_results[0, model.training] = _examine(model, fused, device)
+        return lasting
+    identity = fused.structure.identity(model)
+    verdict: Verdict | None = identity.verdict
+    if verdict is None:
+        verdict = _verdict(model, fused, identity.hash, device)
+        fused.structure.identity(model).verdict = verdict  # with the attention and the head that it now has
+    fused.verdict = verdict
+    return verdict.reason
+
+
+def _verdict(model: PreTrainedModel, fused: FusedForward, structure: int, device: torch.device) -> Verdict:
+    """Examines a model that has changed, and switches its attention and its head.
+
+    It is probed once in training and once in evaluation mode, and again when its structure has another hash, before
+    anything is computed with it, unless ranks run it together: it may have changed on this rank alone.
+    """
+    key, results, is_sharded = (structure, model.training), fused.probe_results, sharding.is_sharded(model)
+    scoring_reason = scoring_unsupported_reason(model, fused.options)
+    if key not in results and not (fused.was_examined(model) if is_sharded else scoring_reason):
         if len(results) >= MAX_PROBE_RESULTS:
             results.clear()
             fused.image_results.clear()
         reason = adapters.unsupported_reason(model)
-        results[examined] = _examine(model, fused, device) if reason is None else ProbeResult(reason)
-    fused.probe_result = results.get(examined, fused.probe_result)
-    reason = fused.unsupported_reason()
-    if reason is not None:
+        results[key] = _examine(model, fused, device) if reason is None else ProbeResult(reason)
+    result, packing_reason = results.get(key, fused.probe_result if is_sharded else None), None
+    if key not in results:
+        packing_reason = Reason("changed-model")
+    elif model.training and results[key].attention_dropout:
+        packing_reason = Reason("attention-dropout")
+    if result is not None and result.unsupported_reason is not None:
         restore(model, fused)
-    return reason
+    elif scoring_reason is None:
+        if packing_reason is None:
+            switch_attention(model, fused)
+        install_head(model, fused)
+    parts = backbone(model), head.head_of(model), Facts.of(model)
+    return Verdict(key, result, scoring_reason, packing_reason, *parts)
 
 
 def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> ProbeResult:
     reason = shared_reason(
         model,
-        disabled_reason(model, fused)
+        fused.lasting_reason_of(model)
         or support.unsupported_reason(model)
         or support.backward_hooks_reason(model)
         or scoring_unsupported_reason(model, fused.options),

@@ -12,18 +12,16 @@ see an ordinary call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..logs import warn
 from ..reasons import Reason
-from . import attention, deciding, head, pickling, support
 from . import batch as batches
+from . import deciding, facts, pickling, support
 from .calls import calls
 from .deciding import device_of, kind_of_call, log_once
 from .parts import find_base, input_device_of, text_config
@@ -35,11 +33,11 @@ from .state import (
     ForwardOptions,
     FusedForward,
     MakeOutput,
-    RunnableBatch,
+    Verdict,
     restore,
     state_of,
-    switch_attention,
 )
+from .structure import Structure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +65,7 @@ def install(
     reason = support.unsupported_reason(model)
     if reason is None and not prior_scores:
         reason = support.forward_unsupported_reason(model)
-    transform = support.logit_transform(text_config(model))
+    transform = facts.logit_transform(text_config(model))
     inner = state_of(model)
     fused = FusedForward(options, make_output, model.forward, prior_scores, transform, reason, choose, examine, inner)
     if reason is not None:
@@ -110,7 +108,7 @@ def uninstall(model: PreTrainedModel) -> None:
         else:
             vars(model)[ATTRIBUTE] = fused.inner
     else:  # other code has wrapped our forward: stay in its chain, and pass calls on
-        fused.disabled_reason = Reason("unpatched")
+        fused.lasting_reason = Reason("unpatched")
     restore(model, fused)
 
 
@@ -152,10 +150,11 @@ def will_be_fused(model: nn.Module, *, in_doubt: bool) -> bool:
         return False
     if is_sharded(base):
         return is_fused(base) and (in_doubt or fused.was_examined(base))
-    return fused.examine(base, fused, input_device_of(base)) is None
+    reason = fused.examine(base, fused, input_device_of(base))
+    return reason is None and cast(Verdict, fused.verdict).scoring_reason is None
 
 
-def disabled_reason(model: nn.Module, integration: str) -> Reason | None:
+def unsupported_reason(model: nn.Module, integration: str) -> Reason | None:
     """Why all calls of a model fall back. None if they do not, or if that is not known yet."""
     fused = _find(model, integration)
     return None if fused is None else fused.unsupported_reason()
@@ -181,6 +180,7 @@ def examine_again(model: nn.Module, integration: str) -> None:
     fused = _find(model, integration)
     if fused is not None:
         fused.probe_results.clear()
+        fused.structure = Structure()
 
 
 def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
@@ -195,37 +195,6 @@ def record_fallback(model: nn.Module, integration: str, reason: Reason) -> None:
     kind = kind_of_call(base, fused)
     calls[integration, kind, "stock"] += 1
     log_once(fused, fused.unsupported_reason() or reason, kind)
-
-
-def fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], Tensor]) -> None:
-    """Makes every call of a model run one batch packed, without a look at the model.
-
-    For a model of fake tensors, which cannot be examined.
-
-    Args:
-        model: a model with a fused forward, in the mode in which it will be called.
-        kwargs: the arguments of a call with the batch, whose tensors have values.
-        convert: makes the tensors that the calls use. What attention reads on the host stays as it is.
-
-    Raises:
-        ValueError: the model is known not to be supported.
-        NotPackable: the batch has no packed form.
-    """
-    fused = cast(FusedForward, state_of(model))
-    reason = fused.disabled_reason or deciding.scoring_unsupported_reason(model, fused.options)
-    if reason is not None:
-        raise ValueError(reason)
-    if fused.options.rewards:
-        kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
-    else:
-        head.install(head.head_of(model))
-    layout = batches.layout_of_call(model, fused, kwargs)
-    switch_attention(model, fused)
-    inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
-    inputs |= {name: convert(inputs[name]) for name in ("input_ids", "position_ids")}
-    tensors = {name: x for name, x in vars(layout).items() if isinstance(x, Tensor) and name != "rows"}
-    batch = RunnableBatch(replace(layout, **{name: convert(x) for name, x in tensors.items()}), inputs, {})
-    fused.choose = lambda *args: batch
 
 
 def _find(model: nn.Module, integration: str) -> FusedForward | None:

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from ..ops import VocabularyGroup
 from ..ops.head.linear_logps import linear_logps
 from ..reasons import Reason
-from .harmless import ENGINES, closure_contents, inner_function, is_of, module_of, name_of
+from .functions import closure_contents, inner_function, module_of, name_of
+from .harmless import ENGINES, is_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,6 +78,15 @@ def unsupported_reason(head: nn.Module | None, *, float32: bool = False) -> Reas
     if weight.device.type == "meta":
         return Reason("offloaded-head")
     return None if (_has_rows_on_all_ranks(head) if is_cut else _is_gathered(head)) else Reason("split-head")
+
+
+def identity(head: nn.Module | None) -> tuple[object, ...]:
+    """What `unsupported_reason` depends on, next to the attributes of the head."""
+    if head is None:
+        return ()
+    weight = _weight(head)
+    kind = None if weight is None else (type(weight), weight.device)
+    return id(head), kind, [hook for hook in hooks_of(head) if not is_hook_of_engine(hook)]
 
 
 def device_of(head: nn.Linear) -> torch.device:

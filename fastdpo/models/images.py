@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,10 @@ from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import attention, islands, probe
 from .batch import layout_of_call
+from .facts import rope_limit
 from .parts import backbone, language_model
 from .probe import ProbeResult
-from .state import FusedForward, RunnableBatch
-from .support import rope_limit
+from .state import FusedForward, RunnableBatch, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,7 +122,7 @@ def pack_examined(model: PreTrainedModel, fused: FusedForward, images: Images, k
     make_layout = functools.partial(layout_of_call, model, fused, kwargs, groups="pairs")
     packed = pack(model, images, kwargs, make_layout)
     results = fused.image_results
-    kind = fused.examined, frozenset([*images.of_tokens, *images.of_images]), packed.shared
+    kind = cast(Verdict, fused.verdict).key, frozenset([*images.of_tokens, *images.of_images]), packed.shared
     if kind not in results:
         results[kind] = _examine(model, images, packed, kwargs)
     result = results[kind]
@@ -145,7 +145,7 @@ def pack(model: PreTrainedModel, images: Images, kwargs: dict, make_layout: Call
             break
     else:
         raise NotPackable(Reason("image-labels"))
-    inputs = attention.packed_inputs(model, layout, kwargs["input_ids"])
+    inputs = attention.inputs_of(layout, kwargs["input_ids"])
     inputs |= {name: layout.pack(x) for name, x in images.of_tokens.items()}
     inputs |= {name: x[: len(x) // 2] if shared else x for name, x in images.of_images.items()}
     inputs["position_ids"] = positions_of(model, layout, kwargs)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
+from .facts import attention_window
 from .mixers import finding
 from .parts import text_config
-from .support import attention_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

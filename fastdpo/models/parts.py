@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from .harmless import FORWARD_WRAPPERS, forwards_of, inner_function, is_of, module_of
+from .functions import forwards_of, inner_function, module_of
+from .harmless import FORWARD_WRAPPERS, is_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

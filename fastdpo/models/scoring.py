@@ -6,15 +6,13 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import packing
 from ..ops.head.results import TokenLogps
 from . import head, towers
 from .batch import labels_of_call
-from .parts import backbone
-from .state import FusedForward, RunnableBatch, ScoredBatch
-from .support import returns_router_logits
+from .state import FusedForward, RunnableBatch, ScoredBatch, Verdict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -28,23 +26,24 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
     positions, and restores the padded shape.
     """
     options, layout = fused.options, batch.layout
-    routed = returns_router_logits(model, kwargs)
+    verdict = cast(Verdict, fused.verdict)
+    routed = verdict.routes_in(kwargs)
     routing = {"output_router_logits": True} if routed else {}
     with towers.sharing(model, batch.images) if batch.images else nullcontext():
-        output = backbone(model)(*batch.args, **batch.inputs, **routing)
+        output = verdict.backbone(*batch.args, **batch.inputs, **routing)
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
     else:
-        logps = _logps(model, fused, batch, hidden)
+        logps = _logps(fused, verdict.head, batch, hidden)
     label_mask = targets_of_call(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
     return ScoredBatch(logps, label_mask, output.router_logits if routed else None, layout.multiplicity[None])
 
 
-def _logps(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:
+def _logps(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:
     """What the LM head computes of the scored positions, in the padded shape [R, W]."""
-    options, lm_head = fused.options, head.head_of(model)
+    options = fused.options
     hidden = hidden.to(head.device_of(lm_head))
     autocast = nullcontext()
     if options.float32_head:

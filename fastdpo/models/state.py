@@ -16,6 +16,7 @@ from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
 from . import attention, head, sharding
+from .facts import Facts
 from .probe import ProbeResult
 from .reward_head import RewardHead
 from .structure import Structure
@@ -116,6 +117,38 @@ class RunnableBatch(NamedTuple):
     bare_head: bool = False
 
 
+class Verdict(NamedTuple):
+    """What has been found out about a model. It holds for as long as the model's identity stays the same.
+
+    Attributes:
+        key: of the probe's result (see `FusedForward`).
+        result: of the probe; of the model before, if it was not probed.
+        scoring_reason: why the head, as it is on this rank, cannot score the targets of any call.
+        packing_reason: why no batch is packed on this rank.
+        backbone: of the model. It is switched to packed attention, and its head scores, unless there is a reason.
+        head: of the model.
+        facts: about the model.
+    """
+
+    key: tuple[int, bool]
+    result: ProbeResult | None
+    scoring_reason: Reason | None
+    packing_reason: Reason | None
+    backbone: PreTrainedModel
+    head: nn.Linear
+    facts: Facts
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why all calls fall back, on all ranks that run the model together."""
+        return self.result and self.result.unsupported_reason
+
+    def routes_in(self, kwargs: dict) -> bool:
+        """Whether a call with these arguments asks for router logits."""
+        requested = kwargs.get("output_router_logits")
+        return self.facts.routes if requested is None else bool(requested)
+
+
 @dataclass
 class FusedForward:
     """The state of a model's fused forward.
@@ -126,7 +159,7 @@ class FusedForward:
         prior_forward: the forward before ours.
         prior_scores: whether the prior forward takes `fused_lm_head` and labels.
         logit_transform: (softcap, logit_scale) of the model.
-        disabled_reason: why all calls go to the prior forward, whatever becomes of the model.
+        lasting_reason: why all calls go to the prior forward, whatever becomes of the model.
         choose: `deciding.choose`, excluded from compilation.
         examine: `deciding.model_reason`, excluded from compilation.
         inner: an earlier fused forward, if other code has wrapped it since.
@@ -134,9 +167,7 @@ class FusedForward:
         forward: the function that is the model's forward now.
         probe_results: by the hash of the structure that the model had when it was probed, and whether it was in
             training mode.
-        probe_result: of the model as it is; None before its first call.
-        examined: the key of `probe_results` for the model as it is.
-        switched: the hash of the structure that the model was switched to packed attention for.
+        verdict: about the model as it was in its last call that asked for one; None before.
         image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
             images are run once.
         logged: reasons that have been logged, for which calls have fallen back, each with the role in which they did;
@@ -155,7 +186,7 @@ class FusedForward:
     prior_forward: Callable
     prior_scores: bool
     logit_transform: tuple[float | None, float]
-    disabled_reason: Reason | None
+    lasting_reason: Reason | None
     choose: Callable[..., RunnableBatch | None]
     examine: Callable[..., Reason | None]
     inner: FusedForward | None
@@ -163,9 +194,7 @@ class FusedForward:
     forward: Callable | None = None
     structure: Structure = field(default_factory=Structure)
     probe_results: dict[tuple[int, bool], ProbeResult] = field(default_factory=dict)
-    probe_result: ProbeResult | None = None
-    examined: tuple[int, bool] = (0, False)
-    switched: int | None = None
+    verdict: Verdict | None = None
     image_results: dict[tuple[tuple[int, bool], frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[tuple[str, Reason | None]] = field(default_factory=set)
     reasons: dict[str, Reason | None] = field(default_factory=dict)
@@ -178,11 +207,18 @@ class FusedForward:
         """Whether the model was examined in the mode that it is in."""
         return any(is_training == model.training for _, is_training in self.probe_results)
 
+    @property
+    def probe_result(self) -> ProbeResult | None:
+        """Of the model as it is; None before its first call."""
+        return self.verdict and self.verdict.result
+
     def unsupported_reason(self) -> Reason | None:
         """Why all calls fall back, as far as is known."""
-        if self.disabled_reason is not None or self.probe_result is None:
-            return self.disabled_reason
-        return self.probe_result.unsupported_reason
+        return self.lasting_reason or (self.verdict and self.verdict.reason)
+
+    def lasting_reason_of(self, model: PreTrainedModel) -> Reason | None:
+        """`lasting_reason`, or that the model is a copy of the one that this is the state of."""
+        return self.lasting_reason or (None if model in MODELS else Reason("copied-model"))
 
 
 MODELS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -194,18 +230,9 @@ def state_of(model: nn.Module) -> FusedForward | None:
     return vars(model).get(ATTRIBUTE)
 
 
-def disabled_reason(model: PreTrainedModel, fused: FusedForward) -> Reason | None:
-    """Why all calls of a model fall back, whatever becomes of it."""
-    return fused.disabled_reason or (None if model in MODELS else Reason("copied-model"))
-
-
 def switch_attention(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Makes a model take packed batches, once for each structure: its mixers may call other functions in another."""
-    if not attention.is_switched(model):
-        fused.prior_attention = attention.switch(model)
-    elif fused.switched != fused.examined[0]:
-        attention.switch(model)
-    fused.switched = fused.examined[0]
+    """Makes a model take packed batches, once for each verdict: its mixers may call other functions by then."""
+    fused.prior_attention = attention.switch(model)
 
 
 def install_head(model: PreTrainedModel, fused: FusedForward) -> None:

@@ -1,155 +1,137 @@
-"""The structure of a model as a hash: modules, their classes, hooks, replaced forwards and plain
-attributes.
+"""Identities of a model: its modules, their classes, tensors, hooks, replaced forwards and attributes, and its
+configuration.
 
-The probe's result for a model, and log-probabilities remembered from it, are valid as long as its
-structure stays the same. The hash is needed for every call. It is computed again only if the modules
-differ from all of its latest snapshots, and then the part that each module adds to it is cached until
-the module's attributes change.
+What is known of a model holds as long as its identity stays the same. The probe's result for a model, and
+log-probabilities remembered from it, hold for all of its identities with the same hash, which leaves out what they do
+not depend on, such as modes and the values of tensors.
 
-The comparison with a snapshot reads all modules in every call, in a few loops that run in C, and looks
-at nothing else that could be out of date: writes to `vars(module)` and `module._modules` are seen as
-well as those by `setattr`.
+Each call compares the model with its latest identities, in a few loops that run in C, and looks at nothing else that
+could be out of date: writes to `vars(module)`, `module._modules` and `module._parameters` are seen as well as those by
+`setattr`. A new identity takes a walk over the model. The part that each module adds to its hash is cached until the
+module changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from . import attention, harmless, head
-from .harmless import closure_contents, inner_function, module_of, name_of
+from .functions import closure_contents, inner_function, module_of, name_of
+from .parts import text_config
+from .sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN = (bool, int, float, str, type(None))
 
-MAX_SNAPSHOTS = 4
-"""Number of snapshots of a model that are kept: in training and in evaluation, with adapters and without."""
+MAX_IDENTITIES = 4
+"""Number of identities of a model that are kept: in training and in evaluation, with adapters and without."""
+
+_TENSORS = ("_parameters", "_buffers")
 
 _variables_of = attrgetter("__dict__")  # faster than `vars`
 _children_of = attrgetter("_modules")
-_registries_of = attrgetter("_modules", *head.HOOKS)
+_registries_of = attrgetter("_modules", *_TENSORS, *head.HOOKS)
 
 
-class _Snapshot(NamedTuple):
-    """What a hash was computed from, in a form that a few calls in C compare with the model.
+class Identity:
+    """What a model was at a time, in a form that a few calls in C compare with the model.
 
-    Attributes and hooks of the model itself are left out, as in the hash.
+    Attributes and hooks of the model itself are left out, because they run around its wrapped forward, and so are
+    tensors of a model that ranks hold parts of: engines replace them while it runs.
 
     Attributes:
-        implementation: of the model's attention.
         modules: in the order of `nn.Module.modules`, the model first, and functions that are modules.
-        kinds: their classes.
-        attributes: those of the other modules. Children and hooks are in dictionaries, which are equal here if they
-            are the same objects.
-        empty: those of these dictionaries that had no entry.
-        children: of the model.
-        parents: the other modules that have children.
-        names: of all of these children, in order, in which `nn.Sequential` calls them.
-        inner: these children.
-        additions: of the modules that have any. A hook may close over values that have changed.
-        hash: of the structure.
-        of_kinds: modules by a class or an attribute that was asked for.
+        hash: valid in this process.
+        verdict: what `deciding` has found out about the model as it was.
     """
 
-    implementation: str
-    modules: list[nn.Module]
-    kinds: list[type]
-    attributes: list[dict[str, Any]]
-    empty: list[dict]
-    children: dict[str, nn.Module | None]
-    parents: list[nn.Module]
-    names: list[str]
-    inner: list[nn.Module | None]
-    additions: list[tuple[nn.Module, tuple[object, ...]]]
-    hash: int
-    of_kinds: dict[type | str, list[nn.Module]]
+    verdict: Any = None
+
+    def __init__(self, model: PreTrainedModel, cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]]):
+        self.modules, self._configs = _modules_of(model), (model.config, text_config(model))
+        self._copied = ("_modules",) if is_sharded(model) else ("_modules", *_TENSORS)
+        self.hash = hash((attention.implementation(model), *(self._hash_of(x, cache) for x in self.modules)))
+        others = self.modules[1:]
+        self._empty = [registry for module in others for registry in _registries_of(module) if not registry]
+        self._parents = [module for module in others if len(module._modules) > 1]
+        self._hooked = [module for module in others if _has_additions(module)]
+        self._of_kinds: dict[type | str, list[nn.Module]] = {}
+        own, *configs = self._of_model(model)
+        copied = [_copied(own, self._copied), *(_copied(x, x) for x in configs)]
+        self._was = [cache[id(module)][2] for module in others], copied, self._others(model)
 
     def describes(self, model: PreTrainedModel, attributes: list[dict[str, Any]]) -> bool:
         """Whether a model is as it was, given the present attributes of its other modules."""
-        if not _are_equal(attributes, self.attributes) or any(self.empty):
+        if self.modules[0] is not model or self._configs[0] is not model.config or any(self._empty):
             return False
-        registered = [*map(_children_of, self.parents)]
+        return _are_equal((attributes, self._of_model(model), self._others(model)), self._was)
+
+    def of_kind(self, kind: type | str) -> list[nn.Module]:
+        """The modules of a class, or with an attribute of a name."""
+        if kind not in self._of_kinds:
+            is_of: Any = hasattr if isinstance(kind, str) else isinstance
+            self._of_kinds[kind] = [module for module in self.modules if is_of(module, kind)]
+        return self._of_kinds[kind]
+
+    def _of_model(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        return [{name: vars(model)[name] for name in self._copied}, *map(vars, self._configs)]
+
+    def _others(self, model: PreTrainedModel) -> tuple[object, ...]:
+        """What dictionaries do not tell: classes, the order in which `nn.Sequential` calls its children, hooks, which
+        may close over values that have changed, and the head.
+        """
         return (
-            self.children == model._modules
-            and self.names == [*chain.from_iterable(registered)]
-            and self.inner == [*chain.from_iterable(map(dict.values, registered))]
-            and self.modules[0] is model
-            and self.implementation == attention.implementation(model)
-            and self.kinds == [*map(type, self.modules)]
-            and all(additions == tuple(additions_to(module)) for module, additions in self.additions)
+            model.training,
+            [*map(type, self.modules)],
+            [*chain.from_iterable(map(_children_of, self._parents))],
+            [tuple(additions_to(module)) for module in self._hooked],
+            head.identity(head.head_of(model)),
         )
+
+    def _hash_of(self, module: nn.Module, cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]]) -> int:
+        attributes, kind, is_model = vars(module), type(module), module is self.modules[0]
+        cached = cache.get(id(module))
+        if cached is None or cached[:2] != (module, kind) or not _are_equal(attributes, cached[2]):
+            parts = kind if is_model else plain_attributes(module), *_kinds_of_tensors(module, self._copied)
+            cached = cache[id(module)] = module, kind, _copied(attributes, self._copied), hash(parts)
+        return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
 
 
 class Structure:
-    """Computes the structure hash of one model. Keeps its modules
-    alive, so that no id is used twice.
-    """
+    """The latest identities of one model. Keeps its modules alive, so that no id is used twice."""
 
     def __init__(self) -> None:
         # By id of a module: the module, its class, its attributes, and the hash of plain ones.
         self._cache: dict[int, tuple[nn.Module, type, dict[str, Any], int]] = {}
-        self._snapshots: list[_Snapshot] = []  # of the same modules, the most recently used first
+        self._identities: list[Identity] = []  # of the same modules, the most recently used first
 
-    def hash(self, model: PreTrainedModel) -> int:
-        """The hash of the model's structure, valid in this process.
-
-        Leaves out hooks on the model itself, because they run around its wrapped forward.
-        """
-        attributes = [*map(_variables_of, self._snapshots[0].modules[1:])] if self._snapshots else []
-        latest = next((snapshot for snapshot in self._snapshots if snapshot.describes(model, attributes)), None)
+    def identity(self, model: PreTrainedModel) -> Identity:
+        """The identity of the model as it is now. The same object as before if nothing has changed."""
+        attributes = [*map(_variables_of, self._identities[0].modules[1:])] if self._identities else []
+        latest = next((x for x in self._identities if x.describes(model, attributes)), None)
         if latest is None:
-            latest = self._snapshot(model)
-            self._snapshots = [x for x in self._snapshots if x.modules == latest.modules]  # keeps no replaced module
-        self._snapshots = [latest, *(x for x in self._snapshots if x is not latest)][:MAX_SNAPSHOTS]
-        return latest.hash
+            latest = Identity(model, self._cache)
+            if len(self._cache) > 2 * len(latest.modules):
+                self._cache = {id(module): self._cache[id(module)] for module in latest.modules}
+            self._identities = [x for x in self._identities if x.modules == latest.modules]  # no replaced module
+        self._identities = [latest, *(x for x in self._identities if x is not latest)][:MAX_IDENTITIES]
+        return latest
 
     def modules_of(self, model: nn.Module, kind: type | str) -> list[nn.Module]:
-        """The modules of a class, or with an attribute of a name, that the model had when its hash was last asked
-        for, or those that it has now if its hash is not known yet.
+        """The modules of a class, or with an attribute of a name, that the model had when its identity was last asked
+        for, or those that it has now if its identity is not known yet.
         """
+        if self._identities:
+            return self._identities[0].of_kind(kind)
         is_of: Any = hasattr if isinstance(kind, str) else isinstance
-        if not self._snapshots:
-            return [module for module in model.modules() if is_of(module, kind)]
-        latest = self._snapshots[0]
-        if kind not in latest.of_kinds:
-            latest.of_kinds[kind] = [module for module in latest.modules if is_of(module, kind)]
-        return latest.of_kinds[kind]
-
-    def _snapshot(self, model: PreTrainedModel) -> _Snapshot:
-        implementation, modules = attention.implementation(model), _modules_of(model)
-        hashed, others = [self._hash_of(module, is_model=module is model) for module in modules], modules[1:]
-        if len(self._cache) > 2 * len(modules):
-            self._cache = {id(module): self._cache[id(module)] for module in modules}
-        parents = [module for module in others if module._modules]
-        registered = [*map(_children_of, parents)]
-        return _Snapshot(
-            implementation,
-            modules,
-            kinds=[*map(type, modules)],
-            attributes=[self._cache[id(module)][2] for module in others],
-            empty=[registry for module in others for registry in _registries_of(module) if not registry],
-            children=dict(model._modules),
-            parents=parents,
-            names=[*chain.from_iterable(registered)],
-            inner=[*chain.from_iterable(map(dict.values, registered))],
-            additions=[(module, tuple(additions_to(module))) for module in others if _has_additions(module)],
-            hash=hash((implementation, *hashed)),
-            of_kinds={},
-        )
-
-    def _hash_of(self, module: nn.Module, is_model: bool) -> int:
-        attributes, kind = vars(module), type(module)
-        cached = self._cache.get(id(module))
-        if cached is None or cached[:2] != (module, kind) or not _are_equal(attributes, cached[2]):
-            cached = (module, kind, dict(attributes), hash(kind if is_model else plain_attributes(module)))
-            self._cache[id(module)] = cached
-        return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
+        return [module for module in model.modules() if is_of(module, kind)]
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
@@ -159,6 +141,21 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
     modules = [*model.modules()]
     functions = (function for module in modules for function in vars(module).get("_kernel_funcs", {}).values())
     return [*modules, *dict.fromkeys(functions)]
+
+
+def _copied(attributes: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Attributes in which dictionaries with these names are copied, too."""
+    dicts = {name: dict(attributes[name]) for name in names if attributes[name] and type(attributes[name]) is dict}
+    return {**attributes, **dicts}
+
+
+def _kinds_of_tensors(module: nn.Module, registries: tuple[str, ...]) -> Iterator[tuple]:
+    """The kind of each parameter and buffer among these attributes: code replaces tensors by others of their kind, as
+    offloading does in each call. Caches of rotary embeddings grow.
+    """
+    for registry in _TENSORS if _TENSORS[0] in registries else ():
+        for name, x in vars(module)[registry].items():
+            yield name, type(x), getattr(x, "dtype", None), x is not None and registry == _TENSORS[0] and x.shape
 
 
 def _has_additions(module: nn.Module) -> bool:

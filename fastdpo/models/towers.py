@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import support
 from .adapters import adapter_modules
+from .facts import has_dropout
 from .parts import language_model
 from .structure import additions_to, plain_attributes
 
@@ -102,7 +102,7 @@ def _is_fixed(tower: PreTrainedModel) -> bool:
         return False
     if any(p.requires_grad for p in tower.parameters()) and torch.is_grad_enabled():
         return False
-    if any(adapter_modules(tower)) or (tower.training and support.has_dropout(tower)):
+    if any(adapter_modules(tower)) or (tower.training and has_dropout(tower)):
         return False
     return not any(any(additions_to(module)) for module in tower.modules())
 

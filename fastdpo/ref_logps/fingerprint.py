@@ -56,7 +56,7 @@ def fingerprint(model: PreTrainedModel, structure: Structure) -> Fingerprint:
     Raises:
         RuntimeError, NotImplementedError: the memory of a tensor cannot be read.
     """
-    of_structure = hash((structure.hash(model), *additions_to(model)))
+    of_structure = hash((structure.identity(model).hash, *additions_to(model)))
     tensors = [local_shard(x) for x in _tensors(model, structure)]
     checksums = _checksums(tensors)
     described = tuple((x.dtype, tuple(x.shape), checksum) for x, checksum in zip(tensors, checksums, strict=True))

@@ -29,16 +29,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules import module as hooks_of_all_modules
 
 from ..models.adapters import WRAPPED, adapter_modules, adapter_states, inactive_names
-from ..models.harmless import (
-    ATTRIBUTES,
-    COUNTERS,
-    LIBRARIES,
-    MODULES,
-    OTHER_ATTRIBUTES,
-    closure_contents,
-    inner_function,
-    is_of,
-)
+from ..models.functions import closure_contents, inner_function
+from ..models.harmless import ATTRIBUTES, COUNTERS, LIBRARIES, MODULES, OTHER_ATTRIBUTES, is_of
 from ..models.state import ATTRIBUTE as FUSED_FORWARD
 from .digests import config_digest
 

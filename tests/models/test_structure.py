@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fastdpo.models import forward
 from fastdpo.models.state import ForwardOptions, state_of
 from fastdpo.models.structure import Structure
+from tests.support.models.surgeries import MixesTokensWeight
 from tests.support.trl.dpo import tiny_model, trained_adapter
 
 
@@ -91,6 +92,25 @@ def backward_hook_written(model):
     mlp_of(model)._backward_hooks[10**6] = lambda module, inputs, outputs: None
 
 
+def parameter_of_another_class(model):
+    weights = mlp_of(model).down_proj._parameters
+    weights["weight"] = weights["weight"].detach().as_subclass(MixesTokensWeight)
+
+
+def parameter_of_another_dtype(model):
+    weights = model.model.norm._parameters
+    weights["weight"] = nn.Parameter(weights["weight"].detach().double())
+
+
+def parameter_added(model):
+    mlp_of(model).down_proj._parameters["bias"] = nn.Parameter(torch.zeros(1))
+
+
+def buffer_of_another_dtype(model):
+    buffers = model.model.rotary_emb._buffers
+    buffers["inv_freq"] = buffers["inv_freq"].double()
+
+
 def class_changed(model):
     mlp_of(model).__class__ = type("Other", (type(mlp_of(model)),), {})
 
@@ -103,6 +123,7 @@ CHANGES = [
     *(child_written, child_removed, child_added_to_a_leaf, child_renamed, children_reordered),
     *(children_replaced_by_a_dictionary_in_another_order, child_of_the_model),
     *(attribute_written, attribute_removed, attribute_changed, attribute_renamed, attributes_replaced),
+    *(parameter_of_another_class, parameter_of_another_dtype, parameter_added, buffer_of_another_dtype),
     *(forward_written, hook_written, hooks_replaced, backward_hook_written, class_changed, attention_changed),
 ]
 
@@ -110,20 +131,20 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_is_seen(change: Callable):
     model, structure = tiny_model(), Structure()
-    before = structure.hash(model)
-    assert structure.hash(model) == before
+    before = structure.identity(model).hash
+    assert structure.identity(model).hash == before
     change(model)
-    assert structure.hash(model) != before
-    assert structure.hash(model) == Structure().hash(model), "as if seen for the first time"
+    assert structure.identity(model).hash != before
+    assert structure.identity(model).hash == Structure().identity(model).hash, "as if seen for the first time"
 
 
 def test_a_hook_in_a_registry_that_replaced_an_equal_one_is_seen():
     model, structure = tiny_model(), Structure()
-    before = structure.hash(model)
+    before = structure.identity(model).hash
     vars(mlp_of(model))["_forward_hooks"] = OrderedDict()
-    assert structure.hash(model) == before
+    assert structure.identity(model).hash == before
     mlp_of(model)._forward_hooks[0] = double
-    assert structure.hash(model) != before
+    assert structure.identity(model).hash != before
 
 
 def test_a_value_that_a_hook_closes_over_is_seen():
@@ -133,30 +154,30 @@ def test_a_value_that_a_hook_closes_over_is_seen():
         return output * factor
 
     mlp_of(model).register_forward_hook(scale)
-    before = structure.hash(model)
+    before = structure.identity(model).hash
     factor = 3.0
-    assert structure.hash(model) != before
+    assert structure.identity(model).hash != before
 
 
 def test_a_change_that_is_undone_leads_back():
     model, structure = tiny_model(), Structure()
-    before = structure.hash(model)
+    before = structure.identity(model).hash
     hook = mlp_of(model).register_forward_hook(double)
-    changed = structure.hash(model)
+    changed = structure.identity(model).hash
     hook.remove()
-    assert structure.hash(model) == before != changed
+    assert structure.identity(model).hash == before != changed
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_modes_and_disabled_adapters_are_no_change(training):
     model = trained_adapter(tiny_model())
     base, structure = model.get_base_model(), Structure()
-    before = structure.hash(base)
+    before = structure.identity(base).hash
     for _ in range(3):
         model.train(training)
-        assert structure.hash(base) == before
+        assert structure.identity(base).hash == before
         with model.disable_adapter():
-            assert structure.hash(base) == before
+            assert structure.identity(base).hash == before
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastdpo import packing
-from fastdpo.models import attention, batch, head, probe, support
+from fastdpo.models import attention, batch, facts, head, probe
 from fastdpo.packing import Layout
 from fastdpo.prefix_tree import Branch
 
@@ -132,7 +132,7 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the softcap of a head."""
-    monkeypatch.setattr(support, "logit_transform", lambda config: (None, 1.0))
+    monkeypatch.setattr(facts, "logit_transform", lambda config: (None, 1.0))
 
 
 SOFTCAPPED = dict(kind="gemma2", final_logit_softcapping=2.0)

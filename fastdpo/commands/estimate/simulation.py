@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest import mock
 
@@ -21,11 +21,24 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...integrations import patching
-from ...models import forward
+from ...models import forward, head
+from ...models.attention import inputs_of
+from ...models.batch import layout_of_call
+from ...models.deciding import scoring_unsupported_reason
+from ...models.facts import Facts
 from ...models.mixers import segments
-from ...models.parts import base_of
+from ...models.parts import backbone, base_of
+from ...models.probe import ProbeResult
 from ...models.reward_head import CLASSIFIER_HEAD
-from ...models.state import ForwardOptions
+from ...models.state import (
+    ForwardOptions,
+    FusedForward,
+    RunnableBatch,
+    Verdict,
+    install_head,
+    state_of,
+    switch_attention,
+)
 from ...ops.head.linear_logps import budget_for
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
@@ -165,7 +178,7 @@ class _Step:
         routes = returns_router_logits(setup.config) and not setup.rewards
         self.options = {"output_router_logits": True} if routes else {}
         for model, options in zip(models, (self.options, {}), strict=False) if patched else ():
-            forward.fix_batch(model, batch | options, self.fake.from_tensor)
+            _fix_batch(model, batch | options, self.fake.from_tensor)
         self.inputs = {name: self.fake.from_tensor(x) for name, x in batch.items()}
         scored = 0 if setup.rewards else int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         held = [x for model in filter(None, (self.policy, self.reference)) for x in _tensors(model)]
@@ -251,6 +264,36 @@ class _Step:
 
     def _end_head(self) -> None:
         self.head = max(self.head, self.ledger.stop_peak("head"))
+
+
+def _fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor], Tensor]) -> None:
+    """Makes every call of a model run one batch packed. A model of fake tensors cannot be examined.
+
+    Args:
+        model: with a fused forward, in the mode in which it will be called.
+        kwargs: the arguments of a call with the batch, whose tensors have values.
+        convert: makes the tensors that the calls use. What attention reads on the host stays as it is.
+
+    Raises:
+        ValueError: the model is known not to be supported.
+        NotPackable: the batch has no packed form.
+    """
+    fused = cast(FusedForward, state_of(model))
+    reason = fused.lasting_reason or scoring_unsupported_reason(model, fused.options)
+    if reason is not None:
+        raise ValueError(reason)
+    parts = backbone(model), head.head_of(model), Facts.of(model)
+    fused.verdict = Verdict((0, model.training), ProbeResult(None), None, None, *parts)
+    if fused.options.rewards:
+        kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
+    layout = layout_of_call(model, fused, kwargs)
+    switch_attention(model, fused)
+    install_head(model, fused)
+    inputs = inputs_of(layout, kwargs["input_ids"])
+    inputs |= {name: convert(inputs[name]) for name in ("input_ids", "position_ids")}
+    tensors = {name: x for name, x in vars(layout).items() if isinstance(x, Tensor) and name != "rows"}
+    batch = RunnableBatch(replace(layout, **{name: convert(x) for name, x in tensors.items()}), inputs, {})
+    fused.choose = lambda *args: batch
 
 
 def _without_adapters(policy: Any) -> AbstractContextManager:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...models import forward
-from ...models.harmless import module_of
+from ...models.functions import module_of
 from ...models.parts import base_of
 from ...reasons import Reason
 from ..line import TrainerLine, arguments_of

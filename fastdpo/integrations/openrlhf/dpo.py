@@ -114,7 +114,7 @@ class OpenRLHFDPOLine(OpenRLHFLine):
         return scored(*batch)
 
     def _scored(self, stock: Callable, trainer: DPOTrainer, model: Actor, *batch: Any) -> Results:
-        reason = strategy_unsupported_reason(trainer) or forward.disabled_reason(model, self.name)
+        reason = strategy_unsupported_reason(trainer) or forward.unsupported_reason(model, self.name)
         if reason is not None:
             forward.record_fallback(model, self.name, reason)
             return stock(trainer, model, *batch)

@@ -45,7 +45,7 @@ class SwiftLine(TrainerLine):
             model: of the trainer.
             router_logits: whether the call asks for the auxiliary loss of a router.
         """
-        reason = forward.disabled_reason(model, self.name)
+        reason = forward.unsupported_reason(model, self.name)
         if reason is not None:
             return reason
         tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))

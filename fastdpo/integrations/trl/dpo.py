@@ -22,12 +22,12 @@ from ..evidence import field_difference, signature_difference
 from ..line import TrainerLine, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
-from . import precompute
+from . import precompute, shortcuts
 from .batches.token_budget import RELIES_ON, TokenBudget
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .memory import serving
-from .models import reference_of, unwrapping
+from .models import reference_of
 
 DPOTrainer = Any  # of one of several versions
 
@@ -64,9 +64,13 @@ class RewrittenDPOLine(TrainerLine):
             return stock(trainer, *args, **kwargs)
         return with_packed_batches(self, stock, trainer, *args, **kwargs)
 
+    def prepare(self, trainer: DPOTrainer) -> None:
+        super().prepare(trainer)
+        shortcuts.install(self, trainer)
+
     def compute_ref_log_probs(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> Any:
         inputs = arguments_of(stock, trainer, *args, **kwargs)["inputs"]  # TRL before 1.9 does not pass the model
-        with counting_calls_as("reference"), unwrapping(trainer.accelerator), self.scoring(trainer, inputs, False):
+        with counting_calls_as("reference"), self.scoring(trainer, inputs, False):
             return stock(trainer, *args, **kwargs)
 
     def _precompute_ref_logps(
@@ -90,11 +94,12 @@ class RewrittenDPOLine(TrainerLine):
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
         models = model, reference_of(trainer)
+        several = state.gather or trainer.accelerator.num_processes > 1
         source = inputs.get("completion_mask") if all(map(passes_arguments_on, models)) else None
         with (
             labels_from(source, inputs["input_ids"]),
             serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
-            of_all_ranks(trainer.accelerator, state.gather),
+            of_all_ranks(trainer.accelerator, state.gather) if several else nullcontext(),
             self.scoring(trainer, inputs, return_outputs),
         ):
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)

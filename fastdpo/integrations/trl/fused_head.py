@@ -19,7 +19,7 @@ from ..evidence import field_difference, signature_difference
 from ..line import TrainerLine
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows
-from .models import disable_gradient_checkpointing, is_peft_model, use_adapter
+from .shortcuts import disable_gradient_checkpointing, is_peft_model, use_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -43,7 +43,7 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
     if is_replaced(accelerator):
         yield
         return
-    of_all: Gather = gather or (_as_it_is if accelerator.distributed_type == "NO" else accelerator.gather)
+    of_all: Gather = gather or accelerator.gather
     with replacing(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x))):
         yield
 
@@ -58,11 +58,6 @@ def in_float32(accelerator: Any) -> AbstractContextManager[None]:
     if accelerator.num_processes == 1:
         return nullcontext()
     return replacing(accelerator, gather_for_metrics=lambda x: gather(x.float() if x.is_floating_point() else x))
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    """What accelerate's `gather` returns in one process, after it has looked at its state and the environment."""
-    return x
 
 
 def rows_of_all_ranks(gather: Gather, rows: Tensor) -> Tensor:

@@ -36,9 +36,10 @@ from .. import evidence
 from ..bypass import STATE, is_overridden
 from ..replacements import replacing, temporarily
 from ..scored_rows import equal_when_merged, merged
+from . import shortcuts
 from .batches.token_budget import STEPS
 from .gathering import in_float32
-from .models import reference_of, unwrapping
+from .models import reference_of
 from .row_budget import Batch, PaddedRowBudgetLine, on_device
 
 if TYPE_CHECKING:
@@ -65,10 +66,14 @@ class KTOLine(PaddedRowBudgetLine):
     entries = frozenset({*_INPUTS, "ref_logps", "ref_KL_logps"})
     fields = ("log_probs", "entropy", "mean_logits")
 
+    def prepare(self, trainer: KTOTrainer) -> None:
+        super().prepare(trainer)
+        shortcuts.install(self, trainer)
+
     def compute_ref_log_probs(
         self, stock: Callable, trainer: KTOTrainer, model: Any, inputs: dict, *args: Any, **kwargs: Any
     ) -> Any:
-        with counting_calls_as("reference"), unwrapping(trainer.accelerator):
+        with counting_calls_as("reference"):
             if not _merges(trainer, model, inputs):
                 return stock(trainer, model, inputs, *args, **kwargs)
             with temporarily(trainer, calculate_KL=False):

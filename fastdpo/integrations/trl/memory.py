@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ...models import sharding, support
+from ...models import sharding
 from ...models.adapters import active_parameters
+from ...models.facts import has_dropout
 from ...models.image_content import digests_of_rows
 from ...models.images import ARGUMENTS
 from ...models.parts import base_of
@@ -140,7 +141,7 @@ def memory_unsupported_reason(trainer: Any) -> Reason | None:
     if trainer.ref_model is None:  # the reference is the policy without its adapter, in the policy's mode
         if args.neftune_noise_alpha:
             return Reason("reference-neftune")
-        if support.has_dropout(base):
+        if has_dropout(base):
             return Reason("reference-dropout")
     trained = {id(x) for x in cast(nn.Module, trainer.model).parameters() if x.requires_grad}
     with as_reference(trainer):

@@ -15,7 +15,8 @@ from torch import nn
 
 from ...logs import report, warn
 from ...models import forward, parts
-from ...models.support import rope_limit, rope_reason
+from ...models.facts import rope_limit
+from ...models.support import rope_reason
 from ...reasons import Reason
 from .. import evidence
 from ..fingerprints import name_of

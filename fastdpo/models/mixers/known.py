@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..harmless import inner_function
+from ..functions import inner_function
 from .running import running
 from .segments import Segments, collect, gather, gather_all
 

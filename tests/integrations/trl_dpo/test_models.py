@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from accelerate import Accelerator, dispatch_model
+from accelerate import dispatch_model
 from accelerate.utils import is_peft_model, other
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
 import fastdpo
-from fastdpo.integrations.trl import models as models_of_trl
+from fastdpo.integrations.trl import shortcuts
 from tests.support.comparison import assert_same_in_low_precision
 from tests.support.trl.dpo import (
     LORA,
@@ -276,7 +276,7 @@ def test_a_status_has_its_other_fields():
         read.append(model.get_model_status())
         yield
 
-    with models_of_trl.use_adapter(reading, model, None):
+    with shortcuts.use_adapter(reading, model, None):
         status = model.get_model_status()
     assert type(read[0]) is not type(status)
     assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
@@ -284,7 +284,7 @@ def test_a_status_has_its_other_fields():
 
 def test_a_compiled_model_keeps_no_status():
     model = trained_adapter(tiny_model())
-    with models_of_trl.use_adapter(lambda model, adapter_name: nullcontext(), torch.compile(model), None):
+    with shortcuts.use_adapter(lambda model, adapter_name: nullcontext(), torch.compile(model), None):
         pass
     assert "get_model_status" not in vars(model)
 
@@ -303,22 +303,22 @@ def test_an_adapter_is_unwrapped_without_a_look_at_every_module(tmp_path, monkey
     _, stock, of_stock = run(tmp_path / "stock")
     with fastdpo.patched("trl.DPOTrainer"):
         trainer, patched, of_patched = run(tmp_path / "patched")
+        assert "unwrap_model" in vars(trainer.accelerator)
     torch.testing.assert_close(patched, stock)
     assert of_stock > of_patched == 0
     assert "unwrap_model" not in vars(trainer.accelerator)
 
 
-def test_what_is_unwrapped():
-    """As without the context: models in wrappers, and where user code has replaced the function."""
-    accelerator, model = Accelerator(cpu=True), trained_adapter(tiny_model())
+def test_what_is_unwrapped(tmp_path):
+    """As in stock: models in wrappers, and where user code has replaced the function."""
+    model = trained_adapter(tiny_model())
     wrapped, compiled = torch.nn.DataParallel(model), torch.compile(model)
-    with models_of_trl.unwrapping(accelerator):
+    with fastdpo.patched("trl.DPOTrainer"):
+        accelerator = build(tmp_path, model, None).accelerator
         assert accelerator.unwrap_model(model) is accelerator.unwrap_model(wrapped) is model
         assert accelerator.unwrap_model(compiled) is compiled
         assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
-    accelerator.unwrap_model = lambda model: "of the user"
-    with models_of_trl.unwrapping(accelerator):
-        assert accelerator.unwrap_model(model) == "of the user"
+        accelerator.unwrap_model = lambda model: "of the user"
     assert accelerator.unwrap_model(model) == "of the user"
 
 

@@ -10,7 +10,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo import ref_logps
-from fastdpo.models import support
+from fastdpo.models import facts, support
 from tests.support.models.families import tiny_family
 from tests.support.trl.dpo import assert_same, build, long_pairs, train
 
@@ -51,7 +51,7 @@ def against_stock(directory, name: str, patch: dict, **options):
 def test_limit(name):
     """Up to this width a row has the same hidden states in each batch, and beyond it others."""
     model, limit = tiny_family(name).eval(), LIMITS[name]
-    assert support.rope_limit(model) == limit
+    assert facts.rope_limit(model) == limit
     ids = torch.randint(3, 90, (1, 6))
     states = {}
     for width in (6, limit, limit + 1, limit + 2):

@@ -103,6 +103,18 @@ def layer_that_mixes_tokens(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = MixesTokens()
 
 
+class MixesTokensWeight(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output.as_subclass(torch.Tensor).roll(1, 1) if func is nn.functional.linear else output
+
+
+def weight_written_to_parameters(model: PreTrainedModel) -> None:
+    weights = model.model.layers[0].mlp.down_proj._parameters
+    weights["weight"] = weights["weight"].detach().as_subclass(MixesTokensWeight)
+
+
 class RollingMLP(LlamaMLP):
     def forward(self, x):
         return super().forward(x).roll(1, 1)
@@ -244,6 +256,11 @@ SURGERIES = [
     ),
     Surgery(
         layer_written_to_modules, "layer written to `_modules`", "the packed hidden states of LlamaForCausalLM differ"
+    ),
+    Surgery(
+        weight_written_to_parameters,
+        "weight of a layer written to `_parameters`",
+        "the packed hidden states of LlamaForCausalLM differ",
     ),
     Surgery(
         forward_written_to_attributes,

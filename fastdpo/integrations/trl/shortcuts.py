@@ -1,0 +1,107 @@
+"""What TRL and PEFT ask about a model in every step, answered without a long walk over its modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from ...models.functions import module_of
+from ...models.parts import find_base, is_transformers_model
+from ...models.state import state_of
+from ..line import TrainerLine
+from ..replacements import temporarily
+
+
+def is_peft_model(stock: Callable, model: Any) -> bool:
+    """What accelerate returns, by the class of a model that no engine has wrapped.
+
+    accelerate parses the metadata of PEFT and walks all modules.
+    """
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return True
+    return not is_transformers_model(model) and stock(model)
+
+
+def install(line: TrainerLine, trainer: Any) -> None:
+    """Until the trainer is unpatched, has accelerate's `unwrap_model` return a PeftModel at once, unless user code has
+    replaced the function.
+
+    By itself, it looks for compiled parts in all modules, and then returns the same model.
+    """
+    state, accelerator = line.state_of(trainer), trainer.accelerator
+    stock, peft = accelerator.unwrap_model, sys.modules.get("peft")
+    if state is None or peft is None or not module_of(stock).startswith("accelerate."):
+        return
+
+    def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_bare = isinstance(model, peft.PeftModel) and "_orig_mod" not in vars(model) and not (args or kwargs)
+        return model if is_bare else stock(model, *args, **kwargs)
+
+    def undo() -> None:
+        if vars(accelerator).get("unwrap_model") is unwrap_model:
+            del accelerator.unwrap_model
+
+    accelerator.unwrap_model = unwrap_model
+    state.undo.callback(undo)
+
+
+@contextmanager
+def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
+    embeddings in every step, for which a compiled model is compiled again.
+    """
+    base = find_base(model)
+    fused = None if base is None else state_of(base)
+    with ExitStack() as stack:
+        if base is None or fused is None or fused.unsupported_reason() is not None:
+            stack.enter_context(stock(model, *args, **kwargs))
+        else:
+            for layer in fused.structure.modules_of(base, "gradient_checkpointing"):
+                stack.enter_context(temporarily(layer, gradient_checkpointing=False))
+        yield
+
+
+@contextmanager
+def use_adapter(stock: Callable, model: Any, adapter_name: str | None, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """TRL's context. To disable adapters, PEFT asks for the status of the model, and reads only whether they are
+    enabled. The other fields describe each layer in words, which takes longer than a forward of small layers.
+    """
+    with ExitStack() as stack:
+        with _enabled_status(model) if adapter_name is None and _are_enabled(model) else nullcontext():
+            stack.enter_context(stock(model, adapter_name, *args, **kwargs))
+        yield
+
+
+def _are_enabled(model: Any) -> bool:
+    """Whether all of a model's adapters are, and it has some."""
+    # PEFT's layers have a property of this name, models of transformers a method.
+    layers = (x for x in model.modules() if isinstance(getattr(type(x), "disable_adapters", None), property))
+    return {layer.disable_adapters for layer in layers} == {False}
+
+
+class _EnabledStatus:
+    """The status of a model whose adapters are enabled. Other fields are computed when they are read."""
+
+    enabled = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self._model).get_model_status(self._model), name)
+
+
+@contextmanager
+def _enabled_status(model: Any) -> Iterator[None]:
+    """In the block, a model's `get_model_status` returns an `_EnabledStatus`.
+
+    A compiled model would pass an attribute that is set on to the model inside, and keep it there.
+    """
+    vars(model)["get_model_status"] = lambda: _EnabledStatus(model)
+    try:
+        yield
+    finally:
+        del vars(model)["get_model_status"]
