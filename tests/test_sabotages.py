@@ -41,6 +41,7 @@ OTHERS = (
     *("layouts of the batch that a step is given", "arguments of a call that another trainer has made"),
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
     "models that change and change back",
+    "graphs of all lengths",
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
     *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),
     "checkpointing that is enabled again without one more hook",

@@ -57,16 +57,18 @@ class HostStep(TrainerStep):
     """See `TrainerStep`. `seconds` of a step are those of the process on all its cores.
 
     Args:
-        compiled: whether the models are compiled, once nothing is launched. They are checked as they are before.
+        compiled: whether the trainer compiles the models, once nothing is launched. Models are checked as they are.
+        layers_compiled: option `compile` of `fastdpo.patch`.
     """
 
     now = staticmethod(time.process_time)
 
-    def __init__(self, workload: Workload, mode: str, compiled: bool = False) -> None:
+    def __init__(self, workload: Workload, mode: str, compiled: bool = False, layers_compiled: bool = False) -> None:
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
         self.compiled = compiled
-        super().__init__(workload, mode)
+        self.is_compiled = compiled or layers_compiled
+        super().__init__(workload, mode, layers_compiled=layers_compiled)
         self.collate = self.trainer.get_train_dataloader().collate_fn
         self.examples = [self._examples(workload, i) for i in range(self.batches)]
 
@@ -79,7 +81,7 @@ class HostStep(TrainerStep):
         return self.trainer.training_step(self.model, inputs)
 
     def check(self) -> Arrays:
-        with torch.compiler.set_stance("force_eager" if self.compiled else "default"):
+        with torch.compiler.set_stance("force_eager" if self.is_compiled else "default"):
             arrays = super().check()
             self._run(0)
             self.reset()

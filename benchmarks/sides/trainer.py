@@ -93,6 +93,7 @@ class TrainerStep:
         groups: which rows may share a prefix (see `ForwardOptions`). Default: the trainer line's.
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
+        layers_compiled: option `compile` of `fastdpo.patch`.
     """
 
     TRAINER = "trl.DPOTrainer"
@@ -110,6 +111,7 @@ class TrainerStep:
         groups: Groups | None = None,
         attention: str = "sdpa",
         max_tokens: int | None = None,
+        layers_compiled: bool = False,
     ) -> None:
         if attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise Unavailable("flash-attn is not installed")
@@ -119,6 +121,8 @@ class TrainerStep:
             patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
             if max_tokens is not None:
                 patch_options["max_tokens"] = max_tokens
+            if layers_compiled:
+                patch_options["compile"] = True
             fastdpo.patch(self.TRAINER, **patch_options, reference_memory=mode == "cached")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):

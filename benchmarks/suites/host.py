@@ -6,6 +6,7 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload
 from benchmarks.suites.step import STOCK
 
+LAYERS_COMPILED = "fastdpo, compiled layers"
 LAYERS = 24, 36
 COMPILED_LAYERS = (24,)
 QUICK_LAYERS = (2,)
@@ -19,10 +20,13 @@ def build_cases(quick: bool) -> list[Case]:
         for layers in QUICK_LAYERS if quick else COMPILED_LAYERS if compiled else LAYERS:
             size = ModelSize(layers=layers, hidden=HEAD_DIM, mlp=16, heads=1, kv_heads=1, vocabulary=100)
             work = Workload((PAIRS,), lora=lora, size=size)
-            sides = tuple(
-                Side(name, "benchmarks.sides.host:HostStep", work, {"mode": mode, "compiled": compiled})
-                for name, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo"))
-            )
+            both = [
+                (STOCK, {"mode": "stock", "compiled": compiled}),
+                (SUBJECT, {"mode": "fastdpo", "compiled": compiled}),
+            ]
+            if not compiled and (quick or layers in COMPILED_LAYERS):
+                both.append((LAYERS_COMPILED, {"mode": "fastdpo", "layers_compiled": True}))
+            sides = tuple(Side(name, "benchmarks.sides.host:HostStep", work, options) for name, options in both)
             cases.append(Case(f"{group}/{layers} layers", group, sides))
     return cases
 
@@ -38,5 +42,6 @@ SUITE = Suite(
         "GPU up to its launches, as fastdpo's does.",
         SUBJECT: "the trainer after `fastdpo.patch()`. Attention takes the path of a GPU, too, with a library of flash "
         "attention that launches nothing (`benchmarks/sides/host.py`).",
+        LAYERS_COMPILED: "with `compile=True`. Cases named compiled have the trainer's `torch_compile=True` instead.",
     },
 )

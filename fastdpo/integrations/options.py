@@ -129,6 +129,7 @@ class PatchOptions:
             *("llamafactory.DPOTrainer", "swift.DPOTrainer", "swift.RewardTrainer"),
         ),
     )
+    compile: bool = _option(False, _flag, {"--compile": _constant(True, "compile the decoder layers for packed calls")})
     provisional: bool = _option(
         True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}
     )
@@ -136,7 +137,7 @@ class PatchOptions:
 
     def of_forward(self) -> dict[str, Any]:
         """Those that are options of a fused forward (`models.state.ForwardOptions`)."""
-        names = ("share_prompts", "memory_budget", "verify", "changed")
+        names = ("share_prompts", "memory_budget", "verify", "changed", "compile")
         return {name: getattr(self, name) for name in names}
 
 
@@ -149,6 +150,7 @@ class GivenOptions(TypedDict, total=False):
     verify: bool
     max_tokens: int | None
     group_prompts: bool | int
+    compile: bool
     provisional: bool
 
 

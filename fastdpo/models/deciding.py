@@ -14,6 +14,7 @@ from ..packing import Layout, NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, probe, sharding, support
 from .batch import count_real_tokens, labels_of_call, layout_of_call
+from .compiled import CompiledLayers
 from .facts import Facts
 from .parts import backbone
 from .probe import ProbeResult
@@ -149,6 +150,10 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     Raises:
         NotPackable: the batch has no packed form.
     """
+    if fused.options.compile:
+        name = f"{fused.options.integration} ({fused.options.role})"
+        fused.compiled = fused.compiled or CompiledLayers(name)
+        fused.compiled.begin(model, fused.structure, kind_of_call(model, fused))
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     if given is None:
         layout = layout_of_call(model, fused, kwargs)

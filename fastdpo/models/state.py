@@ -16,6 +16,7 @@ from ..ops.head.results import TokenLogps
 from ..packing import Layout
 from ..reasons import Reason
 from . import attention, head, sharding
+from .compiled import CompiledLayers
 from .facts import Facts
 from .probe import ProbeResult
 from .reward_head import RewardHead
@@ -58,6 +59,7 @@ class ForwardOptions(NamedTuple):
             with the prior forward.
         changed: functions of the prior forward's package that have changed since it was tested. Calls are
             then compared, too, and go there from then on if they differ.
+        compile: whether packed calls run compiled layers.
     """
 
     integration: str
@@ -74,6 +76,7 @@ class ForwardOptions(NamedTuple):
     shifted: bool = False
     verify: bool = False
     changed: tuple[str, ...] = ()
+    compile: bool = False
 
 
 class ScoredBatch(NamedTuple):
@@ -179,6 +182,7 @@ class FusedForward:
         verified: the kinds of calls, with gradients (True) and without (False), that are not to be
             verified any more.
         has_logged_dropout: whether it was logged that prompts are not shared.
+        compiled: the layers of the model, if packed calls run them compiled.
     """
 
     options: ForwardOptions
@@ -202,6 +206,7 @@ class FusedForward:
     is_awaited: bool = False
     verified: set[bool] = field(default_factory=set)
     has_logged_dropout: bool = False
+    compiled: CompiledLayers | None = None
 
     def was_examined(self, model: PreTrainedModel) -> bool:
         """Whether the model was examined in the mode that it is in."""
@@ -245,7 +250,9 @@ def install_head(model: PreTrainedModel, fused: FusedForward) -> None:
 
 
 def restore(model: PreTrainedModel, fused: FusedForward) -> None:
-    """Gives a model its own attention and its own head back."""
+    """Gives a model its own attention, its own head and its own layers back."""
+    if fused.compiled is not None:
+        fused.compiled.restore()
     if fused.prior_attention is not None:
         attention.restore(model, fused.prior_attention)
         fused.prior_attention = None

@@ -61,7 +61,7 @@ class Identity:
         others = self.modules[1:]
         self._empty = [registry for module in others for registry in _registries_of(module) if not registry]
         self._parents = [module for module in others if len(module._modules) > 1]
-        self._hooked = [module for module in others if _has_additions(module)]
+        self._hooked = [module for module in others if has_additions(module)]
         self._of_kinds: dict[type | str, list[nn.Module]] = {}
         own, *configs = self._of_model(model)
         copied = [_copied(own, self._copied), *(_copied(x, x) for x in configs)]
@@ -101,7 +101,7 @@ class Identity:
         if cached is None or cached[:2] != (module, kind) or not _are_equal(attributes, cached[2]):
             parts = kind if is_model else plain_attributes(module), *_kinds_of_tensors(module, self._copied)
             cached = cache[id(module)] = module, kind, _copied(attributes, self._copied), hash(parts)
-        return hash((id(module), cached[3], *(additions_to(module) if _has_additions(module) and not is_model else ())))
+        return hash((id(module), cached[3], *(additions_to(module) if has_additions(module) and not is_model else ())))
 
 
 class Structure:
@@ -158,7 +158,8 @@ def _kinds_of_tensors(module: nn.Module, registries: tuple[str, ...]) -> Iterato
             yield name, type(x), getattr(x, "dtype", None), x is not None and registry == _TENSORS[0] and x.shape
 
 
-def _has_additions(module: nn.Module) -> bool:
+def has_additions(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
     return "forward" in vars(module) or any(vars(module)[name] for name in head.HOOKS)
 
 

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from fastdpo.models import compiled
 from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
@@ -160,6 +161,11 @@ def lose_all_labels(batch: dict[str, Tensor]) -> None:
 
 def make_a_hole(batch: dict[str, Tensor]) -> None:
     batch["attention_mask"][:, 1] = 0
+
+
+def compile_eagerly(model: PreTrainedModel) -> None:
+    """Makes compiled layers run their graphs without generated code."""
+    compiled.BACKEND = "aot_eager"
 
 
 def spoil_packed(model: PreTrainedModel) -> None:
@@ -351,6 +357,13 @@ CASES = {
     "ddp verified, wrong on the last rank": Case(
         kinds=("patched",), patch=VERIFIED, prepare=scale_gradients, changed_on=on_last
     ),
+    **{
+        f"{engine} compiled{', lora' if lora else ''}": Case(
+            dict(options, gradient_checkpointing=lora), lora=lora, patch=dict(compile=True), prepare=compile_eagerly
+        )
+        for engine, options in dict(ddp={}, zero2=zero(2), fsdp2=fsdp2(), zero3=zero(3)).items()
+        for lora in (False, True)
+    },
     "ddp unpatched": Case(LOGGED, trainer_class=with_callback(Unpatches)),
     "ddp stock raises": Case(LOGGED, kinds=("stock",), trainer_class=LastRaises),
     "ddp patched raises": Case(LOGGED, kinds=("patched",), trainer_class=LastRaises),

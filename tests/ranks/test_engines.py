@@ -48,6 +48,15 @@ def test_a_variant_equals_stock(case, ranks, number_of_ranks):
     assert_trained_fused(case, ranks, number_of_ranks)
 
 
+@pytest.mark.parametrize(("engine", "what"), product(ENGINES, ["compiled", "compiled, lora"]))
+def test_compiled_layers(case, engine, ranks, number_of_ranks):
+    assert_trained_fused(case, ranks, number_of_ranks)
+    for rank in ranks:
+        messages = [x for x in rank["patched"]["messages"] if "(policy)" in x and "compil" in x]
+        assert messages[0].endswith("compiling its layers; the first step waits for them")
+        assert any("layers not compiled" in x for x in messages) == (engine in SHARDED), messages
+
+
 @pytest.mark.parametrize(("engine", "what"), product(ENGINES, ["reward", "reward lora"]))
 def test_a_reward_model(case, ranks, number_of_ranks):
     assert_trained(case, ranks, number_of_ranks)

@@ -294,10 +294,11 @@ def train_both(
     train: Callable[..., Run] = train,
     reference_memory: bool = False,
     share_prompts: SharePrompts = True,
+    compile: bool = False,
     build: Callable[..., PreTrainedModel] = tiny_model,
     **options,
 ) -> list[Run]:
-    """Trains stock, then patched, with two options of `patch`, from the same initial weights.
+    """Trains stock, then patched, with three options of `patch`, from the same initial weights.
 
     `build` makes each model of its kind, a seed and the entries of `tiny`. `prepare` is applied to
     it before a trainer is created with it. `train` is called with a directory, policy, reference
@@ -311,7 +312,7 @@ def train_both(
 
     stock = once("stock", not_compiled)
     stock.in_float64 = functools.partial(once, "float64", not_compiled, double)
-    with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts):
+    with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts, compile=compile):
         return [stock, once("patched", options)]
 
 

@@ -1,0 +1,205 @@
+"""Compiled decoder layers for packed calls.
+
+A packed batch is one row, of which only the number of tokens and the number of rows in its layout vary. Both are
+dynamic in the graphs, so batches of all lengths run the same ones. A layer is compiled in place: calls with a layout
+run its graph, which holds the whole layer, and all others (generation, fallbacks, padded calls) run the layer as it is.
+Where torch cannot compile a layer, those of the model run as they are from then on, with one logged reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..logs import logger, report, warn
+from ..packing import is_layout
+from ..reasons import Reason
+from .mixers import finding
+from .parts import language_model
+from .structure import has_additions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .structure import Structure
+
+BACKEND = "inductor"
+"""The backend of `torch.compile`."""
+
+MAX_GRAPHS = 64
+"""Number of graphs in a process, where torch takes one. Its default suits layers of one kind in one model."""
+
+SETTLED = 10
+"""Number of packed batches of a kind after which a new graph is reported."""
+
+
+class CompiledLayers:
+    """The decoder layers of one model, whose packed calls are compiled.
+
+    Args:
+        name: of the model in log lines.
+
+    Attributes:
+        reason: why the layers run as they are; None if they are compiled.
+        found: the layers of the model and of its towers, as its structure lists them.
+        layers: those that are compiled.
+        batches: numbers of packed batches by what graphs depend on: whether gradients are enabled, whether the model is
+            in training mode, and the kind of the calls.
+        kind: that of the batch that runs.
+        seconds: time that it took since it was last logged.
+        was_reported: whether a late graph was reported.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reason: Reason | None = None
+        self.found: list[nn.Module] = []
+        self.layers: list[nn.Module] = []
+        self.batches: Counter[tuple[bool, bool, str]] = Counter()
+        self.kind = (False, False, "")
+        self.seconds = 0.0
+        self.was_reported = False
+
+    def begin(self, model: PreTrainedModel, structure: Structure, kind: str) -> None:
+        """Compiles the layers of a model that is about to run a packed batch, when they are first called.
+
+        Args:
+            model: the model.
+            structure: as it is now.
+            kind: of the call (see `calls.calls`).
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        found = structure.modules_of(model, GradientCheckpointingLayer)
+        if self.reason is not None:
+            self.restore()
+        elif found is not self.found:  # a list that is made anew where the model has changed
+            inside = set(language_model(model).modules())
+            layers = [layer for layer in found if layer in inside]
+            self.reason = _unsupported_reason(model, layers, self.layers)
+            if self.reason is not None:
+                self.restore()
+                self.report(self.reason)
+                return
+            if layers != self.layers:
+                self.restore()
+                for layer in layers:
+                    layer._compiled_call_impl = functools.partial(self.call, layer)
+            self.found, self.layers = found, layers
+            if not self.batches:
+                logger.info("fastdpo: %s: compiling its layers; the first step waits for them", self.name)
+        if self.seconds:
+            logger.info("fastdpo: %s: compiling its layers took %.1f s", self.name, self.seconds)
+            self.seconds = 0.0
+        self.kind = torch.is_grad_enabled(), model.training, kind
+        self.batches[self.kind] += 1
+
+    def restore(self) -> None:
+        """Makes all calls run the layers as they are."""
+        for layer in self.layers:
+            vars(layer).pop("_compiled_call_impl", None)
+        self.found, self.layers = [], []
+
+    def report(self, reason: Reason) -> None:
+        """Logs why the layers run as they are. In strict mode, raises `NotFused`."""
+        report(f"{self.name}: layers not compiled, {reason.named}")
+
+    def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls a layer: compiled, if it is given a layout, and otherwise as it is."""
+        layout = next(filter(is_layout, (kwargs.get("attention_mask"), *args)), None)
+        if layout is None or torch.compiler.is_compiling():
+            return layer._call_impl(*args, **kwargs)
+        if args and args[0].requires_grad and not torch.is_grad_enabled():  # in the first layer, by a hook of PEFT
+            args = args[0].detach(), *args[1:]
+        values = *args, *kwargs.values()
+        hidden = next(x for x in values if isinstance(x, Tensor) and x is not layout)
+        _mark(layout, values, hidden.shape[-2])
+        made, start = graphs(), time.perf_counter()
+        try:
+            output = _compiled(BACKEND)(layer, args, kwargs)
+        except _errors() as error:
+            message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            vars(layer).pop("_compiled_call_impl")  # the other layers until the next batch: they may be computed again
+            if self.reason is None:
+                self.reason = Reason("compiled-error", layer=type(layer).__name__, error=message)
+                self.report(self.reason)
+            return layer._call_impl(*args, **kwargs)
+        if graphs() > made:
+            self.seconds += time.perf_counter() - start
+            if self.batches[self.kind] > SETTLED and not self.was_reported:
+                self.was_reported = True
+                cause = _cause(layer=layer, args=args, kwargs=kwargs)
+                warn(f"{self.name}: compiled a layer again after {self.batches[self.kind]} batches: {cause}")
+        return output
+
+
+def _unsupported_reason(model: PreTrainedModel, layers: list[nn.Module], compiled: list[nn.Module]) -> Reason | None:
+    """Why the layers of a model are not compiled, as far as is known before, given those that are."""
+    if not layers:
+        return Reason("compiled-nothing", model=type(model).__name__)
+    if _trainer_compiles() or any(x._compiled_call_impl is not None for x in set(layers) - set(compiled)):
+        return Reason("compiled-already")
+    if finding.mixers_of(model):
+        return Reason("compiled-mixers", model=type(model).__name__)
+    # Layers share graphs, and torch does not look at the hooks of each.
+    changed = next((x for layer in layers for x in layer.modules() if has_additions(x)), None)
+    return None if changed is None else Reason("compiled-hooks", module=type(changed).__name__)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What torch raises if it cannot compile a layer. Imported late: it imports Triton."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def _cause(**arguments: Any) -> str:
+    """Why no earlier graph takes the arguments of `_run`."""
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(_run)
+    checked = [entry.guard_manager.check_verbose(arguments) for entry in entries]
+    failed = [str(x.verbose_code_parts[0]).strip() for x in checked if not x.result and x.verbose_code_parts]
+    return "; ".join([x for x in failed if "GLOBAL_STATE" not in x] or failed)
+
+
+def _trainer_compiles() -> bool:
+    """Whether accelerate was configured to compile models, by whichever trainer."""
+    if "accelerate" not in sys.modules:
+        return False
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DynamoBackend
+
+    plugin = AcceleratorState._shared_state.get("dynamo_plugin")
+    return plugin is not None and plugin.backend != DynamoBackend.NO
+
+
+def _mark(layout: Tensor, values: tuple, tokens: int) -> None:
+    """Marks the sizes that vary: without marks, sizes that are equal by chance in the first batch would stay so."""
+    for x in (x for value in values for x in (value if isinstance(value, tuple) else (value,))):
+        if isinstance(x, Tensor) and "_dynamo_weak_dynamic_indices" not in vars(x):
+            varying = [2] if x is layout else [i for i in range(1, x.dim()) if x.shape[i] == tokens][:1]
+            torch._dynamo.maybe_mark_dynamic(x, varying)
+
+
+def graphs() -> int:
+    """The number of graphs that torch has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return layer._call_impl(*args, **kwargs)
+
+
+@functools.cache
+def _compiled(backend: str) -> Callable[..., Any]:
+    """The compiled call of all layers, since torch shares graphs between calls of one function."""
+    takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+    limit: dict[str, Any] = {"recompile_limit": MAX_GRAPHS} if takes_limit else {}
+    return cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, **limit))

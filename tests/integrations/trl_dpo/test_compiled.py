@@ -1,0 +1,245 @@
+"""`patch(compile=True)`: the same training by compiled layers, whose graphs hold for batches of all lengths."""
+
+import copy
+import logging
+import pickle
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import DPOTrainer
+
+import fastdpo
+from fastdpo.models import compiled
+from fastdpo.models.state import state_of
+from fastdpo.packing import IGNORE_INDEX
+from tests.integrations.test_custom_loops import gradients, rows, step
+from tests.support import ROOT
+from tests.support.comparison import assert_close, assert_same_gradients, assert_same_in_low_precision
+from tests.support.models.families import HYBRID, tiny_family
+from tests.support.models.multimodal import IMAGE, tiny_multimodal
+from tests.support.trl.dpo import (
+    adapter,
+    assert_fused,
+    assert_same,
+    config,
+    dataset,
+    long_pairs,
+    tiny_model,
+    tokenizer,
+    train,
+)
+
+LENGTHS = [(8, 4, 3), (3, 1, 1), (1, 1, 2), (20, 12, 16), (4, 28, 16), (1, 63, 2)]  # one scored token; remainders by 16
+LENGTHS += [(5 + i % 9, 1 + i % 7, 1 + i % 11) for i in range(43)] + [(60, 70, 55)]  # a new longest row
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs(monkeypatch):
+    """Counts graphs from 0, of a backend that runs them as they are."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+
+
+TABLE = dict(re.findall(r"^\| `(\w+(?:-\w+)?)` \| `?([\w-]+)`? \|$", (ROOT / "docs/small.md").read_text(), re.M))
+OFTEN = ("gemma3_text", "qwen3_moe", "lfm2")
+
+
+def messages(caplog) -> list[str]:
+    return [x.message for x in caplog.records if x.name == "fastdpo" and "compil" in x.message]
+
+
+class Generate(TrainerCallback):
+    """Generates after each tenth step, and notes whether a graph was made."""
+
+    def __init__(self):
+        self.graphs: set[int] = set()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % 10 == 0:
+            before = compiled.graphs()
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+            self.graphs.add(compiled.graphs() - before)
+
+
+@pytest.mark.parametrize(("lora", "graphs"), [(False, 2), (True, 3 + 2)], ids=["full", "LoRA"])
+def test_graphs_of_50_batches(tmp_path, caplog, lora, graphs):
+    """With LoRA, the first layer has a graph of its own, and so have the two calls of an evaluation."""
+    options = dict(per_device_train_batch_size=1, per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=15)
+    options |= dict(max_steps=50, save_strategy="steps", save_steps=30, learning_rate=1e-4)
+
+    def trainer(stop: int) -> DPOTrainer:
+        adapters = dict(peft_config=adapter()["peft_config"]) if lora else dict(ref_model=tiny_model(seed=1).eval())
+        return DPOTrainer(
+            model=tiny_model(),
+            args=config(tmp_path, **options | dict(max_steps=stop)),
+            train_dataset=Dataset.from_list(long_pairs(tuple(LENGTHS))),
+            eval_dataset=dataset(6, tmp_path / "eval"),
+            processing_class=tokenizer(),
+            callbacks=[generating],
+            **adapters,
+        )
+
+    generating = Generate()
+    with caplog.at_level(logging.INFO, "fastdpo"), fastdpo.patched("trl.DPOTrainer", compile=True):
+        trainer(30).train()
+        trainer(50).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-30"))
+    assert compiled.graphs() == graphs
+    assert generating.graphs == {0}
+    assert not torch._dynamo.utils.counters["graph_break"]
+    policy = [x.removeprefix("fastdpo: trl.DPOTrainer (policy): ") for x in messages(caplog) if "(policy)" in x]
+    assert policy[0] == "compiling its layers; the first step waits for them"
+    assert policy[1].startswith("compiling its layers took ")
+    assert not [x for x in messages(caplog) if "again" in x]
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("options", [{}, adapter(), dict(bf16=True)], ids=["full", "LoRA", "autocast"])
+def test_same_training(both, monkeypatch, options, checkpointing):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    given = dict(gradient_checkpointing_kwargs=dict(use_reentrant=checkpointing)) if checkpointing is not None else {}
+    options = options | given | dict(gradient_checkpointing=checkpointing is not None, max_steps=2, evaluate=4)
+    stock, patched = both(compile=True, **options)
+    if "bf16" in options:
+        assert_same_in_low_precision(stock, patched, torch.bfloat16, stock.in_float64)
+    else:
+        assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=3, eval=1)
+    assert compiled.graphs() > 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "LoRA"])
+def test_generated_code(both, monkeypatch, options):
+    """No further from a training in float64 than layers that are not compiled."""
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    stock, patched = both(compile=True, **options)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=3, reference=3)
+    assert compiled.graphs() > 1
+
+
+def test_a_late_graph_is_reported_once(tmp_path, caplog):
+    class Freeze(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step > compiled.SETTLED:
+                [*model.model.layers[0].parameters()][state.global_step - compiled.SETTLED].requires_grad_(False)
+
+    class Freezing(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Freeze())
+
+    with caplog.at_level(logging.WARNING, "fastdpo"), fastdpo.patched("trl.DPOTrainer", compile=True):
+        train(tmp_path, tiny_model(), tiny_model(seed=1), trainer_class=Freezing, max_steps=13)
+    (line,) = messages(caplog)
+    expected = f"fastdpo: trl.DPOTrainer (policy): compiled a layer again after {compiled.SETTLED + 2} batches: "
+    assert line.startswith(expected)
+    assert "requires_grad mismatch" in line
+
+
+class Broken(torch.nn.SiLU):
+    """An activation that ends a graph."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def broken(model):
+    model.model.layers[1].mlp.act_fn = Broken()
+    return model
+
+
+def hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+FALLBACKS = {
+    "break": (dict(prepare=broken), "compiled-error"),
+    "hook": (dict(prepare=hooked), "compiled-hooks"),
+    "mixers": (
+        dict(kind="lfm2", tiny=HYBRID["lfm2"][1]),
+        "compiled-mixers",
+    ),
+    "torch_compile": (dict(torch_compile=True, torch_compile_backend="eager"), "compiled-already"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_layers_that_are_not_compiled_have_one_reason(both, caplog, case):
+    options, reason = FALLBACKS[case]
+    with caplog.at_level(logging.WARNING, "fastdpo"):
+        stock, patched = both(compile=True, max_steps=2, **options)
+    assert_same(stock, patched)
+    assert_fused(patched, policy=2, reference=2)
+    for role in ("policy", "reference"):
+        (line,) = (x for x in messages(caplog) if f"({role})" in x)
+        assert line.startswith(f"fastdpo: trl.DPOTrainer ({role}): layers not compiled, ")
+        assert line.endswith(f"[{reason}]")
+
+
+def test_strict_mode_raises_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDPO_STRICT", "1")
+    with fastdpo.patched("trl.DPOTrainer", compile=True), pytest.raises(fastdpo.NotFused, match="compiled-error"):
+        train(tmp_path, broken(tiny_model()), tiny_model(seed=1))
+
+
+def test_unpatching_and_copies_have_stock_layers(tmp_path):
+    model = tiny_model()
+    before = [{*vars(layer)} for layer in model.model.layers]
+    with fastdpo.patched("trl.DPOTrainer", compile=True):
+        train(tmp_path, model, tiny_model(seed=1), max_steps=1)
+        assert all("_compiled_call_impl" in vars(layer) for layer in model.model.layers)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [{*vars(layer)} for layer in twin.model.layers] == before
+        assert b"fastdpo" not in pickle.dumps(model)
+    assert [{*vars(layer)} for layer in model.model.layers] == before
+
+
+def scores(model, **inputs) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probabilities of batches of two lengths, with gradients and without, and the gradients."""
+    results = []
+    for length in (12, 11):
+        batch = {name: x[:, :length] for name, x in rows().items()} | inputs
+        results += [fastdpo.score(model, **batch).logps]
+        with torch.no_grad():
+            fastdpo.score(model, **batch)
+    sum(x.sum() for x in results).backward()
+    return [x.detach() for x in results], gradients(model)
+
+
+@pytest.mark.parametrize("name", [x if x in OFTEN else pytest.param(x, marks=pytest.mark.thorough) for x in TABLE])
+def test_families(name):
+    assert len(TABLE) == 12
+    model = tiny_family(name).train()
+    expected = scores(fastdpo.prepare(model))
+    found = scores(fastdpo.prepare(model, compile=True))
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert_close(a, b)
+    assert_same_gradients([found[1]], [expected[1]])
+    reason = state_of(model).compiled.reason
+    assert (str(compiled.graphs()) if reason is None else reason.name) == TABLE[name]
+    fastdpo.restore(model)
+    assert not any("_compiled_call_impl" in vars(x) for x in model.modules())
+
+
+def test_images():
+    """The language model is compiled, and its tower runs as it is."""
+    generator, model = torch.Generator().manual_seed(0), tiny_multimodal("llava")
+    ids = torch.randint(1, 90, (4, 24), generator=generator)
+    ids[:, 1:17], ids[2:, 17] = IMAGE, ids[:2, 17]
+    pixels = torch.randn(2, 3, 16, 16, generator=generator).repeat(2, 1, 1, 1)
+    labels = ids.masked_fill(torch.arange(24) < 18, IGNORE_INDEX)
+    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, pixel_values=pixels)
+    results = []
+    for compiles in (False, True):
+        scored = fastdpo.score(fastdpo.prepare(model, compile=compiles), **batch)
+        results.append((scored.logps.detach(), step(model, scored.logps)))
+    assert_close(results[1][0], results[0][0])
+    assert_same_gradients([results[1][1]], [results[0][1]])
+    assert (compiled.graphs(), state_of(model).compiled.reason) == (1, None)
