@@ -48,6 +48,7 @@ OTHERS = (
     *("wrapped models that are scored", "rows of a model that falls back", "labels that are shifted"),
     *("pairs whose rows come in turn", "one order of the values of labels", "positions of padded rows"),
     *("models that a trainer stores elsewhere", "losses of other trainers", "layers of a custom model"),
+    *("tokens that are learned", "tokens that are learned once"),
 )
 """Capabilities that no table of the documentation lists by these names."""
 

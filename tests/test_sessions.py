@@ -41,7 +41,7 @@ ERRORS = {
     "did you mean reference_memory?",
     'patch(memory_budget="1GiB")': "TypeError: patch: memory_budget must be a number of bytes, an int of 0 or more, or "
     "None; got '1GiB'",
-    "patch(max_tokens=0)": "ValueError: patch: max_tokens must be a positive integer or None; got 0",
+    "patch(max_tokens=0)": 'ValueError: patch: max_tokens must be a positive integer, "auto" or None; got 0',
     'patch(share_prompts="no")': "ValueError: patch: share_prompts must be True, False or \"deterministic\"; got 'no'",
 }
 """What a wrong call says. Lists are cut after their first element."""

@@ -69,12 +69,13 @@ class StepPlanner:
                 f"Set max_tokens to {longest} or more, truncate by max_length, or remove these pairs"
             )
 
-    def cut(self, pairs: Sequence[int] | np.ndarray) -> list[list[list[int]]]:
+    def cut(self, pairs: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> list[list[list[int]]]:
         """The micro-batches of a step.
 
         Args:
             pairs: indices of the pairs of the step on all ranks. Their number is a positive
                 multiple of the number of ranks.
+            max_tokens: of this step, at least those of each of its pairs. Default: those of the planner.
 
         Returns:
             For each micro-batch and each rank, the indices of its pairs in the given order. The
@@ -83,7 +84,7 @@ class StepPlanner:
         Raises:
             ValueError: the number of pairs breaks the rule above.
         """
-        index = np.asarray(pairs, dtype=np.int64)
+        index, max_tokens = np.asarray(pairs, dtype=np.int64), max_tokens or self.max_tokens
         if not len(index) or len(index) % self.ranks:
             rule = f"be a positive number of pairs that {self.ranks} ranks divide"
             raise ValueError(f"{self._op}: pairs must {rule}; got {len(index)}")
@@ -91,13 +92,13 @@ class StepPlanner:
         def cost_of(places: list[int]) -> float:
             return self.cost_of(index[places])
 
-        groups = self._groups(index)
+        groups = self._groups(index, max_tokens)
         sizes = [self.tokens_of(index[group]) for group in groups]
         weights = [cost_of(group) for group in groups]
-        count = max(1, -(-sum(sizes) // (self.max_tokens * self.ranks)))
+        count = max(1, -(-sum(sizes) // (max_tokens * self.ranks)))
         while True:  # ends at the latest when each pair has a micro-batch of its own
-            packed = _balanced(sizes, weights, self.max_tokens, count * self.ranks)
-            packed = packed or _best_fit(sizes, self.max_tokens, count * self.ranks)
+            packed = _balanced(sizes, weights, max_tokens, count * self.ranks)
+            packed = packed or _best_fit(sizes, max_tokens, count * self.ranks)
             if packed is not None:
                 break
             count += 1
@@ -122,12 +123,12 @@ class StepPlanner:
         common[1:] = np.minimum(common[1:], np.minimum(sharable[1:], sharable[:-1]))
         return order, common
 
-    def _groups(self, index: np.ndarray) -> list[list[int]]:
+    def _groups(self, index: np.ndarray, max_tokens: int) -> list[list[int]]:
         """The places of pairs that stay together: relatives, up to the tokens of even micro-batches."""
         order, shared = self._by_content(index)
         tokens = self._tokens[index][order]
         total = int((tokens - shared).sum())
-        most = total / (self.ranks * max(1, -(-total // (self.max_tokens * self.ranks))))
+        most = total / (self.ranks * max(1, -(-total // (max_tokens * self.ranks))))
         groups, used = [], 0
         for place, of_pair, common in zip(order.tolist(), tokens.tolist(), shared.tolist(), strict=True):
             used += of_pair - common

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from .. import plain_checks as checks
 from ..logs import warn
@@ -52,9 +52,16 @@ def _bytes(op: str, name: str, value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _count(op: str, name: str, value: Any) -> int | None:
-    checks.require_positive_integer(op, name, value, optional=True)
-    return None if value is None else int(value)
+def _tokens(op: str, name: str, value: Any) -> int | Literal["auto"] | None:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return None if value is None else "auto"
+    checks.require_integer(op, name, value, rule := 'be a positive integer, "auto" or None')
+    checks.require(int(value) > 0, op, name, rule, value)
+    return int(value)
+
+
+def number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _window(op: str, name: str, value: Any) -> bool | int:
@@ -111,10 +118,14 @@ class PatchOptions:
         (_DPO, "openrlhf.DPOTrainer"),
     )
     verify: bool = _option(False, _flag, {"--verify": _constant(True, "compare the first fused calls with stock ones")})
-    max_tokens: int | None = _option(
+    max_tokens: int | Literal["auto"] | None = _option(
         None,
-        _count,
-        {"--max-tokens": dict(type=int, metavar="TOKENS", help="cut the rows of each step by distinct tokens")},
+        _tokens,
+        {
+            "--max-tokens": dict(
+                type=number_or_auto, metavar="TOKENS", help="cut the rows of each step by distinct tokens, or auto"
+            )
+        },
         (_DPO, *(f"trl.{x}Trainer" for x in ("Reward", "KTO", "SFT", "GRPO", "RLOO"))),
     )
     group_prompts: bool | int = _option(
@@ -148,7 +159,7 @@ class GivenOptions(TypedDict, total=False):
     memory_budget: int | None
     reference_memory: bool | str | os.PathLike[str]
     verify: bool
-    max_tokens: int | None
+    max_tokens: int | Literal["auto"] | None
     group_prompts: bool | int
     compile: bool
     provisional: bool

@@ -165,7 +165,10 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             balanced costs on all ranks, in GRPOTrainer, RLOOTrainer, SFTTrainer and KTOTrainer with rows that
             begin alike together. Loss and gradient of a step stay the same up to rounding. A warning says
             so if none of them is patched. Before training, an error names options of the trainer that are
-            not supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens.
+            not supported and, in DPOTrainer and RewardTrainer, a pair that has more tokens. With "auto",
+            micro-batches begin with the tokens of those of the unpatched trainer, and grow in the first steps as
+            far as that is useful and fits into four fifths of the device's memory; a line logs the number that
+            repeats them.
         group_prompts: put pairs that begin alike into one batch, whose rows then share it: pairs of one
             prompt, or turns of one conversation. Each epoch has the pairs that it has without, in
             another order, so its steps are not those of the unpatched trainer. With a number, pairs are

@@ -134,7 +134,7 @@ def test_an_empty_list_does_not_mean_all(empty):
 BYTES = "memory_budget must be a number of bytes, an int of 0 or more, or None; got "
 SHARING = 'share_prompts must be True, False or "deterministic"; got '
 WINDOW = "group_prompts must be True, False or a positive number of batches; got "
-TOKENS = "max_tokens must be a positive integer or None; got "
+TOKENS = 'max_tokens must be a positive integer, "auto" or None; got '
 DIRECTORY = "reference_memory must be True, False or the path of a directory; got "
 MALFORMED = [
     ("share_prompts", "no", ValueError, SHARING + "'no'"),
@@ -162,6 +162,7 @@ MALFORMED = [
     ("reference_memory", 1, TypeError, DIRECTORY + "1"),
     ("max_tokens", 0, ValueError, TOKENS + "0"),
     ("max_tokens", "8192", TypeError, TOKENS + "'8192'"),
+    ("max_tokens", "Auto", TypeError, TOKENS + "'Auto'"),
     ("max_tokens", 8192.0, TypeError, TOKENS + "8192.0"),
     ("max_tokens", True, TypeError, TOKENS + "True"),
 ]

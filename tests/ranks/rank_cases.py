@@ -40,6 +40,7 @@ from tests.support import faults
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
 from tests.support.models.trained_effects import EFFECTS
+from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl import kto, sft
 from tests.support.trl.dpo import dataset, long_pairs, pairs, tiny_model
 from tests.support.trl.groups import prompts
@@ -189,6 +190,11 @@ def scale_gradients(model: PreTrainedModel) -> None:
     faults.scaled_gradients(pytest.MonkeyPatch())
 
 
+def plant_memory(model: PreTrainedModel) -> None:
+    """Plants a device for the rest of the training, whose memory is that of a rank: the last one has least."""
+    DeviceMemory(pytest.MonkeyPatch(), 2600 if dist.get_rank() == dist.get_world_size() - 1 else 10**6)
+
+
 def with_frozen_tower(**options: Any) -> PreTrainedModel:
     """A multimodal model. FSDP2 does not reduce gradients of a tower that only some ranks run, with or without
     fastdpo.
@@ -335,6 +341,15 @@ CASES = {
         )
         for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
         for budget in ({}, dict(max_tokens=80))
+    },
+    **{
+        f"{engine} learned tokens{' of rows' * (trainer == 'SFT')}": Case(
+            dict(options, num_train_epochs=3, evaluate=0),
+            prepare=plant_memory,
+            patch=dict(max_tokens="auto"),
+            **(dict(data=rows_of_sft, trainer="SFT") if trainer == "SFT" else {}),
+        )
+        for engine, options, trainer in (("ddp", {}, "DPO"), ("fsdp2", fsdp2(), "DPO"), ("ddp", {}, "SFT"))
     },
     "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
     "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),

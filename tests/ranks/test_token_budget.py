@@ -44,6 +44,18 @@ def test_the_last_step_has_the_pairs_that_accelerate_repeats(case, ranks, number
         assert_same_logs(*of_ranks)
 
 
+@pytest.mark.parametrize("case", ["ddp learned tokens", "fsdp2 learned tokens", "ddp learned tokens of rows"])
+def test_ranks_agree_on_the_tokens_that_fit_on_the_last_one(case, ranks):
+    """The device of the last rank has room for 108 tokens, those of the others for all."""
+    for rank in ranks:
+        stock, patched = rank["stock"], rank["patched"]
+        assert_same_gradients(stock["gradients"], patched["gradients"])
+        assert_same_weights(stock, patched)
+        assert patched["calls"] == ranks[0]["patched"]["calls"], "all ranks have the same number of micro-batches"
+    (chosen,) = (x for x in ranks[0]["patched"]["messages"] if "repeats it" in x)
+    assert 50 < int(chosen.split("max_tokens=")[-1].split()[0]) <= 108
+
+
 OF_ALL_RANKS = {
     "loss",
     "grad_norm",

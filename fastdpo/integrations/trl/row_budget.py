@@ -7,6 +7,7 @@ its own code computes them, from what the model has returned for their rows.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from ..collating import PackingCollator
 from ..grouped_epochs import require_supported
 from ..replacements import Replacements, callback, replacing, temporarily
 from ..scored_rows import merged
+from .batches.learned_tokens import LearnedTokens, learning
 from .batches.token_budget import (
     STEPS,
     own_loss_reason,
@@ -115,7 +117,7 @@ class RowBudgetLine(FusedHeadLine):
         state = self.state_of(trainer)
         if state is not None and self.options.max_tokens is not None:
             self._require_cuttable(trainer)
-            state.budget = RowBudget(self)
+            state.budget = RowBudget(self, trainer)
             trainer.add_callback(callback(on_step_begin=state.budget.start_step))
 
     def disable(self) -> None:
@@ -232,8 +234,10 @@ class PaddedRowBudgetLine(RowBudgetLine):
 class RowBudget:
     """Cuts the steps of one trainer of a line."""
 
-    def __init__(self, line: RowBudgetLine):
-        self._line, self._max_tokens = line, cast(int, line.options.max_tokens)
+    def __init__(self, line: RowBudgetLine, trainer: Any):
+        is_learned = line.options.max_tokens == "auto"
+        self._learned = LearnedTokens(trainer, line.name) if is_learned else None
+        self._line, self._max_tokens = line, 0 if is_learned else cast(int, line.options.max_tokens)
         self._batches: list[Batch] = []  # of the step, not trained on yet
         self._position = 0  # in the step, of the next batch
         self._scored: list[Scores] | None = None  # by the micro-batches that were trained on, if any are
@@ -286,7 +290,7 @@ class RowBudget:
         batches, self._batches = self._batches, []
         self._position *= not ends_step
         joined = self._line.joined(trainer, batches)
-        micro_batches = self._cut(trainer, joined)
+        micro_batches = self._cut(trainer, batches, joined)
         outcomes[self._line.name, "steps"] += ends_step
         outcomes[self._line.name, "micro-batches"] += len(micro_batches)
         with _taking_prepared(trainer):
@@ -336,19 +340,27 @@ class RowBudget:
             self._scored.append({name: x.detach() for name, x in read(returned).items()})
         return returned
 
-    def _cut(self, trainer: Any, joined: Batch) -> list[Tensor]:
+    def _cut(self, trainer: Any, batches: list[Batch], joined: Batch) -> list[Tensor]:
         """The rows of each micro-batch, by their numbers in the joined batches."""
         share = shares_prompts(self._line.options.share_prompts, trainer.model)
-        planner = RowPlanner(self._line.tokens(joined), share=share)
-        runs = planner.cut(self._max_tokens)
+        rows = self._line.tokens(joined)
+        planner, max_tokens = RowPlanner(rows, share=share), self._max_tokens
+        if self._learned is not None:
+            ends = itertools.accumulate(map(_size, batches), initial=0)
+            of_batches = (rows[start:end] for start, end in itertools.pairwise(ends))
+            own = max(RowPlanner(x, share=share).tokens(0, len(x)) for x in of_batches)
+            max_tokens = self._learned.of_step(self._learned.step, own)
+        runs = planner.cut(max_tokens)
         largest = max(planner.tokens(*run) for run in runs)
-        if largest > self._max_tokens and not self._warned:
+        if largest > max_tokens and self._learned is None and not self._warned:
             self._warned = True
-            tokens = f"{largest} tokens, more than max_tokens={self._max_tokens}"
+            tokens = f"{largest} tokens, more than max_tokens={max_tokens}"
             warn(f"{self._line.name}: a row has {tokens}, and runs alone")
         if trainer.accelerator.num_processes > 1:  # each must run the model as often
             counts = trainer.accelerator.gather(torch.tensor([len(runs)], device=trainer.accelerator.device))
             runs = planner.divided(runs, int(counts.max()))
+        if self._learned is not None:
+            self._learned.run_now(max(planner.tokens(*run) for run in runs))
         return [torch.tensor(planner.rows(run), device="cpu") for run in runs]
 
     def _train(
@@ -362,10 +374,11 @@ class RowBudget:
     ) -> Tensor:
         loss = torch.zeros((), device=trainer.args.device)
         for i, rows in enumerate(micro_batches):
+            is_last = ends_step and i == len(micro_batches) - 1
             with (
+                learning(self._learned) if is_last else without_sync(trainer, model),
                 self._line.weighing(trainer, batches, joined, rows),
                 _without_metrics(trainer),
-                nullcontext() if ends_step and i == len(micro_batches) - 1 else without_sync(trainer, model),
             ):
                 loss = loss + self._train_on(self._line.micro_batch(trainer, joined, rows))
         return loss

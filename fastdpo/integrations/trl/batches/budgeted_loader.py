@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from ....batching import MicroBatch, StepPlanner
 from ....batching.sampler import shared_among_ranks
 from ...grouped_epochs import batches_of_all_ranks
+from .learned_tokens import LearnedTokens
 
 _LOADER_OPTIONS = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -48,7 +49,12 @@ class MicroBatches(list[Collated]):
 
 
 def with_token_budget(
-    loader: DataLoaderShard, planner: StepPlanner, accumulation: int, rank: int, on_first_epoch: Callable[[Steps], None]
+    loader: DataLoaderShard,
+    planner: StepPlanner,
+    accumulation: int,
+    rank: int,
+    on_first_epoch: Callable[[Steps], None],
+    learned: LearnedTokens | None = None,
 ) -> DataLoaderShard:
     """A loader of `MicroBatches` in the place of a prepared loader.
 
@@ -58,6 +64,7 @@ def with_token_budget(
         accumulation: `gradient_accumulation_steps` of the Trainer.
         rank: of this process among those that load different data.
         on_first_epoch: called with the steps of the first epoch.
+        learned: the tokens of each step. Default: those of the planner.
     """
     return DataLoaderShard(
         _MicroBatchDataset(loader.dataset),
@@ -67,7 +74,7 @@ def with_token_budget(
         iteration=loader.iteration,
         _drop_last=loader._drop_last,
         _non_blocking=loader._non_blocking,
-        batch_sampler=StepSampler(loader.batch_sampler, planner, accumulation, rank, on_first_epoch),
+        batch_sampler=StepSampler(loader.batch_sampler, planner, accumulation, rank, on_first_epoch, learned),
         collate_fn=functools.partial(_collated, loader.collate_fn),
         **{name: getattr(loader, name) for name in _LOADER_OPTIONS},
     )
@@ -113,10 +120,17 @@ class StepSampler:
     """
 
     def __init__(
-        self, stock: Any, planner: StepPlanner, accumulation: int, rank: int, on_first_epoch: Callable[[Steps], None]
+        self,
+        stock: Any,
+        planner: StepPlanner,
+        accumulation: int,
+        rank: int,
+        on_first_epoch: Callable[[Steps], None],
+        learned: LearnedTokens | None,
     ):
         self.stock, self.planner, self._accumulation, self._rank = stock, planner, accumulation, rank
         self._on_first_epoch: Callable[[Steps], None] | None = on_first_epoch
+        self._learned = learned
 
     @property
     def _of_all_ranks(self) -> Any:
@@ -140,10 +154,19 @@ class StepSampler:
         if self._on_first_epoch is not None:
             self._on_first_epoch(steps)
             self._on_first_epoch = None
-        for batches in steps:
-            cut = self.planner.cut([pair for batch in batches for pair in batch])
+        first = 0 if self._learned is None else self._learned.step // len(steps) * len(steps)
+        for step, batches in enumerate(steps, first):
+            cut = self._cut(step, batches)
             mine = shared_among_ranks(cut)[self._rank]
             yield from _items(mine, len(batches) // self.planner.ranks)
+
+    def _cut(self, step: int, batches: list[list[int]]) -> list[list[list[int]]]:
+        pairs, tokens_of = [pair for batch in batches for pair in batch], self.planner.tokens_of
+        if self._learned is None:
+            return self.planner.cut(pairs)
+        cut = self.planner.cut(pairs, self._learned.of_step(step, max(map(tokens_of, batches))))
+        self._learned.largest[step] = max(tokens_of(of_ranks[self._rank]) for of_ranks in cut)
+        return cut
 
     def _drawn_steps(self) -> Steps:
         """The steps of an epoch. The sampler of pairs is run once, as in the Trainer's loader."""

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ....data.columns import COLUMNS, column_names
-from ....logs import logger
 from ....models.calls import outcomes
 from ....models.parts import base_of
 from ....models.state import SharePrompts
@@ -28,6 +26,7 @@ from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_
 from ...line import TrainerLine
 from ...replacements import temporarily
 from ..gathering import StepMetrics
+from .learned_tokens import LearnedTokens, learning, say, shows_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +64,7 @@ class TokenBudget:
         self._line, self._options = line, line.options
         self._rewards = line.rewards is not None
         self._metrics = StepMetrics()
+        self._learned: LearnedTokens | None = None
 
     def install(self, trainer: Any) -> None:
         is_known = hasattr(trainer, "_track_num_input_tokens")
@@ -91,22 +91,28 @@ class TokenBudget:
         lengths, model = lengths_of(trainer, self._rewards), base_of(trainer.model, "max_tokens")
         width = widest_batch(trainer.data_collator, lengths.longest)
         require_supported("max_tokens", width_reason(model, width))
+        share = shares_prompts(options.share_prompts, trainer.model)
+        longest = int(lengths.packed(share=share).max(initial=1))
         planner = StepPlanner(
             lengths,
-            cast(int, options.max_tokens),
+            longest if options.max_tokens == "auto" else cast(int, options.max_tokens),
             ranks=trainer.accelerator.num_processes,
             cost=CostModel.of_model(model),
-            share_prompts=shares_prompts(options.share_prompts, trainer.model),
+            share_prompts=share,
             kinship=kinship_in(loader),
             op="patch",
         )
 
         def report(steps: Steps) -> None:
-            if trainer.accelerator.is_main_process:
-                _report(lengths, planner, steps, shows_progress(trainer))
+            if trainer.accelerator.is_main_process and self._learned is None:
+                _report(trainer, lengths, planner, steps)
 
         accumulation = trainer.args.gradient_accumulation_steps
-        return with_token_budget(loader, planner, accumulation, trainer.accelerator.process_index, report)
+        if options.max_tokens == "auto":
+            drawn = 1 + loader.num_workers * (loader.prefetch_factor or 0)  # items of the loader, before they are due
+            self._learned = LearnedTokens(trainer, self._line.name, longest, ahead=-(-drawn // accumulation))
+        rank = trainer.accelerator.process_index
+        return with_token_budget(loader, planner, accumulation, rank, report, self._learned)
 
     def _training_step(
         self, trainer: Any, stock: Callable[..., Tensor], model: nn.Module, inputs: Any, *args
@@ -125,6 +131,7 @@ class TokenBudget:
             with (
                 temporarily(trainer, current_gradient_accumulation_steps=1 / share),  # the loss is divided by it
                 without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
+                learning(self._learned) if ends_step and is_last else nullcontext(),
                 self._metrics.micro_batch(trainer, ends_step and is_last) if is_patched else nullcontext(),
             ):
                 loss = loss + stock(model, batch, *args)
@@ -153,10 +160,6 @@ def _of_micro_batches(trainer: Any, stock: Callable[[Any], Any], inputs: Any) ->
     return sum(stock(batch) or 0 for batch, _ in inputs)
 
 
-def shows_progress(trainer: Any) -> bool:
-    return trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
-
-
 def lengths_of(trainer: Any, rewards: bool) -> PairLengths:
     """The lengths of the pairs of a trainer, as its collator truncates them, which that of RewardTrainer does not."""
     from ....lengths import pair_lengths
@@ -176,18 +179,14 @@ def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
     return option is True or bool(option and not any(module.p > 0 for module in modules))
 
 
-def _report(lengths: PairLengths, planner: StepPlanner, steps: list, show: bool) -> None:
+def _report(trainer: Any, lengths: PairLengths, planner: StepPlanner, steps: list) -> None:
     """Shows what the budget saves, next to the progress bars or in the log."""
     from ....batching import budget_report
 
     if not steps:
         return
-    report = budget_report(lengths, planner, steps[:REPORTED_STEPS], progress=show)
-    text = f"fastdpo: max_tokens={planner.max_tokens}\n{report}"
-    if show:
-        tqdm.write(text)
-    else:
-        logger.info("%s", text)
+    report = budget_report(lengths, planner, steps[:REPORTED_STEPS], progress=shows_progress(trainer))
+    say(trainer, f"fastdpo: max_tokens={planner.max_tokens}\n{report}")
 
 
 def widest_batch(collator: Any, lengths: np.ndarray) -> int:

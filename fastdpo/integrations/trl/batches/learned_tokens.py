@@ -1,0 +1,214 @@
+"""`patch(max_tokens="auto")`: how many tokens a micro-batch may have, learned from the memory that steps have taken.
+
+A step has micro-batches of n tokens: those of the largest batch that TRL would have run in it, or a larger number that
+was learned. The peak of memory in a step, above what was in use before its last micro-batch, when weights, gradients
+and the states of the optimizer are present, bounds what n tokens take. For n' tokens, that is at most (n' / n)^2 times
+as much, since attention that stores its scores grows with the square of the tokens, and all else in proportion. So
+
+    n' = n * sqrt((limit - before) / (peak - before))
+
+stays within the limit. Where memory is proportional to the tokens, each round leaves the square root of the room that
+the one before had, and a few rounds come close to the limit.
+
+The peak is that since the process began: it is not reset, since other code may read it. One that something else has
+caused, such as a generation, can only keep the number smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+
+from ....logs import logger
+from ....models.parts import base_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEPT_FREE = 1 / 5
+"""The part of a device's memory that is not used."""
+
+LEAST_GROWTH = 1.25
+"""The factor from which another round is worth other micro-batches."""
+
+USEFUL_TOKENS = 16_384
+"""The tokens from which a larger micro-batch of Qwen2.5-0.5B gains nothing on an H200 (benchmarks/results/gpu):
+DPO steps of 2,406 to 10,519 tokens of the policy took 0.15 s each, which the host needs to launch them, and those of
+16,185 and 22,653 took 12.0 and 11.8 us a token.
+"""
+WEIGHTS_OF_A_LAYER = 14.9e6
+"""Of that model. The host takes as long for a layer of any model, and the device as long as its weights are many."""
+USEFUL_RANGE = 4096, 65_536
+"""Where that is applied: products of fewer rows are slower per row, and more tokens were not measured."""
+
+USEFUL_ON_CPU = 4096
+"""On a CPU, a micro-batch gains nothing by its size, but by what its rows share. A DPO step of 16 pairs of a Llama with
+6 layers took 5.9, 5.7, 5.6, 5.8 and 5.7 s of a core in micro-batches of 200, 400, 800, 1,600 and 3,200 tokens. In one
+of 4,931, whose activations are further beyond the caches, it took 6.2 s.
+"""
+
+
+class Memory(NamedTuple):
+    """The memory of a device, in bytes.
+
+    Attributes:
+        used: by this process, now.
+        peak: the most that this process has used so far.
+        others: used by others than this process.
+        total: of the device.
+    """
+
+    used: int
+    peak: int
+    others: int
+    total: int
+
+
+def memory(device: torch.device) -> Memory | None:
+    """What a device reports, or None if it does not report a peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        return Memory(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), others, total)
+    if device.type == "cpu" and psutil.LINUX:
+        import resource
+
+        used, whole = psutil.Process().memory_info().rss, psutil.virtual_memory()
+        peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # the system updates it later
+        return Memory(used, peak, max(whole.total - whole.available - used, 0), whole.total)
+    return None
+
+
+def useful_tokens(model: PreTrainedModel, device: torch.device) -> int:
+    """The tokens from which a larger micro-batch gains nothing, by arithmetic from what was measured."""
+    if device.type == "cpu":
+        return USEFUL_ON_CPU
+    tables = [x for x in (model.get_input_embeddings(), model.get_output_embeddings()) if x is not None]
+    ends = {id(x) for table in tables for x in table.parameters()}
+    weights = sum(getattr(x, "ds_numel", x.numel()) for x in model.parameters() if id(x) not in ends)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    least, most = USEFUL_RANGE
+    return int(min(max(USEFUL_TOKENS * WEIGHTS_OF_A_LAYER * layers / max(weights, 1), least), most))
+
+
+class LearnedTokens:
+    """The tokens of the micro-batches of one trainer.
+
+    What was learned is a part of the trainer's state, which checkpoints save: for each number, the step from which on
+    it holds, and whether it is the last one.
+
+    Args:
+        trainer: the trainer.
+        name: of its line.
+        least: tokens that a micro-batch may always have.
+        ahead: the number of steps that are already cut when one ends.
+
+    Attributes:
+        largest: by a step that was cut ahead, the tokens of its largest micro-batch on this rank.
+    """
+
+    def __init__(self, trainer: Any, name: str, least: int = 0, ahead: int = 0):
+        self._trainer, self._name, self._least, self._ahead = trainer, name, least, ahead
+        self.largest: dict[int, int] = {}
+        self._ran = 0  # tokens of the largest micro-batch so far
+        self._key = ""
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs, from 0."""
+        return self._trainer.state.global_step
+
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.accelerator.device
+
+    def of_step(self, step: int, own: int) -> int:
+        """The tokens that a micro-batch of a step may have.
+
+        Args:
+            step: its number.
+            own: the tokens of the largest batch that TRL would run in it.
+        """
+        tokens, is_last = next(x[1:] for x in reversed(self._numbers()) if x[0] <= step)
+        return max(tokens, self._least if is_last else own)
+
+    def run_now(self, tokens: int) -> None:
+        """Takes note of the largest of some micro-batches that are about to run."""
+        self._ran = max(self._ran, tokens)
+
+    def is_learning(self) -> bool:
+        """Whether the end of the step says more: not in the first one, in which the optimizer has no states, and not
+        before the number that was learned last holds.
+        """
+        self.run_now(self.largest.pop(self.step, 0))
+        start, _, is_last = self._numbers()[-1]
+        return not is_last and self.step >= max(start, 1)
+
+    def learn(self, before: Memory | None, after: Memory | None) -> None:
+        """Learns the tokens of later steps, on all ranks together, from the memory before and after the last
+        micro-batch of a step.
+        """
+        fitting, limit = self._ran, "the device reports no peak of memory"
+        if before is not None and after is not None:
+            limit = "more would not fit"
+            room = (1 - KEPT_FREE) * after.total - after.others - before.used
+            fitting = int(self._ran * math.sqrt(max(room, 1) / max(after.peak - before.used, 1)))
+        if self._trainer.accelerator.optimizer_step_was_skipped:  # its states may be missing
+            fitting = -1
+        fitting, ran = self._of_ranks(fitting, self._ran)
+        if fitting < 0:
+            return
+        useful = useful_tokens(base_of(self._trainer.model, "max_tokens"), self.device)
+        ran = max(ran, self._numbers()[-1][1])
+        tokens = max(ran, min(fitting, useful))
+        is_last = tokens >= useful or fitting < LEAST_GROWTH * ran
+        self._numbers().append([self.step + 1 + self._ahead, tokens, is_last])
+        if is_last:
+            why = "more would not be faster" if tokens >= useful else limit
+            text = f'max_tokens="auto" is {tokens} from here on, since {why}; max_tokens={tokens} repeats it'
+            say(self._trainer, f"fastdpo: {self._name}: {text}")
+
+    def _of_ranks(self, fitting: int, ran: int) -> tuple[int, int]:
+        """What fits on every rank, and the most that any has run."""
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return fitting, ran
+        numbers = accelerator.gather(torch.tensor([[fitting, -ran]], device=self.device)).amin(0).tolist()
+        return numbers[0], -numbers[1]
+
+    def _numbers(self) -> list[list[int]]:
+        """What was learned with as many ranks on such a device: triples, of which the newest is the last one."""
+        if not self._key:
+            report = memory(self.device)
+            total, _ = self._of_ranks(0 if report is None else report.total, 0)
+            self._key = f"fastdpo: max_tokens on {self._trainer.accelerator.num_processes} ranks with {total} bytes"
+        return self._trainer.state.stateful_callbacks.setdefault(self._key, [[0, self._least, False]])
+
+
+@contextmanager
+def learning(learned: LearnedTokens | None) -> Iterator[None]:
+    """Runs the last micro-batch of a step, and learns from it."""
+    if learned is None or not learned.is_learning():
+        yield
+        return
+    before = memory(learned.device)
+    yield
+    learned.learn(before, memory(learned.device))
+
+
+def say(trainer: Any, text: str) -> None:
+    """Shows a text on the main process, next to its progress bars or in the log."""
+    if shows_progress(trainer):
+        tqdm.write(text)
+    elif trainer.accelerator.is_main_process:
+        logger.info("%s", text)
+
+
+def shows_progress(trainer: Any) -> bool:
+    return trainer.accelerator.is_main_process and not trainer.args.disable_tqdm

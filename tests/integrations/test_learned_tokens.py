@@ -1,0 +1,162 @@
+"""`patch(max_tokens="auto")`: numbers of tokens that follow from the memory that a device reports."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import GRPOTrainer
+
+import fastdpo
+from fastdpo.integrations.trl.batches import learned_tokens
+from fastdpo.integrations.trl.batches.learned_tokens import LearnedTokens, Memory, learning, memory, useful_tokens
+from fastdpo.models import calls as counters
+from tests.support.stand_ins.device_memory import DeviceMemory
+from tests.support.trl.dpo import Run, assert_same, long_pairs, tiny_model, train
+from tests.support.trl.resuming import assert_resumes
+from tests.support.trl.reward import reward_model, train_reward
+from tests.support.workers import group_budgets, row_budgets
+
+DPO = "trl.DPOTrainer"
+ACCUMULATED = dict(
+    per_device_train_batch_size=2, gradient_accumulation_steps=8, max_steps=8, data=long_pairs() * 2, max_length=None
+)
+"""TRL's own micro-batches have up to 180 tokens of about 800."""
+TOTAL = 6000
+"""Bytes of memory in which micro-batches of 380 tokens fit, at 10 bytes a token."""
+LAWS = {"proportional": lambda tokens: 10 * tokens, "quadratic": lambda tokens: tokens * tokens // 38}
+
+
+def trained(trainer: str, directory: Path, **options) -> Run | group_budgets.Trained:
+    steps = {**ACCUMULATED, **options}
+    if trainer == DPO:
+        return train(directory, tiny_model(), tiny_model(seed=1), **steps)
+    if trainer == "trl.RewardTrainer":
+        return train_reward(directory, reward_model(), **steps)
+    if trainer == "trl.GRPOTrainer":
+        return group_budgets.trained(directory, GRPOTrainer, max_steps=5)
+    return row_budgets.trained(directory, trainer, max_steps=5)
+
+
+def last_number(caplog: pytest.LogCaptureFixture) -> int:
+    """The number that the only line of a training names."""
+    (text,) = (x.message for x in caplog.records if "repeats it" in x.message)
+    return int(re.search(r"max_tokens=(\d+) repeats it$", text)[1])
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_micro_batches_grow_into_the_memory_and_not_beyond(tmp_path, monkeypatch, caplog, law):
+    """Those of the last steps are the ones of the number that was learned."""
+    caplog.set_level("INFO", "fastdpo")
+    stock = trained(DPO, tmp_path / "stock", per_device_train_batch_size=16, gradient_accumulation_steps=1)
+    device = DeviceMemory(monkeypatch, TOTAL, LAWS[law])
+    with fastdpo.patched(DPO, max_tokens="auto"):
+        learned = trained(DPO, tmp_path / "learned")
+    assert_same(stock, learned)
+    assert 0.45 * TOTAL < device.peak <= 0.8 * TOTAL
+    number, calls = last_number(caplog), device.computed.copy()
+    assert 1.5 * max(calls[:8]) < max(calls) <= number
+    device.computed.clear()
+    with fastdpo.patched(DPO, max_tokens=number):
+        trained(DPO, tmp_path / "repeated", max_steps=1)
+    assert calls[-len(device.computed) :] == device.computed
+
+
+@pytest.mark.parametrize("trainer", ["trl.RewardTrainer", "trl.SFTTrainer", "trl.KTOTrainer", "trl.GRPOTrainer"])
+def test_other_trainers_have_fewer_micro_batches_from_the_third_step_on(tmp_path, monkeypatch, trainer):
+    micro_batches = {}
+    DeviceMemory(monkeypatch, 10**6)
+    for max_tokens in (None, "auto"):
+        counters.outcomes.clear()
+        with fastdpo.patched(trainer, max_tokens=max_tokens):
+            run = trained(trainer, tmp_path / str(max_tokens))
+        assert {path for _, path in run.calls} == {"fused"}
+        micro_batches[max_tokens] = run.calls["policy", "fused"]
+    steps = counters.outcomes[trainer, "steps"]
+    assert counters.outcomes[trainer, "micro-batches"] < 0.75 * steps * 4, "most steps have one"
+    assert micro_batches["auto"] < micro_batches[None]
+
+
+@pytest.mark.parametrize("foreign", [0, 10**9])
+def test_without_room_micro_batches_remain_those_of_trl(tmp_path, monkeypatch, caplog, foreign):
+    """Nothing fits but what TRL runs, or another peak was too high to learn from."""
+    caplog.set_level("INFO", "fastdpo")
+    device = DeviceMemory(monkeypatch, TOTAL if foreign else 1500, foreign=foreign)
+    with fastdpo.patched(DPO, max_tokens="auto"):
+        trained(DPO, tmp_path, max_steps=4)
+    own = max(device.computed[: len(device.computed) * 3 // 4])
+    assert max(device.computed) == own <= last_number(caplog) <= 1.02 * own
+
+
+def test_resuming(tmp_path, monkeypatch):
+    """The resumed training has the micro-batches of one that was not stopped, of a number learned before it stopped."""
+    DeviceMemory(monkeypatch, 10**6, useful=200)
+    fastdpo.patch(DPO, max_tokens="auto")
+    options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_length=None)
+    assert_resumes(tmp_path, [*long_pairs() * 2, *long_pairs()[:4]], **options)
+
+
+class Stand:
+    """A trainer in a step, on a device of its own."""
+
+    def __init__(self, step: int, saved: dict, skipped: bool = False):
+        self.state = SimpleNamespace(global_step=step, stateful_callbacks=saved)
+        self.accelerator = SimpleNamespace(
+            device=torch.device("cpu"), num_processes=1, optimizer_step_was_skipped=skipped, is_main_process=False
+        )
+        self.args, self.model = SimpleNamespace(disable_tqdm=True), tiny_model()
+
+
+def test_another_device_learns_anew(monkeypatch):
+    saved: dict = {}
+    for total, own in ((TOTAL, 20), (TOTAL // 2, 20), (TOTAL, 10)):
+        monkeypatch.setattr(learned_tokens, "memory", lambda device, total=total: Memory(0, 100, 0, total))
+        learned = LearnedTokens(Stand(1, saved), "a trainer")
+        assert (learned.of_step(2, own) == own) == (own == 20)
+        learned.largest[1] = own
+        with learning(learned):
+            pass
+    assert len(saved) == 2
+
+
+def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
+    """Its states may be missing. Nor does the first step."""
+    DeviceMemory(monkeypatch, TOTAL)
+    for step, skipped in ((0, False), (1, True)):
+        saved: dict = {}
+        learned = LearnedTokens(Stand(step, saved, skipped), "a trainer")
+        learned.largest[step] = 10
+        with learning(learned):
+            pass
+        assert [*saved.values()] == [[[0, 0, False]]]
+
+
+def test_useful_tokens():
+    """They are those at which Qwen2.5-0.5B was measured, and more for narrower layers. On a CPU, a constant."""
+
+    def of(layers: int, hidden: int, mlp: int, heads: int, groups: int) -> int:
+        sizes = dict(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=mlp, num_attention_heads=heads)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=groups, vocab_size=151_936)
+            )
+        assert useful_tokens(model, torch.device("cpu")) == learned_tokens.USEFUL_ON_CPU
+        return useful_tokens(model, torch.device("cuda"))
+
+    assert of(24, 896, 4864, 14, 2) == pytest.approx(16_384, rel=0.01)
+    assert of(2, 4096, 12_288, 32, 8) == 4096
+    assert of(2, 448, 2432, 14, 2) == pytest.approx(4 * 16_384, rel=0.05)
+
+
+def test_what_devices_report(monkeypatch):
+    of_cpu = memory(torch.device("cpu"))
+    assert of_cpu is not None
+    assert 0 < of_cpu.used <= of_cpu.peak < of_cpu.total > of_cpu.others >= 0
+    for name, value in dict(
+        mem_get_info=(30, 100), memory_reserved=40, memory_allocated=10, max_memory_allocated=35
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory(torch.device("cuda")) == Memory(used=10, peak=35, others=30, total=100)
+    assert memory(torch.device("meta")) is None
