@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -19,7 +19,7 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep
-from benchmarks.sides.trainer import build_tokenizer, trainer_options
+from benchmarks.sides.trainer import STEPS_OF_LEARNING, build_tokenizer, trainer_options
 from benchmarks.sides.workload import COMPLETIONS, GroupWorkload
 from fastdpo.models.calls import tokens
 from fastdpo.testing import error
@@ -68,16 +68,17 @@ class GroupStep:
     Args:
         workload: model, lengths and trainer.
         mode: "stock", "labelled" or "fastdpo" (see `benchmarks.sides.trainer.TrainerStep`).
-        cuts: whether steps are cut by half of the distinct tokens of the longest one, with `max_tokens`.
+        cuts: whether steps are cut, with `max_tokens`: by half of the distinct tokens of the longest one, or "auto".
     """
 
-    def __init__(self, workload: GroupWorkload, mode: str, cuts: bool = False) -> None:
+    def __init__(self, workload: GroupWorkload, mode: str, cuts: bool | Literal["auto"] = False) -> None:
         self.workload, self.fused, self.batches = workload, mode == "fastdpo", len(workload.batches)
         self._policy_tokens = 0  # computed by `check`
         self.name = f"trl.{workload.trainer}Trainer"
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"
-            fastdpo.patch(self.name, max_tokens=-(-max(workload.distinct_tokens) // 2) if cuts else None)
+            half = -(-max(workload.distinct_tokens) // 2)
+            fastdpo.patch(self.name, max_tokens="auto" if cuts == "auto" else half if cuts else None)
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
                 raise Unavailable("this TRL version does not select positions by `_use_triton`")
@@ -86,6 +87,9 @@ class GroupStep:
             self.trainer = self._build(Path(directory))
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model)
         self.rows = [rows(workload, batch) for batch in range(self.batches)]
+        for _ in range(STEPS_OF_LEARNING if cuts == "auto" else 0):
+            self.step(0)
+            self.reset()
 
     def _build(self, directory: Path) -> GivenGRPO | GivenRLOO:
         policy = w.build_model(self.workload, w.POLICY)
@@ -95,7 +99,7 @@ class GroupStep:
         del options["max_length"]  # an option of other trainers
         n = len(self.workload.batches[0]) * COMPLETIONS
         accumulation = self.workload.accumulation
-        options |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation}
+        options["steps_per_generation"] = accumulation
         options |= {"per_device_train_batch_size": n // accumulation, "num_generations": COMPLETIONS, "beta": BETA}
         is_grpo = self.workload.trainer == "GRPO"
         trainer = (GivenGRPO if is_grpo else GivenRLOO)(
@@ -152,6 +156,7 @@ class GroupStep:
         self.trainer.given = self.rows[batch]
         inputs = [{"prompt": "<eos>"}] * len(self.rows[batch])
         losses = [self.trainer.training_step(self.model, inputs, None) for _ in range(self.workload.accumulation)]
+        self.trainer.state.global_step += 1
         return torch.stack(losses).sum()
 
     def step(self, batch: int) -> None:

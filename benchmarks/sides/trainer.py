@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -30,6 +30,9 @@ from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
 from fastdpo.models.state import ATTRIBUTE, Groups, SharePrompts
 
+STEPS_OF_LEARNING = 3
+"""After which steps of equal lengths have the micro-batches that `max_tokens="auto"` has chosen."""
+
 
 class TokenizedTrainer(DPOTrainer):
     """Accepts a dataset that is already tokenized."""
@@ -48,7 +51,8 @@ def trainer_options(workload: Workload, directory: Path) -> dict[str, Any]:
     """Options that the configurations of all TRL trainers share."""
     return {
         "output_dir": str(directory),
-        "per_device_train_batch_size": len(workload.batches[0]),
+        "per_device_train_batch_size": len(workload.batches[0]) // workload.accumulation,
+        "gradient_accumulation_steps": workload.accumulation,
         "max_length": workload.max_length,
         "bf16": workload.bf16,
         "gradient_checkpointing": workload.checkpointing,
@@ -110,7 +114,7 @@ class TrainerStep:
         share_prompts: SharePrompts = True,
         groups: Groups | None = None,
         attention: str = "sdpa",
-        max_tokens: int | None = None,
+        max_tokens: int | Literal["auto"] | None = None,
         layers_compiled: bool = False,
     ) -> None:
         if attention == "flash_attention_2" and not is_flash_attn_2_available():

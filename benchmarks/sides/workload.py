@@ -83,6 +83,7 @@ class Workload:
         architecture: one of `ARCHITECTURES`.
         pairs_of_prompt: number of successive pairs of a batch that have the same prompt.
         lora_dropout: dropout of the adapters in timed steps. Numbers are compared without it.
+        accumulation: number of batches that the rows of a step are cut into.
     """
 
     batches: tuple[tuple[Lengths, ...], ...]
@@ -95,6 +96,7 @@ class Workload:
     architecture: str = "Llama"
     pairs_of_prompt: int = 1
     lora_dropout: float = 0.0
+    accumulation: int = 1
 
     @property
     def dtype(self) -> str:
@@ -120,12 +122,10 @@ class GroupWorkload(Workload):
 
     Attributes:
         batches: of each batch and prompt, the lengths of the prompt and of its completions.
-        trainer: "GRPO" or "RLOO".
-        accumulation: number of batches that the completions of a step are cut into, after TRL has shuffled them.
+        trainer: "GRPO" or "RLOO", which shuffles the completions of a step before it cuts them into batches.
     """
 
     trainer: str = "GRPO"
-    accumulation: int = 1
 
     @property
     def distinct_tokens(self) -> list[int]:

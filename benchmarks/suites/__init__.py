@@ -1,6 +1,7 @@
 """The benchmark suites, by name."""
 
 from benchmarks.suites import (
+    accumulated,
     attention,
     bf16,
     conversations,
@@ -35,6 +36,7 @@ _MODULES = (
     kto,
     grpo,
     shuffled,
+    accumulated,
     reward,
     vision,
     llamafactory,

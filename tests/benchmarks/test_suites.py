@@ -67,6 +67,8 @@ def without_compiling(suite: Suite) -> Suite:
         ("kto", ""),
         pytest.param("grpo", "GRPO|RLOO", marks=pytest.mark.thorough),
         ("reward", ""),
+        ("accumulated", "KTO|GRPO/2"),
+        pytest.param("accumulated", "DPO|Reward|GRPO/1", marks=pytest.mark.thorough),
         ("vision", "qwen3_vl/2 images"),
         pytest.param("vision", "(smolvlm|mistral3|gemma3)/2 images|gemma3/LoRA", marks=pytest.mark.thorough),
         ("head", "trainable, summed"),

@@ -1,0 +1,117 @@
+"""Steps of TRL's trainers that accumulate small batches, as their data loaders yield them, and their ground truth.
+
+Where rows lie depends on the side, so losses and gradients are compared, and no scores of rows.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fastdpo
+from benchmarks.cases import Arrays
+from benchmarks.equality import FLOAT32_FLOOR
+from benchmarks.sides import workload as w
+from benchmarks.sides.exact import ExactStep
+from benchmarks.sides.groups import ExactGroupStep, GroupStep
+from benchmarks.sides.kto import ExactKTOStep, KTOStep
+from benchmarks.sides.reward import ExactRewardStep, RewardStep
+from benchmarks.sides.trainer import STEPS_OF_LEARNING, TrainerStep
+from benchmarks.sides.workload import GroupWorkload, Workload
+from fastdpo.commands.check import meters
+
+
+@dataclass(frozen=True)
+class AccumulatedWorkload(Workload):
+    """One step, in which the rows of a prompt are as far apart as they can be.
+
+    Attributes:
+        trainer: "DPO", "Reward" or "KTO".
+    """
+
+    trainer: str = "DPO"
+
+    def examples(self, batch: int) -> list[dict[str, list[int]]]:
+        pairs, n = super().examples(batch), self.pairs_of_prompt
+        return [pair for first in range(n) for pair in pairs[first::n]]
+
+
+class _OfProcessor:
+    """On a CPU, steps are timed by the time of the processor, in which other programs have no part."""
+
+    def now(self) -> float:
+        return meters.now() if torch.accelerator.is_available() else time.process_time()
+
+
+class _Accumulated(_OfProcessor, TrainerStep):
+    """Forward and backward of all batches of a step, from the trainer's data loader."""
+
+    workload: AccumulatedWorkload
+
+    def __init__(self, workload: AccumulatedWorkload, mode: str, **options: Any) -> None:
+        super().__init__(workload, mode, **options)
+        self.trainer.current_gradient_accumulation_steps = self.accumulation = workload.accumulation
+        self.trainer.args.train_sampling_strategy = "sequential"
+        self.loader = self.trainer.get_train_dataloader()
+        for _ in range(STEPS_OF_LEARNING if "max_tokens" in options else 0):
+            self._run(0)
+            self.reset()
+
+    def _check(self) -> Arrays:
+        loss = self._run(0)
+        if self.fused and set(fastdpo.calls) != self.FUSED:
+            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
+        arrays = {"loss": loss[None], "gradient": w.gradient_of(self.model)}
+        self.reset()
+        return {name: x.cpu().numpy() for name, x in arrays.items()}
+
+    def _run(self, batch: int) -> torch.Tensor:
+        losses = []
+        for i, inputs in enumerate(self.loader, 1):
+            self.trainer.accelerator.gradient_state._set_sync_gradients(i == self.accumulation)
+            losses.append(self.trainer.training_step(self.model, inputs))
+        self.trainer.state.global_step += 1
+        return torch.stack(losses).sum()
+
+
+class AccumulatedDPO(_Accumulated): ...
+
+
+class AccumulatedReward(_Accumulated, RewardStep): ...
+
+
+class AccumulatedKTO(_Accumulated, KTOStep): ...
+
+
+class AccumulatedGRPO(_OfProcessor, GroupStep): ...
+
+
+class ExactAccumulatedKTO(ExactKTOStep):
+    """The KL term is that of a batch."""
+
+    def _loss(self, ratios: torch.Tensor) -> torch.Tensor:
+        loss = super()._loss
+        batches = ratios.view(2, self.workload.accumulation, -1).unbind(1)
+        return torch.stack([loss(batch.flatten()) for batch in batches]).mean()
+
+
+EXACT = {"DPO": ExactStep, "Reward": ExactRewardStep, "KTO": ExactAccumulatedKTO}
+
+
+class ExactAccumulated:
+    """The ground truth of a step, without the scores of rows. That of GRPO has them."""
+
+    def __init__(self, workload: AccumulatedWorkload | GroupWorkload) -> None:
+        self._scores = isinstance(workload, GroupWorkload)
+        self._exact = (ExactGroupStep if self._scores else EXACT[workload.trainer])(workload)
+        self.batches = self._exact.batches
+
+    def check(self) -> Arrays:
+        arrays = self._exact.check()
+        if self._scores:  # the loss is a sum over batches of terms as large as advantages, which cancel
+            scale = float(abs(arrays["exact/advantages"]).max() / abs(arrays["exact/loss"]).min())
+            arrays["slack/loss"] = torch.tensor(FLOAT32_FLOOR * scale).numpy()
+        return {name: x for name, x in arrays.items() if self._scores or name.endswith(("/loss", "/gradient"))}

@@ -1,0 +1,70 @@
+"""A step that accumulates small batches, as in the header of TRL's scripts, with and without `max_tokens="auto"`."""
+
+from __future__ import annotations
+
+from benchmarks.cases import SUBJECT, Case, Side, Suite
+from benchmarks.sides.accumulated import AccumulatedWorkload
+from benchmarks.sides.workload import GroupWorkload, ModelSize, Workload, draw_lengths
+from benchmarks.suites.online import LONGEST
+from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, STOCK, case_of, profiles
+
+AS_ACCUMULATED = "fastdpo without max_tokens"
+SIZE = ModelSize(layers=6, hidden=128, mlp=384, vocabulary=8000)
+ROWS = 16
+ACCUMULATIONS = {"2 x 8": 8, "1 x 16": 16}
+TRAINERS = {"DPO": "HH", "Reward": "HH", "KTO": "TL;DR", "GRPO": "HH"}
+COMPLETIONS_OF_PROMPT = {"KTO": 4}
+SIDES = "benchmarks.sides.accumulated:Accumulated"
+
+
+def build_cases(quick: bool) -> list[Case]:
+    """16 pairs, rows or completions a step. `KTOTrainer` has no batches of one row."""
+    cases = []
+    for trainer, dataset in TRAINERS.items():
+        (profile,) = profiles(quick, [dataset]).values()
+        for name, accumulation in ACCUMULATIONS.items():
+            if (trainer, accumulation) == ("KTO", ROWS):
+                continue
+            options = {"size": QUICK_SIZE if quick else SIZE, "trainer": trainer, "accumulation": accumulation}
+            sides = _of_groups(profile, options) if trainer == "GRPO" else _of_rows(profile, trainer, options)
+            cases.append(case_of(f"{trainer}/{name}", trainer, profile, sides))
+    return cases
+
+
+def _of_rows(profile: tuple[float, float], trainer: str, options: dict) -> tuple[Side, ...]:
+    lengths = draw_lengths(*profile, ROWS, 0, spread=SPREAD, bounds=BOUNDS)
+    work = AccumulatedWorkload((lengths,), pairs_of_prompt=COMPLETIONS_OF_PROMPT.get(trainer, 1), **options)
+    of_trl = (STOCK, "stock") if trainer == "Reward" else (LABELLED, "labelled")
+    return _sides(f"{SIDES}{trainer}", work, of_trl, {"max_tokens": "auto"})
+
+
+def _of_groups(profile: tuple[float, float], options: dict) -> tuple[Side, ...]:
+    lengths = draw_lengths(*profile, 2, 0, spread=SPREAD, bounds=(2, LONGEST), completions=ROWS // 2)
+    work = GroupWorkload((lengths,), **options)
+    return _sides(f"{SIDES}GRPO", work, (LABELLED, "labelled"), {"cuts": "auto"})
+
+
+def _sides(build: str, work: Workload, of_trl: tuple[str, str], auto: dict[str, str]) -> tuple[Side, ...]:
+    name, mode = of_trl
+    return (
+        Side(name, build, work, {"mode": mode}),
+        Side(AS_ACCUMULATED, build, work, {"mode": "fastdpo"}),
+        Side(SUBJECT, build, work, {"mode": "fastdpo", **auto}),
+    )
+
+
+SUITE = Suite(
+    name="accumulated",
+    title="Training step in TRL that accumulates 16 pairs (KTO: rows, 4 a prompt; GRPO: completions, 8 a prompt) in "
+    "batches of 2 or 1",
+    truth="benchmarks.sides.accumulated:ExactAccumulated",
+    cases=build_cases,
+    rounds=3,
+    descriptions={
+        STOCK: DESCRIPTIONS[STOCK],
+        LABELLED: DESCRIPTIONS[LABELLED],
+        AS_ACCUMULATED: "fastdpo in the batches of the trainer.",
+        SUBJECT: 'fastdpo with `max_tokens="auto"`, when it has chosen. The steps have no optimizer. On a CPU, their '
+        "seconds are those of the processor, added up over its threads.",
+    },
+)
