@@ -241,3 +241,10 @@ def test_layouts_that_workers_have_made(tmp_path, workers, packed):
     assert_fused(patched, policy=3, reference=3)
     assert_same(stock, patched)
     assert (8 in packed) == (workers == 0)
+
+
+def test_batches_that_are_dispatched(tmp_path):
+    """accelerate makes other batches of the same class, without layouts."""
+    stock, patched = train_both(tmp_path, accelerator_config={"dispatch_batches": True, "split_batches": True})
+    assert_fused(patched, policy=3, reference=3)
+    assert_same(stock, patched)
