@@ -17,7 +17,7 @@ from tests.support import ROOT
 from tests.support.documents.markdown_blocks import blocks_of
 
 TRAINER = (ROOT / "tests" / "support" / "stand_ins" / "toy_trainer.py").read_text()
-(LINE,) = [block.code for block in blocks_of(ROOT / "docs/trainers.md") if block.code.startswith("import fastdpo\n")]
+(LINE,) = [block.code for block in blocks_of(ROOT / "docs/trainers.md") if block.language == "python"]
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
