@@ -27,6 +27,7 @@ from ..models.calls import Counted, counted
 from ..models.parts import base_of, find_base, text_config, without_engines
 from ..models.reward_head import CLASSIFIER_HEAD, RewardHead
 from ..models.state import ForwardOptions, Groups, MakeOutput
+from ..models.structure import Wrapping
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
 from . import grouped_epochs
@@ -58,6 +59,7 @@ class TrainerState:
         has_fused: whether a call has been fused, if the line keeps it.
         has_logged: whether the trainer has logged a training step.
         before: what was counted in the process before the trainer was created.
+        wrapping: remembers what is around its models.
         undo: undoes what was replaced in objects of the trainer.
     """
 
@@ -70,6 +72,7 @@ class TrainerState:
     has_fused: bool = False
     has_logged: bool = False
     before: Counted = field(default_factory=counted)
+    wrapping: Wrapping = field(default_factory=Wrapping)
     undo: ExitStack = field(default_factory=ExitStack)
 
 

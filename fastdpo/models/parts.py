@@ -52,20 +52,27 @@ def is_transformers_model(module: object) -> bool:
     return isinstance(module, PreTrainedModel)
 
 
+def modules_around(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules from a model to the transformers model inside of it."""
+    for module in model.modules():
+        yield module
+        if is_transformers_model(module):
+            return
+
+
 def passes_arguments_on(model: nn.Module) -> bool:
     """Whether keyword arguments of a model reach the transformers model inside of it as they are.
 
     So they do unless code that is not known has hooks on these modules, or has replaced their forward.
     """
-    for module in model.modules():
+    is_base = False
+    for module in modules_around(model):
         is_base = is_transformers_model(module)
         of_class = () if is_base else (type(module).forward,)
         before = (*of_class, *_hooks_on_arguments(module), *forwards_of(module))
         if not all(is_of(module_of(x), PASSING) for x in before):
             return False
-        if is_base:
-            return True
-    return False
+    return is_base
 
 
 def _hooks_on_arguments(module: nn.Module) -> list[Callable]:

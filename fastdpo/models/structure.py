@@ -22,7 +22,7 @@ from torch import nn
 
 from . import attention, harmless, head
 from .functions import closure_contents, inner_function, module_of, name_of
-from .parts import text_config
+from .parts import modules_around, passes_arguments_on, text_config
 from .sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -141,6 +141,27 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
     modules = [*model.modules()]
     functions = (function for module in modules for function in vars(module).get("_kernel_funcs", {}).values())
     return [*modules, *dict.fromkeys(functions)]
+
+
+class Wrapping:
+    """Remembers `parts.passes_arguments_on` of models, until a module around their transformers model changes."""
+
+    def __init__(self) -> None:
+        # By id of a model: the modules from the outermost to the transformers model, how they were, and the answer.
+        self._known: dict[int, tuple[list[nn.Module], list[tuple], bool]] = {}
+
+    def passes_arguments_on(self, model: nn.Module) -> bool:
+        modules, was, passes = self._known.get(id(model), ([], None, False))
+        if was != [*map(_wrapping, modules)]:
+            modules = [*modules_around(model)]
+            passes = passes_arguments_on(model)
+            self._known[id(model)] = modules, [*map(_wrapping, modules)], passes
+        return passes
+
+
+def _wrapping(module: nn.Module) -> tuple:
+    hooks = {**module._forward_pre_hooks}, {**module._forward_pre_hooks_with_kwargs}
+    return type(module).forward, vars(module).get("forward"), [*module._modules.values()], *hooks
 
 
 def _copied(attributes: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from ...logs import warn
 from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from ...models.parts import passes_arguments_on
 from ...reasons import Reason
 from .. import evidence
 from ..collating import REPLACED, with_packed_batches
@@ -27,7 +26,6 @@ from .batches.token_budget import RELIES_ON, TokenBudget
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
 from .memory import serving
-from .models import reference_of
 
 DPOTrainer = Any  # of one of several versions
 
@@ -93,9 +91,9 @@ class RewrittenDPOLine(TrainerLine):
         state = self.state_of(trainer)
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-        models = model, reference_of(trainer)
+        models = filter(None, (model, trainer.ref_model))
         several = state.gather or trainer.accelerator.num_processes > 1
-        source = inputs.get("completion_mask") if all(map(passes_arguments_on, models)) else None
+        source = inputs.get("completion_mask") if all(map(state.wrapping.passes_arguments_on, models)) else None
         with (
             labels_from(source, inputs["input_ids"]),
             serving(state.memory, trainer, inputs) if state.memory.enabled else nullcontext(inputs) as inputs,
