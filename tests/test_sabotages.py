@@ -49,6 +49,7 @@ OTHERS = (
     *("pairs whose rows come in turn", "one order of the values of labels", "positions of padded rows"),
     *("models that a trainer stores elsewhere", "losses of other trainers", "layers of a custom model"),
     *("tokens that are learned", "tokens that are learned once"),
+    "parameters written to modules",
 )
 """Capabilities that no table of the documentation lists by these names."""
 

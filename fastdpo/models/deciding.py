@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import packing
 from ..logs import report, strict, warn
-from ..packing import Layout, NotPackable
+from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, probe, sharding, support
 from .batch import count_real_tokens, labels_of_call, layout_of_call
@@ -157,24 +157,14 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     if given is None:
         layout = layout_of_call(model, fused, kwargs)
-        reason = _ids_reason(verdict.facts, layout)
-        if reason is not None:
-            raise NotPackable(reason)
+        size, (least, largest) = verdict.facts.vocabulary, layout.id_range or (0, 0)
+        # The model raises at ids outside of its embeddings, and a packed batch may lack them.
+        if size is not None and not 0 <= least <= largest < size:
+            raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=size))
         return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), {})
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
     return images.pack_examined(model, fused, given, kwargs)
-
-
-def _ids_reason(facts: Facts, layout: Layout) -> Reason | None:
-    """Returns that a batch has ids outside of a model's embeddings, at which the model raises, or None.
-
-    A packed batch has fewer tokens, maybe without these.
-    """
-    size, (least, largest) = facts.vocabulary, layout.id_range or (0, 0)
-    if size is None or 0 <= least <= largest < size:
-        return None
-    return Reason("ids-outside", least=least, largest=largest, size=size)
 
 
 def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:

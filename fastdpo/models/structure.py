@@ -76,8 +76,7 @@ class Identity:
     def of_kind(self, kind: type | str) -> list[nn.Module]:
         """The modules of a class, or with an attribute of a name."""
         if kind not in self._of_kinds:
-            is_of: Any = hasattr if isinstance(kind, str) else isinstance
-            self._of_kinds[kind] = [module for module in self.modules if is_of(module, kind)]
+            self._of_kinds[kind] = _of_kind(self.modules, kind)
         return self._of_kinds[kind]
 
     def _of_model(self, model: PreTrainedModel) -> list[dict[str, Any]]:
@@ -128,10 +127,7 @@ class Structure:
         """The modules of a class, or with an attribute of a name, that the model had when its identity was last asked
         for, or those that it has now if its identity is not known yet.
         """
-        if self._identities:
-            return self._identities[0].of_kind(kind)
-        is_of: Any = hasattr if isinstance(kind, str) else isinstance
-        return [module for module in model.modules() if is_of(module, kind)]
+        return self._identities[0].of_kind(kind) if self._identities else _of_kind(model.modules(), kind)
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
@@ -162,6 +158,11 @@ class Wrapping:
 def _wrapping(module: nn.Module) -> tuple:
     hooks = {**module._forward_pre_hooks}, {**module._forward_pre_hooks_with_kwargs}
     return type(module).forward, vars(module).get("forward"), [*module._modules.values()], *hooks
+
+
+def _of_kind(modules: Iterable[nn.Module], kind: type | str) -> list[nn.Module]:
+    is_of: Any = hasattr if isinstance(kind, str) else isinstance
+    return [module for module in modules if is_of(module, kind)]
 
 
 def _copied(attributes: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
