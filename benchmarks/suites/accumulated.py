@@ -9,7 +9,7 @@ from benchmarks.suites.online import LONGEST
 from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, STOCK, case_of, profiles
 
 AS_ACCUMULATED = "fastdpo without max_tokens"
-SIZE = ModelSize(layers=6, hidden=128, mlp=384, vocabulary=8000)
+SIZE = ModelSize(layers=6, hidden=64, mlp=192, vocabulary=4000)  # small, as is a model on a GPU to its host
 ROWS = 16
 ACCUMULATIONS = {"2 x 8": 8, "1 x 16": 16}
 TRAINERS = {"DPO": "HH", "Reward": "HH", "KTO": "TL;DR", "GRPO": "HH"}
