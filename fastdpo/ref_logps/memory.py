@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,13 +29,9 @@ Pair = tuple[float, float]
 T = TypeVar("T")
 
 
-class Vote(IntEnum):
-    """What one rank knows about its batch. The largest vote of any rank decides for all."""
-
-    REMEMBERED = 0
-    MISSING = 1
-    CHANGED = 2  # the reference, of which this rank may be the only one to hold the changed shard
-    DISABLED = 3
+REMEMBERED, MISSING, CHANGED, DISABLED = range(4)
+"""The votes of ranks on a batch: what one of them knows about it. The largest vote of any rank decides for all. Only
+one may hold the shard of the reference that has changed."""
 
 
 class Memory:
@@ -145,18 +140,18 @@ class Memory:
         if self._vote_on is None:
             return False
         if self._disabling is not None:
-            vote = Vote.DISABLED
+            vote = DISABLED
         elif self._changed:
-            vote = Vote.CHANGED
+            vote = CHANGED
         else:
-            vote = Vote.REMEMBERED if digests and self._values.keys() >= set(digests) else Vote.MISSING
+            vote = REMEMBERED if digests and self._values.keys() >= set(digests) else MISSING
         decision = int(largest_of_ranks(torch.tensor(vote, device="cpu"), self._vote_on))
-        if decision == Vote.DISABLED:
+        if decision == DISABLED:
             self._disable(next(filter(None, gather_objects(self._disabling))))
-        elif decision == Vote.CHANGED:
+        elif decision == CHANGED:
             self._clear()
         self._changed = False
-        return decision != Vote.REMEMBERED
+        return decision != REMEMBERED
 
     def _of_voters(self, x: T) -> list[T]:
         """What each rank passes, or only `x` if ranks do not vote."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest import mock
@@ -241,7 +241,7 @@ class _Step:
         reference: Any = 0.0
         if not self.setup.precomputed_reference:
             self.ledger.start_peak("reference")
-            with torch.no_grad(), _without_adapters(self.policy) if self.reference is None else nullcontext():
+            with torch.no_grad(), self.policy.disable_adapter() if self.reference is None else nullcontext():
                 reference = self._call(self.reference or self.policy).log_probs.sum(1)
             self.reference_run = self.ledger.stop_peak("reference")
         chosen, rejected = (output.log_probs.sum(1) - reference).chunk(2)
@@ -294,10 +294,6 @@ def _fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor],
     tensors = {name: x for name, x in vars(layout).items() if isinstance(x, Tensor) and name != "rows"}
     batch = RunnableBatch(replace(layout, **{name: convert(x) for name, x in tensors.items()}), inputs, {})
     fused.choose = lambda *args: batch
-
-
-def _without_adapters(policy: Any) -> AbstractContextManager:
-    return policy.disable_adapter()
 
 
 def _build(setup: Setup) -> tuple[Any, Any]:
