@@ -1,7 +1,7 @@
 """Runs one suite: checks all sides, times the correct ones, and writes every sample to a JSON file.
 
     python -m benchmarks.run --suite SUITE [--json OUT] [--cases REGEX] [--rounds N] [--quick]
-    [--resume]
+    [--resume] [--sides REGEX]
 
 The exit code is 1 if a side is incorrect or failed. Such a side gets no time, nor does one that runs
 out of memory, which is a result.
@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def resume(result: dict[str, Any], previous: dict[str, Any], suite: Suite, cases
 def run(suite: Suite, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Runs the cases and returns the content of the JSON file, written after every case."""
     cases = [case for case in suite.cases(args.quick) if any(re.search(args.cases, name) for name in case.names)]
+    cases = [replace(case, sides=tuple(x for x in case.sides if re.search(args.sides, x.name))) for case in cases]
     if not cases:
         names = ", ".join(name for case in suite.cases(args.quick) for name in case.names)
         sys.exit(f"--cases must match a case of {suite.name}: {names}; got {args.cases!r}")
@@ -111,6 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--suite", choices=SUITES, required=True)
     parser.add_argument("--json", type=Path, help="output file with every sample; default: out/SUITE.json")
     parser.add_argument("--cases", default="", metavar="REGEX", help="run only cases whose name matches")
+    parser.add_argument("--sides", default="", metavar="REGEX", help="run only sides whose name matches")
     parser.add_argument("--rounds", type=int, help="passes over the batches of each case; default: the suite's own")
     parser.add_argument("--threads", type=int, default=2, help="number of threads of each side; default: 2")
     parser.add_argument(

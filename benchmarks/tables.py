@@ -120,8 +120,8 @@ def step_table(result: Result) -> str:
         summary = result["summary"]["cases"][case["name"]]
         ratios = summary["times_fastdpo"]
         facts = {name: side.get("facts", {}) for name, side in case["sides"].items()}
-        of_trl = next(name for name in (STOCK, LABELLED) if name in facts)  # as many tokens in both
-        tokens = [facts[name].get("tokens") for name in (of_trl, SUBJECT)]
+        of_trl = next((name for name in (STOCK, LABELLED) if name in facts), "")  # as many tokens in both
+        tokens = [facts.get(name, {}).get("tokens") for name in (of_trl, SUBJECT)]
         peaks = [summary["peak_bytes"].get(name) for name in of_peaks]
         medians = (cell(case, side, summary["seconds"], _median) for side in timed)
         rows.append(

@@ -31,7 +31,8 @@ def build_model(workload: Workload, attention: str = "sdpa") -> PreTrainedModel:
     config = AutoConfig.for_model("llama", **w.decoder_entries(workload), num_labels=1)
     torch.manual_seed(w.POLICY)
     with w.device():
-        return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+        dtype = getattr(torch, workload.weights)
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def examples(workload: Workload, batch: int) -> list[dict[str, list[int]]]:
@@ -76,14 +77,15 @@ class ExactRewards(NamedTuple):
 
 
 class ExactRewardStep:
-    """The ground truth of `RewardStep`: row by row, without padding or packing, in float64 and in float32."""
+    """The ground truth of `RewardStep`, row by row, in float64 ("exact") and in its own precision ("plain")."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.batches = len(workload.batches)
 
     def check(self) -> Arrays:
-        plain = self._run(build_model(self.workload))
+        with torch.autocast(w.device().type, torch.bfloat16, enabled=self.workload.bf16):
+            plain = self._run(build_model(self.workload))
         with float64_throughout():
             exact = self._run(build_model(self.workload).double())
         names = ("rewards of the policy", "loss", "gradient")
@@ -119,7 +121,8 @@ class ExactRewardStep:
     def _reward(self, model: Any, ids: Tensor) -> Tensor:
         """The label of a row's last token."""
         hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
-        return model.score(hidden[0, -1])[0]
+        score = model.score(hidden[0, -1])[0]
+        return score.to(torch.promote_types(score.dtype, torch.float32))
 
 
 class RewardFloorStep(FloorStep):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from datasets import disable_progress_bars as quiet_datasets
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available, is_liger_kernel_available
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import utils as trl_utils
 
@@ -32,6 +33,12 @@ from fastdpo.models.state import ATTRIBUTE, Groups, SharePrompts
 
 STEPS_OF_LEARNING = 3
 """After which steps of equal lengths have the micro-batches that `max_tokens="auto"` has chosen."""
+
+FLASH: dict[str, Callable[[], bool]] = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_4": is_flash_attn_4_available,
+}
+"""Attention implementations of transformers that need a package, and whether it is there."""
 
 
 class TokenizedTrainer(DPOTrainer):
@@ -98,6 +105,7 @@ class TrainerStep:
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
         layers_compiled: option `compile` of `fastdpo.patch`.
+        liger: whether Liger's kernels replace layers of the policy, as with `DPOConfig(use_liger_kernel=True)`.
     """
 
     TRAINER = "trl.DPOTrainer"
@@ -116,9 +124,13 @@ class TrainerStep:
         attention: str = "sdpa",
         max_tokens: int | Literal["auto"] | None = None,
         layers_compiled: bool = False,
+        liger: bool = False,
     ) -> None:
-        if attention == "flash_attention_2" and not is_flash_attn_2_available():
-            raise Unavailable("flash-attn is not installed")
+        if attention in FLASH and not FLASH[attention]():
+            raise Unavailable(f"transformers finds no package for {attention}")
+        if liger and not (torch.cuda.is_available() and is_liger_kernel_available()):
+            raise Unavailable("Liger's layers need a GPU and liger-kernel")
+        self.options = {"use_liger_kernel": True} if liger else {}
         self.fused = mode in ("fastdpo", "cached")
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
@@ -148,7 +160,7 @@ class TrainerStep:
         self.tokens_of_batches: dict[int, int] = {}  # by batch, those of its last step
 
     def _build(self, workload: Workload, directory: Path, attention: str) -> Any:
-        return build_trainer(workload, directory, attention)
+        return build_trainer(workload, directory, attention, **self.options)
 
     def _examples(self, workload: Workload, batch: int) -> list[dict[str, Any]]:
         """The examples of a batch in the format of the trainer's collator."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import Workload, draw_lengths
-from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of, profiles
+from benchmarks.suites.step import DESCRIPTIONS, QUICK_SIZE, SPREAD, STOCK, ModelSize, case_of, one_gpu_case, profiles
 
 PAIRS, BATCHES, LONGEST = 4, 2, 768
+STEP = "benchmarks.sides.online:OnlineStep"
 
 
 def build_cases(quick: bool) -> list[Case]:
+    if torch.cuda.is_available():
+        return [one_gpu_case(STEP, quick)]
     cases = []
     size, pairs = (QUICK_SIZE, 2) if quick else (ModelSize(), PAIRS)
     for name, profile in profiles(quick).items():
         lengths = [draw_lengths(*profile, pairs, seed, spread=SPREAD, bounds=(2, LONGEST)) for seed in range(BATCHES)]
         work = Workload(tuple(lengths), size=size)
-        sides = tuple(
-            Side(side, "benchmarks.sides.online:OnlineStep", work, {"mode": mode})
-            for side, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo"))
-        )
+        sides = tuple(Side(side, STEP, work, {"mode": mode}) for side, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo")))
         cases.append(case_of(name, "all", profile, sides))
     return cases
 

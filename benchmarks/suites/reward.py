@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, STOCK, case_of, profiles, workload
+from benchmarks.suites.step import DESCRIPTIONS, FLOOR, PROFILES, STOCK, case_of, one_gpu_case, profiles, workload
+
+STEP = "benchmarks.sides.reward:RewardStep"
 
 
 def build_cases(quick: bool) -> list[Case]:
+    if torch.cuda.is_available():
+        return [one_gpu_case(STEP, quick)]
     cases = []
     for name, profile in profiles(quick, PROFILES).items():
         work = workload(profile, quick)
         sides = (
-            Side(STOCK, "benchmarks.sides.reward:RewardStep", work, {"mode": "stock"}),
-            Side(SUBJECT, "benchmarks.sides.reward:RewardStep", work, {"mode": "fastdpo"}),
+            Side(STOCK, STEP, work, {"mode": "stock"}),
+            Side(SUBJECT, STEP, work, {"mode": "fastdpo"}),
             Side(FLOOR, "benchmarks.sides.reward:RewardFloorStep", work, compared=False),
         )
         cases.append(case_of(name, "all", profile, sides))

@@ -11,16 +11,19 @@ from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
-STOCK_FLASH = "TRL, flash_attention_2"
+STOCK_FLASH = {name: f"TRL, {name}" for name in ("flash_attention_2", "flash_attention_4")}
+STOCK_LIGER, LIGER = "TRL, Liger's layers", "fastdpo, Liger's layers"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
 TRAINER = "benchmarks.sides.trainer:TrainerStep"
 
 DESCRIPTIONS = {
-    STOCK: "the trainer with its defaults, except that gradient checkpointing is off, on every side. On a CPU its "
-    "head scores every position.",
+    STOCK: "the trainer with its defaults. Gradient checkpointing is off, on every side, unless the name of the case "
+    "says otherwise. On a CPU its head scores every position.",
     LABELLED: "the same trainer, with its head switched to what it does on CUDA: only labelled positions are scored.",
-    STOCK_FLASH: 'TRL as shipped with `attn_implementation="flash_attention_2"`.',
+    **{side: f'TRL as shipped with `attn_implementation="{name}"`.' for name, side in STOCK_FLASH.items()},
+    STOCK_LIGER: "TRL as shipped with `use_liger_kernel=True`, which replaces RMSNorm, SwiGLU and rotary embeddings.",
+    LIGER: "fastdpo with the same option.",
     SUBJECT: "the trainer after `fastdpo.patch()`.",
     CACHED_REFERENCE: "with `reference_memory=True`, in an epoch after the first, so that no reference runs. It does "
     "run on TRL's sides, where `precompute_ref_log_probs` would save it; that option is not among the sides.",
@@ -52,9 +55,12 @@ SPREAD = 0.6  # standard deviation of the logarithm of a length
 BOUNDS = 2, 1536  # tokens of a prompt or completion
 PAIRS, GPU_PAIRS = 6, 8  # on a GPU, TRL's default
 
+GPU_SIZE = ModelSize(24, 896, 4864, 14, 2, 151_936)  # Qwen2.5-0.5B
 GPU_MODELS = {  # size, LoRA, gradient checkpointing, datasets
-    "0.5B, full": (ModelSize(24, 896, 4864, 14, 2, 151_936), False, False, tuple(PROFILES)),  # Qwen2.5
-    "8B, LoRA": (ModelSize(36, 4096, 12_288, 32, 8, 151_936), True, True, SHORT),  # Qwen3
+    "0.5B, full": (GPU_SIZE, False, False, tuple(PROFILES)),
+    "0.5B, full, checkpointing": (GPU_SIZE, False, True, tuple(PROFILES)),
+    "1.5B, full, checkpointing": (ModelSize(28, 1536, 8960, 12, 2, 151_936), False, True, SHORT),  # Qwen2.5
+    "8B, LoRA, checkpointing": (ModelSize(36, 4096, 12_288, 32, 8, 151_936), True, True, SHORT),  # Qwen3
 }
 QUICK_SIZE = ModelSize(layers=2, hidden=32, mlp=48, heads=4, kv_heads=2, vocabulary=500)
 QUICK_PROFILES = {"HH": LengthProfile(40, 2.15)}
@@ -93,7 +99,9 @@ def stock_side(work: Workload) -> Side:
 def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
     return (
         stock_side(work),
-        Side(STOCK_FLASH, TRAINER, work, {"mode": "stock", "attention": "flash_attention_2"}),
+        *(Side(side, TRAINER, work, {"mode": "stock", "attention": name}) for name, side in STOCK_FLASH.items()),
+        Side(STOCK_LIGER, TRAINER, work, {"mode": "stock", "liger": True}),
+        Side(LIGER, TRAINER, work, {"mode": "fastdpo", "liger": True}),
         Side(UNSHARED, TRAINER, work, {"mode": "fastdpo", "share_prompts": False}),
         Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
         Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
@@ -105,13 +113,25 @@ def build_gpu_cases(quick: bool) -> list[Case]:
     cases = []
     for group, (size, lora, checkpointing, datasets) in GPU_MODELS.items():
         of_group = profiles(quick, datasets)
-        pairs = 2 if quick else GPU_PAIRS
-        batches = tuple(draw_lengths(*x, pairs, 0, spread=SPREAD, bounds=BOUNDS) for x in of_group.values())
-        options = {"lora": lora, "checkpointing": checkpointing, "bf16": True, "weights": "bfloat16"}
-        work = Workload(batches, **options, size=QUICK_SIZE if quick else size)
+        work = gpu_workload(size, of_group, quick, lora=lora, checkpointing=checkpointing)
         facts = {name: x._asdict() for name, x in of_group.items()}
         cases.append(Case(group, group, sides_on_gpu(work), {"dtype": work.dtype}, facts))
     return cases
+
+
+def gpu_workload(size: ModelSize, of_batches: dict[str, LengthProfile], quick: bool, **options: bool) -> Workload:
+    """A batch for each profile, of a model in bfloat16."""
+    pairs = 2 if quick else GPU_PAIRS
+    batches = tuple(draw_lengths(*x, pairs, 0, spread=SPREAD, bounds=BOUNDS) for x in of_batches.values())
+    return Workload(batches, **options, bf16=True, weights="bfloat16", size=QUICK_SIZE if quick else size)
+
+
+def one_gpu_case(build: str, quick: bool) -> Case:
+    """Another trainer's step of the smallest model, stock and patched, at the lengths of one dataset."""
+    ((name, profile),) = profiles(quick, ["UltraFeedback"]).items()
+    work = gpu_workload(GPU_SIZE, {name: profile}, quick)
+    both = tuple(Side(side, build, work, {"mode": mode}) for side, mode in ((STOCK, "stock"), (SUBJECT, "fastdpo")))
+    return case_of(f"0.5B, full/{name}", "0.5B, full", profile, both)
 
 
 def build_cases(quick: bool) -> list[Case]:

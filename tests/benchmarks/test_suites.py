@@ -209,20 +209,34 @@ def test_attention_with_each_feature_of_a_gpus_cases_is_correct():
     assert not np.allclose(without["exact/output"], truth["exact/output"])
 
 
-@pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize("case", [*(pytest.param(i, marks=pytest.mark.thorough) for i in range(3)), 3])
 def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
-    """Runs the GPU cases on tiny sizes. Their sides run one by one, as on a GPU."""
+    """Runs the GPU cases on tiny sizes. Their sides run one by one, as on a GPU that does not hold them together."""
     monkeypatch.setitem(
         SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.build_gpu_cases(q)[case]])
     )
     code, result = run_suite("step", tmp_path, "--rounds", "1", "--one-by-one")
     assert code == 0
     sides = result["cases"][0]["sides"]
-    assert {name: side["status"] for name, side in sides.items() if name != step.STOCK_FLASH} == dict.fromkeys(
-        (step.STOCK, step.UNSHARED, SUBJECT, step.CACHED_REFERENCE), "measured"
-    )
-    tokens = {name: side["facts"]["tokens"] for name, side in sides.items() if side["status"] == "measured"}
+    absent = {*step.STOCK_FLASH.values(), step.STOCK_LIGER, step.LIGER}
+    measured = {step.STOCK, step.UNSHARED, SUBJECT, step.CACHED_REFERENCE}
+    expected = dict.fromkeys(absent, "unavailable") | dict.fromkeys(measured, "measured")
+    assert {name: side["status"] for name, side in sides.items()} == expected
+    tokens = {name: sides[name]["facts"]["tokens"] for name in measured}
     assert tokens[SUBJECT] < tokens[step.UNSHARED] < tokens[step.STOCK]
+
+
+@pytest.mark.parametrize("suite", ["online", pytest.param("reward", marks=pytest.mark.thorough)])
+def test_other_trainers_in_bfloat16(suite, monkeypatch, tmp_path):
+    """Their case of a GPU, on tiny sizes, and sides that are selected by their names."""
+    build = "benchmarks.sides.online:OnlineStep" if suite == "online" else "benchmarks.sides.reward:RewardStep"
+    cases = [step.one_gpu_case(build, quick=True)]
+    monkeypatch.setitem(SUITES, suite, dataclasses.replace(SUITES[suite], cases=lambda q: cases))
+    code, result = run_suite(suite, tmp_path, "--rounds", "1", "--sides", f"^{SUBJECT}$")
+    assert code == 0
+    (case,) = result["cases"]
+    assert {name: side["status"] for name, side in case["sides"].items()} == {SUBJECT: "measured"}
+    assert case["workload"]["bf16"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
