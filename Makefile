@@ -41,7 +41,7 @@ WHEEL := .venv-wheel
 .PHONY: demo test test-all test-once test-everything test-sabotages test-census test-ptx test-legacy test-legacy-newest \
 	test-legacy-oldest test-trl-versions test-trl-seams test-openrlhf test-ranks test-programs test-llamafactory \
 	test-swift test-swift-newest test-swift-oldest test-axolotl test-oldest-torch test-next left-out measure-programs fuzz dist try-wheel hub lint docs notebook site \
-	bench bench-llamafactory bench-ops bench-gpu clean
+	bench bench-llamafactory bench-ops bench-gpu gpu-wheels gpu-flash-attn clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -246,13 +246,14 @@ bench-ops: $(READY)
 	$(BIN)/python -m pytest benchmarks/ops --benchmark-enable --benchmark-only --benchmark-group-by=group \
 		--benchmark-columns=median,iqr,rounds --benchmark-json=out/ops.json $(ARGS)
 
-# On a machine with a GPU, with the Python that is installed there. If the tests of the ops fail, no suite is timed. The
-# accuracy is measured in any case, and one failing step makes the exit status non-zero. With GPU_DEVICE=cpu and
+# On a machine with a GPU, with the Python that is installed there. If the tests of the ops fail, no suite is timed, nor
+# is the first step. The accuracy is measured in any case, and one failing step makes the exit status non-zero. With GPU_DEVICE=cpu and
 # ARGS=--quick, the same steps run on small cases without a GPU.
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda
 GPU_TESTS ?= --quick
-GPU_SUITES ?= attention head step
+GPU_SUITES ?= attention step head online reward
+GPU_ROUNDS = $(if $(filter --quick,$(ARGS)),,--rounds 7)
 GPU_OUT := out/$(if $(filter cuda,$(GPU_DEVICE)),gpu,$(GPU_DEVICE))
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
@@ -262,10 +263,42 @@ bench-gpu:
 		status=1; suites=; echo "bench-gpu: the tests of the ops failed; no suite is timed" >&2; \
 	}; \
 	for suite in $$suites; do \
-		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume --json $(GPU_OUT)/$$suite.json $(ARGS) || status=1; \
+		$(GPU_PYTHON) -m benchmarks.run --suite $$suite --resume $(GPU_ROUNDS) --json $(GPU_OUT)/$$suite.json $(ARGS) \
+			|| status=1; \
+	done; \
+	for program in $${suites:+first_step predicted_memory}; do \
+		$(GPU_PYTHON) -m benchmarks.$$program --json $(GPU_OUT)/$$program.json $(filter --quick,$(ARGS)) || status=1; \
 	done; \
 	$(GPU_PYTHON) -m benchmarks.accuracy --json $(GPU_OUT)/accuracy.json $(filter --quick,$(ARGS)) || status=1; \
 	exit $$status
+
+# The wheels that a machine with a GPU lacks, for Python 3.12, and the sources of flash-attn 2, in out/gpu/wheels.
+# Their requirements are checked against each other and against tools/gpu-machine.txt. There:
+# `pip install --no-deps --no-index --find-links out/gpu/wheels -r tools/gpu-wheels.txt`.
+GPU_WHEELS := out/gpu/wheels
+gpu-wheels: $(READY) $(FLASH_SOURCES)
+	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
+		--dest $(GPU_WHEELS) -r tools/gpu-wheels.txt
+	$(BIN)/pip install --quiet --no-deps --no-index --find-links $(GPU_WHEELS) --only-binary=:all: --python-version 3.12 \
+		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 --target $(GPU_WHEELS)/unused --dry-run -r tools/gpu-wheels.txt
+	$(BIN)/python tools/check_wheels.py $(GPU_WHEELS) tools/gpu-machine.txt
+	cp $(FLASH_SOURCES)/$(FLASH_SOURCE) $(GPU_WHEELS)
+
+# On a machine with nvcc: a wheel of flash-attn 2 for Hopper in out/gpu, restricted to bfloat16, to head sizes 64 and
+# 128, and to what has neither dropout nor ALiBi. It takes minutes on 16 cores. Its setup.py needs the torch that is
+# installed there.
+FLASH_SOURCE := flash_attn-2.8.3.post2.tar.gz
+FLASH_BUILD := out/gpu/flash-attn
+gpu-flash-attn:
+	rm -rf $(FLASH_BUILD)
+	mkdir -p $(FLASH_BUILD)
+	tar -xzf $(firstword $(wildcard $(GPU_WHEELS)/$(FLASH_SOURCE) $(FLASH_SOURCES)/$(FLASH_SOURCE))) \
+		-C $(FLASH_BUILD) --strip-components 1
+	$(GPU_PYTHON) tools/restrict_flash_attn.py $(FLASH_BUILD)
+	FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=90 MAX_JOBS=$$(nproc) NVCC_THREADS=1 \
+		$(GPU_PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir out/gpu ./$(FLASH_BUILD)
 
 # torch first and by its exact version: an unpinned one, or one that a package pulls, may be another build.
 define torch_in

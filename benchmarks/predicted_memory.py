@@ -1,10 +1,11 @@
 """Predicted and measured peak memory of DPO steps in TRL, for docs/memory.md.
 
-Usage: python -m benchmarks.predicted_memory [--json FILE] [--page]
+Usage: python -m benchmarks.predicted_memory [--json FILE] [--page] [--quick]
 
 Each case trains in a process of its own, stock and patched, for a few steps. The peak is that of the
 process's resident set during forward and backward, above what it held when the trainer had been
-created. It contains the states of the optimizer from the second step on.
+created. It contains the states of the optimizer from the second step on. On a GPU, other cases are trained, of a model
+of the size of Qwen2.5-0.5B in bfloat16, and the peak is that of `torch.cuda.max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "predicted_memory.json", ROOT / "docs" / "memory.md"
+GPU_RESULTS = Path("out/gpu/predicted_memory.json")
 BEGIN, END = "<!-- predicted:begin -->", "<!-- predicted:end -->"
 STEPS = 2
 SEED = 0
-PAIR = (96, 48, 48)
+PAIR, GPU_PAIR = (96, 48, 48), (384, 192, 192)
 VOCABULARY = 32_768
 SIZE = dict(layers=4, hidden=256, mlp=768, heads=4, kv_heads=2, vocabulary=VOCABULARY)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,6 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Model types, and the entries of their configurations that not all of them share."""
 HYBRID = ("Qwen3.5", "Falcon-H1", "LFM2")
 """Names of `benchmarks.sides.workload.ARCHITECTURES`."""
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
@@ -68,14 +76,15 @@ class Case:
     def lengths(self) -> list[tuple[int, int, int]]:
         """Tokens of the prompt and of the completions of each pair."""
         factors = [1 + (i % 4) / 2 for i in range(self.pairs)] if self.ragged else [1] * self.pairs
-        return [tuple(int(n * factor) for n in PAIR) for factor in factors]
+        return [tuple(int(n * factor) for n in (GPU_PAIR if on_gpu() else PAIR)) for factor in factors]
 
     def config(self) -> PretrainedConfig:
         from transformers import AutoConfig
 
         from benchmarks.sides.workload import ARCHITECTURES, ModelSize, Workload, decoder_entries
+        from benchmarks.suites.step import GPU_SIZE
 
-        size = ModelSize(**SIZE)
+        size = GPU_SIZE if on_gpu() else ModelSize(**SIZE)
         shared = decoder_entries(Workload((), size=size, max_length=1024)) | {"num_labels": 1 if self.rewards else 2}
         if self.family in HYBRID:
             kind, entries = ARCHITECTURES[self.family]
@@ -96,6 +105,14 @@ CASES = (
     *(Case(family, lora=True, checkpointing=True, pairs=12) for family in ("gemma2", "qwen3_moe")),
     *(Case(family, pairs=4) for family in HYBRID),
     *(Case(family, checkpointing=True, pairs=12) for family in HYBRID),
+)
+GPU_CASES = (
+    Case(bf16=True),
+    Case(bf16=True, ragged=True, checkpointing=True),
+    Case(bf16=True, precomputed=True, pairs=24, checkpointing=True),
+    Case(bf16=True, lora=True),
+    Case(bf16=True, lora=True, checkpointing=True, pairs=24),
+    Case(bf16=True, rewards=True),
 )
 LORA = dict(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -130,12 +147,19 @@ def examples(case: Case, batches: int = 1) -> list[dict[str, Any]]:
 
 
 def predict(case: Case, patched: bool) -> int:
+    import torch
+
     from fastdpo.commands.estimate.simulation import Setup, simulate
+    from fastdpo.ops.devices import memory_of
     from fastdpo.ref_logps.pairs import Pairs
 
+    device = torch.device("cuda" if on_gpu() else "cpu")
     rows = examples(case)
     setup = Setup(
         case.config(),
+        device=device.type,
+        device_memory=memory_of(device),
+        dtype=torch.bfloat16 if on_gpu() else torch.float32,
         autocast=case.bf16,
         lora=LORA if case.lora else None,
         precomputed_reference=case.precomputed,
@@ -182,7 +206,7 @@ def measure(case: Case, patched: bool) -> int:
     def model(seed: int) -> Any:
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification if case.rewards else AutoModelForCausalLM
-        return kind.from_config(case.config())
+        return kind.from_config(case.config(), dtype=torch.bfloat16 if on_gpu() else torch.float32)
 
     def rows(n: int) -> list[dict[str, Any]]:
         """Those of RewardTrainer begin with their prompts."""
@@ -207,7 +231,7 @@ def measure(case: Case, patched: bool) -> int:
                 gradient_checkpointing=case.checkpointing,
                 gradient_accumulation_steps=1 + case.accumulates,
                 **({} if case.rewards else only_dpo),
-                use_cpu=True,
+                use_cpu=not on_gpu(),
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
@@ -236,15 +260,19 @@ def compare_in_new_process(*sides: tuple[Case, bool]) -> list[Comparison]:
         return pool.starmap(compare, sides)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from benchmarks import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS, help="the file of results, which is continued")
+    results_file = GPU_RESULTS if on_gpu() else RESULTS
+    parser.add_argument("--json", type=Path, default=results_file, help="the file of results, which is continued")
     parser.add_argument("--page", action="store_true", help="write the table of docs/memory.md, and measure nothing")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one case only, to check that everything runs")
+    args = parser.parse_args(argv)
+    if args.quick and args.json == RESULTS:
+        parser.error("--quick must come with another file than that of the documentation")
     results = json.loads(args.json.read_text()) if args.json.exists() else []
     if args.page:
         PAGE.write_text(with_table(PAGE.read_text(), results))
@@ -254,12 +282,15 @@ def main() -> None:
         "commit": machine.commit(),
         "machine": machine.machine() | {"bfloat16": machine.bfloat16()},
     }
-    sides = [asdict(case) | {"patched": patched} for case in CASES for patched in (False, True)]
+    cases = GPU_CASES if on_gpu() else CASES
+    sides = [asdict(case) | {"patched": patched} for case in cases for patched in (False, True)]
+    sides = sides[:2] if args.quick else sides
     known = [{name: result[name] for name in sides[0]} for result in results]
     for side in tqdm([side for side in sides if side not in known]):
         case = Case(**{name: value for name, value in side.items() if name != "patched"})
         (found,) = compare_in_new_process((case, side["patched"]))
         results.append(side | found._asdict() | origin)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,26 +1,33 @@
-"""`make bench-gpu` runs the remaining steps after one fails, but does not time incorrect ops."""
+"""What `make bench-gpu` runs, also after a step fails, and what `make gpu-flash-attn` compiles."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from tools import restrict_flash_attn
+
 ROOT = Path(__file__).parents[2]
 
 
+STEPS = ["device_tests --device cuda", "--suite head", "--suite step", "first_step", "predicted_memory", "accuracy"]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
 @pytest.mark.parametrize(
     ("failing", "steps"),
     [
-        ("nothing", ["device_tests --device cuda", "--suite head", "--suite step", "accuracy"]),
+        ("nothing", STEPS),
         ("device_tests", ["device_tests --device cuda", "accuracy"]),
-        ("--suite head", ["device_tests --device cuda", "--suite head", "--suite step", "accuracy"]),
-        ("accuracy", ["device_tests --device cuda", "--suite head", "--suite step", "accuracy"]),
+        ("--suite head", STEPS),
+        ("first_step", STEPS),
+        ("accuracy", STEPS),
     ],
 )
 def test_bench_gpu(failing, steps, tmp_path):
@@ -48,3 +55,29 @@ def test_bench_gpu_without_a_gpu(tmp_path):
     (case,) = json.loads((tmp_path / "head.json").read_text())["cases"]
     assert case["sides"]["fastdpo"]["status"] == "measured"
     assert "fastdpo" in (tmp_path / "accuracy.json").read_text()
+
+
+@pytest.mark.skipif("FLASH_SOURCES" not in os.environ, reason="FLASH_SOURCES is not set")
+def test_restricted_flash_attn_defines_what_is_dispatched(tmp_path):
+    """Each instantiation is defined once: by a file that is compiled, or by a stub that raises."""
+    (archive,) = Path(os.environ["FLASH_SOURCES"]).glob("flash_attn-2.8.3*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, [x for x in packed if "/cutlass/" not in x.name], filter="data")
+    (sources,) = tmp_path.iterdir()
+    dispatched = restrict_flash_attn.dispatched(sources)
+    assert len(dispatched) == 3 * 2 * 6 * 2  # functions, dtypes, head sizes, causal or not
+    restrict_flash_attn.restrict(sources)
+    setup = (sources / "setup.py").read_text()
+    compiled = re.findall(r'"(csrc/flash_attn/\w+/?\w+\.(?:cu|cpp))"', setup)
+    defined = [x for file in compiled for x in restrict_flash_attn.instantiated((sources / file).read_text())]
+    assert sorted(defined) == sorted(dispatched)
+    kept = [x for x in defined if x.is_kept]
+    assert len(kept) == 2 * 2 * 2
+    assert {x.d for x in kept} == {64, 128}
+    stubs = (sources / restrict_flash_attn.STUBS).read_text()
+    assert stubs.count("TORCH_CHECK(false") == len(defined) - len(kept)
+    assert restrict_flash_attn.instantiated(stubs).isdisjoint(kept)
+    api = (sources / "csrc/flash_attn/flash_api.cpp").read_text()
+    for flag in ("DROPOUT", "ALIBI"):  # in C++, calls with them raise; in CUDA, kernels leave them out
+        assert f"#ifdef FLASHATTENTION_DISABLE_{flag}" in api
+        assert setup.count(f'"-DFLASHATTENTION_DISABLE_{flag}"') == 2 + 1  # the last one is a comment
