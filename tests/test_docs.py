@@ -16,7 +16,7 @@ from tests.support.documents.markdown_blocks import PAGES, ROOT, blocks, blocks_
 
 RUN_ELSEWHERE = {
     "docs/openrlhf.md": "tests/openrlhf/test_docs.py",
-    "docs/trainers.md": "tests/integrations/test_lines_from_outside.py",
+    "docs/trainers.md": "tests/support/stand_ins/toy_package.py",
 }
 """Maps pages whose Python needs a package that is not installed here to the test that runs it."""
 
