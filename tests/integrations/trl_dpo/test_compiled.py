@@ -53,13 +53,13 @@ def messages(caplog) -> list[str]:
 
 
 class Generate(TrainerCallback):
-    """Generates after each tenth step, and notes whether a graph was made."""
+    """Generates after each 25th step, and notes whether a graph was made."""
 
     def __init__(self):
         self.graphs: set[int] = set()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step % 10 == 0:
+        if state.global_step % 25 == 0:
             before = compiled.graphs()
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
             self.graphs.add(compiled.graphs() - before)
@@ -68,7 +68,7 @@ class Generate(TrainerCallback):
 @pytest.mark.parametrize(("lora", "graphs"), [(False, 2), (True, 3 + 2)], ids=["full", "LoRA"])
 def test_graphs_of_50_batches(tmp_path, caplog, lora, graphs):
     """With LoRA, the first layer has a graph of its own, and so have the two calls of an evaluation."""
-    options = dict(per_device_train_batch_size=1, per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=15)
+    options = dict(per_device_train_batch_size=1, per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=24)
     options |= dict(max_steps=50, save_strategy="steps", save_steps=30, learning_rate=1e-4)
 
     def trainer(stop: int) -> DPOTrainer:
