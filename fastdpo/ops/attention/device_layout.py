@@ -6,6 +6,7 @@ head size of values.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -254,17 +255,13 @@ class DeviceLayout(Generic[L]):
 
     def __init__(self, host: L, device: torch.device, sizes: Sequence[int] | None = None) -> None:
         self.sizes = sizes_of(host) if sizes is None else tuple(sizes)
-        leaves = [(x, size) for x, size in zip(_leaves(host), self.sizes, strict=True)]
-        lengths = [_aligned(size * x.shape[1:].numel()) for x, size in leaves if isinstance(x, Tensor)]
+        shapes = [(n, *x.shape[1:]) for x, n in zip(_leaves(host), self.sizes, strict=True) if isinstance(x, Tensor)]
+        lengths = [_aligned(math.prod(shape)) for shape in shapes]
         self._buffer = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-        parts = iter(self._buffer.split(lengths))
-
-        def placed(x: Tensor | int, size: int) -> Tensor | int:
-            if isinstance(x, int):
-                return size
-            return next(parts)[: size * x.shape[1:].numel()].view(size, *x.shape[1:])
-
-        self.contents: L = _replaced(host, (placed(*leaf) for leaf in leaves))
+        parts = zip(self._buffer.split(lengths), shapes, strict=True)
+        views = (part[: math.prod(shape)].view(shape) for part, shape in parts)
+        leaves = zip(_leaves(host), self.sizes, strict=True)
+        self.contents: L = _replaced(host, (n if isinstance(x, int) else next(views) for x, n in leaves))
         self.fill(host)
 
     def fill(self, host: L) -> None:
@@ -275,8 +272,6 @@ class DeviceLayout(Generic[L]):
                 graph, and the tensors would hold no values until the graph is replayed.
         """
         device, sizes = self._buffer.device, sizes_of(host)
-        rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
-        checks.require(not is_capturing(device), OP, "rows", rule, "rows that no call has used")
         fits = len(sizes) == len(self.sizes) and all(map(le, sizes, self.sizes))
         checks.require(fits, OP, "rows", "fit in a layout of the sizes {}", sizes, self.sizes)
         values = []
@@ -284,13 +279,12 @@ class DeviceLayout(Generic[L]):
             if isinstance(x, Tensor):
                 values += x.flatten(), x[-1:].expand(size - len(x), *x.shape[1:]).flatten()
                 length = size * x.shape[1:].numel()
-                values.append(values[0].new_zeros(_aligned(length) - length))
+                values.append(x.new_zeros(_aligned(length) - length))
         if values:
-            of_host = self._buffer
-            if not is_host(device):
-                of_host = torch.empty_like(self._buffer, device="cpu", pin_memory=device.type == "cuda")
-            torch.cat(values, out=of_host)
-            self._buffer.copy_(of_host, non_blocking=True)
+            rule = "be used in a call before a CUDA graph captures them, as in the usual warm-up"
+            checks.require(not is_capturing(device), OP, "rows", rule, "rows that no call has used")
+            flat = torch.cat(values).int()
+            self._buffer.copy_(flat.pin_memory() if device.type == "cuda" else flat, non_blocking=True)
 
 
 def sizes_of(host: tuple) -> tuple[int, ...]:
