@@ -10,7 +10,7 @@ from trl import KTOTrainer
 import fastdpo
 from fastdpo.integrations.scored_rows import merged
 from tests.contract.trainers.trl.kto import FULL, long_rows
-from tests.support.comparison import SIZES, assert_close, assert_same_in_low_precision, double
+from tests.support.comparison import assert_close, assert_same_in_low_precision, double, sizes_of
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import (
@@ -39,8 +39,7 @@ def test_reference_calls_of_different_widths_stay_apart_where_frequencies_depend
 
 def test_reference_calls_of_a_multimodal_model_stay_apart_likewise(both):
     """The configuration of its language model says what its rotary embeddings depend on."""
-    text = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, "model_type": "llama", "max_position_embeddings": 16}
-    text["rope_parameters"] = DYNAMIC
+    text = sizes_of(len(WORDS)) | dict(model_type="llama", max_position_embeddings=16, rope_parameters=DYNAMIC)
     long = dict(kind="llava", tiny=dict(text_config=text), build=tiny_multimodal, data=long_rows(), max_steps=4)
     stock, patched = both(**long)
     assert set(patched.calls) == {("policy", "fused"), ("reference", "fused")}

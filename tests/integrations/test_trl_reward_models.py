@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 import fastdpo
 from fastdpo.models import forward
@@ -14,7 +14,7 @@ from fastdpo.models.calls import calls
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from fastdpo.models.state import ForwardOptions
 from fastdpo.testing import assert_as_accurate_as, float64_throughout
-from tests.support.comparison import SIZES, assert_same_in_low_precision, sharpen
+from tests.support.comparison import assert_same_in_low_precision, drawn, sizes_of
 from tests.support.models.multimodal import FUSED as MULTIMODAL
 from tests.support.models.multimodal import IMAGE
 from tests.support.trl.dpo import WORDS, assert_fused, assert_same
@@ -29,12 +29,9 @@ def both(tmp_path):
 def multimodal_reward_model(name: str, seed: int = 0, **config):
     """The classifier of a multimodal family, whose `pad_token_id` TRL sets in the configuration of its text."""
     family = MULTIMODAL[name]
-    text = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, **family.text}
+    text = sizes_of(len(WORDS)) | family.text
     parts = dict(text_config=text, vision_config=family.vision, image_token_id=IMAGE, num_labels=1, **family.rest)
-    torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(name, **parts, **config))
-    sharpen(model)
-    return model
+    return drawn(AutoModelForSequenceClassification, name, seed, **parts, **config)
 
 
 @pytest.mark.parametrize("name", filter(has_classifier, MULTIMODAL))

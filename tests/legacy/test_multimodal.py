@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from fastdpo import attention
 from fastdpo.models import probe, support
-from tests.support.comparison import SIZES, sharpen
+from tests.support.comparison import drawn, sizes_of
 from tests.support.trl.dpo import WORDS, assert_same_error
 
 TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
@@ -25,13 +25,8 @@ KINDS = {
 
 def multimodal(kind: str, seed: int = 0) -> torch.nn.Module:
     text, vision = KINDS[kind]
-    text = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, **text}
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(kind, text_config=text, vision_config=vision, image_token_id=len(WORDS) - 1)
-    )
-    sharpen(model)
-    return model
+    parts = dict(text_config=sizes_of(len(WORDS)) | text, vision_config=vision, image_token_id=len(WORDS) - 1)
+    return drawn(AutoModelForImageTextToText, kind, seed, **parts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

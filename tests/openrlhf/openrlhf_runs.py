@@ -23,11 +23,11 @@ from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.rm_trainer import RewardModelTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import fastdpo
 from tests.support import ROOT
-from tests.support.comparison import SIZES, assert_same_training, sharpen
+from tests.support.comparison import assert_same_training, tiny
 from tests.support.workers.processes import run_launcher
 
 HERE = Path(__file__).parent
@@ -63,10 +63,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> Path:
     """Saves a tiny model and returns its path, from which actors load it."""
-    torch.manual_seed(seed)
-    sizes = {name: size for name, size in {**SIZES, "vocab_size": VOCABULARY}.items() if name not in without}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
-    sharpen(model)
+    model = tiny(AutoModelForCausalLM, kind, VOCABULARY, seed, ("head_dim", *without), **config)
     path = directory / f"{kind}{seed}"
     model.save_pretrained(path)
     return path

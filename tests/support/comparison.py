@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 EPS = torch.finfo(torch.float32).eps
 RELATIVE = 64 * EPS
@@ -71,6 +72,25 @@ def sharpen(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.2)
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.1)
+
+
+def sizes_of(words: int) -> dict[str, Any]:
+    """`SIZES` of a language model with a vocabulary."""
+    return {**SIZES, "vocab_size": words, "head_dim": 8}
+
+
+def drawn(auto: Any, kind: str, seed: int, **config: Any) -> Any:
+    """A model of a type, by one of transformers' auto classes, with the random weights of a seed."""
+    torch.manual_seed(seed)
+    model = auto.from_config(AutoConfig.for_model(kind, **config))
+    sharpen(model)
+    return model
+
+
+def tiny(auto: Any, kind: str, words: int, seed: int = 0, without: tuple[str, ...] = (), **config: Any) -> Any:
+    """`drawn` with `sizes_of` a vocabulary, without those of some names, and with entries of its configuration."""
+    sizes = {name: size for name, size in sizes_of(words).items() if name not in without}
+    return drawn(auto, kind, seed, **{**sizes, **config})
 
 
 class Training(Protocol):

@@ -1,4 +1,4 @@
-"""Hybrid and recurrent models in TRL's DPOTrainer. test_families.py trains all of them fully."""
+"""Hybrid and recurrent models in TRL's DPOTrainer. tests/contract/test_families.py trains all of them fully."""
 
 import pytest
 from peft import LoraConfig

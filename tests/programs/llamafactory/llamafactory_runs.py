@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from llamafactory.train.tuner import run_exp  # first: without it, TRL 0.24 cannot be imported next to transformers 5
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import fastdpo
-from tests.support.comparison import SIZES, assert_same_training, sharpen
+from tests.support.comparison import assert_same_training, tiny
 from tests.support.models.multimodal_text import KINDS as MULTIMODAL
 from tests.support.models.multimodal_text import multimodal_model
 from tests.support.programs.harness import numbers
@@ -103,10 +103,7 @@ def checkpoint(directory: Path, kind: str = "llama", seed: int = 0, **config: An
     if kind in MULTIMODAL:
         model = multimodal_model(kind, WORKLOAD.vocabulary, seed)
     else:
-        torch.manual_seed(seed)
-        sizes = {**SIZES, "vocab_size": WORKLOAD.vocabulary, "head_dim": 8}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
-        sharpen(model)
+        model = tiny(AutoModelForCausalLM, kind, WORKLOAD.vocabulary, seed, **config)
     path = directory / f"{kind}{seed}"
     model.save_pretrained(path)
     WORKLOAD.tokenizer().save_pretrained(path)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
-from tests.support.comparison import SIZES, sharpen
+from tests.support.comparison import drawn, sizes_of
 from tests.support.models.families import CONVOLUTION, EACH_LAYER, EXPERTS, GATED_DELTA, SLIDING, WINDOW
 from tests.support.trl.dpo import WORDS
 
@@ -156,11 +155,7 @@ FAILS_IN_STOCK = {"llama4": AttributeError}
 def tiny_multimodal(name: str, seed: int = 0, **rest) -> PreTrainedModel:
     """A model of a family with the vocabulary of `trl.dpo.WORDS`."""
     family = (FUSED | STOCK)[name]
-    sizes = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8}
-    parts = dict(text_config=sizes | family.text, image_token_id=IMAGE)
+    parts = dict(text_config=sizes_of(len(WORDS)) | family.text, image_token_id=IMAGE)
     if family.vision is not None:
         parts["vision_config"] = dict(family.vision)
-    torch.manual_seed(seed)
-    model = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(name, **{**parts, **family.rest, **rest}))
-    sharpen(model)
-    return model
+    return drawn(AutoModelForMultimodalLM, name, seed, **{**parts, **family.rest, **rest})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from tests.support.comparison import SIZES, sharpen
+from tests.support.comparison import drawn, sizes_of
 
 TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 TOWER |= dict(patch_size=4, image_size=16)
@@ -24,8 +23,5 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def multimodal_model(kind: str, words: int, seed: int = 0) -> PreTrainedModel:
     """A model whose vocabulary has the placeholder of images behind the words of the text."""
     text, vision, rest = KINDS[kind]
-    parts = dict(text_config={**SIZES, "vocab_size": words + 1, "head_dim": 8, **text}, vision_config=vision, **rest)
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **parts, image_token_id=words))
-    sharpen(model)
-    return model
+    parts = dict(text_config=sizes_of(words + 1) | text, vision_config=vision, **rest)
+    return drawn(AutoModelForImageTextToText, kind, seed, **parts, image_token_id=words)

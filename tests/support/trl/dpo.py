@@ -20,7 +20,6 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -34,10 +33,10 @@ from fastdpo import packing
 from fastdpo.models import batch
 from fastdpo.models.state import SharePrompts
 from fastdpo.packing import Layout
-from tests.support.comparison import SIZES, double, sharpen
 from tests.support.comparison import assert_fused as assert_fused  # for the tests of trainings
 from tests.support.comparison import assert_same as assert_same
 from tests.support.comparison import assert_same_bits as assert_same_bits
+from tests.support.comparison import double, tiny
 from tests.support.workers.processes import run_ranks
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(94))]
@@ -109,13 +108,9 @@ def dataset_for(options: Mapping[str, Any], rows: list[dict], directory: Path) -
     return on_disk(rows, directory) if options.get("precompute_ref_log_probs") else Dataset.from_list(rows)
 
 
-def tiny_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
-    sizes = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8}
-    torch.manual_seed(seed)
-    sizes = {name: size for name, size in sizes.items() if name not in without}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
-    sharpen(model)
-    return model
+def tiny_model(kind: str = "llama", seed: int = 0, **config) -> PreTrainedModel:
+    """`comparison.tiny` with the vocabulary of `WORDS`."""
+    return tiny(AutoModelForCausalLM, kind, len(WORDS), seed, **config)
 
 
 @dataclass

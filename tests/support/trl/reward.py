@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from peft import LoraConfig, TaskType
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from trl import RewardConfig, RewardTrainer
 
-from tests.support.comparison import SIZES, sharpen
+from tests.support.comparison import tiny
 from tests.support.models.families import FUSED, STOCK, kind
 from tests.support.trl.dpo import LORA, WORDS, Recipe, pairs, train_both
 
 
-def reward_model(kind: str = "llama", seed: int = 0, without: tuple[str, ...] = (), **config) -> PreTrainedModel:
+def reward_model(kind: str = "llama", seed: int = 0, **config) -> PreTrainedModel:
     """A tiny reward model, with what `trl.dpo.tiny_model` has but its LM head."""
-    sizes = {**SIZES, "vocab_size": len(WORDS), "head_dim": 8, "num_labels": 1}
-    torch.manual_seed(seed)
-    sizes = {name: size for name, size in sizes.items() if name not in without}
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **{**sizes, **config}))
-    sharpen(model)
-    return model
+    return tiny(AutoModelForSequenceClassification, kind, len(WORDS), seed, **{"num_labels": 1, **config})
 
 
 def reward_family(name: str, seed: int = 0, **config) -> PreTrainedModel:
