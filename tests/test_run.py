@@ -56,15 +56,12 @@ def test_a_module_trains_fused_and_says_what_its_options_did(script, tmp_path):
     ), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("directory", "passed_on"), [("cache", str(Path.cwd() / "cache")), ("file:///cache", "file:///cache")]
-)
-def test_the_directory_of_the_reference_memory(directory, passed_on, tmp_path):
-    """A relative path stays that of this process, and a URL is one."""
+def test_the_directory_of_the_reference_memory(tmp_path):
+    """A relative path stays that of this process."""
     program = tmp_path / "options.py"
     program.write_text(f"import json, os; print(json.loads(os.environ['{VARIABLE}'])['options']['reference_memory'])")
-    done = run("--reference-memory", directory, program)
-    assert done.stdout == f"{passed_on}\n", done.stderr
+    done = run("--reference-memory", "cache", program)
+    assert done.stdout == f"{Path.cwd() / 'cache'}\n", done.stderr
 
 
 def test_children_are_patched(script, tmp_path):

@@ -6,7 +6,6 @@ Where rows lie depends on the side, so losses and gradients are compared, and no
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +19,8 @@ from benchmarks.sides.groups import ExactGroupStep, GroupStep
 from benchmarks.sides.kto import ExactKTOStep, KTOStep
 from benchmarks.sides.reward import ExactRewardStep, RewardStep
 from benchmarks.sides.trainer import STEPS_OF_LEARNING, TrainerStep
-from benchmarks.sides.workload import GroupWorkload, Workload
+from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload
 from fastdpo.commands.check import meters
-
-
-@dataclass(frozen=True)
-class AccumulatedWorkload(Workload):
-    """One step, in which the rows of a prompt are as far apart as they can be.
-
-    Attributes:
-        trainer: "DPO", "Reward" or "KTO".
-    """
-
-    trainer: str = "DPO"
-
-    def examples(self, batch: int) -> list[dict[str, list[int]]]:
-        pairs, n = super().examples(batch), self.pairs_of_prompt
-        return [pair for first in range(n) for pair in pairs[first::n]]
 
 
 class _OfProcessor:

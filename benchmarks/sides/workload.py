@@ -117,6 +117,21 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class AccumulatedWorkload(Workload):
+    """One step, in which the rows of a prompt are as far apart as they can be.
+
+    Attributes:
+        trainer: "DPO", "Reward" or "KTO".
+    """
+
+    trainer: str = "DPO"
+
+    def examples(self, batch: int) -> list[dict[str, list[int]]]:
+        pairs, n = super().examples(batch), self.pairs_of_prompt
+        return [pair for first in range(n) for pair in pairs[first::n]]
+
+
+@dataclass(frozen=True)
 class GroupWorkload(Workload):
     """Batches of prompts with `COMPLETIONS` completions each.
 

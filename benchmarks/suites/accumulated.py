@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
-from benchmarks.sides.accumulated import AccumulatedWorkload
-from benchmarks.sides.workload import GroupWorkload, ModelSize, Workload, draw_lengths
+from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload, ModelSize, Workload, draw_lengths
 from benchmarks.suites.online import LONGEST
 from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, STOCK, case_of, profiles
 

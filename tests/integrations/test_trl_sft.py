@@ -52,7 +52,7 @@ def conversations(n: int, seed: int = 0) -> list[dict]:
 def test_assistant_only_loss(both, monkeypatch):
     template = tokenizer()
     template.chat_template = TEMPLATE
-    monkeypatch.setattr("tests.support.trl.sft.tokenizer", lambda: template)
+    monkeypatch.setattr("tests.support.trl.dpo.tokenizer", lambda: template)
     stock, patched = both(data=conversations, assistant_only_loss=True)
     assert_fused(patched, **FULL)
     assert_same(stock, patched)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fastdpo.models import forward
 from fastdpo.models.scoring import router_loss
 from fastdpo.models.state import ForwardOptions
-from fastdpo.ops import packed_attention
+from fastdpo.ops.attention import pieces
 from fastdpo.packing import IGNORE_INDEX
 from tests.support.comparison import double
 from tests.support.models.families import FUSED, HYBRID, kind
@@ -27,8 +27,7 @@ FAMILIES = FUSED | HYBRID
 @pytest.fixture(autouse=True)
 def _attention_by_products(monkeypatch):
     """Torch's flash attention on the CPU has a float32 log-sum-exp also for float64."""
-    module = __import__(packed_attention.__module__, fromlist=["flash_supports_scale"])
-    monkeypatch.setattr(module, "flash_supports_scale", lambda scale: False)
+    monkeypatch.setattr(pieces, "flash_supports_scale", lambda scale: False)
 
 
 def batch_of(prompt: int) -> dict[str, torch.Tensor]:

@@ -37,14 +37,15 @@ def completions_only(trainer_class: type) -> type:
 
     class CompletionsOnly(trainer_class):
         def concatenated_forward(self, model, batch):
-            chosen_logps, rejected_logps, *logits, nll = super().concatenated_forward(model, batch)[:5]
+            chosen_logps, rejected_logps, *logits_and_losses = super().concatenated_forward(model, batch)
+            logits, losses = logits_and_losses[:2], logits_and_losses[2:]
             width = max(batch[f"{name}_labels"].shape[1] for name in ("chosen", "rejected"))
             for i, name in enumerate(("chosen", "rejected")):
                 scored = torch.zeros(len(logits[i]), width - 1, dtype=torch.bool)
                 labels = batch[f"{name}_labels"][:, 1:]
                 scored[:, : labels.shape[1]] = labels != -100
                 logits[i] = logits[i][:, : width - 1][scored]
-            return chosen_logps, rejected_logps, *logits, nll
+            return chosen_logps, rejected_logps, *logits, *losses
 
     return CompletionsOnly
 
