@@ -91,7 +91,7 @@ class RewrittenDPOLine(TrainerLine):
         state = self.state_of(trainer)
         if state is None:
             return stock(trainer, model, inputs, return_outputs, *args, **kwargs)
-        models = filter(None, (model, trainer.ref_model))
+        models = (x for x in (model, trainer.ref_model) if x is not None)
         several = state.gather or trainer.accelerator.num_processes > 1
         source = inputs.get("completion_mask") if all(map(state.wrapping.passes_arguments_on, models)) else None
         with (

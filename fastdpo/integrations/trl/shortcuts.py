@@ -60,7 +60,8 @@ def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kw
             stack.enter_context(stock(model, *args, **kwargs))
         else:
             for layer in fused.structure.modules_of(base, "gradient_checkpointing"):
-                stack.enter_context(temporarily(layer, gradient_checkpointing=False))
+                if layer.gradient_checkpointing:
+                    stack.enter_context(temporarily(layer, gradient_checkpointing=False))
         yield
 
 
