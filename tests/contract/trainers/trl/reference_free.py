@@ -90,7 +90,7 @@ OPTIONS = {
     "truncated": (dict(max_length=32, data=LONG), FULL),
     "adapter": (dict(evaluate=4, **ADAPTER), dict(policy=3, eval=1)),
     "checkpointing": (dict(gradient_checkpointing=True), FULL),
-    "router loss": (dict(kind="mixtral", tiny=ROUTER), FULL),
+    "routers": (dict(kind="mixtral", tiny=ROUTER), FULL),
     "softcap": (dict(kind="gemma2", tiny=FUSED["gemma2"][1]), FULL),
     "learned positions": (dict(kind="gpt2", tiny=FUSED["gpt2"][1]), FULL),
 }
