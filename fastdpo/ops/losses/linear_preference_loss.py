@@ -120,8 +120,10 @@ def _fwd(*args: Any) -> list[Tensor]:
     with torch.autocast(call.hidden.device.type, enabled=False):
         for chunk in _chunks(bounds, n_pairs, capacity):
             visit(chunk)
-        options: Any = dict(chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights)
-        return [*gradients, *preference_loss(*logps, *references, objective, **options), *logps, *tokens]
+        options: Any = dict(
+            chosen_lengths=lengths[0], rejected_lengths=lengths[1], weights=weights, objective=objective
+        )
+        return [*gradients, *preference_loss(*logps, *references, **options), *logps, *tokens]
 
 
 @_fwd.register_fake
