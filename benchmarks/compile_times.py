@@ -32,7 +32,7 @@ from benchmarks.machine import processor
 from benchmarks.sides.host import take_path_of_gpu
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import ModelSize, Workload
-from fastdpo.models import probe
+from fastdpo.models.examine import probe
 from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops.attention import routes, triton_backend
 from fastdpo.ops.choice import notes, tuning, verdicts

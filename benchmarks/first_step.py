@@ -72,7 +72,7 @@ class Clock:
 
 def watched() -> Clock:
     """A clock of whatever a first step waits for."""
-    from fastdpo.models import probe
+    from fastdpo.models.examine import probe
     from fastdpo.ops.attention import backends
     from fastdpo.ops.choice import tuning, verdicts
 

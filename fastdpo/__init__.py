@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .logs import NotFused
     from .models import attention
     from .models.calls import calls
-    from .models.verification import VerificationError
+    from .models.examine.verification import VerificationError
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.batching import CostModel, StepPlanner
 from fastdpo.batching.sampler import shared_among_ranks
-from fastdpo.integrations.trl.batches.budgeted_loader import Collated, MicroBatches
+from fastdpo.integrations.trl.max_tokens.budgeted_loader import Collated, MicroBatches
 from fastdpo.lengths import PairLengths, pair_lengths
 
 

@@ -19,7 +19,8 @@ import torch
 from packaging.requirements import Requirement
 
 from .. import __version__, storage
-from ..integrations import packages, patching
+from ..integrations import patching
+from ..integrations.admission import packages
 from ..integrations.lines import TRAINS_WITH, all_lines
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD

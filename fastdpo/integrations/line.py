@@ -31,9 +31,9 @@ from ..models.structure import Wrapping
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
 from . import grouped_epochs
+from .admission.evidence import first_difference
+from .admission.fingerprints import attribute_of, inner, name_of, package_of
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
-from .evidence import first_difference
-from .fingerprints import attribute_of, inner, name_of, package_of
 from .options import PatchOptions, applies
 from .replacements import Replacements
 from .scored_rows import Inputs, ScoredRows, score

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Unpack, cast
 from ..logs import logger, strict, warn
 from ..models import forward
 from ..reasons import Reason
-from . import evidence, packages
+from .admission import evidence, packages
+from .admission.versions import unsupported_version_reason
 from .bypass import existing_trainers
 from .line import TrainerLine
 from .lines import CHANGING_OTHERS, Line, Target, all_lines, installed_version, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options, specific_options
-from .versions import unsupported_version_reason
 
 
 class PatchError(RuntimeError):

@@ -21,10 +21,9 @@ A model is examined before its first call in training and in evaluation mode, an
     parts.py         the model inside wrappers, its backbone and its language model
     harmless.py      names of hooks, wrappers and attributes that outputs do not depend on
     functions.py     what hooks and replaced forwards are, and where they come from
-    probe.py         a few random rows, packed and padded
-    runs.py          their hidden states and gradients
-    comparable.py    runs that can be compared, and leave the model as it was
-    verification.py  the first calls, fused and by the forward that the model had before
+    examine/         probe.py: a few random rows, packed and padded; runs.py: their hidden states and
+                     gradients; comparable.py: runs that leave the model as it was; verification.py: the
+                     first calls, fused and by the forward that the model had before
     gradients.py     gradients in a form that is small enough to keep
     sharding.py      models that ranks hold parts of, and so examine together
 

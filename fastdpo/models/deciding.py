@@ -12,12 +12,14 @@ from .. import packing
 from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
-from . import adapters, attention, calls, head, images, probe, sharding, support
+from . import adapters, attention, calls, head, images, sharding, support
 from .batch import count_real_tokens, labels_of_call, layout_of_call
 from .compiled import CompiledLayers
+from .examine import probe
+from .examine.probe import ProbeResult
+from .examine.verification import verify
 from .facts import Facts
 from .parts import backbone
-from .probe import ProbeResult
 from .sharding import shared_reason
 from .state import (
     ForwardOptions,
@@ -28,7 +30,6 @@ from .state import (
     restore,
     switch_attention,
 )
-from .verification import verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,11 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..ops.devices import is_host
 from ..packing import Layout, NotPackable
 from ..reasons import Reason
-from . import attention, islands, probe
+from . import attention, islands
 from .batch import layout_of_call
+from .examine import probe
+from .examine.probe import ProbeResult
 from .facts import rope_limit
 from .parts import backbone, language_model
-from .probe import ProbeResult
 from .state import FusedForward, RunnableBatch, Verdict
 
 if TYPE_CHECKING:

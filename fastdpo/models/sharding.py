@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_objects
 from ..reasons import Reason
-from .comparable import with_values
+from .examine.comparable import with_values
 
 _policies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that were replaced, by the states of FSDP2 that had them."""

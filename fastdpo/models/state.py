@@ -17,8 +17,8 @@ from ..packing import Layout
 from ..reasons import Reason
 from . import attention, head, sharding
 from .compiled import CompiledLayers
+from .examine.probe import ProbeResult
 from .facts import Facts
-from .probe import ProbeResult
 from .reward_head import RewardHead
 from .structure import Structure
 

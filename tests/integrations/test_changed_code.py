@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from fastdpo.integrations import evidence
+from fastdpo.integrations.admission import evidence
 from tests.support import ROOT
 from tests.support.documents import changed_code
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from fastdpo.integrations import fingerprints
+from fastdpo.integrations.admission import fingerprints
 
 FUNCTION = '''
 def mean(rows, width=None):
@@ -160,6 +160,9 @@ def test_the_reach_of_a_function_ends_where_it_is_told_to():
     whole = fingerprints.reached(fingerprints.code_hash.__wrapped__)
     names = {name.rpartition(".")[2] for name in whole}
     assert {"code_hash", "hash_of", "normalized", "source_of"} <= names
-    ends = {"fastdpo.integrations.fingerprints.hash_of", "fastdpo.integrations.fingerprints.code_hash"}
+    ends = {
+        "fastdpo.integrations.admission.fingerprints.hash_of",
+        "fastdpo.integrations.admission.fingerprints.code_hash",
+    }
     ended = fingerprints.reached(fingerprints.code_hash.__wrapped__, ends)
     assert {name.rpartition(".")[2] for name in ended} == {"code_hash", "source_of"}

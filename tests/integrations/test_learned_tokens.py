@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
 
 import fastdpo
-from fastdpo.integrations.trl.batches import learned_tokens
-from fastdpo.integrations.trl.batches.learned_tokens import LearnedTokens, Memory, learning, memory, useful_tokens
+from fastdpo.integrations.trl.max_tokens import learned_tokens
+from fastdpo.integrations.trl.max_tokens.learned_tokens import LearnedTokens, Memory, learning, memory, useful_tokens
 from fastdpo.models import calls as counters
 from tests.support.stand_ins.device_memory import DeviceMemory
 from tests.support.trl.dpo import Run, assert_same, long_pairs, tiny_model, train

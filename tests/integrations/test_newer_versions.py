@@ -13,7 +13,7 @@ from trl import GRPOTrainer, SFTTrainer
 
 import fastdpo
 from fastdpo.commands import doctor
-from fastdpo.integrations import evidence, fingerprints, packages
+from fastdpo.integrations.admission import evidence, fingerprints, packages
 from fastdpo.integrations.lines import LINES, TRAINERS
 from fastdpo.integrations.options import specific_options
 from fastdpo.integrations.patching import examine

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 import fastdpo
 from fastdpo.commands import doctor
-from fastdpo.integrations import evidence, packages
+from fastdpo.integrations.admission import evidence, packages
 from fastdpo.integrations.patching import examine
 from tests.support import ROOT
 from tests.support.trl.dpo import assert_same, assert_same_bits, tiny_model, train

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastdpo import attention
-from fastdpo.models import probe
+from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, known
 from fastdpo.models.mixers.segments import Bounds, Segments
 from fastdpo.testing import float64_throughout

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastdpo import attention
-from fastdpo.models import probe, support
+from fastdpo.models import support
+from fastdpo.models.examine import probe
 from fastdpo.models.mixers import finding, function_probe, hooks, known
 from fastdpo.models.mixers.segments import Segments, Sequences, collect, gather
 from fastdpo.testing import float64_throughout

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastdpo
-from fastdpo.integrations import evidence, fingerprints
+from fastdpo.integrations.admission import evidence, fingerprints
 from fastdpo.integrations.lines import DISTRIBUTIONS, LINES, Line
 from tests.support import ROOT
 from tests.support.comparison import assert_same_training

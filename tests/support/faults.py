@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fastdpo import packing
-from fastdpo.models import attention, batch, facts, head, probe
+from fastdpo.models import attention, batch, facts, head
+from fastdpo.models.examine import probe
 from fastdpo.packing import Layout
 from fastdpo.prefix_tree import Branch
 

@@ -25,10 +25,10 @@ from ...models import forward, head
 from ...models.attention import inputs_of
 from ...models.batch import layout_of_call
 from ...models.deciding import scoring_unsupported_reason
+from ...models.examine.probe import ProbeResult
 from ...models.facts import Facts
 from ...models.mixers import segments
 from ...models.parts import backbone, base_of
-from ...models.probe import ProbeResult
 from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import (
     ForwardOptions,

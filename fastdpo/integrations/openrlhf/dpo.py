@@ -28,7 +28,7 @@ from ...models.state import ForwardOptions
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
 from ...ref_logps.memory import Memory, digests_of_pairs, key_of
-from ..evidence import first_difference
+from ..admission.evidence import first_difference
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows
 from .line import OpenRLHFLine, strategy_unsupported_reason

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models import forward
 from ...models.reward_head import RewardHead, labels_at
 from ...reasons import Reason
-from ..evidence import first_difference
+from ..admission.evidence import first_difference
 from .line import OpenRLHFLine, strategy_unsupported_reason
 
 if TYPE_CHECKING:

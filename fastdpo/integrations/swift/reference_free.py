@@ -14,10 +14,10 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ...reasons import Reason
-from .. import evidence
+from ..admission import evidence
+from ..admission.versions import unsupported_version_reason
 from ..bypass import is_overridden
 from ..trl.reference_free import results_of
-from ..versions import unsupported_version_reason
 from .line import SwiftLine
 
 _TRL = ">=0.28,<0.30"

@@ -15,16 +15,16 @@ from ...models import forward
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
 from ...reasons import Reason
-from .. import evidence
+from ..admission import evidence
+from ..admission.evidence import field_difference, signature_difference
 from ..collating import REPLACED, with_packed_batches
-from ..evidence import field_difference, signature_difference
 from ..line import TrainerLine, arguments_of
 from ..lines import DPO
 from ..replacements import temporarily
 from . import precompute, shortcuts
-from .batches.token_budget import RELIES_ON, TokenBudget
 from .fused_head import FusedHeadLine
 from .gathering import of_all_ranks
+from .max_tokens.token_budget import RELIES_ON, TokenBudget
 from .memory import serving
 
 DPOTrainer = Any  # of one of several versions

@@ -16,7 +16,7 @@ from ...models import forward
 from ...ops.head.results import LOGGED_STATISTICS
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ..evidence import first_difference, signature_difference
+from ..admission.evidence import first_difference, signature_difference
 from ..line import liger_reason
 from ..replacements import temporarily
 from .dpo import PARAMETERS, DPOTrainer, RewrittenDPOLine

@@ -14,8 +14,8 @@ from ...models import forward
 from ...models.parts import text_config
 from ...models.state import ScoredBatch
 from ...reasons import Reason
-from .. import evidence
-from ..evidence import field_difference, signature_difference
+from ..admission import evidence
+from ..admission.evidence import field_difference, signature_difference
 from ..line import TrainerLine
 from ..replacements import temporarily
 from ..scored_rows import ScoredRows

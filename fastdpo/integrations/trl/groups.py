@@ -31,8 +31,8 @@ from ...models.calls import counting_calls_as
 from ...reasons import Reason
 from ..line import option_reason
 from ..replacements import temporarily
-from .batches.token_budget import STEPS
-from .row_budget import Batch, RowBudgetLine
+from .max_tokens.row_budget import Batch, RowBudgetLine
+from .max_tokens.token_budget import STEPS
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _PARAMETERS = {

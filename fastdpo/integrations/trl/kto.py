@@ -32,15 +32,15 @@ from torch import Tensor, nn
 
 from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
-from .. import evidence
+from ..admission import evidence
 from ..bypass import STATE, is_overridden
 from ..replacements import replacing, temporarily
 from ..scored_rows import equal_when_merged, merged
 from . import shortcuts
-from .batches.token_budget import STEPS
 from .gathering import in_float32
+from .max_tokens.row_budget import Batch, PaddedRowBudgetLine, on_device
+from .max_tokens.token_budget import STEPS
 from .models import reference_of
-from .row_budget import Batch, PaddedRowBudgetLine, on_device
 
 if TYPE_CHECKING:
     from trl.trainer.kto_trainer import KTOTrainer

@@ -18,10 +18,10 @@ from ...models import forward, parts
 from ...models.facts import rope_limit
 from ...models.support import rope_reason
 from ...reasons import Reason
-from .. import evidence
-from ..fingerprints import name_of
+from ..admission import evidence
+from ..admission.fingerprints import name_of
 from ..lines import DPO
-from .batches.token_budget import widest_batch
+from .max_tokens.token_budget import widest_batch
 from .models import as_reference, precision_of, reference_digest, reference_logps, reference_of
 
 if TYPE_CHECKING:

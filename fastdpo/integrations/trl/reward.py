@@ -12,8 +12,8 @@ from ...models.parts import find_base, text_config
 from ...models.reward_head import CLASSIFIER_HEAD
 from ..collating import REPLACED, with_packed_batches
 from ..line import TrainerLine
-from .batches.token_budget import RELIES_ON, TokenBudget
 from .gathering import Gather, of_all_ranks
+from .max_tokens.token_budget import RELIES_ON, TokenBudget
 
 
 class RewardLine(TrainerLine):

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...reasons import Reason
 from ..collating import REPLACED, with_packed_batches
-from .batches.token_budget import STEPS
-from .row_budget import PaddedRowBudgetLine
+from .max_tokens.row_budget import PaddedRowBudgetLine
+from .max_tokens.token_budget import STEPS
 
 _PARAMETERS = {
     "__init__": [

@@ -11,7 +11,7 @@ from trl.trainer import dpo_trainer
 
 import fastdpo
 from fastdpo import attention
-from fastdpo.models import probe
+from fastdpo.models.examine import probe
 from tests.support import faults
 from tests.support.comparison import RELATIVE, assert_close
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family

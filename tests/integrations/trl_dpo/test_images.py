@@ -10,7 +10,8 @@ import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from fastdpo.integrations.trl import memory as trl_memory
-from fastdpo.models import images, islands, probe, sharding
+from fastdpo.models import images, islands, sharding
+from fastdpo.models.examine import probe
 from fastdpo.models.parts import language_model
 from fastdpo.ops.attention.device_layout import rows_of
 from tests.support.comparison import assert_far_from_same

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastdpo import attention
-from fastdpo.models import probe, runs
+from fastdpo.models.examine import probe, runs
 from fastdpo.models.parts import language_model, text_config
 from tests.support import faults
 from tests.support.comparison import assert_far_from_same

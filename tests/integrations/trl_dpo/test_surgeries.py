@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 
 import fastdpo
-from fastdpo.models import probe
+from fastdpo.models.examine import probe
 from tests.support.models import surgeries
 from tests.support.models.surgeries import SURGERIES
 from tests.support.trl.dpo import LORA, assert_same, pairs, tiny_model, train

@@ -15,8 +15,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from fastdpo.batching import StepPlanner
-from fastdpo.integrations.trl.batches import budgeted_loader
 from fastdpo.integrations.trl.gathering import StepMetrics
+from fastdpo.integrations.trl.max_tokens import budgeted_loader
 from fastdpo.lengths import PairLengths
 from fastdpo.models import calls as counters
 from tests.support.comparison import double

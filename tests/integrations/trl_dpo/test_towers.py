@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fastdpo.integrations.patching import options_of
-from fastdpo.models import probe, towers
+from fastdpo.models import towers
+from fastdpo.models.examine import probe
 from tests.support.comparison import assert_far_from_same
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import adapter, assert_fused, assert_same

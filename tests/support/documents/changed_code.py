@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from types import FunctionType
 
-from fastdpo.integrations import evidence, fingerprints, packages
+from fastdpo.integrations.admission import evidence, fingerprints, packages
 from fastdpo.integrations.lines import LINES, installed_version
 from tests.support.documents.tested_code import functions_of_options
 

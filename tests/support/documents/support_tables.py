@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fastdpo import attention
-from fastdpo.models import probe, support
+from fastdpo.models import support
+from fastdpo.models.examine import probe
 from fastdpo.models.reward_head import CLASSIFIER_HEAD
 from tests.support import ROOT
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, PACKED_SINCE, STOCK, tiny_family

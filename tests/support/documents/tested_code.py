@@ -2,7 +2,7 @@
 
     python -m tests.support.documents.tested_code
 
-writes fastdpo/integrations/tested_code.json from the packages that are installed. In that of OpenRLHF,
+writes fastdpo/integrations/admission/tested_code.json from the packages that are installed. In that of OpenRLHF,
 tests/openrlhf/stand_ins is on the path.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from types import FunctionType
 from typing import Any
 
-from fastdpo.integrations import evidence, fingerprints, packages
+from fastdpo.integrations.admission import evidence, fingerprints, packages
 from fastdpo.integrations.lines import LINES, Line, installed_version
 from fastdpo.integrations.options import specific_options
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fastdpo.integrations.trl.batches import learned_tokens
-from fastdpo.integrations.trl.batches.learned_tokens import Memory
+from fastdpo.integrations.trl.max_tokens import learned_tokens
+from fastdpo.integrations.trl.max_tokens.learned_tokens import Memory
 from fastdpo.models import calls as counters
 
 WEIGHTS = 1000

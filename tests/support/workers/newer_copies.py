@@ -68,7 +68,7 @@ def train_copy(trainer: str, copy: Path) -> None:
     """
     sys.path.insert(0, str(copy))
     import fastdpo
-    from fastdpo.integrations import fingerprints
+    from fastdpo.integrations.admission import fingerprints
     from fastdpo.integrations.patching import examine
 
     messages: list[str] = []

@@ -24,7 +24,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo import attention
-from fastdpo.models import probe
+from fastdpo.models.examine import probe
 from tests.support.comparison import differences_of_gradients, largest
 from tests.support.models.trained_effects import position_in_training
 from tests.support.trl.dpo import Run, adapter, tiny_model, tokenizer, train, trained_adapter

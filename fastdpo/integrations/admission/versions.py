@@ -11,7 +11,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from ..reasons import Reason
+from ...reasons import Reason
 
 
 def unsupported_version_reason(package: str, version: str, supported: list[str]) -> Reason:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..accuracy import floor, gradient_bound
-from ..reasons import Reason
+from ...accuracy import floor, gradient_bound
+from ...reasons import Reason
+from ..parts import backbone
+from ..sharding import local_shard, parameters_of_run
 from .comparable import is_quantized
-from .parts import backbone
-from .sharding import local_shard, parameters_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

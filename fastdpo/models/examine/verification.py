@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import packing
-from ..accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
-from ..logs import logger, report
-from ..ops import definitions
-from ..ops.head.results import TokenLogps
-from ..reasons import Reason
-from . import calls, gradients
+from ... import packing
+from ...accuracy import error, layers_of, perturbed, random_rounding, run_bound, training_unit
+from ...logs import logger, report
+from ...ops import definitions
+from ...ops.head.results import TokenLogps
+from ...reasons import Reason
+from .. import calls, gradients
+from ..scoring import prior_logits, score, targets_of_call
+from ..sharding import is_sharded
+from ..state import FusedForward, RunnableBatch, install_head, restore, switch_attention
 from .comparable import NOT_REENTRANT, forked_random_state, with_values
-from .scoring import prior_logits, score, targets_of_call
-from .sharding import is_sharded
-from .state import FusedForward, RunnableBatch, install_head, restore, switch_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

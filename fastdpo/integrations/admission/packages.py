@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from ..reasons import Reason
+from ...reasons import Reason
 from . import evidence, fingerprints
 
 

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .. import packing
-from ..accuracy import PROBE_FACTOR, fixed_rounding, perturbed, probe_bound, product_unit, row_errors
-from ..reasons import Reason
-from . import attention
+from ... import packing
+from ...accuracy import PROBE_FACTOR, fixed_rounding, perturbed, probe_bound, product_unit, row_errors
+from ...reasons import Reason
+from .. import attention
+from ..facts import attention_window, logit_transform
+from ..mixers import finding, function_probe
+from ..parts import backbone, text_config
+from ..reward_head import RewardHead
+from ..sharding import shared_reason
+from ..support import rope_reason
 from .comparable import preserved_buffers, undisturbed
-from .facts import attention_window, logit_transform
-from .mixers import finding, function_probe
-from .parts import backbone, text_config
-from .reward_head import RewardHead
 from .runs import differentiable, gradient_difference, least_unit, run_backbone
-from .sharding import shared_reason
-from .support import rope_reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -21,18 +21,20 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...batching.rows import RowPlanner
-from ...logs import warn
-from ...models.batch import as_current
-from ...models.calls import outcomes
-from ...models.parts import base_of
-from ...packing import IGNORE_INDEX
-from ..collating import PackingCollator
-from ..grouped_epochs import require_supported
-from ..replacements import Replacements, callback, replacing, temporarily
-from ..scored_rows import merged
-from .batches.learned_tokens import LearnedTokens, learning
-from .batches.token_budget import (
+from ....batching.rows import RowPlanner
+from ....logs import warn
+from ....models.batch import as_current
+from ....models.calls import outcomes
+from ....models.parts import base_of
+from ....packing import IGNORE_INDEX
+from ...collating import PackingCollator
+from ...grouped_epochs import require_supported
+from ...replacements import Replacements, callback, replacing, temporarily
+from ...scored_rows import merged
+from ..fused_head import FusedHeadLine
+from ..gathering import of_all_ranks
+from .learned_tokens import LearnedTokens, learning
+from .token_budget import (
     STEPS,
     own_loss_reason,
     shares_prompts,
@@ -40,8 +42,6 @@ from .batches.token_budget import (
     width_reason,
     without_sync,
 )
-from .fused_head import FusedHeadLine
-from .gathering import of_all_ranks
 
 Batch = dict[str, Any]
 

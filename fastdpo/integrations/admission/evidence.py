@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ..reasons import Reason
+from ...reasons import Reason
 from .fingerprints import code_hash, inner, name_of, package_of, reached, text_hash
 
 TESTED = Path(__file__).with_name("tested_code.json")
