@@ -26,7 +26,7 @@ ACCUMULATED = dict(
 """TRL's own micro-batches have up to 180 tokens of about 800."""
 TOTAL = 6000
 """Bytes of memory in which micro-batches of 380 tokens fit, at 10 bytes a token."""
-LAWS = {"proportional": lambda tokens: 10 * tokens, "quadratic": lambda tokens: tokens * tokens // 38}
+LAWS = {"proportional": lambda tokens: 10 * tokens, "quadratic": lambda tokens: tokens * tokens // 22}
 
 
 def trained(trainer: str, directory: Path, **options) -> Run | group_budgets.Trained:
@@ -115,7 +115,7 @@ def test_another_device_learns_anew(monkeypatch):
         monkeypatch.setattr(learned_tokens, "memory", lambda device, total=total: Memory(0, 100, 0, total))
         learned = LearnedTokens(Stand(1, saved), "a trainer")
         assert (learned.of_step(2, own) == own) == (own == 20)
-        learned.largest[1] = own
+        learned.ran(own)
         with learning(learned):
             pass
     assert len(saved) == 2
@@ -127,7 +127,7 @@ def test_a_skipped_step_of_the_optimizer_teaches_nothing(monkeypatch):
     for step, skipped in ((0, False), (1, True)):
         saved: dict = {}
         learned = LearnedTokens(Stand(step, saved, skipped), "a trainer")
-        learned.largest[step] = 10
+        learned.ran(10)
         with learning(learned):
             pass
         assert [*saved.values()] == [[[0, 0, False]]]

@@ -161,12 +161,10 @@ class StepSampler:
             yield from _items(mine, len(batches) // self.planner.ranks)
 
     def _cut(self, step: int, batches: list[list[int]]) -> list[list[list[int]]]:
-        pairs, tokens_of = [pair for batch in batches for pair in batch], self.planner.tokens_of
+        pairs = [pair for batch in batches for pair in batch]
         if self._learned is None:
             return self.planner.cut(pairs)
-        cut = self.planner.cut(pairs, self._learned.of_step(step, max(map(tokens_of, batches))))
-        self._learned.largest[step] = max(tokens_of(of_ranks[self._rank]) for of_ranks in cut)
-        return cut
+        return self.planner.cut(pairs, self._learned.of_step(step, max(map(self.planner.tokens_of, batches))))
 
     def _drawn_steps(self) -> Steps:
         """The steps of an epoch. The sampler of pairs is run once, as in the Trainer's loader."""

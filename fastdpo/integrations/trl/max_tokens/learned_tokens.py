@@ -26,6 +26,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ....logs import logger
+from ....models.calls import counted
 from ....models.parts import base_of
 
 if TYPE_CHECKING:
@@ -108,14 +109,10 @@ class LearnedTokens:
         name: of its line.
         least: tokens that a micro-batch may always have.
         ahead: the number of steps that are already cut when one ends.
-
-    Attributes:
-        largest: by a step that was cut ahead, the tokens of its largest micro-batch on this rank.
     """
 
     def __init__(self, trainer: Any, name: str, least: int = 0, ahead: int = 0):
         self._trainer, self._name, self._least, self._ahead = trainer, name, least, ahead
-        self.largest: dict[int, int] = {}
         self._ran = 0  # tokens of the largest micro-batch so far
         self._key = ""
 
@@ -138,15 +135,23 @@ class LearnedTokens:
         tokens, is_last = next(x[1:] for x in reversed(self._numbers()) if x[0] <= step)
         return max(tokens, self._least if is_last else own)
 
-    def run_now(self, tokens: int) -> None:
-        """Takes note of the largest of some micro-batches that are about to run."""
+    def ran(self, tokens: int) -> None:
+        """Takes note of the tokens of a micro-batch on this rank."""
         self._ran = max(self._ran, tokens)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Runs a micro-batch whose calls have equal tokens: they may share more than is known when it is cut."""
+        calls, tokens = counted()
+        yield
+        calls, tokens = counted()[0] - calls, counted()[1] - tokens
+        n = sum(n for (name, _, path), n in calls.items() if name == self._name and path != "remembered")
+        self.ran(tokens[self._name, "computed"] // max(n, 1))
 
     def is_learning(self) -> bool:
         """Whether the end of the step says more: not in the first one, in which the optimizer has no states, and not
         before the number that was learned last holds.
         """
-        self.run_now(self.largest.pop(self.step, 0))
         start, _, is_last = self._numbers()[-1]
         return not is_last and self.step >= max(start, 1)
 

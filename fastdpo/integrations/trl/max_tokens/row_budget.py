@@ -360,7 +360,7 @@ class RowBudget:
             counts = trainer.accelerator.gather(torch.tensor([len(runs)], device=trainer.accelerator.device))
             runs = planner.divided(runs, int(counts.max()))
         if self._learned is not None:
-            self._learned.run_now(max(planner.tokens(*run) for run in runs))
+            self._learned.ran(max(planner.tokens(*run) for run in runs))
         return [torch.tensor(planner.rows(run), device="cpu") for run in runs]
 
     def _train(

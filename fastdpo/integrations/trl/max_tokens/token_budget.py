@@ -132,6 +132,7 @@ class TokenBudget:
                 temporarily(trainer, current_gradient_accumulation_steps=1 / share),  # the loss is divided by it
                 without_sync(trainer, model) if ends_step and not is_last else nullcontext(),
                 learning(self._learned) if ends_step and is_last else nullcontext(),
+                nullcontext() if self._learned is None else self._learned.counting(),
                 self._metrics.micro_batch(trainer, ends_step and is_last) if is_patched else nullcontext(),
             ):
                 loss = loss + stock(model, batch, *args)
