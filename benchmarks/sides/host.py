@@ -66,6 +66,7 @@ class HostStep(TrainerStep):
     def __init__(self, workload: Workload, mode: str, compiled: bool = False, layers_compiled: bool = False) -> None:
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
+        torch.set_num_threads(1)  # the compiler of a CPU runs the smallest loops in parallel; a GPU launches them
         self.compiled = compiled
         self.is_compiled = compiled or layers_compiled
         super().__init__(workload, mode, layers_compiled=layers_compiled)

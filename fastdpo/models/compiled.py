@@ -202,4 +202,6 @@ def _compiled(backend: str) -> Callable[..., Any]:
     """The compiled call of all layers, since torch shares graphs between calls of one function."""
     takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
     limit: dict[str, Any] = {"recompile_limit": MAX_GRAPHS} if takes_limit else {}
-    return cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, **limit))
+    # Checks of torch's own sizes in generated code take the host a tenth of a small layer's time.
+    options = {"size_asserts": False, "alignment_asserts": False} if backend == "inductor" else None
+    return cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, options=options, **limit))
