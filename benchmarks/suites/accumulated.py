@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import AccumulatedWorkload, GroupWorkload, ModelSize, Workload, draw_lengths
 from benchmarks.suites.online import LONGEST
-from benchmarks.suites.step import BOUNDS, DESCRIPTIONS, LABELLED, QUICK_SIZE, SPREAD, STOCK, case_of, profiles
+from benchmarks.suites.step import (
+    BOUNDS,
+    DESCRIPTIONS,
+    GPU_SIZE,
+    LABELLED,
+    PROFILES,
+    QUICK_SIZE,
+    SPREAD,
+    STOCK,
+    case_of,
+    profiles,
+)
 
 AS_ACCUMULATED = "fastdpo without max_tokens"
 SIZE = ModelSize(layers=6, hidden=64, mlp=192, vocabulary=4000)  # small, as is a model on a GPU to its host
@@ -18,16 +33,30 @@ SIDES = "benchmarks.sides.accumulated:Accumulated"
 
 def build_cases(quick: bool) -> list[Case]:
     """16 pairs, rows or completions a step. `KTOTrainer` has no batches of one row."""
-    cases = []
-    for trainer, dataset in TRAINERS.items():
-        (profile,) = profiles(quick, [dataset]).values()
-        for name, accumulation in ACCUMULATIONS.items():
-            if (trainer, accumulation) == ("KTO", ROWS):
-                continue
-            options = {"size": QUICK_SIZE if quick else SIZE, "trainer": trainer, "accumulation": accumulation}
-            sides = _of_groups(profile, options) if trainer == "GRPO" else _of_rows(profile, trainer, options)
-            cases.append(case_of(f"{trainer}/{name}", trainer, profile, sides))
-    return cases
+    if torch.cuda.is_available():
+        return build_gpu_cases(quick)
+    size = QUICK_SIZE if quick else SIZE
+    return [
+        _case(f"{trainer}/{name}", trainer, dataset, quick, accumulation=accumulation, size=size)
+        for trainer, dataset in TRAINERS.items()
+        for name, accumulation in ACCUMULATIONS.items()
+        if (trainer, accumulation) != ("KTO", ROWS)
+    ]
+
+
+def build_gpu_cases(quick: bool) -> list[Case]:
+    """2 pairs 8 times, as in the header of TRL's scripts, at the lengths of six datasets."""
+    options = {"accumulation": ACCUMULATIONS["2 x 8"], "bf16": True, "weights": "bfloat16"}
+    options["size"] = QUICK_SIZE if quick else GPU_SIZE
+    datasets = ["HH"] if quick else PROFILES
+    return [_case(f"0.5B, DPO/{dataset}", "DPO", dataset, quick, **options) for dataset in datasets]
+
+
+def _case(name: str, trainer: str, dataset: str, quick: bool, **options: Any) -> Case:
+    (profile,) = profiles(quick, [dataset]).values()
+    options["trainer"] = trainer
+    sides = _of_groups(profile, options) if trainer == "GRPO" else _of_rows(profile, trainer, options)
+    return case_of(name, trainer, profile, sides)
 
 
 def _of_rows(profile: tuple[float, float], trainer: str, options: dict) -> tuple[Side, ...]:

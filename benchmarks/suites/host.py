@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import STOCK
+from benchmarks.suites.step import LAYERS_COMPILED, STOCK
 
-LAYERS_COMPILED = "fastdpo, compiled layers"
 LAYERS = 24, 36
 COMPILED_LAYERS = (24,)
 QUICK_LAYERS = (2,)

@@ -13,6 +13,7 @@ from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
 STOCK_FLASH = {name: f"TRL, {name}" for name in ("flash_attention_2", "flash_attention_4")}
 STOCK_LIGER, LIGER = "TRL, Liger's layers", "fastdpo, Liger's layers"
+LAYERS_COMPILED = "fastdpo, compiled layers"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
 TRAINER = "benchmarks.sides.trainer:TrainerStep"
@@ -25,6 +26,7 @@ DESCRIPTIONS = {
     STOCK_LIGER: "TRL as shipped with `use_liger_kernel=True`, which replaces RMSNorm, SwiGLU and rotary embeddings.",
     LIGER: "fastdpo with the same option.",
     SUBJECT: "the trainer after `fastdpo.patch()`.",
+    LAYERS_COMPILED: "with `compile=True`.",
     CACHED_REFERENCE: "with `reference_memory=True`, in an epoch after the first, so that no reference runs. It does "
     "run on TRL's sides, where `precompute_ref_log_probs` would save it; that option is not among the sides.",
     UNSHARED: "with `share_prompts=False`.",
@@ -104,6 +106,7 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
         Side(LIGER, TRAINER, work, {"mode": "fastdpo", "liger": True}),
         Side(UNSHARED, TRAINER, work, {"mode": "fastdpo", "share_prompts": False}),
         Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
+        Side(LAYERS_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True}),
         Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
     )
 

@@ -16,7 +16,7 @@ from benchmarks.sides.attention import AttentionWorkload, ExactAttention, Packed
 from benchmarks.sides.heads import HeadWorkload
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
-from benchmarks.suites import SUITES, attention, conversations, hybrid, sharing, shuffled, step
+from benchmarks.suites import SUITES, accumulated, attention, conversations, hybrid, sharing, shuffled, step
 from benchmarks.worker import build_side
 from tests.support.programs.warm import run_program
 
@@ -219,11 +219,22 @@ def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
     assert code == 0
     sides = result["cases"][0]["sides"]
     absent = {*step.STOCK_FLASH.values(), step.STOCK_LIGER, step.LIGER}
-    measured = {step.STOCK, step.UNSHARED, SUBJECT, step.CACHED_REFERENCE}
+    measured = {step.STOCK, step.UNSHARED, SUBJECT, step.LAYERS_COMPILED, step.CACHED_REFERENCE}
     expected = dict.fromkeys(absent, "unavailable") | dict.fromkeys(measured, "measured")
     assert {name: side["status"] for name, side in sides.items()} == expected
     tokens = {name: sides[name]["facts"]["tokens"] for name in measured}
     assert tokens[SUBJECT] < tokens[step.UNSHARED] < tokens[step.STOCK]
+
+
+def test_accumulated_steps_in_bfloat16(monkeypatch, tmp_path):
+    """The case of a GPU, on tiny sizes."""
+    cases = accumulated.build_gpu_cases(quick=True)
+    monkeypatch.setitem(SUITES, "accumulated", dataclasses.replace(SUITES["accumulated"], cases=lambda q: cases))
+    code, result = run_suite("accumulated", tmp_path, "--rounds", "1")
+    assert code == 0
+    (case,) = result["cases"]
+    assert {name: side["status"] for name, side in case["sides"].items()} == dict.fromkeys(case["sides"], "measured")
+    assert case["workload"]["bf16"]
 
 
 @pytest.mark.parametrize("suite", ["online", pytest.param("reward", marks=pytest.mark.thorough)])
