@@ -73,7 +73,7 @@ class Clock:
 def watched() -> Clock:
     """A clock of whatever a first step waits for."""
     from fastdpo.models.examine import probe
-    from fastdpo.ops.attention import backends
+    from fastdpo.ops.attention import routes
     from fastdpo.ops.choice import tuning, verdicts
 
     clock = Clock()
@@ -83,7 +83,7 @@ def watched() -> Clock:
         clock.watch(COMPILING, triton.compiler, "compile")  # which reads what the cache has
     for part, module, name in (
         (SMALL_CASES, verdicts, "outcome"),
-        (SMALL_CASES, backends, "outcome"),
+        (SMALL_CASES, routes, "outcome"),
         (TUNING, tuning, "_measured"),
         *((PROBE, probe, name) for name in ("probe", "head_difference")),
     ):

@@ -56,7 +56,7 @@ _HOMES = {
     ".integrations.scored_rows": ("ScoredRows",),
     ".logs": ("NotFused",),
     ".models.calls": ("calls",),
-    ".models.verification": ("VerificationError",),
+    ".models.examine.verification": ("VerificationError",),
 }
 """The modules that are public names, and the modules that define the others."""
 
