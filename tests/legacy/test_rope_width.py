@@ -3,9 +3,9 @@ place than transformers 5.
 """
 
 import pytest
-from tests.facts.trl.dpo import assert_fused, assert_same, long_pairs, tiny_model
 
 from fastdpo.models import facts
+from tests.support.trl.dpo import assert_fused, assert_same, long_pairs, tiny_model
 
 NARROW = ((1, 2, 3), (5, 3, 2), (8, 4, 3), (2, 7, 1))
 DATA = long_pairs((*NARROW, (1, 9, 20), (11, 1, 25), (5, 3, 12), (14, 13, 12)))

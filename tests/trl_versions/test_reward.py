@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.contract.trainers.trl.reward import OPTIONS
 from tests.support.trl.dpo import assert_fused, assert_same
-from tests.support.trl.reward import OPTIONS, train_both_rewards
+from tests.support.trl.reward import train_both_rewards
 
 
 @pytest.mark.parametrize("option", ["explicit_prompts", "margins", "centered", "evaluation", "adapter", "accumulation"])

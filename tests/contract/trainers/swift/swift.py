@@ -216,7 +216,7 @@ HARNESSES = [
         fallbacks={
             f"a head with hooks, {layout}": (
                 dict(prepare=prepare),
-                {("policy", "stock"): 6, ("reference", "stock"): 4},
+                {("policy", "stock"): 6, ("reference", "stock"): 6},
                 "the head has hooks",
             )
             for layout, prepare in HOOKED.items()
