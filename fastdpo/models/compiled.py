@@ -201,7 +201,8 @@ def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _compiled(backend: str) -> Callable[..., Any]:
     """The compiled call of all layers, since torch shares graphs between calls of one function."""
     takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
-    limit: dict[str, Any] = {"recompile_limit": MAX_GRAPHS} if takes_limit else {}
+    given: dict[str, Any] = {"recompile_limit": MAX_GRAPHS} if takes_limit else {}
     # Checks of torch's own sizes in generated code take the host a tenth of a small layer's time.
-    options = {"size_asserts": False, "alignment_asserts": False} if backend == "inductor" else None
-    return cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, options=options, **limit))
+    if backend == "inductor":
+        given["options"] = {"size_asserts": False, "alignment_asserts": False}
+    return cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, **given))

@@ -31,9 +31,12 @@ def install(line: TrainerLine, trainer: Any) -> None:
 
     By itself, it looks for compiled parts in all modules, and then returns the same model.
     """
-    state, accelerator = line.state_of(trainer), getattr(trainer, "accelerator", None)  # ms-swift makes it later
-    stock, peft = getattr(accelerator, "unwrap_model", None), sys.modules.get("peft")
-    if state is None or peft is None or stock is None or not module_of(stock).startswith("accelerate."):
+    state, peft = line.state_of(trainer), sys.modules.get("peft")
+    accelerator: Any = getattr(trainer, "accelerator", None)  # ms-swift makes it later
+    if state is None or peft is None or accelerator is None:
+        return
+    stock = accelerator.unwrap_model
+    if not module_of(stock).startswith("accelerate."):
         return
 
     def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
