@@ -18,8 +18,6 @@ from .compiled import CompiledLayers
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import verify
-from .facts import Facts
-from .parts import backbone
 from .sharding import shared_reason
 from .state import (
     ForwardOptions,
@@ -233,8 +231,7 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, structure: int, device
         if packing_reason is None:
             switch_attention(model, fused)
         install_head(model, fused)
-    parts = backbone(model), head.head_of(model), Facts.of(model)
-    return Verdict(key, result, scoring_reason, packing_reason, *parts)
+    return Verdict.of(model, key, result, scoring_reason, packing_reason)
 
 
 def _examine(model: PreTrainedModel, fused: FusedForward, device: torch.device) -> ProbeResult:

@@ -19,6 +19,7 @@ from . import attention, head, sharding
 from .compiled import CompiledLayers
 from .examine.probe import ProbeResult
 from .facts import Facts
+from .parts import backbone
 from .reward_head import RewardHead
 from .structure import Structure
 
@@ -140,6 +141,19 @@ class Verdict(NamedTuple):
     backbone: PreTrainedModel
     head: nn.Linear
     facts: Facts
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        key: tuple[int, bool],
+        result: ProbeResult | None,
+        scoring_reason: Reason | None = None,
+        packing_reason: Reason | None = None,
+    ) -> Verdict:
+        """With the backbone, the head and the facts of the model as it is."""
+        parts = backbone(model), head.head_of(model), Facts.of(model)
+        return cls(key, result, scoring_reason, packing_reason, *parts)
 
     @property
     def reason(self) -> Reason | None:

@@ -21,14 +21,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...integrations import patching
-from ...models import forward, head
+from ...models import forward
 from ...models.attention import inputs_of
 from ...models.batch import layout_of_call
 from ...models.deciding import scoring_unsupported_reason
 from ...models.examine.probe import ProbeResult
-from ...models.facts import Facts
 from ...models.mixers import segments
-from ...models.parts import backbone, base_of
+from ...models.parts import base_of
 from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import (
     ForwardOptions,
@@ -282,8 +281,7 @@ def _fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor],
     reason = fused.lasting_reason or scoring_unsupported_reason(model, fused.options)
     if reason is not None:
         raise ValueError(reason)
-    parts = backbone(model), head.head_of(model), Facts.of(model)
-    fused.verdict = Verdict((0, model.training), ProbeResult(None), None, None, *parts)
+    fused.verdict = Verdict.of(model, (0, model.training), ProbeResult(None))
     if fused.options.rewards:
         kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
     layout = layout_of_call(model, fused, kwargs)
