@@ -350,6 +350,12 @@ class PreferenceObjective:
     def losses(self) -> tuple[str, ...]:
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
+    @property
+    def weighted_losses(self) -> list[tuple[str, float]]:
+        """The losses, each with its weight."""
+        weights = self.loss_weights or [1.0] * len(self.losses)
+        return [*zip(self.losses, weights, strict=True)]
+
 
 DPO = PreferenceObjective()
 

@@ -124,11 +124,7 @@ def preference_loss(
 
     dtype = loss_dtype(*floating.values())
     pairs = loss_inputs(dtype, objective, *logps.values(), *lengths.values(), sft_logps)  # pyright: ignore
-    loss_weights = objective.loss_weights or [1.0] * len(objective.losses)
-    terms = [
-        weight * LOSSES[loss](pairs, objective) for loss, weight in zip(objective.losses, loss_weights, strict=True)
-    ]
-    losses = torch.stack(terms).sum(0)
+    losses = torch.stack([weight * LOSSES[loss](pairs, objective) for loss, weight in objective.weighted_losses]).sum(0)
     if weights is not None:
         losses = losses * weights.to(dtype)
     rewards = pairs.chosen_logratios, pairs.rejected_logratios

@@ -30,7 +30,7 @@ def loss_slopes(pairs: LossInputs, objective: PreferenceObjective) -> tuple[Tens
     slope, alpha = DIVERGENCE_SLOPES[objective.f_divergence_type], objective.f_alpha_divergence_coef
     of_scores = slope(pairs.chosen_logratios, alpha), slope(pairs.rejected_logratios, alpha)
     totals = [torch.zeros_like(pairs.chosen_logps) for _ in range(2)]
-    for loss, weight in zip(objective.losses, objective.loss_weights or [1.0] * len(objective.losses), strict=True):
+    for loss, weight in objective.weighted_losses:
         if loss == "sft":
             tokens = pairs.chosen_lengths.sum().clamp(min=1)  # pyright: ignore[reportOptionalMemberAccess]
             totals[0] -= weight * len(pairs.chosen_logps) / tokens
