@@ -208,6 +208,11 @@ def all_lines() -> tuple[Line, ...]:
     return (*LINES, *registered.values())
 
 
+def lines_of(trainer: str) -> list[Line]:
+    """Those of a trainer, the newest first."""
+    return [line for line in all_lines() if line.trainer == trainer]
+
+
 @functools.cache
 def register_entry_points() -> None:
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):

@@ -54,7 +54,7 @@ def _bytes(op: str, name: str, value: Any) -> int | None:
 
 def _tokens(op: str, name: str, value: Any) -> int | Literal["auto"] | None:
     if value is None or (isinstance(value, str) and value == "auto"):
-        return None if value is None else "auto"
+        return value
     checks.require_integer(op, name, value, rule := 'be a positive integer, "auto" or None')
     checks.require(int(value) > 0, op, name, rule, value)
     return int(value)

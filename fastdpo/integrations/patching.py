@@ -18,7 +18,7 @@ from .admission import evidence, packages
 from .admission.versions import unsupported_version_reason
 from .bypass import existing_trainers
 from .line import TrainerLine
-from .lines import CHANGING_OTHERS, Line, Target, all_lines, installed_version, targeted_trainers
+from .lines import CHANGING_OTHERS, Line, Target, installed_version, lines_of, targeted_trainers
 from .options import OPTIONS, GivenOptions, PatchOptions, applies, checked_options, specific_options
 
 
@@ -257,14 +257,13 @@ def _with_options(examined: _Examined, options: PatchOptions) -> _Examined:
     functions that have changed.
     """
     seam, reason = examined.seam, None
-    lines = [line for line in all_lines() if line.trainer == seam.name]
+    lines = lines_of(seam.name)
     own = [name for name in seam.changed if name.startswith(f"{lines[0].package}.")]
     changed = {name: (*own, *examined.relied_on.get(name, ())) for name in specific_options(seam.name)}
     relying = [name for name, functions in changed.items() if functions and getattr(options, name)]
     is_newer = seam.on and not any(line.supports(seam.version) for line in lines)
     if is_newer and not options.provisional:
-        supported = [line.versions for line in lines]
-        reason = unsupported_version_reason(lines[0].distribution, seam.version or "", supported)
+        reason = unsupported_version_reason(lines[0].distribution, seam.version or "", [x.versions for x in lines])
     elif relying:
         functions = dict.fromkeys(function for name in relying for function in changed[name])
         functions = f"{', '.join(functions)}, on which {' and '.join(relying)} relies"
@@ -375,9 +374,8 @@ def _examine_all(names: list[str], is_targeted: bool) -> dict[str, _Examined]:
     """Examines trainers by their names, in the order of `_trl_last`. Returns them in the order that is given."""
     newer = packages.newer()
     examined = {name: _examine(name, is_targeted, newer) for name in sorted(names, key=_trl_last)}
-    kinds = {
-        name: x.line.trainer_class() for name, x in examined.items() if x.line is not None and name not in _patched
-    }
+    new = {name: x.line for name, x in examined.items() if name not in _patched}
+    kinds = {name: line.trainer_class() for name, line in new.items() if line is not None}
     stock = existing_trainers(*kinds.values(), patched=False)
     for name, kind in kinds.items():
         own = weakref.WeakValueDictionary({id(x): x for x in stock if isinstance(x, kind)})
@@ -392,30 +390,29 @@ def _examine(name: str, is_targeted: bool, newer: list[str]) -> _Examined:
     """
     if name in _patched:
         return _patched[name]
-    lines = [line for line in all_lines() if line.trainer == name]
+    lines = lines_of(name)
     version = installed_version(lines[0].package)
     line = next((line for line in lines if line.supports(version)), lines[0])
-    reason, trainer_line, functions = _unavailable_reason(line, lines, version, is_targeted), None, {}
+    is_tested, trainer_line, functions = line.supports(version), None, {}
+    reason = _unavailable_reason(line, lines, version, is_targeted)
     if reason is None:
-        evidence.set_newer(line.package, not line.supports(version))
+        evidence.set_newer(line.package, not is_tested)
         trainer_line, functions, reason = _imported(line)
     if name in _patched:
         return _patched[name]
-    changed = {} if reason or line.supports(version) else evidence.changed(functions, line.package)
+    changed = {} if reason or is_tested else evidence.changed(functions, line.package)
     replaced = {name: found for name, found in changed.items() if name.rpartition(".")[2] not in line.compared}
     if replaced:
         reason = Reason("changed-code", functions=", ".join(_each_once(replaced)))
-    stock = weakref.WeakValueDictionary()
     if reason is not None or trainer_line is None:
-        return _Examined(Seam(name, version, reason), None, stock)
-    tested = [] if line.supports(version) else [f"{line.distribution}{line.versions}"]
+        return _Examined(Seam(name, version, reason), None, weakref.WeakValueDictionary())
+    tested = [] if is_tested else [f"{line.distribution}{line.versions}"]
     tested += [f"{other}<={packages.PACKAGES[other].tested}" for other in newer]
-    others = packages.changed(newer)
-    functions = tuple(_each_once({**changed, **others}))
-    seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=functions)
-    newer = newer if line.supports(version) else [*newer, line.package]
+    functions = _each_once({**changed, **packages.changed(newer)})
+    seam = Seam(name, version, None, tested=", ".join(tested) or None, changed=tuple(functions))
+    newer = newer if is_tested else [*newer, line.package]
     relied_on = {x: evidence.differences_in(trainer_line.relied_on(x), newer) for x in specific_options(name)}
-    return _Examined(seam, trainer_line, stock, relied_on=relied_on)
+    return _Examined(seam, trainer_line, weakref.WeakValueDictionary(), relied_on=relied_on)
 
 
 def _unavailable_reason(line: Line, lines: list[Line], version: str | None, is_targeted: bool) -> Reason | None:
