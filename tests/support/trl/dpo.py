@@ -191,6 +191,17 @@ class Recipe:
     rows: Callable[..., list[dict]]
     has_reference: bool = True
 
+    def for_harness(self) -> dict[str, Any]:
+        """What the description of a trainer begins with (see `tests.contract.harness.Harness`)."""
+        roles = ("policy", "reference") if self.has_reference else ("policy",)
+        return dict(
+            name=f"trl.{self.trainer_class.__name__}",
+            calls=dict.fromkeys(roles, 1),
+            train=self.train,
+            build=self.build,
+            models=lambda: [tiny_model(seed=seed) for seed in range(len(roles))],
+        )
+
     def config(self, directory: Path, **overrides) -> Any:
         fields = {"output_dir": str(directory / "out"), **OPTIONS, "per_device_eval_batch_size": 4, **overrides}
         return self.config_class(**fields)

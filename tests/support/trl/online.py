@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -192,6 +193,18 @@ def assert_all_same(stock: OnlineRun, masked_stock: OnlineRun, patched: OnlineRu
     assert not stock.calls
     assert_same_online(masked_stock, patched)
     assert_same_online(stock, patched, except_for=SUMS_OVER_PADDING)
+
+
+FOR_HARNESS: dict[str, Any] = dict(
+    name="trl.OnlineDPOTrainer",
+    calls=dict(policy=1, reference=1),
+    train=train_online,
+    build=build,
+    both=train_three,
+    models=lambda: [writer(seed) for seed in range(2)],
+    assert_same=assert_all_same,
+)
+"""What the descriptions of the trainer begin with (see `tests.contract.harness.Harness`)."""
 
 
 def assert_option_trains_alike(directory: Path, **options) -> None:

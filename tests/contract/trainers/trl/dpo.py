@@ -14,7 +14,7 @@ from trl.trainer import dpo_trainer
 from tests.contract.harness import Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, STOCK, kind
-from tests.support.trl.dpo import DPO, adapter, long_pairs, tiny_model, train_both, trained_adapter
+from tests.support.trl.dpo import DPO, adapter, long_pairs, train_both, trained_adapter
 
 FULL, TWO_STEPS = dict(policy=3, reference=3), dict(policy=2, reference=2)
 
@@ -129,12 +129,8 @@ OPTIONS = {
 
 HARNESSES = [
     Harness(
-        name="trl.DPOTrainer",
-        calls=dict(policy=1, reference=1),
-        train=DPO.train,
-        build=DPO.build,
+        **DPO.for_harness(),
         both=train_both,
-        models=lambda: [tiny_model(seed=seed) for seed in range(2)],
         seams=(f"trl.trainer.dpo_trainer.{SEAM}",),
         options=OPTIONS,
         families={name: dict(kind=kind(name), tiny=FUSED[name][1]) for name in FUSED},

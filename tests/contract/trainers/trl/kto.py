@@ -8,7 +8,7 @@ from fastdpo.integrations.trl import kto
 from tests.contract.harness import Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models.families import FUSED, kind
-from tests.support.trl.dpo import adapter, mean_logit, tiny_model, trained_adapter
+from tests.support.trl.dpo import adapter, mean_logit, trained_adapter
 from tests.support.trl.kto import KTO, rows, train_both_kto
 
 FULL = dict(policy=2 * 3, reference=3)
@@ -94,12 +94,8 @@ def _reference_of_other_rows(monkeypatch):
 
 HARNESSES = [
     Harness(
-        name="trl.KTOTrainer",
-        calls=dict(policy=2, reference=1),
-        train=KTO.train,
-        build=KTO.build,
+        **KTO.for_harness() | dict(calls=dict(policy=2, reference=1)),
         both=train_both_kto,
-        models=lambda: [tiny_model(seed=seed) for seed in range(2)],
         options=OPTIONS,
         families={
             name: dict(kind=kind(name), tiny=FUSED[name][1], prepare=loaded)

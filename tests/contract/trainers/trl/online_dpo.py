@@ -12,7 +12,12 @@ from fastdpo.integrations.trl import online_dpo
 from tests.contract.harness import Harness, sabotaged_by
 from tests.support import faults
 from tests.support.trl.dpo import LORA, trained_adapter
-from tests.support.trl.online import assert_all_same, build, reward, reward_model, train_online, train_three, writer
+from tests.support.trl.online import (
+    FOR_HARNESS,
+    assert_all_same,
+    reward,
+    reward_model,
+)
 
 FULL = dict(policy=3, reference=3)
 
@@ -78,13 +83,7 @@ def _prompts_a_token_short(monkeypatch):
 ALL_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
 HARNESSES = [
     Harness(
-        name="trl.OnlineDPOTrainer",
-        calls=dict(policy=1, reference=1),
-        train=train_online,
-        build=build,
-        both=train_three,
-        models=lambda: [writer(seed) for seed in range(2)],
-        assert_same=assert_all_same,
+        **FOR_HARNESS,
         assert_same_bits=assert_all_same,
         options=OPTIONS,
         fallbacks={

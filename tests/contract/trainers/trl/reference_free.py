@@ -115,12 +115,8 @@ def harness(recipe: Recipe, **attributes) -> Harness:
             return model(batch["chosen_input_ids"], labels=batch["chosen_labels"]).loss, {}
 
     return Harness(
-        name=f"trl.{recipe.trainer_class.__name__}",
-        calls=dict(policy=1),
-        train=recipe.train,
-        build=recipe.build,
+        **recipe.for_harness(),
         both=functools.partial(three_runs, recipe),
-        models=lambda: [tiny_model()],
         assert_same=assert_all_same,
         assert_same_bits=assert_all_same_bits,
         fallbacks={

@@ -61,12 +61,8 @@ def families(*names: str) -> dict[str, dict]:
 
 STOCK_CALLS = {("policy", "stock"): 3}
 HARNESS = Harness(
-    name="trl.RewardTrainer",
-    calls=dict(policy=1),
-    train=REWARD.train,
-    build=REWARD.build,
+    **REWARD.for_harness() | dict(models=lambda: [reward_model()]),
     both=train_both_rewards,
-    models=lambda: [reward_model()],
     options=OPTIONS,
     thorough=frozenset(),
     families=families(*CLASSIFIERS),

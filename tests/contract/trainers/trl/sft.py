@@ -6,7 +6,7 @@ from trl import SFTTrainer
 from tests.contract.harness import Harness, sabotaged_by
 from tests.support import faults
 from tests.support.models.families import FUSED, kind
-from tests.support.trl.dpo import adapter, mean_logit, tiny_model
+from tests.support.trl.dpo import adapter, mean_logit
 from tests.support.trl.sft import SFT, rows, train_both_sft
 
 FULL = dict(policy=3)
@@ -65,12 +65,8 @@ class Own(SFTTrainer):
 
 HARNESSES = [
     Harness(
-        name="trl.SFTTrainer",
-        calls=dict(policy=1),
-        train=SFT.train,
-        build=SFT.build,
+        **SFT.for_harness(),
         both=train_both_sft,
-        models=lambda: [tiny_model()],
         options=OPTIONS,
         families={
             name: dict(kind=kind(name), tiny=FUSED[name][1] | (WITHOUT_DROPOUT if name == "gpt2" else {}))

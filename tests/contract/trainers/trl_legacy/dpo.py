@@ -3,7 +3,7 @@
 from tests.contract.harness import Harness
 from tests.support.models.altered_heads import ALTERED
 from tests.support.models.families import HYBRID
-from tests.support.trl.dpo import DPO, adapter, assert_same, long_pairs, tiny_model, train_both
+from tests.support.trl.dpo import DPO, adapter, assert_same, long_pairs, train_both
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
@@ -74,12 +74,8 @@ def cut_away(*lengths: int) -> list[dict[str, str]]:
 
 HARNESSES = [
     Harness(
-        name="trl.DPOTrainer",
-        calls=dict(policy=1, reference=1),
-        train=DPO.train,
-        build=DPO.build,
+        **DPO.for_harness(),
         both=train_both,
-        models=lambda: [tiny_model(seed=seed) for seed in range(2)],
         assert_same_bits=assert_same,
         options=OPTIONS,
         families={

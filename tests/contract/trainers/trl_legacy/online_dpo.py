@@ -3,7 +3,11 @@
 from peft import LoraConfig
 
 from tests.contract.harness import Harness
-from tests.support.trl.online import assert_all_same, build, reward, reward_model, train_online, train_three, writer
+from tests.support.trl.online import (
+    FOR_HARNESS,
+    reward,
+    reward_model,
+)
 
 LONG = [{"prompt": " ".join(f"w{(7 * i + j) % 94}" for j in range(n))} for i, n in enumerate((3, 30, 8, 13, 20, 1))]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
@@ -28,13 +32,7 @@ def calls_of(options: dict) -> dict[str, int]:
 
 HARNESSES = [
     Harness(
-        name="trl.OnlineDPOTrainer",
-        calls=dict(policy=1, reference=1),
-        train=train_online,
-        build=build,
-        both=train_three,
-        models=lambda: [writer(seed) for seed in range(2)],
-        assert_same=assert_all_same,
+        **FOR_HARNESS,
         options={name: (dict(max_steps=2, **options), calls_of(options)) for name, options in OPTIONS.items()},
         verified={"as it is": ({}, 2)},
     )
