@@ -205,7 +205,8 @@ def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, rea
     how = groups, store_all, reach
     packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
     if how not in packed.layouts:
-        packed.layouts[how] = batch.pack(*how)
+        with torch.inference_mode(False):  # an evaluation's layout may be that of a step, whose tensors autograd saves
+            packed.layouts[how] = batch.pack(*how)
     use(packed)
     return packed.layouts[how]
 

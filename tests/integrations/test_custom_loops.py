@@ -57,6 +57,16 @@ def step(model, logps: torch.Tensor) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
+def test_a_step_after_an_evaluation_in_inference_mode():
+    """Of the same batch: autograd saves tensors of its layout."""
+    model, batch = fastdpo.prepare(tiny_model()), rows()
+    with torch.inference_mode():
+        expected = fastdpo.score(model, **batch).logps
+    logps = fastdpo.score(model, **batch).logps
+    assert torch.equal(logps, expected)
+    assert step(model, logps)
+
+
 def calls_of(function) -> dict[tuple[str, str, str], int]:
     before = fastdpo.calls.copy()
     function()
