@@ -152,6 +152,7 @@ class Rows:
         longest: the tokens of the longest row, with its prefix.
         ahead: what islands add, if there are any, and its rows, int32 [I, 4].
         prepared: what was prepared for each kind of call.
+        room: whether, and how much, the layouts that are prepared have room for the rows of other batches.
         state: of the tensor that they were read from, when it was read.
 
     Raises:
@@ -160,8 +161,9 @@ class Rows:
     """
 
     def __init__(self, given: bytes, tokens: int) -> None:
-        self.given, self.tokens, self.prepared = given, tokens, {}
+        self.given, self.tokens, self.prepared, self.room = given, tokens, {}, 0
         self.state: tuple = given, tokens
+        self._described: list[tuple[AttentionCall, tuple]] = []
         _living.add(self)
         self.causal, islands = [], []
         for prefix, length, own, own_length in np.frombuffer(given, dtype=np.int32).reshape(-1, 4).tolist():
@@ -177,6 +179,18 @@ class Rows:
             ends = offsets(torch.tensor([len(x) for x in islands], device="cpu"))
             starts, zeros = ends[:-1], torch.zeros_like(ends[1:])
             self.ahead = Ahead(queries, queries + 1), torch.stack([starts, zeros, starts, ends.diff()], 1).int()
+
+    def described(self, call: AttentionCall) -> tuple:
+        """What a call reads of the rows, kept for equal calls of other models."""
+        known = next((host for other, host in self._described if other == call), None)
+        if known is None:
+            self._described.append((call, known := call.describe(self)))
+        return known
+
+    def sizes_with_room(self, host: tuple) -> tuple[int, ...]:
+        """`sizes_of` a description, and room for others of as many tokens: none for what each token has one of."""
+        sizes = (n if n == self.tokens + 1 else n + self.room * (n // 4 + 64) for n in sizes_of(host))
+        return tuple(sizes) if self.room else sizes_of(host)
 
 
 def _checked(rows: Sequence[tuple[int, int, int, int]], tokens: int) -> list[Row]:
@@ -264,6 +278,11 @@ class DeviceLayout(Generic[L]):
         self.contents: L = _replaced(host, (n if isinstance(x, int) else next(views) for x, n in leaves))
         self.fill(host)
 
+    def takes(self, host: L) -> bool:
+        """Whether another description fits."""
+        sizes = sizes_of(host)
+        return len(sizes) == len(self.sizes) and all(map(le, sizes, self.sizes))
+
     def fill(self, host: L) -> None:
         """Writes another description, in the order of the stream and without a synchronization.
 
@@ -271,9 +290,8 @@ class DeviceLayout(Generic[L]):
             ValueError: it does not fit, or the stream captures a CUDA graph. The copy would become a part of the
                 graph, and the tensors would hold no values until the graph is replayed.
         """
-        device, sizes = self._buffer.device, sizes_of(host)
-        fits = len(sizes) == len(self.sizes) and all(map(le, sizes, self.sizes))
-        checks.require(fits, OP, "rows", "fit in a layout of the sizes {}", sizes, self.sizes)
+        device = self._buffer.device
+        checks.require(self.takes(host), OP, "rows", "fit in a layout of the sizes {}", sizes_of(host), self.sizes)
         values = []
         for x, size in zip(_leaves(host), self.sizes, strict=True):
             if isinstance(x, Tensor):

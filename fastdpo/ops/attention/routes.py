@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,13 +91,15 @@ class Prepared(NamedTuple):
     """A route, and the rows of a layout in the form that it takes.
 
     Attributes:
+        options: of the call, as they were given.
         route: of the call.
-        layout: the contents of a `DeviceLayout`.
+        layout: the rows on the device.
         ahead: what islands add, if there are any, and its rows, int32 [I, 4] on the CPU.
     """
 
+    options: AttentionOptions
     route: Route
-    layout: tuple
+    layout: DeviceLayout[Any]
     ahead: tuple[Ahead, Tensor] | None
 
 
@@ -119,7 +121,7 @@ def run(
     """
     options_run, backend, call = prepared.route
     try:
-        return prepared, compute(call, prepared.layout)
+        return prepared, compute(call, prepared.layout.contents)
     except torch.OutOfMemoryError:  # no fault of the backend
         raise
     except Exception as error:  # a library may raise anything
@@ -138,7 +140,7 @@ def run(
         if not is_known:
             message = f"{OP}: {backend} has failed and is replaced by {other or 'plain matrix products'}"
             (report if other is None else warn)(f"{message}: {reason}")
-        return second, compute(second.route.call, second.layout)
+        return second, compute(second.route.call, second.layout.contents)
 
 
 def prepare(query: Tensor, value: Tensor, rows: Tensor, options: AttentionOptions) -> Prepared:
@@ -170,7 +172,23 @@ def _prepared(query: Tensor, value: Tensor, rows: Rows, options: AttentionOption
     if rows.ahead is not None:
         tokens, of_islands = rows.ahead
         ahead = DeviceLayout(tokens, query.device).contents, of_islands
-    return Prepared(route, DeviceLayout(route.call.describe(rows), query.device).contents, ahead)
+    host = route.call.describe(rows)
+    return Prepared(options, route, DeviceLayout(host, query.device, rows.sizes_with_room(host)), ahead)
+
+
+def refill(recorded: Rows, rows: Rows) -> bool:
+    """Writes other rows of as many tokens into all that was prepared for recorded ones, as before a CUDA graph that
+    holds calls with these is replayed. If they do not fit, or if a call would take another route, returns False
+    instead and writes nothing.
+    """
+    found = {id(x): x for x in recorded.prepared.values()}.values()
+    hosts = [rows.described(x.route.call) for x in found]
+    windows = all(_visible_window(x.options, rows) == x.route.options.window for x in found)
+    if rows.ahead is not None or not windows or not all(x.layout.takes(y) for x, y in zip(found, hosts, strict=True)):
+        return False
+    for prepared, host in zip(found, hosts, strict=True):
+        prepared.layout.fill(host)
+    return True
 
 
 def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> Route:
@@ -179,11 +197,14 @@ def route_of(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions
     A window as long as that hides nothing. Libraries run other kernels with a window, so what is probed, timed and
     replaced is the call without it.
     """
-    if options.window is not None and options.window >= rows.longest > 0:
-        options = options._replace(window=None)
+    options = options._replace(window=_visible_window(options, rows))
     name = chosen(query, value, rows, options)
     call = PiecesCall(query, value, options) if name is None else BACKENDS[name].call(query, value, options)
     return Route(options, name, call)
+
+
+def _visible_window(options: AttentionOptions, rows: Rows) -> int | None:
+    return None if options.window is not None and options.window >= rows.longest > 0 else options.window
 
 
 def chosen(query: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> str | None:
