@@ -6,7 +6,7 @@ scored positions, M scored labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -178,7 +178,7 @@ def pack(
     shifted: bool = False,
     store_all: bool = False,
     reach: int | None = None,
-    tokens: int | None = None,
+    tokens: int | Callable[[int], int] | None = None,
 ) -> Layout:
     """The layout of a padded batch.
 
@@ -199,7 +199,8 @@ def pack(
         reach: extend the positions to `reach - 1`, if necessary with a token that nothing attends
             to. For rotary embeddings that depend on the largest position of the batch.
         tokens: T, at least the tokens that are stored otherwise. The others are further rows without labels, none
-            of them longer than the longest row, so that batches of other lengths have one size.
+            of them longer than the longest row, so that batches of other lengths have one size. A function, such as
+            `rounded_up`, returns T for the least possible one.
 
     Returns:
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
@@ -221,7 +222,7 @@ def pack(
         _require_shape("pack", "groups", groups, input_ids.shape[:1])
         checks.require_ints("pack", groups=groups)
     for name, number in (("reach", reach), ("tokens", tokens)):
-        if number is not None:
+        if not (number is None or (name == "tokens" and callable(number))):
             checks.require_integer("pack", name, number, "be an int or None")
 
     if 0 in input_ids.shape:
@@ -266,7 +267,8 @@ def pack(
     multiplicity = np.bincount(paths[paths >= 0])
     reach = reach or 0
     is_short = position_ids.max() < reach - 1
-    least = int(n_tokens) + is_short
+    least = int(n_tokens + is_short)
+    tokens = tokens(least) if callable(tokens) else tokens
     checks.require(tokens is None or tokens >= least, "pack", "tokens", "be at least {} for this batch", tokens, least)
     idle = (least if tokens is None else tokens) - n_tokens
     if idle:
@@ -303,6 +305,13 @@ def pack(
         (int(ids.min()), int(ids.max())),
     )
     return layout.to(device)
+
+
+def rounded_up(tokens: int) -> int:
+    """The next one of eight numbers of tokens for each power of 2, in steps of 16 or more: few sizes for batches of all
+    lengths."""
+    step = max(16, 2 ** ((tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shifted: bool = False) -> Layout:

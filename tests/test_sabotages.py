@@ -42,6 +42,7 @@ OTHERS = (
     *("calls of reward models that fall back", "outputs that a call asks for", "ids outside the embeddings"),
     "models that change and change back",
     "graphs of all lengths",
+    *("activations of another replay", "what a recording has baked in", "a replay that differs"),
     *("a doctor that sees what a script imports", "a report that says which packages are newer than tested"),
     *("metrics that all ranks gather in one dtype", "errors that name the argument that differs"),
     "checkpointing that is enabled again without one more hook",

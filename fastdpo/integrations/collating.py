@@ -33,10 +33,12 @@ class CollatedBatch(dict[str, Any]):
     """
 
     packed: PackedBatch | None = None
-    _how: tuple[Groups | None, int | None]
+    _how: tuple[Groups | None, int | None, bool]
 
     @classmethod
-    def of(cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None) -> CollatedBatch:
+    def of(
+        cls, tensors: dict[str, Any], layout: Layout, groups: Groups | None, padding: int | None, rounded: bool
+    ) -> CollatedBatch:
         """A batch with its layout, on the device of both.
 
         Args:
@@ -44,11 +46,12 @@ class CollatedBatch(dict[str, Any]):
             layout: of the batch.
             groups: which of its rows may share a prefix.
             padding: the id of padding, in a batch of a reward model.
+            rounded: whether it is padded to one of few numbers of tokens.
         """
         batch, padded = cls(tensors), cast(PaddedBatch, PaddedBatch.of_collated(tensors, padding))
         sources = [tensors[name] for name in ("input_ids", "completion_mask") if name in tensors]
-        batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding)
-        batch.packed.layouts[groups, False, None] = layout
+        batch.packed, batch._how = PackedBatch(padded, sources), (groups, padding, rounded)
+        batch.packed.layouts[groups, False, None, rounded] = layout
         return batch
 
     def to(self, device: Any, **options: Any) -> dict[str, Any]:
@@ -69,7 +72,8 @@ class CollatedBatch(dict[str, Any]):
         """The layout, unless code that had the batch after its collation has changed it."""
         if self.packed is None or not self.packed.equals(PaddedBatch.of_collated(self, self._how[1])):
             return None
-        return self.packed.layouts[self._how[0], False, None]
+        groups, _, rounded = self._how
+        return self.packed.layouts[groups, False, None, rounded]
 
 
 def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> CollatedBatch:
@@ -78,10 +82,14 @@ def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> Col
 
 
 class PackingCollator:
-    """Packs the batches of another collator, those of a reward model if it has an id of padding."""
+    """Packs the batches of another collator, those of a reward model if it has an id of padding, and rounded ones to
+    few numbers of tokens.
+    """
 
-    def __init__(self, stock: Callable[[Any], Any], groups: Groups | None, padding: int | None = None) -> None:
-        self.stock, self.padding = stock, padding
+    def __init__(
+        self, stock: Callable[[Any], Any], groups: Groups | None, padding: int | None = None, rounded: bool = False
+    ) -> None:
+        self.stock, self.padding, self.rounded = stock, padding, rounded
         self.groups: Groups | None = groups
 
     def __call__(self, examples: Any) -> Any:
@@ -90,10 +98,10 @@ class PackingCollator:
         if padded is None or not all(is_host(x.device) for x in padded[:3]):
             return batch
         try:
-            layout = padded.pack(self.groups)
+            layout = padded.pack(self.groups, rounded=self.rounded)
         except (NotPackable, TypeError, ValueError):  # the model's call says why
             return batch
-        return CollatedBatch.of(batch, layout, self.groups, self.padding)
+        return CollatedBatch.of(batch, layout, self.groups, self.padding, self.rounded)
 
 
 def with_packed_batches(
@@ -111,5 +119,6 @@ def with_packed_batches(
     if state is None or state.budget is not None:  # which cuts the batches anew
         return stock(trainer, *args, **kwargs)
     groups = line.groups if line.options.share_prompts else None
-    with temporarily(trainer, data_collator=PackingCollator(trainer.data_collator, groups, padding)):
+    collator = PackingCollator(trainer.data_collator, groups, padding, line.options.graphs)
+    with temporarily(trainer, data_collator=collator):
         return stock(trainer, *args, **kwargs)

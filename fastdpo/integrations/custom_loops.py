@@ -35,7 +35,13 @@ _outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def prepare(
-    model: M, *, groups: Groups = "content", outputs: Sequence[str] = (), shifted: bool = False, compile: bool = False
+    model: M,
+    *,
+    groups: Groups = "content",
+    outputs: Sequence[str] = (),
+    shifted: bool = False,
+    compile: bool = False,
+    graphs: bool = False,
 ) -> M:
     """Makes a model score batches by `fastdpo.score`. All other calls of the model behave as before.
 
@@ -50,12 +56,13 @@ def prepare(
             "log_sum_sq_probs" (see `ops.linear_logps`).
         shifted: whether the labels of a batch are shifted already, so that position i holds the token that i predicts.
         compile: compile the decoder layers for packed calls, once for batches of all lengths (see `fastdpo.patch`).
+        graphs: replay CUDA graphs of packed calls (see `fastdpo.patch`).
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError: there is no transformers model in `model`, or `shifted` or `compile` is no bool.
+        TypeError: there is no transformers model in `model`, or `shifted`, `compile` or `graphs` is no bool.
         ValueError: `groups` or `outputs` have other values, or the model belongs to a patched trainer, whose calls it
             would not take any more.
         NotFused: with `FASTDPO_STRICT=1`, the model is known not to be supported.
@@ -66,10 +73,10 @@ def prepare(
     rule = "not belong to a patched trainer: call fastdpo.unpatch() first, or prepare a copy"
     checks.require(is_free, "prepare", "model", rule, f"a model of {owner and owner.options.integration}")
     checks.require(groups in get_args(Groups), "prepare", "groups", f"be one of {get_args(Groups)}", repr(groups))
-    checks.require_flags("prepare", shifted=shifted, compile=compile)
+    checks.require_flags("prepare", shifted=shifted, compile=compile, graphs=graphs)
     statistics = tuple(statistic_names(requested_statistics("prepare", outputs)))
     options = ForwardOptions(
-        NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile
+        NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile, graphs=graphs
     )
     forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
     return model

@@ -141,6 +141,7 @@ class PatchOptions:
         ),
     )
     compile: bool = _option(False, _flag, {"--compile": _constant(True, "compile the decoder layers for packed calls")})
+    graphs: bool = _option(False, _flag, {"--graphs": _constant(True, "replay CUDA graphs of packed calls")})
     provisional: bool = _option(
         True, _flag, {"--no-provisional": _constant(False, "leave trainers of versions newer than the tested ones")}
     )
@@ -148,7 +149,7 @@ class PatchOptions:
 
     def of_forward(self) -> dict[str, Any]:
         """Those that are options of a fused forward (`models.state.ForwardOptions`)."""
-        names = ("share_prompts", "memory_budget", "verify", "changed", "compile")
+        names = ("share_prompts", "memory_budget", "verify", "changed", "compile", "graphs")
         return {name: getattr(self, name) for name in names}
 
 
@@ -162,6 +163,7 @@ class GivenOptions(TypedDict, total=False):
     max_tokens: int | Literal["auto"] | None
     group_prompts: bool | int
     compile: bool
+    graphs: bool
     provisional: bool
 
 

@@ -177,8 +177,8 @@ def patch(*targets: Target | Sequence[Target], **options: Unpack[GivenOptions]) 
             patched. The trainers of ms-swift, which draw pairs by themselves, raise an error before the
             first step.
         compile: compile the decoder layers for packed calls, once for batches of all lengths. Other calls run the
-            layers as they are. Disabled, with a logged reason, where the trainer compiles the model itself, and for
-            models whose layers cannot be compiled as a whole.
+            layers as they are. Disabled, with a logged reason, where layers cannot be compiled as a whole.
+        graphs: replay CUDA graphs of packed calls. Disabled, with a logged reason, where these cannot be recorded.
         provisional: patch trainers of versions that are newer than the tested ones, if their code is the
             same, or if the first fused calls of each model agree with stock ones. Disabled for all calls
             by `FASTDPO_PROVISIONAL=0`.

@@ -78,13 +78,16 @@ class PaddedBatch(NamedTuple):
             labels = ids.masked_fill(completions == 0, IGNORE_INDEX)
         return cls(ids, mask, labels, shifted=is_scored) if isinstance(labels, Tensor) else None
 
-    def pack(self, groups: Groups | None, store_all: bool = False, reach: int | None = None) -> Layout:
+    def pack(
+        self, groups: Groups | None, store_all: bool = False, reach: int | None = None, rounded: bool = False
+    ) -> Layout:
         """A new layout of the batch.
 
         Args:
             groups: which rows may share a prefix, which is then stored once. None: no rows do.
             store_all: store tokens that no other depends on, too.
             reach: number of positions that rotary embeddings must see, or None for as many as there are.
+            rounded: pad to one of few numbers of tokens (see `packing.rounded_up`).
 
         Raises:
             NotPackable: the batch has no packed form.
@@ -93,7 +96,8 @@ class PaddedBatch(NamedTuple):
         members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
         if groups == "pairs" and rows and rows % 2 == 0:
             members = torch.arange(rows, device="cpu") % (rows // 2)
-        return packing.pack(*self[:3], groups=members, shifted=self.shifted, store_all=store_all, reach=reach)
+        tokens, shifted = packing.rounded_up if rounded else None, self.shifted
+        return packing.pack(*self[:3], groups=members, shifted=shifted, store_all=store_all, reach=reach, tokens=tokens)
 
 
 class PackedBatch:
@@ -112,7 +116,7 @@ class PackedBatch:
 
     def __init__(self, padded: PaddedBatch, sources: Sequence[Tensor] = (), inputs: Any = None, maker: Any = None):
         self.padded, self.sources, self.inputs, self.maker = padded, tuple(sources), inputs, maker
-        self.layouts: dict[tuple[Groups | None, bool, int | None], Layout] = {}
+        self.layouts: dict[tuple[Groups | None, bool, int | None, bool], Layout] = {}
         self.labels_follow = False
         self._versions = self._present_versions()
         self._copies, self._copied_sources = copies_of(padded[:3]), copies_of(sources if inputs else ())
@@ -195,14 +199,16 @@ def labels_from(source: Tensor | None, ids: Tensor) -> Iterator[None]:
             batch.labels_follow = False
 
 
-def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None) -> Layout:
+def layout_of(
+    batch: PaddedBatch, *, groups: Groups | None, store_all: bool, reach: int | None, rounded: bool = False
+) -> Layout:
     """The layout of the batch of a call. A second call with the same tensors returns the same object, unless one has
     been written to. The arguments and `NotPackable` are those of `PaddedBatch.pack`.
 
     Raises:
         RuntimeError: as `PackedBatch.runs_in`.
     """
-    how = groups, store_all, reach
+    how = groups, store_all, reach, rounded
     packed = next((x for x in recent if x.runs_in(batch)), None) or PackedBatch(batch)
     if how not in packed.layouts:
         with torch.inference_mode(False):  # an evaluation's layout may be that of a step, whose tensors autograd saves
@@ -212,7 +218,13 @@ def layout_of(batch: PaddedBatch, *, groups: Groups | None, store_all: bool, rea
 
 
 def layout_of_call(
-    model: PreTrainedModel, fused: FusedForward, kwargs: dict, *, groups: Groups | None = None, share: bool = True
+    model: PreTrainedModel,
+    fused: FusedForward,
+    kwargs: dict,
+    *,
+    groups: Groups | None = None,
+    share: bool = True,
+    rounded: bool = False,
 ) -> Layout:
     """The layout of a packed call, with shared prompts if its options and the model's state allow it."""
     batch = PaddedBatch.of_call(kwargs)
@@ -230,7 +242,7 @@ def layout_of_call(
     limit = verdict.facts.rope_limit
     reach = None if limit is None or width <= limit else width
     groups = (groups or fused.options.groups) if share else None
-    return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach)
+    return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, rounded=rounded)
 
 
 def is_random(model: PreTrainedModel, fused: FusedForward) -> bool:

@@ -20,6 +20,7 @@ The path is one of
 - "padded": the batch was scored by the fused head, but not packed. This happens where several ranks
   run one sharded model together, so that a rank that cannot pack must run the same modules;
 - "stock": the trainer's own path;
+- "replayed": the batch was packed, as it was counted before, and its backbone was a CUDA graph;
 - "remembered": the reference memory had the log-probabilities, and no model ran.
 """
 
@@ -65,8 +66,10 @@ def calls_line(integration: str, before: Counted = NOTHING) -> str | None:
     paths: Counter[str] = Counter()
     for (_, path), n in counts.items():
         paths[path] += n
-    avoided = paths.pop("remembered", 0)
+    avoided, replayed = paths.pop("remembered", 0), paths.pop("replayed", 0)
     savings = [f"{paths['fused'] / paths.total():.0%} of calls fused"] if paths.total() else []
+    if replayed:
+        savings.append(f"{replayed} replayed")
     if avoided:
         savings.append(f"{avoided} reference runs avoided")
     given, unshared, computed = (tokens_since[integration, x] for x in ("given", "unshared", "computed"))

@@ -145,7 +145,7 @@ def _unsupported_reason(model: PreTrainedModel, layers: list[nn.Module], compile
     """Why the layers of a model are not compiled, as far as is known before, given those that are."""
     if not layers:
         return Reason("compiled-nothing", model=type(model).__name__)
-    if _trainer_compiles() or any(x._compiled_call_impl is not None for x in set(layers) - set(compiled)):
+    if trainer_compiles() or any(x._compiled_call_impl is not None for x in set(layers) - set(compiled)):
         return Reason("compiled-already")
     if finding.mixers_of(model):
         return Reason("compiled-mixers", model=type(model).__name__)
@@ -169,7 +169,7 @@ def _cause(**arguments: Any) -> str:
     return "; ".join([x for x in failed if "GLOBAL_STATE" not in x] or failed)
 
 
-def _trainer_compiles() -> bool:
+def trainer_compiles() -> bool:
     """Whether accelerate was configured to compile models, by whichever trainer."""
     if "accelerate" not in sys.modules:
         return False

@@ -18,6 +18,7 @@ from .compiled import CompiledLayers
 from .examine import probe
 from .examine.probe import ProbeResult
 from .examine.verification import verify
+from .graphs import Graphs
 from .sharding import shared_reason
 from .state import (
     ForwardOptions,
@@ -155,15 +156,25 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         fused.compiled.begin(model, fused.structure, kind_of_call(model, fused))
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     if given is None:
-        layout = layout_of_call(model, fused, kwargs)
+        graphs = _graphs(model, fused, "trains its routers" if verdict.routes_in(kwargs) else None)
+        layout = layout_of_call(model, fused, kwargs, rounded=fused.options.graphs)
         size, (least, largest) = verdict.facts.vocabulary, layout.id_range or (0, 0)
         # The model raises at ids outside of its embeddings, and a packed batch may lack them.
         if size is not None and not 0 <= least <= largest < size:
             raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=size))
-        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), {})
+        return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), {}, graphs=graphs)
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
+    _graphs(model, fused, "is given images")
     return images.pack_examined(model, fused, given, kwargs)
+
+
+def _graphs(model: PreTrainedModel, fused: FusedForward, obstacle: str | None) -> Graphs | None:
+    """The CUDA graphs of a model, if its call may replay one."""
+    if not fused.options.graphs:
+        return None
+    fused.graphs = fused.graphs or Graphs(fused.options.integration, fused.options.role)
+    return fused.graphs if fused.graphs.begin(model, fused, kind_of_call(model, fused), obstacle) else None
 
 
 def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:

@@ -29,16 +29,21 @@ def score(model: PreTrainedModel, fused: FusedForward, batch: RunnableBatch, kwa
     verdict = cast(Verdict, fused.verdict)
     routed = verdict.routes_in(kwargs)
     routing = {"output_router_logits": True} if routed else {}
-    with towers.sharing(model, batch.images) if batch.images else nullcontext():
-        output = verdict.backbone(*batch.args, **batch.inputs, **routing)
-    hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
+    router_logits, hidden = None, None
+    if batch.graphs is not None:
+        hidden = batch.graphs.states(verdict, batch.inputs, layout.score_index)
+    if hidden is None:
+        with towers.sharing(model, batch.images) if batch.images else nullcontext():
+            output = verdict.backbone(*batch.args, **batch.inputs, **routing)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, layout.score_index)  # [N, D]
+        router_logits = output.router_logits if routed else None
     if options.rewards:
         scores = options.rewards.scores(model, hidden)
         logps = TokenLogps(scores[layout.output_source][:, None])  # each row has one
     else:
         logps = _logps(fused, verdict.head, batch, hidden)
     label_mask = targets_of_call(kwargs).to(logps.logps.device) != packing.IGNORE_INDEX
-    return ScoredBatch(logps, label_mask, output.router_logits if routed else None, layout.multiplicity[None])
+    return ScoredBatch(logps, label_mask, router_logits, layout.multiplicity[None])
 
 
 def _logps(fused: FusedForward, lm_head: nn.Linear, batch: RunnableBatch, hidden: Tensor) -> TokenLogps:

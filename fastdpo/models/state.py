@@ -26,6 +26,8 @@ from .structure import Structure
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .graphs import Graphs
+
 ATTRIBUTE = "_fastdpo_forward"
 """The attribute of a model that holds its `FusedForward`."""
 
@@ -61,6 +63,7 @@ class ForwardOptions(NamedTuple):
         changed: functions of the prior forward's package that have changed since it was tested. Calls are
             then compared, too, and go there from then on if they differ.
         compile: whether packed calls run compiled layers.
+        graphs: whether packed calls replay CUDA graphs.
     """
 
     integration: str
@@ -78,6 +81,7 @@ class ForwardOptions(NamedTuple):
     verify: bool = False
     changed: tuple[str, ...] = ()
     compile: bool = False
+    graphs: bool = False
 
 
 class ScoredBatch(NamedTuple):
@@ -112,6 +116,7 @@ class RunnableBatch(NamedTuple):
         images: the image tensors of a packed batch.
         args: positional arguments of the backbone.
         bare_head: whether hooks and a forward that other code has given the head are left out.
+        graphs: those of the model, if the call may replay one.
     """
 
     layout: Layout
@@ -119,6 +124,7 @@ class RunnableBatch(NamedTuple):
     images: dict[str, Tensor]
     args: tuple = ()
     bare_head: bool = False
+    graphs: Graphs | None = None
 
 
 class Verdict(NamedTuple):
@@ -197,6 +203,7 @@ class FusedForward:
             verified any more.
         has_logged_dropout: whether it was logged that prompts are not shared.
         compiled: the layers of the model, if packed calls run them compiled.
+        graphs: its CUDA graphs, if packed calls replay them.
     """
 
     options: ForwardOptions
@@ -221,6 +228,7 @@ class FusedForward:
     verified: set[bool] = field(default_factory=set)
     has_logged_dropout: bool = False
     compiled: CompiledLayers | None = None
+    graphs: Graphs | None = None
 
     def was_examined(self, model: PreTrainedModel) -> bool:
         """Whether the model was examined in the mode that it is in."""
@@ -267,6 +275,8 @@ def restore(model: PreTrainedModel, fused: FusedForward) -> None:
     """Gives a model its own attention, its own head and its own layers back."""
     if fused.compiled is not None:
         fused.compiled.restore()
+    if fused.graphs is not None:
+        fused.graphs.forget()
     if fused.prior_attention is not None:
         attention.restore(model, fused.prior_attention)
         fused.prior_attention = None

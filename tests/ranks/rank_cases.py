@@ -37,6 +37,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from fastdpo.models import compiled
 from tests.support import faults
+from tests.support.kernels import recorder
 from tests.support.models.families import HYBRID as FAMILIES
 from tests.support.models.multimodal import CLIP, tiny_multimodal
 from tests.support.models.trained_effects import EFFECTS
@@ -167,6 +168,10 @@ def make_a_hole(batch: dict[str, Tensor]) -> None:
 def compile_eagerly(model: PreTrainedModel) -> None:
     """Makes compiled layers run their graphs without generated code."""
     compiled.BACKEND = "aot_eager"
+
+
+def record_graphs(model: PreTrainedModel) -> None:
+    recorder.install(pytest.MonkeyPatch())
 
 
 def spoil_packed(model: PreTrainedModel) -> None:
@@ -373,10 +378,14 @@ CASES = {
         kinds=("patched",), patch=VERIFIED, prepare=scale_gradients, changed_on=on_last
     ),
     **{
-        f"{engine} compiled{', lora' if lora else ''}": Case(
-            dict(options, gradient_checkpointing=lora), lora=lora, patch=dict(compile=True), prepare=compile_eagerly
+        f"{engine} {what}{', lora' if lora else ''}": Case(
+            dict(options, gradient_checkpointing=lora), lora=lora, patch=patch, prepare=prepare
         )
         for engine, options in dict(ddp={}, zero2=zero(2), fsdp2=fsdp2(), zero3=zero(3)).items()
+        for what, patch, prepare in (
+            ("compiled", dict(compile=True), compile_eagerly),
+            ("graphs", dict(graphs=True), record_graphs),
+        )
         for lora in (False, True)
     },
     "ddp unpatched": Case(LOGGED, trainer_class=with_callback(Unpatches)),

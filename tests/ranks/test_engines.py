@@ -58,6 +58,17 @@ def test_compiled_layers(case, engine, ranks, number_of_ranks):
         assert any("layers not compiled" in x for x in messages) == (engine in SHARDED), messages
 
 
+@pytest.mark.parametrize(("engine", "what"), product(ENGINES, ["graphs", "graphs, lora"]))
+def test_graphs(case, engine, ranks, number_of_ranks):
+    """Ranks have batches of other numbers of tokens, and replay at other times."""
+    assert_trained(case, ranks, number_of_ranks)
+    for rank in ranks:
+        calls, messages = rank["patched"]["calls"], rank["patched"]["messages"]
+        reason = {"ddp": None, "zero2": "graphs-hooks"}.get(engine, "graphs-model")
+        assert [x for x in messages if "CUDA" in x and f"[{reason}]" not in x] == []
+        assert (calls.get(("policy", "replayed"), 0) > 0) == (reason is None), calls
+
+
 @pytest.mark.parametrize(("engine", "what"), product(ENGINES, ["reward", "reward lora"]))
 def test_a_reward_model(case, ranks, number_of_ranks):
     assert_trained(case, ranks, number_of_ranks)

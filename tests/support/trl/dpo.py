@@ -30,8 +30,8 @@ from trl import DPOConfig, DPOTrainer
 
 import fastdpo
 from fastdpo import packing
+from fastdpo.integrations.options import OPTIONS as OPTIONS_OF_PATCH
 from fastdpo.models import batch
-from fastdpo.models.state import SharePrompts
 from fastdpo.packing import Layout
 from tests.support.comparison import assert_fused as assert_fused  # for the tests of trainings
 from tests.support.comparison import assert_same as assert_same
@@ -298,18 +298,16 @@ def train_both(
     prepare=lambda model: model,
     trainer: str = "trl.DPOTrainer",
     train: Callable[..., Run] = train,
-    reference_memory: bool = False,
-    share_prompts: SharePrompts = True,
-    compile: bool = False,
     build: Callable[..., PreTrainedModel] = tiny_model,
     **options,
 ) -> list[Run]:
-    """Trains stock, then patched, with three options of `patch`, from the same initial weights.
+    """Trains stock, then patched, with options of `patch` that are among the others, from the same initial weights.
 
     `build` makes each model of its kind, a seed and the entries of `tiny`. `prepare` is applied to
     it before a trainer is created with it. `train` is called with a directory, policy, reference
     and the options. Only the patched training is compiled: it changes no value, and takes long.
     """
+    of_patch = {name: options.pop(name) for name in [*options] if name in OPTIONS_OF_PATCH}
     not_compiled = {name: value for name, value in options.items() if not name.startswith("torch_compile")}
 
     def once(name: str, options: dict, cast: Callable = lambda model: model) -> Run:
@@ -318,7 +316,7 @@ def train_both(
 
     stock = once("stock", not_compiled)
     stock.in_float64 = functools.partial(once, "float64", not_compiled, double)
-    with fastdpo.patched(trainer, reference_memory=reference_memory, share_prompts=share_prompts, compile=compile):
+    with fastdpo.patched(trainer, **of_patch):
         return [stock, once("patched", options)]
 
 

@@ -200,7 +200,8 @@ class PaddedRowBudgetLine(RowBudgetLine):
 
     def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
         groups = "content" if self.options.share_prompts else None
-        batch = PackingCollator(lambda batch: batch, groups)(self.picked(joined, rows))
+        collator = PackingCollator(lambda batch: batch, groups, rounded=self.options.graphs)
+        batch = collator(self.picked(joined, rows))
         return on_device(batch, trainer.accelerator.device)
 
     def picked(self, joined: Batch, rows: Tensor) -> Batch:

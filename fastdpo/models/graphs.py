@@ -1,0 +1,429 @@
+"""CUDA graphs of the backbone for packed calls.
+
+A packed batch that is padded to one of few numbers of tokens has fixed shapes. When a number is seen for the second
+time, the passes of the backbone over it are recorded. Later batches with this number of tokens replay them: the host
+writes ids, positions and rows into the tensors of the recording, and launches it as a whole. Forward and backward are
+two graphs behind one node of autograd. The head, the loss, the trainer and the optimizer run as without.
+
+A recording holds for one verdict about the model, and so for as long as its identity stays the same, and for the state
+that identities leave out: addresses of tensors, which of them are trained, autocast, the scales of adapters. It is used
+only if a batch with other rows has given what the layers give.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ..logs import logger, report, warn
+from ..ops.attention import routes
+from ..ops.attention.device_layout import Rows, rows_of
+from ..reasons import Reason
+from . import facts
+from .batch import is_random
+from .calls import calls
+from .compiled import trainer_compiles
+from .mixers import finding
+from .sharding import is_sharded
+from .structure import additions_to
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .state import FusedForward, Verdict
+
+MAX_RECORDINGS = 24
+"""Number of recordings of a model. The one that was not replayed for the longest time goes first."""
+
+SETTLED = 20
+"""Number of calls of a model after which it is reported that none of them was a replay."""
+
+BOUND = 1 / 32
+"""The largest distance of a replay from the layers, relative to the norm of each token's state, and of the gradient of
+all parameters. Other algorithms for matrix products differ by less, and a token that sees other tokens by more.
+"""
+
+DEVICE = "cuda"
+"""The type of devices that have graphs."""
+
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""The attribute by which transformers gives a layer the function that checkpoints it."""
+
+TENSORS = "input_ids", "position_ids", "attention_mask"
+"""The arguments of the backbone that differ between batches."""
+
+_norms = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+
+Inputs = dict[str, Any]
+"""The arguments of the backbone (see `attention.inputs_of`)."""
+
+
+class Unsupported(Exception):
+    """A batch cannot be recorded, for a reason."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Memory:
+    """Memory for what recordings compute. They share it, because no two of them need it at the same time.
+
+    Attributes:
+        pool: of the allocator; None before the first recording.
+        owner: the replay whose activations it holds.
+    """
+
+    pool: Any = None
+    owner: object = None
+
+
+_memories = {False: Memory(), True: Memory()}
+"""By whether there is a backward: a reference runs between forward and backward of a policy."""
+
+
+def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
+    """Records what a function launches, without running it, and returns a function that replays it."""
+    if memory.pool is None:
+        memory.pool = torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # what it frees may be a graph, or an event
+    try:
+        with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
+            run()
+    finally:
+        if collects:
+            gc.enable()
+    return graph.replay
+
+
+class Recording:
+    """The passes of a backbone over batches of one number of tokens.
+
+    Args:
+        backbone: of the model.
+        inputs: of a batch, which is run by the layers first.
+        room: that its layouts have for other batches (see `Rows`).
+        trained: the parameters that may get gradients. If there are none, there is no backward.
+        state: of the model, as `_Basis.state` returns it.
+
+    Attributes:
+        trained: as given.
+        used: those of them that get gradients.
+        memory: for what the passes compute.
+        hidden: [1, T, D], the states of the tokens of the latest replay.
+        upstream: [1, T, D], their gradient, which the backward reads.
+        gradients: of the used parameters, which the backward writes.
+
+    Raises:
+        Unsupported: attention runs without a backend.
+    """
+
+    def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
+        self.trained, self.state, self.memory = trained, state, _memories[bool(trained)]
+        self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
+        self._rows = rows_in(self._inputs)
+        self._rows.room = room
+        hidden = run_layers(backbone, self._inputs)
+        self.upstream = torch.zeros_like(hidden)
+        gradients = torch.autograd.grad(hidden, trained, self.upstream, allow_unused=True) if trained else ()
+        self.used = [x for x, gradient in zip(trained, gradients, strict=True) if gradient is not None]
+        if any(x.route.backend is None for x in self._rows.prepared.values()):
+            raise Unsupported(Reason("graphs-attention"))
+        del hidden, gradients
+        self._record(functools.partial(run_layers, backbone, self._inputs))
+
+    def _record(self, forward: Callable[[], Tensor]) -> None:
+        recorded: list[Tensor] = []
+        self._forward = record(lambda: recorded.append(forward()), self.memory)
+        hidden = recorded.pop()
+        if self.trained:
+            self._backward = record(
+                lambda: recorded.extend(torch.autograd.grad(hidden, self.used, self.upstream)), self.memory
+            )
+        self.hidden, self.gradients = hidden.detach(), recorded  # a node of autograd would keep the activations
+
+    def fill(self, inputs: Inputs) -> bool:
+        """Takes another batch. Returns False, and changes nothing, if its layouts do not fit."""
+        if not routes.refill(self._rows, rows_in(inputs)):
+            return False
+        for name in TENSORS[:2]:
+            self._inputs[name].copy_(inputs[name])
+        return True
+
+    def run_forward(self, owner: object) -> Tensor:
+        """[T, D], the states of the batch. Activations stay those of this replay for as long as it is the owner."""
+        self.memory.owner = owner
+        self._forward()
+        return self.hidden[0]
+
+    def run_backward(self) -> list[Tensor]:
+        """New tensors with the gradients of the used parameters."""
+        self._backward()
+        self.memory.owner = None  # the backward has written where activations were
+        return [*torch._foreach_mul(self.gradients, 1.0)]  # pyright: ignore[reportPrivateImportUsage]
+
+    def distance_of(self, hidden: Tensor) -> float:
+        """The largest relative distance of a replay from the states of the layers [1, T, D] for the same batch, over
+        tokens, and from the gradients of all parameters, if there is a backward.
+        """
+        self.upstream.copy_(hidden.detach().roll(1, -1))  # the gradient of lengths would vanish behind a norm
+        expected = torch.autograd.grad(hidden, self.used, self.upstream) if self.trained else ()
+        with torch.no_grad():
+            apart, whole = _norms(self.run_forward(None) - hidden[0]), _norms(hidden[0])  # [T]
+            if self.trained:
+                pairs = zip(self.run_backward(), expected, strict=True)
+                norms = [(_norms((x - y).flatten()), _norms(y.flatten())) for x, y in pairs]
+                of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
+                apart, whole = (torch.cat([x, y[None]]) for x, y in zip((apart, whole), of_gradients, strict=True))
+            return float((apart / whole.clamp(min=torch.finfo(whole.dtype).tiny)).max())
+
+
+class _Replay(torch.autograd.Function):
+    """The backbone, replayed: the states [N, D] of some tokens, as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx, recording, inputs, index, *trained):
+        ctx.recording, ctx.inputs = recording, inputs
+        ctx.save_for_backward(index, *trained)  # whose versions are compared before the backward
+        return recording.run_forward(ctx).index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        recording, (index, *_) = ctx.recording, ctx.saved_tensors
+        if recording.memory.owner is not ctx:  # another replay, or an earlier backward
+            recording.fill(ctx.inputs)
+            recording.run_forward(ctx)
+        recording.upstream.zero_()[0].index_add_(0, index, grad)
+        gradients = dict(zip(map(id, recording.used), recording.run_backward(), strict=True))
+        return None, None, None, *(gradients.get(id(x)) for x in recording.trained)
+
+
+class _Basis:
+    """What recordings of a model are based on, for one verdict about it."""
+
+    def __init__(self, model: PreTrainedModel, fused: FusedForward, verdict: Verdict) -> None:
+        self.verdict, modules = verdict, [*verdict.backbone.modules()]
+        parameters = [*verdict.backbone.parameters()]
+        self.tensors = [*parameters, *verdict.backbone.buffers()]
+        self._scales = [x for x in (vars(module).get("scaling") for module in modules) if isinstance(x, dict)]
+        self.reason = _unsupported_reason(model, fused, modules, self.tensors)
+
+    def trained(self) -> list[Tensor]:
+        return [x for x in self.tensors if x.requires_grad] if torch.is_grad_enabled() else []
+
+    def state(self) -> tuple:
+        """What the verdict does not tell."""
+        device = self.tensors[0].device.type
+        return (
+            [*map(Tensor.data_ptr, self.tensors)],
+            [x.requires_grad for x in self.tensors],
+            [*map(dict, self._scales)],
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        )
+
+
+class Graphs:
+    """The CUDA graphs of one model.
+
+    Args:
+        integration: name under which calls are counted.
+        role: of the model, for log lines.
+    """
+
+    def __init__(self, integration: str, role: str) -> None:
+        self._integration, self._role, self._kind = integration, role, ""
+        self._name = f"{integration} ({role})"
+        self._reason: Reason | None = None
+        self._said: set[Reason] = set()
+        self._bases: dict[int, _Basis] = {}
+        self._recordings: dict[tuple, Recording] = {}  # the one that was used last at the end
+        self._first: dict[tuple, Inputs] = {}  # batches of numbers of tokens that were seen once
+        self._rooms: Counter[tuple] = Counter()
+        self._calls = self._replays = 0
+
+    def __reduce__(self) -> tuple:
+        """A copy of a model has no recordings."""
+        return Graphs, (self._integration, self._role)
+
+    def begin(self, model: PreTrainedModel, fused: FusedForward, kind: str, obstacle: str | None) -> bool:
+        """Whether a call of the model may replay a graph. If not, the reason is logged once.
+
+        Args:
+            model: the model.
+            fused: its state.
+            kind: of the call (see `calls.calls`).
+            obstacle: what the model does in the call that cannot be recorded, or None.
+        """
+        verdict = cast("Verdict", fused.verdict)
+        basis = self._bases.get(id(verdict))
+        if basis is None:
+            if len(self._bases) >= MAX_RECORDINGS:
+                self.forget()
+            basis = self._bases[id(verdict)] = _Basis(model, fused, verdict)
+        reason = self._reason or basis.reason or _offloading_reason()
+        if reason is None and obstacle is not None:
+            reason = Reason("graphs-model", model=type(model).__name__, kind=obstacle)
+        if reason is not None:
+            self._say(reason)
+        self._kind = kind
+        return reason is None
+
+    def states(self, verdict: Verdict, inputs: Inputs, index: Tensor) -> Tensor | None:
+        """The states [N, D] of some tokens of a batch. None if the layers are to run.
+
+        Args:
+            verdict: about the model.
+            inputs: of the backbone.
+            index: int64 [N], the tokens.
+        """
+        basis = self._bases[id(verdict)]
+        trained, self._calls = basis.trained(), self._calls + 1
+        recording = self._recording(basis, inputs, trained)
+        if recording is None:
+            if self._calls == SETTLED and not self._replays and self._reason is None:
+                warn(f"{self._name}: no CUDA graph was replayed in {SETTLED} batches of {len(self._rooms)} kinds")
+            return None
+        self._replays += 1
+        calls[self._integration, self._kind, "replayed"] += 1
+        if not trained:
+            return recording.run_forward(None).index_select(0, index)
+        return cast(Tensor, _Replay.apply(recording, inputs, index, *trained))
+
+    def forget(self) -> None:
+        """Drops all recordings."""
+        for known in (self._bases, self._recordings, self._first):
+            known.clear()
+
+    def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor]) -> Recording | None:
+        """A recording that has taken a batch, if a batch with its number of tokens was seen before."""
+        key, state = (id(basis.verdict), bool(trained), inputs["input_ids"].shape[1]), basis.state()
+        recording = self._recordings.pop(key, None)
+        if recording is None or recording.state != state or not recording.fill(inputs):
+            first = self._first.get(key) if recording is None else None
+            self._first[key] = inputs
+            self._rooms[key] += 1
+            is_new = first is not None
+            recording = self._made(basis, first, inputs, self._rooms[key], trained, state) if is_new else None
+        if recording is not None:
+            self._recordings[key] = recording
+            for oldest in [*self._recordings][:-MAX_RECORDINGS]:
+                del self._recordings[oldest]
+        return recording
+
+    def _made(
+        self, basis: _Basis, first: Inputs, inputs: Inputs, room: int, trained: list[Tensor], state: object
+    ) -> Recording | None:
+        """A new recording of a batch, after another one was tried, which it has taken. None, with a logged reason, if
+        the model cannot be recorded; or if the batch needs more room.
+        """
+        backbone = basis.verdict.backbone
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
+                recording = Recording(backbone, first, room, trained, state)
+                if not recording.fill(inputs):
+                    return None
+                distance = recording.distance_of(run_layers(backbone, inputs))
+            if distance <= BOUND:
+                logger.info("fastdpo: %s: recorded batches of %d tokens", self._name, inputs["input_ids"].shape[1])
+                return recording
+            self._reason = Reason("graphs-differ", distance=f"{distance:.1e}")
+        except Unsupported as error:
+            self._reason = error.reason
+        except torch.OutOfMemoryError:
+            self._reason = Reason("graphs-memory", tokens=inputs["input_ids"].shape[1])
+        except Exception as error:  # code of the model may do what cannot be recorded
+            message = str(error).strip().partition("\n")[0]
+            self._reason = Reason("graphs-error", error=f"{type(error).__name__}: {message}")
+        self.forget()
+        self._say(self._reason)
+        return None
+
+    def _say(self, reason: Reason) -> None:
+        """Logs why calls do not run graphs. In strict mode, raises `NotFused`."""
+        if reason not in self._said:
+            self._said.add(reason)
+            report(f"{self._name}: no CUDA graphs, {reason.named}")
+
+
+def run_layers(backbone: nn.Module, inputs: Inputs) -> Tensor:
+    """The hidden states [1, T, D] of a batch, by what can be recorded: autocast keeps no casts of weights, and
+    checkpointing saves no states of generators.
+    """
+    device = inputs["input_ids"].device.type
+    autocast = torch.autocast(
+        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False
+    )
+    checkpointed = _checkpointed(backbone)
+    own = [vars(module)[CHECKPOINTING] for module in checkpointed]
+    for module in checkpointed:
+        options = dict(use_reentrant=False, preserve_rng_state=False)
+        vars(module)[CHECKPOINTING] = functools.partial(vars(module)[CHECKPOINTING], **options)
+    try:
+        with autocast:
+            return cast(Tensor, backbone(**inputs).last_hidden_state)
+    finally:
+        for module, function in zip(checkpointed, own, strict=True):
+            vars(module)[CHECKPOINTING] = function
+
+
+def rows_in(inputs: Inputs) -> Rows:
+    return rows_of(inputs["attention_mask"], inputs["input_ids"].shape[1])
+
+
+def _unsupported_reason(
+    model: PreTrainedModel, fused: FusedForward, modules: list[nn.Module], tensors: list[Tensor]
+) -> Reason | None:
+    """Why a model cannot be recorded, as far as is known before."""
+    device = tensors[0].device
+    if device.type != DEVICE:
+        return Reason("graphs-device", device=device)
+    if trainer_compiles():
+        return Reason("graphs-compiled")
+    kinds = {
+        "lies on several ranks or devices": is_sharded(model) or any(x.device != device for x in tensors),
+        "mixes tokens outside of its attention": bool(finding.mixers_of(model)),
+        "has rotary embeddings that depend on the width of a batch": facts.rope_limit(model) is not None,
+        "draws random numbers": model.training and is_random(model, fused),
+    }
+    name = type(model).__name__
+    for kind, holds in kinds.items():
+        if holds:
+            return Reason("graphs-model", model=name, kind=kind)
+    changed = next(
+        (module for module in modules if any(additions_to(module)) or _is_checkpointed_otherwise(module)), None
+    )
+    if changed is None and any(x._backward_hooks or x._post_accumulate_grad_hooks for x in tensors):
+        changed = model
+    return None if changed is None else Reason("graphs-hooks", module=type(changed).__name__)
+
+
+def _checkpointed(backbone: nn.Module) -> list[nn.Module]:
+    return [x for x in backbone.modules() if getattr(x, "gradient_checkpointing", False) and CHECKPOINTING in vars(x)]
+
+
+def _is_checkpointed_otherwise(module: nn.Module) -> bool:
+    function = vars(module).get(CHECKPOINTING, checkpoint)
+    return getattr(function, "func", function) is not checkpoint
+
+
+def _offloading_reason() -> Reason | None:
+    """That code around the call replaces what autograd saves, as to move activations to the host."""
+    try:
+        with disable_saved_tensors_hooks("recorded"):
+            return None
+    except RuntimeError:
+        return Reason("graphs-activations")
