@@ -1,4 +1,4 @@
-"""Runs the tests of the ops on a device in several processes, which compile their kernels in parallel.
+"""Runs the tests of the ops and of CUDA graphs on a device in several processes, which compile their kernels in parallel.
 
     python -m benchmarks.device_tests [--device cuda] [--jobs N] [--logs DIRECTORY] [PYTEST_OPTION ...]
 
@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/ops", "--ignore", "tests/ops/test_preference_loss.py", "-p", "no:cacheprovider", "-v", "--color=no")
+TESTS = ("tests/ops", "tests/models/test_graphs.py")
+OPTIONS = ("--ignore", "tests/ops/test_preference_loss.py", "-p", "no:cacheprovider", "-v", "--color=no")
 SECONDS = 10  # between two lines of progress
 FINISHED = re.compile(r" (PASSED|SKIPPED|XFAIL|FAILED|ERROR)\b.*\[ *\d+%\]")
 NO_TESTS = 5  # exit status of pytest, in a process to which none of a few tests falls
@@ -27,7 +28,18 @@ def start(job: int, jobs: int, device: str, log: Path, options: list[str]) -> su
     """Starts pytest on every `jobs`-th test."""
     # A kernel that fails is an error and not replaced, and each test runs the kernels that it expects.
     settings = {"FASTDPO_STRICT": "1", "FASTDPO_KERNEL_CACHE": "0", "FASTDPO_TUNE": "0"}
-    command = [sys.executable, "-m", "pytest", *TESTS, "--device", device, "--shard", f"{job}/{jobs}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *TESTS,
+        *OPTIONS,
+        "--device",
+        device,
+        "--shard",
+        f"{job}/{jobs}",
+        *options,
+    ]
     with log.open("wb") as output:
         return subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT)
 
@@ -51,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         while any(process.poll() is None for process in processes):
             time.sleep(min(SECONDS, 1 + (time.monotonic() - began) / 10))
-            print(f"tests of the ops: {progress(logs)}, {time.monotonic() - began:.0f} s", flush=True)
+            print(f"tests: {progress(logs)}, {time.monotonic() - began:.0f} s", flush=True)
     finally:
         for process in processes:
             process.kill()

@@ -1,6 +1,7 @@
-"""`graphs=True`: calls replay recordings of the backbone, here on the CPU (see `recorder`)."""
+"""`graphs=True`: calls replay CUDA graphs of the backbone, or on the CPU what stands in for them (see `recorder`)."""
 
 import copy
+import functools
 import gc
 import re
 from contextlib import contextmanager
@@ -25,22 +26,37 @@ WORDS = 97
 
 
 @pytest.fixture(autouse=True)
-def recorder(monkeypatch):
+def _no_calls():
+    before = fastdpo.calls.copy()
     fastdpo.calls.clear()
-    return recording.install(monkeypatch)
+    yield
+    fastdpo.calls.clear()
+    fastdpo.calls.update(before)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(device, monkeypatch):
+    monkeypatch.setenv("FASTDPO_ATTENTION", "triton")  # whose gradients are the same bits in each run
+    if device == "cpu":
+        monkeypatch.delenv("FASTDPO_ATTENTION")
+        return recording.install(monkeypatch)
+    return None
+
+
+@pytest.fixture
+def recorder(stand_in):
+    return stand_in or pytest.skip("it asks the stand-in")
 
 
 def batch(*lengths, seed=0):
     """Padded ids, mask and labels of pairs with prompts, chosen and rejected answers of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(3, WORDS, (p,), generator=generator) for p, *_ in lengths]
+    draw = functools.partial(torch.randint, 3, WORDS, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    prompts = [draw((p,)) for p, *_ in lengths]
     rows = [
-        (prompt, torch.randint(3, WORDS, (answers[i],), generator=generator))
-        for i in range(2)
-        for prompt, (_, *answers) in zip(prompts, lengths, strict=True)
+        (prompt, draw((answers[i],))) for i in range(2) for prompt, (_, *answers) in zip(prompts, lengths, strict=True)
     ]
     shape = len(rows), max(len(p) + len(a) for p, a in rows)
-    ids, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
+    ids, labels = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.full(shape, -100, device="cpu")
     for i, (p, a) in enumerate(rows):
         ids[i, : len(p) + len(a)] = torch.cat([p, a])
         labels[i, len(p) : len(p) + len(a)] = a
@@ -58,6 +74,7 @@ BATCHES = [
 
 
 def loss_of(model, given):
+    given = (x.to(model.device) for x in given)
     chosen, rejected = (0.1 * fastdpo.score(model, *given).sums()).chunk(2)
     return -logsigmoid(chosen - rejected).mean()
 
@@ -99,6 +116,7 @@ class Twins:
     """A prepared model, and a copy of it whose layers run."""
 
     def __init__(self, model):
+        model = model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16)
         self.models = model, copy.deepcopy(model)
         for each in self.models:
             fastdpo.prepare(each, graphs=True)
@@ -154,7 +172,7 @@ def test_same_bits(name):
 
 
 def under_autocast(model, given):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         return step(model, given)
 
 
@@ -258,7 +276,7 @@ CHANGES = {
     "a module": (replace, False),
     "a number in the configuration": (lambda model: model.config.update(dict(rms_norm_eps=1.0)), False),
     "evaluation mode": (lambda model: model.eval(), False),
-    "deterministic algorithms": (lambda _: torch.use_deterministic_algorithms(True), False),
+    "deterministic algorithms": (lambda _: torch.use_deterministic_algorithms(True, warn_only=True), False),
 }
 
 
