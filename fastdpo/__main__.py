@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import __version__
 from .commands import run, sizes
@@ -179,7 +177,6 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="pairs a batch (4)")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter of all linear layers")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the report; requires fastdpo[plot]")
     parser.set_defaults(start=_check, fields=[])
 
 
@@ -187,8 +184,6 @@ def _check(args: argparse.Namespace) -> None:
     missing = [x is None for x in (args.model, args.dataset)]
     if missing != [args.tiny is not None] * 2:
         sys.exit("fastdpo check: pass --model and --dataset, or --tiny")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        sys.exit("fastdpo check: --plot requires matplotlib: pip install matplotlib")
     if args.model is not None:
         require_model("check", args.model)
     warnings.simplefilter("ignore")
@@ -199,10 +194,6 @@ def _check(args: argparse.Namespace) -> None:
 
     options = dict(batches=args.batches, batch_size=args.batch_size, lora=args.lora, fields=args.fields)
     report = command.check(args.model, args.dataset, rewards=args.tiny == "reward", **options)
-    if args.plot is not None:
-        from .commands.check import plot
-
-        plot.draw(report, Path(args.plot))
     print(command.as_json(report) if args.json else command.as_text(report))
     sys.exit(0 if report.ok else 1)
 

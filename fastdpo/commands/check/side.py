@@ -48,7 +48,7 @@ LABELS = {
 }
 """The runs, and what they are called in progress bars."""
 
-OPTIONS = ("--model", "--dataset", "--tiny", "--batches", "--batch-size", "--lora", "--json", "--plot")
+OPTIONS = ("--model", "--dataset", "--tiny", "--batches", "--batch-size", "--lora", "--json")
 """Those of the command that are no fields of the trainer's configuration."""
 
 NOISE = 0.01
