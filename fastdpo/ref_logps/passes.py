@@ -23,7 +23,6 @@ from ..reasons import Reason
 from .pairs import Pairs, batches
 from .ranks import cache_disabled, read_on_all_ranks
 from .shards import MISSING, Shards, missing
-from .termination import ending_by_sigterm
 
 SECONDS_BETWEEN_SHARDS = 30.0
 """A killed process loses at most the values of this many seconds and of one batch."""
@@ -75,7 +74,7 @@ def run(
         return _split(values)
     if shards is not None and cache_disabled(storage.unusable_reason(shards.directory)):
         shards = None
-    with ending_by_sigterm(), ExitStack() as stack:
+    with ExitStack() as stack:
         if shards is not None and not _lock(shards, stack):
             shards = None
         if shards is not None:

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -126,53 +125,3 @@ def test_killed_during_the_merge(tmp_path, monkeypatch, function, call):
     assert fastdpo.calls == before
     assert_close(logps, exact(tiny_model(), rows))
     assert len(list(directory.iterdir())) == 2
-
-
-def terminated(tmp_path, prepare=lambda: None) -> tuple[int | None, int]:
-    """Returns the exit code of a run stopped by SIGTERM, and how many of 200 rows it stored."""
-    ready, rows = tmp_path / "ready", tokens(200)
-
-    def work():
-        prepare()
-        read, taken = passes.Pairs.rows, []
-
-        def rows_of(pairs, indices):
-            taken.extend(indices if len(indices) == 1 else [])  # except when lengths are read
-            if len(taken) == 12:
-                ready.touch()
-            if len(taken) >= 12:
-                time.sleep(0.05)
-            return read(pairs, indices)
-
-        passes.Pairs.rows = rows_of
-        ref_logps.precompute(tiny_model(), rows, cache_dir=tmp_path / "cache", tokens_per_batch=1)
-
-    process = start(work)
-    while not ready.exists() and process.is_alive():
-        time.sleep(0.01)
-    for _ in range(2):  # a launcher repeats the scheduler's signal
-        os.kill(process.pid, signal.SIGTERM)
-    process.join()
-    return process.exitcode, stored_rows(tmp_path / "cache", 200)
-
-
-def test_sigterm_stores_values_before_the_process_ends(tmp_path):
-    code, stored = terminated(tmp_path)
-    assert code == -signal.SIGTERM
-    assert 11 <= stored < 100
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_an_existing_sigterm_handler_is_kept(tmp_path):
-    code, stored = terminated(tmp_path, lambda: signal.signal(signal.SIGTERM, lambda *_: os._exit(7)))
-    assert (code, stored) == (7, 0)
-
-
-def test_the_sigterm_handler_is_restored(tmp_path):
-    ref_logps.precompute(tiny_model(), tokens(3), cache_dir=tmp_path)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    results = []
-    thread = threading.Thread(target=lambda: results.append(ref_logps.precompute(tiny_model(), tokens(3))))
-    thread.start()
-    thread.join()
-    assert results, "only the main thread can set handlers"
