@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import AbstractContextManager
 from pathlib import Path
 from uuid import uuid4
 
@@ -66,19 +65,6 @@ def read(path: Path) -> bytes:
 def write(directory: Path, data: bytes) -> None:
     """Writes a new file, atomically. Creates the directory if needed. Raises OSError if that fails."""
     atomic_files.write(directory / f"{uuid4().hex}{SUFFIX}", data)
-
-
-def lock(directory: Path) -> AbstractContextManager[object]:
-    """Creates the directory if needed, and locks it until the end of the block or of the process.
-
-    Raises:
-        filelock.Timeout: another process holds the lock.
-        OSError, NotImplementedError: locks do not work here.
-    """
-    from filelock import FileLock
-
-    directory.mkdir(parents=True, exist_ok=True)
-    return FileLock(directory / ".lock").acquire(blocking=False)
 
 
 def unusable_reason(directory: Path) -> Reason | None:

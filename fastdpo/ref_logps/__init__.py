@@ -61,7 +61,7 @@ def precompute(
     With `cache_dir`, computed values are stored about every 30 seconds, under a hash of everything
     that they depend on: the model's modules, tensors and configuration, its active adapter, the
     token ids, truncation, `ld_alpha` and the precision. A later process continues after one that
-    was killed. Two processes that compute the same values wait for each other.
+    was killed. Processes that compute the same values at the same time each compute them.
 
     Values are not cached, with one warning, if the directory is not writable, or if the model runs
     hooks, forwards or other functions that do not come from an installed package, which a hash

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import storage
-from ..distributed import gather_objects, largest_of_ranks, rank_and_world_size
+from ..distributed import largest_of_ranks, rank_and_world_size
 from ..logs import strict, warn
 from ..reasons import Reason
 from .pairs import Pairs, batches
@@ -69,21 +68,13 @@ def run(
     if shards is not None:
         storage.remove_leftovers(shards.directory)  # by each rank, which may have a disk of its own
     if not (values == MISSING).any():
-        if shards is not None:
-            shards.clean(values)
         return _split(values)
     if shards is not None and cache_disabled(storage.unusable_reason(shards.directory)):
         shards = None
-    with ExitStack() as stack:
-        if shards is not None and not _lock(shards, stack):
-            shards = None
-        if shards is not None:
-            # Read again: the process that held the lock may have stored more values meanwhile.
-            values = torch.maximum(values, read_on_all_ranks(shards.read, device))
-        failure = _fill(values, score, pairs, shards, bounds, description)
-        values = largest_of_ranks(values, device)
-        if shards is not None and failure is None and rank_and_world_size()[0] == 0:
-            failure = _failure(partial(shards.merge, values))
+    failure = _fill(values, score, pairs, shards, bounds, description)
+    values = largest_of_ranks(values, device)
+    if shards is not None and failure is None and rank_and_world_size()[0] == 0:
+        failure = _failure(partial(shards.merge, values))
     if strict():
         cache_disabled(failure)
     return _split(values)
@@ -91,27 +82,6 @@ def run(
 
 def _split(values: Tensor) -> RefLogps:
     return RefLogps(values[:, 0].clone(), values[:, 1].clone())
-
-
-def _lock(shards: Shards, stack: ExitStack) -> bool:
-    """Rank 0 takes the lock while the others wait. Returns False, and logs why, if the file system
-    has no locks.
-
-    All ranks take part in a short collective after each attempt. A collective that lasted as long
-    as the wait would exceed the time limit of the process group.
-    """
-    held = "held"
-    failure: Reason | None = None
-    if rank_and_world_size()[0] == 0:
-        try:
-            stack.enter_context(shards.lock(lambda: gather_objects(held)))
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: not on this file system
-            failure = Reason("cache-lock", directory=shards.directory, error=error)
-        gather_objects(failure)
-    else:
-        while (failure := gather_objects(None)[0]) == held:
-            continue
-    return not cache_disabled(failure)
 
 
 def _fill(

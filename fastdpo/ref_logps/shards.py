@@ -7,9 +7,9 @@ their contents.
         metadata  key, and digest: the SHA-256 of the bytes of all tensors
 
 `precompute` stores float32 values by row: `rows`, int64 [n], are indices of rows of the dataset, each
-once. Its key depends on the dataset, so a run reads the values of its own rows alone, and waits only for
-runs that compute the same. The reference memory, which does not know the dataset, stores float64 values by
-content: `high` and `low`, int64 [n], are the halves of the digest of each pair.
+once. Its key depends on the dataset, so a run reads the values of its own rows alone. The reference memory,
+which does not know the dataset, stores float64 values by content: `high` and `low`, int64 [n], are the halves of
+the digest of each pair.
 
 A file has a random name and one writer, and is never changed. If two files hold the same row, which
 can happen after two runs of the same computation, the first by name counts.
@@ -19,25 +19,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import safetensors.torch
 import torch
-from filelock import Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import storage
-from ..logs import logger, warn
 from ..storage import invalid_file
-
-SECONDS_BETWEEN_TRIES = 0.2
-"""Interval at which a process tries to take a lock that another one holds."""
 
 MISSING = -torch.inf
 BY_ROW = {"rows": "I64", "chosen": "F32", "rejected": "F32"}
@@ -58,23 +51,6 @@ class Shards:
     directory: Path
     key: str
     n_rows: int
-
-    def lock(self, waiting: Callable[[], object] = lambda: None) -> AbstractContextManager[object]:
-        """Locks the directory until the end of the block or of the process, so that no two jobs compute the same.
-
-        Calls `waiting` after each failed attempt.
-        """
-        waited = False
-        while True:
-            try:
-                return storage.lock(self.directory)
-            except Timeout as busy:
-                if not waited:
-                    holder = f"another process that computes them and holds {busy.lock_file}"
-                    warn(f"reference log-probabilities: waiting for {holder}")
-                waited = True
-                waiting()
-                time.sleep(SECONDS_BETWEEN_TRIES)
 
     def read(self) -> Tensor:
         """The stored values of chosen and rejected completions, float32 [N, 2]; -inf where no file
@@ -99,13 +75,13 @@ class Shards:
     def write(self, rows: Tensor, values: Tensor) -> None:
         """Stores the values [n, 2] of these rows [n] in a new file."""
         tensors = {"rows": rows.long(), "chosen": values[:, 0].contiguous(), "rejected": values[:, 1].contiguous()}
-        write_file(self.directory, self.key, tensors)  # the lock's holder may have another disk
+        write_file(self.directory, self.key, tensors)
 
     def merge(self, values: Tensor) -> None:
-        """Replaces several files by one with all rows. The caller must hold the lock.
+        """Replaces several files by one with all rows.
 
-        Deletes only files that could be read. Where locks have no effect, two processes may do this at the same
-        time: a file with all rows is only deleted when there is another one before it.
+        Deletes only files that could be read. Two processes may do this at the same time: a file with all rows is
+        only deleted when there is another one before it.
         """
         if len(storage.files(self.directory)) > 1:
             stored = [(path, len(rows)) for path, rows, _ in self._stored()]
@@ -115,18 +91,6 @@ class Shards:
             for path, _ in stored:
                 if path != complete:
                     path.unlink(missing_ok=True)
-
-    def clean(self, values: Tensor) -> None:
-        """Merges the files that killed processes left in a finished cache, unless
-        another process holds the lock.
-        """
-        if len(storage.files(self.directory)) < 2:
-            return
-        try:
-            with storage.lock(self.directory):
-                self.merge(values)
-        except (Timeout, OSError, ValueError) as error:
-            logger.debug("reference log-probabilities: %s was not cleaned up: %s", self.directory, error)
 
     def _load(self, path: Path) -> tuple[Tensor, Tensor]:
         rows, chosen, rejected = read_file(path, self.key, BY_ROW).values()

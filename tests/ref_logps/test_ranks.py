@@ -124,38 +124,6 @@ def test_arguments_must_be_the_same_on_every_rank(tmp_path, argument):
         assert "must be the same on every rank" in message
 
 
-def test_a_second_job_waits_longer_than_the_collective_timeout(tmp_path):
-    """The second job reads the values of the first and never calls the model."""
-    rows, cache, limit = tokens(60), tmp_path / "cache", 3.0
-
-    def work(_: int):
-        before = fastdpo.calls.copy()
-        logps = slowly(tiny_model(), rows, cache, seconds=0.5)
-        return logps, (fastdpo.calls - before).total()
-
-    jobs, began = {}, time.monotonic()
-    for name in ("first", "second"):
-        directory = tmp_path / name
-        directory.mkdir()
-        jobs[name] = [start(rank_of, rank, 2, directory, work, limit) for rank in range(2)]
-        while not list(cache.rglob("*.safetensors")):
-            time.sleep(0.01)
-    for process in jobs["second"]:
-        process.join(120)
-        assert process.exitcode == 0
-    assert time.monotonic() - began > 2 * limit
-    for process in jobs["first"]:
-        process.join(120)
-        assert process.exitcode == 0
-    (first, calls), (second, second_calls) = (
-        torch.load(tmp_path / name / "rank1.pt", weights_only=False) for name in ("first", "second")
-    )
-    assert torch.equal(first.chosen, second.chosen)
-    assert torch.equal(first.rejected, second.rejected)
-    assert calls > 5
-    assert second_calls == 0
-
-
 def test_the_key_depends_on_the_precision_of_fsdp_but_not_on_sharding(tmp_path):
     def work(_: int):
         digests = []

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from filelock import FileLock
 
 import fastdpo
 from fastdpo import ref_logps
@@ -97,18 +96,6 @@ def test_a_finished_cache_on_a_full_disk_is_read(tmp_path, caplog, monkeypatch):
     assert torch.equal(logps.chosen, stored.chosen)
     assert not warnings_of(caplog)
     assert fastdpo.calls == before
-
-
-def test_a_file_system_without_locks(tmp_path, caplog, monkeypatch):
-    def acquire(self, **_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(FileLock, "acquire", acquire)
-    with caplog.at_level(logging.WARNING, logger="fastdpo"):
-        logps = ref_logps.precompute(tiny_model(), ROWS, cache_dir=tmp_path)
-    assert_close(logps, exact(tiny_model(), ROWS))
-    (warning,) = warnings_of(caplog)
-    assert os.strerror(errno.ENOLCK) in warning
 
 
 @pytest.mark.parametrize("when", ["at the start", "in the middle", "at the merge"])
