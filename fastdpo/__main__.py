@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -62,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     _add_doctor(commands)
-    _add_tune(commands)
     _add_check(commands)
     estimate.add(commands)
     return parser
@@ -94,60 +92,6 @@ def _doctor(args: argparse.Namespace) -> None:
     report = doctor.examine(args.trainers, args.model, args.cache)
     print(doctor.as_json(report) if args.json else doctor.as_text(report))
     sys.exit(1 if doctor.failed(report) else 0)
-
-
-def _add_tune(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "tune",
-        help="measure which kernels are fastest for a model on this GPU",
-        description="Measures which kernels are fastest on this GPU for the head and the attention of a model, prints "
-        "their times, and notes the choices for later trainings, which otherwise measure at their first batches.",
-        epilog="example: fastdpo tune --model path/to/model --tokens 4096 16384",
-    )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="directory or Hub name of a model, of which the configuration is read"
-    )
-    parser.add_argument("--hidden", type=int, help="without a model: size of the hidden states")
-    parser.add_argument("--vocabulary", type=int, help="without a model: number of vocabulary entries")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="packed tokens of a batch, for attention; default: 4096 16384",
-    )
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of the matrix product"
-    )
-    parser.add_argument("--frozen", action="store_true", help="measure a head that is not trained (LoRA)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(start=_tune)
-
-
-def _tune(args: argparse.Namespace) -> None:
-    size = [args.hidden, args.vocabulary]
-    if (args.model is None) == (None in size):
-        sys.exit("fastdpo tune: pass --model, or --hidden and --vocabulary")
-    if args.model is not None:
-        require_model("tune", args.model)
-    import torch
-
-    from .commands import tune
-
-    if args.model is None:
-        head, attention = tune.HeadSize(*size), []
-    else:
-        from transformers import AutoConfig
-
-        head, attention = tune.sizes_of(AutoConfig.from_pretrained(args.model))
-    tokens, progress = args.tokens or tune.TOKENS, sys.stderr.isatty()
-    dtype, device = getattr(torch, args.dtype), torch.device("cuda", 0)
-    choices = tune.measured(head, attention, dtype, args.frozen, tokens, device, progress=progress)
-    if args.json:
-        noted = {call.noted: choice._asdict() for call, choice in choices.items()}
-        print(json.dumps({"choices": noted}))
-    else:
-        print(tune.as_text(choices))
 
 
 def _add_check(commands: argparse._SubParsersAction) -> None:

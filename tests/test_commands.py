@@ -77,7 +77,7 @@ RUN = ("run", "--verify", "--memory-budget", "1GiB", "--reference-memory", "cach
 
 
 MODEL = ("--model", "path/to/no/model")
-REFUSED = [("check", *MODEL, "--dataset", "x"), ("doctor", *MODEL), ("tune", *MODEL)]
+REFUSED = [("check", *MODEL, "--dataset", "x"), ("doctor", *MODEL)]
 REFUSED.append(("estimate", "path/to/no/model", "x", "--batch", "2"))
 
 
@@ -99,7 +99,7 @@ def test_a_command_starts_without_torch(arguments, tmp_path):
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["check", "doctor", "estimate", "tune"])
+@pytest.mark.parametrize("name", ["check", "doctor", "estimate"])
 def test_ctrl_c_ends_a_command_with_one_line(name, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt

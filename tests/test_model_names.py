@@ -1,4 +1,4 @@
-"""`check`, `doctor`, `estimate` and `tune` take the same models, and refuse others at once and alike."""
+"""`check`, `doctor` and `estimate` take the same models, and refuse others at once and alike."""
 
 import sys
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ COMMANDS = {
     "check": ["--dataset", "pairs.jsonl", "--model"],
     "doctor": ["--model"],
     "estimate": ["--batch", "2"],
-    "tune": ["--model"],
 }
 
 

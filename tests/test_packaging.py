@@ -228,7 +228,6 @@ def test_the_extra_for_trl_takes_all_versions_that_its_line_supports(metadata):
 
 PUBLIC = ("fastdpo", "fastdpo.__main__", "fastdpo.metrics", "fastdpo.ops", "fastdpo.ops.definitions", "fastdpo.packing")
 PUBLIC += ("fastdpo.models.attention", "fastdpo.ref_logps", "fastdpo.testing", "fastdpo.commands.run")
-PUBLIC += ("fastdpo.commands.tune",)
 
 IMPORT = """
 import importlib, sys

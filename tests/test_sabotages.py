@@ -85,7 +85,7 @@ def options() -> set[str]:
 def test_each_promise_and_each_capability_has_an_entry():
     assert len(promises()) == 5
     assert len(trainers()) >= 15
-    assert len(commands()) == 5
+    assert len(commands()) == 4
     assert {sabotage.name for sabotage in sabotages()} == promises() | trainers() | commands() | options() | {*OTHERS}
 
 

@@ -235,7 +235,7 @@ def choice_findings(device: torch.device) -> Iterator[Finding]:
         return
     choices = tuning.noted(device)
     if not choices:
-        yield Finding(OK, "none", "a training makes them at its first batches, and `fastdpo tune` beforehand")
+        yield Finding(OK, "none", "a training makes them at its first batches")
     for call, choice in choices.items():
         yield Finding(OK, call, str(choice))
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastdpo import NotFused, ops
-from fastdpo.commands import tune
 from fastdpo.kernels import token_logps
 from fastdpo.ops import definitions
 from fastdpo.ops.attention import routes
@@ -529,17 +528,6 @@ def test_attention_runs_its_fastest_backend(fastest, library, clock, one_round):
     ((call, choice),) = tuning.made().items()
     assert call.noted == "packed_attention torch.float32 T 16 H 4 H_kv 2 D 16 D_v 16 windowed False capped False"
     assert choice.name == fastest
-
-
-def test_the_command_measures_a_head_and_attention(library, clock, one_round):
-    clock(TIMES | {"library": 2.0, "triton": 1.0})
-    attention = tune.AttentionSize(2, 1, 16, window=8, softcap=None)
-    arguments = [attention], torch.float16, False, [40], CPU
-    choices = {call.name: choice for call, choice in tune.measured(tune.HeadSize(24, 67), *arguments).items()}
-    assert choices == {
-        "linear_logps": tuning.Choice(WHOLE, TIMES),
-        "packed_attention": tuning.Choice("triton", {"library": 2.0, "triton": 1.0}),
-    }
 
 
 def test_a_wrong_library_is_not_timed(library, clock, caplog):
