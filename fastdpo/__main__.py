@@ -158,8 +158,6 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     runner.add_argument(
         "--strict", action="store_true", default=False, help="raise an error where something is not fused"
     )
-    for name in options.REMOVED:
-        runner.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=argparse.SUPPRESS)
     runner.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, default=None, help="run a module, with its arguments"
     )
@@ -168,7 +166,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    given = {name: x for name, x in vars(args).items() if name in options.OPTIONS or name in options.REMOVED}
+    given = {name: x for name, x in vars(args).items() if name in options.OPTIONS}
     if "memory_budget" in given:
         given["memory_budget"] = sizes.bytes_of("run", "memory_budget", args.memory_budget)
     if given.get("reference_memory") == "yes":

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from .. import plain_checks as checks
-from ..logs import warn
 from ..storage import checked_directory
 
 if TYPE_CHECKING:
@@ -170,12 +169,6 @@ class GivenOptions(TypedDict, total=False):
 OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(PatchOptions) if x.metadata}
 """The options by their names."""
 
-REMOVED = {
-    "log_savings": "the line of calls, logged at the first log and at the end, has its numbers",
-    "longest_first": "`fastdpo estimate` predicts the memory of the largest batch, and max_tokens bounds it",
-}
-"""Options that were removed, and what replaces them. They are ignored with a warning for one version."""
-
 
 def applies(name: str, trainer: str) -> bool:
     """Whether an option applies to a trainer."""
@@ -189,7 +182,7 @@ def specific_options(trainer: str) -> list[str]:
 
 
 def checked_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `patch()` as `PatchOptions` holds them. Logs a warning for each that was removed.
+    """Options of `patch()` as `PatchOptions` holds them.
 
     Args:
         op: the public function, for its error messages.
@@ -199,11 +192,8 @@ def checked_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: an option is unknown, or has the wrong type or value.
     """
-    for name in given.keys() & REMOVED.keys():
-        warn(f"{op}: {name} was removed and is ignored: {REMOVED[name]}")
-    remaining = {name: value for name, value in given.items() if name not in REMOVED}
-    for name in remaining:
+    for name in given:
         if name not in OPTIONS:
             known = f"{', '.join(OPTIONS)}; got {name}{checks.suggested(name, OPTIONS)}"
             raise TypeError(f"{op}: options must be among {known}")
-    return {name: OPTIONS[name].check(op, name, value) for name, value in remaining.items()}
+    return {name: OPTIONS[name].check(op, name, value) for name, value in given.items()}

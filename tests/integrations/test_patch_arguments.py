@@ -14,7 +14,6 @@ from trl.experimental.online_dpo import OnlineDPOTrainer
 import fastdpo
 from fastdpo.__main__ import parser, subparsers
 from fastdpo.commands import run
-from fastdpo.integrations import options
 from fastdpo.integrations.options import OPTIONS, GivenOptions, PatchOptions
 from tests.support import ROOT
 
@@ -203,17 +202,3 @@ def test_the_command_line_checks_options_before_the_program_starts(arguments):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"fastdpo run: {arguments[0][2:].replace('-', '_')} must be")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", options.REMOVED)
-def test_a_removed_option_is_ignored_with_a_warning(option, caplog):
-    assert option not in inspect.signature(fastdpo.patch).parameters
-    report = fastdpo.patch("trl.DPOTrainer", **{option: True})
-    assert report == fastdpo.patch("trl.DPOTrainer")
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == [f"fastdpo: patch: {option} was removed and is ignored: {options.REMOVED[option]}"]
-    flag = f"--{option.replace('_', '-')}"
-    command = [sys.executable, "-m", "fastdpo", "run", flag, sys.executable, "-c", "print('ran')"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert f"fastdpo: run: {option} was removed and is ignored: " in done.stderr
