@@ -9,7 +9,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import DataLoader
 
-from fastdpo.batching import CostModel, Kinship, StepPlanner, TokenBudgetSampler, budget_report, kinship_of
+from fastdpo.batching import CostModel, Kinship, StepPlanner, TokenBudgetSampler, kinship_of
 from fastdpo.lengths import PairLengths, pair_lengths
 from fastdpo.ops import pack, pack_pairs
 from tests.support.trl.dpo import tiny_model
@@ -216,14 +216,6 @@ def test_a_reward_model_has_no_lm_head_that_costs():
     assert CostModel.of_model(model).token == cost.token + 2 * model.score.weight.numel()
 
 
-def test_the_report_counts():
-    lengths = PairLengths(*np.array([[6, 11], [5, 3], [3, 1], [2, 1], [3, 2], [0, 0]]))
-    report = budget_report(lengths, StepPlanner(lengths, 12), [[[0, 1]]])
-    assert (report.padded, report.packed, report.shared) == (4 * 11, 6 + 5 + 11 + 3, 6 + 10)
-    assert (report.fixed, report.by_budget, report.most, report.filled) == (1, 2, 2, 16 / 24)
-    assert "padded            44" in str(report)
-
-
 LENGTHS = lengths_of(8)
 MALFORMED = [
     (dict(max_tokens=0), ValueError, "max_tokens must be a positive integer; got 0"),
@@ -255,8 +247,6 @@ def test_malformed_steps_and_costs():
     for pairs in ([], [0, 1, 2]):
         with pytest.raises(ValueError, match=r"^StepPlanner: pairs must be a positive number of pairs that 2 ranks"):
             planner.cut(pairs)
-    with pytest.raises(ValueError, match=r"^budget_report: steps must not be empty"):
-        budget_report(LENGTHS, planner, [])
     with pytest.raises(ValueError, match=r"^CostModel: token must be positive; got 0"):
         CostModel(token=0)
     with pytest.raises(ValueError, match=r"^CostModel: attended must be a finite number that is not negative; got -1"):

@@ -187,7 +187,7 @@ def test_ranks_have_the_pairs_that_accelerate_draws(splits):
 
     def budgeted(rank):
         planner = StepPlanner(lengths, 36, ranks=2)
-        items = budgeted_loader.with_token_budget(loader(rank), planner, 1, rank, lambda steps: None)
+        items = budgeted_loader.with_token_budget(loader(rank), planner, 1, rank)
         return [[pair for x in item for pair in x.inputs] for item in items]
 
     stock = [a + b for a, b in zip(loader(0), loader(1), strict=True)]
@@ -283,13 +283,3 @@ def test_refused_before_training(tmp_path, case):
     with pytest.raises(error, match=f"^patch: .*{message}"):
         run(tmp_path, True, max_tokens, **options)
     assert sum(fastdpo.calls.values()) == before
-
-
-def test_the_report_of_a_training(tmp_path, caplog, capsys):
-    with caplog.at_level("INFO", logger="fastdpo"):
-        run(tmp_path / "logged", True, **STEP)
-    reports = [record.message for record in caplog.records if "max_tokens=" in record.message]
-    assert len(reports) == 1
-    assert reports[0].startswith("fastdpo: max_tokens=120\ntokens a step, mean of 2 steps of 8 pairs:\n  padded")
-    run(tmp_path / "shown", True, **{**STEP, "disable_tqdm": False})
-    assert "tokens a step, mean of 2 steps of 8 pairs:" in capsys.readouterr().out

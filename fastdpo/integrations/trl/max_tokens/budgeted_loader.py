@@ -53,7 +53,6 @@ def with_token_budget(
     planner: StepPlanner,
     accumulation: int,
     rank: int,
-    on_first_epoch: Callable[[Steps], None],
     learned: LearnedTokens | None = None,
 ) -> DataLoaderShard:
     """A loader of `MicroBatches` in the place of a prepared loader.
@@ -63,7 +62,6 @@ def with_token_budget(
         planner: cuts the steps.
         accumulation: `gradient_accumulation_steps` of the Trainer.
         rank: of this process among those that load different data.
-        on_first_epoch: called with the steps of the first epoch.
         learned: the tokens of each step. Default: those of the planner.
     """
     return DataLoaderShard(
@@ -74,7 +72,7 @@ def with_token_budget(
         iteration=loader.iteration,
         _drop_last=loader._drop_last,
         _non_blocking=loader._non_blocking,
-        batch_sampler=StepSampler(loader.batch_sampler, planner, accumulation, rank, on_first_epoch, learned),
+        batch_sampler=StepSampler(loader.batch_sampler, planner, accumulation, rank, learned),
         collate_fn=functools.partial(_collated, loader.collate_fn),
         **{name: getattr(loader, name) for name in _LOADER_OPTIONS},
     )
@@ -125,11 +123,9 @@ class StepSampler:
         planner: StepPlanner,
         accumulation: int,
         rank: int,
-        on_first_epoch: Callable[[Steps], None],
         learned: LearnedTokens | None,
     ):
         self.stock, self.planner, self._accumulation, self._rank = stock, planner, accumulation, rank
-        self._on_first_epoch: Callable[[Steps], None] | None = on_first_epoch
         self._learned = learned
 
     @property
@@ -151,9 +147,6 @@ class StepSampler:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         steps = self._drawn_steps()
-        if self._on_first_epoch is not None:
-            self._on_first_epoch(steps)
-            self._on_first_epoch = None
         first = 0 if self._learned is None else self._learned.step // len(steps) * len(steps)
         for step, batches in enumerate(steps, first):
             cut = self._cut(step, batches)

@@ -26,15 +26,13 @@ from ...grouped_epochs import kinship_in, require_supported, unsupported_loader_
 from ...line import TrainerLine
 from ...replacements import temporarily
 from ..gathering import StepMetrics
-from .learned_tokens import LearnedTokens, learning, say, shows_progress
+from .learned_tokens import LearnedTokens, learning, shows_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ....batching import StepPlanner
     from ....lengths import PairLengths
 
-REPORTED_STEPS = 1000
 NOT_A_MEAN_OVER_PAIRS = {"aot", "aot_unpaired", "sft"}
 
 
@@ -80,7 +78,7 @@ class TokenBudget:
 
     def _get_train_dataloader(self, trainer: Any, stock: Callable[[], Any]) -> Any:
         from ....batching import CostModel, StepPlanner
-        from .budgeted_loader import Steps, with_token_budget
+        from .budgeted_loader import with_token_budget
 
         loader = stock()
         if vars(trainer).get(STATE) is None:  # unpatched since
@@ -102,17 +100,12 @@ class TokenBudget:
             kinship=kinship_in(loader),
             op="patch",
         )
-
-        def report(steps: Steps) -> None:
-            if trainer.accelerator.is_main_process and self._learned is None:
-                _report(trainer, lengths, planner, steps)
-
         accumulation = trainer.args.gradient_accumulation_steps
         if options.max_tokens == "auto":
             drawn = 1 + loader.num_workers * (loader.prefetch_factor or 0)  # items of the loader, before they are due
             self._learned = LearnedTokens(trainer, self._line.name, longest, ahead=-(-drawn // accumulation))
         rank = trainer.accelerator.process_index
-        return with_token_budget(loader, planner, accumulation, rank, report, self._learned)
+        return with_token_budget(loader, planner, accumulation, rank, self._learned)
 
     def _training_step(
         self, trainer: Any, stock: Callable[..., Tensor], model: nn.Module, inputs: Any, *args
@@ -178,16 +171,6 @@ def shares_prompts(option: SharePrompts, model: nn.Module) -> bool:
     """
     modules = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     return option is True or bool(option and not any(module.p > 0 for module in modules))
-
-
-def _report(trainer: Any, lengths: PairLengths, planner: StepPlanner, steps: list) -> None:
-    """Shows what the budget saves, next to the progress bars or in the log."""
-    from ....batching import budget_report
-
-    if not steps:
-        return
-    report = budget_report(lengths, planner, steps[:REPORTED_STEPS], progress=shows_progress(trainer))
-    say(trainer, f"fastdpo: max_tokens={planner.max_tokens}\n{report}")
 
 
 def widest_batch(collator: Any, lengths: np.ndarray) -> int:
