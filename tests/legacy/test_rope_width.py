@@ -24,10 +24,3 @@ def test_same_training(both, kind):
     stock, patched = both(kind, tiny=tiny, **EPOCHS)
     assert_same(stock, patched)
     assert_fused(patched, policy=8, reference=8)
-
-
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
-def test_reference_memory_is_disabled_by_a_wide_batch(both, caplog, kind):
-    stock, patched = both(kind, tiny=CONFIGURATIONS[kind][0], reference_memory=True, **EPOCHS)
-    assert_same(stock, patched)
-    assert "reference_memory is disabled, rotary embeddings depend on the width" in caplog.text

@@ -21,17 +21,13 @@ from ...logs import warn
 from ...models import forward
 from ...models.batch import inputs_once
 from ...models.calls import counting_calls_as
-from ...models.sharding import is_sharded
 from ...packing import IGNORE_INDEX
 from ...reasons import Reason
-from ...ref_logps.memory import Memory, digests_of_pairs, key_of
 from ..line import TrainerLine, liger_reason
 from ..replacements import temporarily
 from ..scored_rows import Inputs, ScoredRows
 from .dpo import init_padded
 from .gathering import of_all_ranks
-from .memory import memory_unsupported_reason, remembered_logps, start
-from .models import precision_of, reference_digest, reference_of
 
 if TYPE_CHECKING:
     DPOTrainer = Any  # types are checked in an environment with another TRL
@@ -41,6 +37,8 @@ _PARAMETERS = {
     "concatenated_inputs": ["batch", "padding_value"],
     "get_batch_loss_metrics": ["self", "model", "batch", "train_eval"],
 }
+_SINCE = {"max_tokens": "1.8", "reference_memory": "0.29"}
+"""The versions of TRL from which on options apply."""
 _OTHER_INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "token_type_ids")
 
 
@@ -62,8 +60,9 @@ class LegacyDPOLine(TrainerLine):
         return ("mean_logits", *(("log_sum_sq_probs",) if trainer.use_weighting else ()))
 
     def replace(self) -> None:
-        if self.options.max_tokens:
-            warn(f"{self.name}: max_tokens requires TRL 1.8 or later")
+        for option, version in _SINCE.items():
+            if getattr(self.options, option):
+                warn(f"{self.name}: {option} requires TRL {version} or later")
         super().replace()
 
     def init(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +83,8 @@ class LegacyDPOLine(TrainerLine):
             with temporarily(trainer, padding_free=False) if padded else nullcontext():
                 return stock(trainer, of_model, batch, is_ref_model)
 
-        inputs = self._inputs_of(trainer, batch)
+        tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))  # the same for policy and reference
+        inputs = inputs_once(self.state_of(trainer), tensors, lambda: inputs_of(trainer, batch))
         results = functools.partial(results_of, trainer, is_ref_model, cast(Inputs, inputs))
         with counting_calls_as("reference") if is_ref_model else nullcontext():
             return self.score(model, inputs, results, from_logits)
@@ -92,17 +92,9 @@ class LegacyDPOLine(TrainerLine):
     def get_batch_loss_metrics(
         self, stock: Callable, trainer: DPOTrainer, model: Any, batch: dict[str, Any], train_eval: str = "train"
     ) -> Any:
-        state = self.state_of(trainer)
-        if state is None:
+        is_patched = self.state_of(trainer) is not None  # otherwise created before patch()
+        with of_all_ranks(trainer.accelerator) if is_patched else nullcontext():
             return stock(trainer, model, batch, train_eval)
-        known = remembered(trainer, state.memory, batch, lambda: self._inputs_of(trainer, batch))
-        with of_all_ranks(trainer.accelerator):
-            return stock(trainer, model, {**batch, **known}, train_eval)
-
-    def _inputs_of(self, trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
-        """`inputs_of`, with the same tensors for policy and reference."""
-        tensors = tuple(x for x in batch.values() if isinstance(x, Tensor))
-        return inputs_once(self.state_of(trainer), tensors, lambda: inputs_of(trainer, batch))
 
 
 def inputs_of(trainer: DPOTrainer, batch: dict[str, Any]) -> Inputs | Reason:
@@ -173,46 +165,3 @@ def results_of(trainer: DPOTrainer, is_ref_model: bool, inputs: Inputs, rows: Sc
     if trainer.aux_loss_enabled:
         results["aux_loss"] = rows.aux_loss
     return results
-
-
-def remembered(
-    trainer: DPOTrainer, memory: Memory, batch: dict[str, Any], inputs_of: Callable[[], Inputs | Reason]
-) -> dict[str, Tensor]:
-    """The reference's log-probabilities [B] by their names in a batch; nothing if the memory is
-    disabled.
-
-    `inputs_of` returns the batch as the model is given it, or the reason why it is not supported.
-    """
-    if not memory.enabled or "ref_chosen_logps" in batch:  # precomputed
-        return {}
-    if not memory.started:
-        _start(trainer, memory)
-    if not memory.enabled:
-        return {}
-    inputs = inputs_of()
-    if isinstance(inputs, Reason):  # the reason is logged when the model is called
-        return {}
-    digests = digests_of_pairs(inputs["input_ids"], inputs["attention_mask"], inputs["labels"] != IGNORE_INDEX)
-
-    def compute(missing: list[int]) -> Tensor:
-        all_missing = len(missing) == len(digests)  # the layout of the same tensors is cached
-        part = batch if all_missing else {name: x[missing] for name, x in batch.items() if isinstance(x, Tensor)}
-        return torch.stack(list(trainer.compute_ref_log_probs(part)), 1)
-
-    logps = remembered_logps(memory, trainer, digests, compute, inputs["input_ids"].shape)
-    if logps is None:
-        return {}
-    chosen, rejected = logps.to(inputs["input_ids"].device, torch.float32).unbind(1)
-    return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-
-
-def _start(trainer: DPOTrainer, memory: Memory) -> None:
-    def key() -> str:
-        return key_of("legacy", reference_digest(trainer), precision_of(trainer), "ipo" in trainer.loss_type)
-
-    reason = None
-    if trainer.is_encoder_decoder:
-        reason = Reason("encoder-decoder", model="the model")
-    elif is_sharded(reference_of(trainer)):
-        reason = Reason("reference-on-ranks")
-    start(memory, trainer, reason or memory_unsupported_reason(trainer), key)

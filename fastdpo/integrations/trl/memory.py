@@ -1,4 +1,4 @@
-"""The reference memory of TRL's DPOTrainers.
+"""The reference memory of TRL's DPOTrainer since its rewrite in TRL 0.29.
 
 A trainer that precomputes reference log-probabilities takes them from its batches. The memory makes
 use of this: it adds remembered log-probabilities to each batch, and has the trainer's own
@@ -7,7 +7,7 @@ use of this: it adds remembered log-probabilities to each batch, and has the tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +51,7 @@ def serving(memory: Memory, trainer: DPOTrainer, inputs: dict[str, Any]) -> Iter
 
 
 def _start(memory: Memory, trainer: DPOTrainer) -> None:
+    """Starts the memory. Ranks exchange new entries at the end of each epoch and after each evaluation."""
     if trainer.precompute_ref_logps:  # nothing is left to remember
         memory.enabled = False
         return
@@ -58,22 +59,14 @@ def _start(memory: Memory, trainer: DPOTrainer) -> None:
     def key() -> str:
         return key_of(reference_digest(trainer), precision_of(trainer), trainer.ld_alpha, *_truncation(trainer))
 
-    # Ranks agree on running the reference on this device, unless each has a whole one.
-    vote_on = trainer.accelerator.device if sharding.is_sharded(reference_of(trainer)) else None
-    start(memory, trainer, memory_unsupported_reason(trainer), key, vote_on)
-
-
-def start(
-    memory: Memory, trainer: Any, reason: Reason | None, key: Callable[[], str], vote_on: torch.device | None = None
-) -> None:
-    """`Memory.start` for a trainer. Ranks exchange new entries at the end of each epoch and after each evaluation."""
-
     def exchange(*args: Any, **kwargs: Any) -> None:
         memory.exchange()
 
     # On every rank, since all must take part.
     trainer.add_callback(callback(on_epoch_end=exchange, on_evaluate=exchange, on_train_end=exchange))
-    memory.start(reason, key, vote_on)
+    # Ranks agree on running the reference on this device, unless each has a whole one.
+    vote_on = trainer.accelerator.device if sharding.is_sharded(reference_of(trainer)) else None
+    memory.start(memory_unsupported_reason(trainer), key, vote_on)
 
 
 def _digests(trainer: DPOTrainer, inputs: dict[str, Any]) -> list[bytes] | Reason:
@@ -111,8 +104,13 @@ def _of_batch(memory: Memory, trainer: DPOTrainer, inputs: dict[str, Tensor]) ->
         part = inputs if all_missing else {name: inputs[name][rows] for name in SUPPORTED_INPUTS}
         return torch.stack(list(reference_logps(trainer, part)), 1)
 
-    logps = remembered_logps(memory, trainer, digests, compute, inputs["input_ids"].shape)
-    dtype = torch.promote_types(next(reference_of(trainer).parameters()).dtype, torch.float32)
+    reference, width = reference_of(trainer), inputs["input_ids"].shape[1]
+    base = base_of(reference, "reference_memory")
+    reshard(reference)
+    with as_reference(trainer):
+        memory.check(base, width)
+    logps = memory.log_probs(base, digests, compute, inputs["input_ids"].numel())
+    dtype = torch.promote_types(next(reference.parameters()).dtype, torch.float32)
     return None if logps is None else logps.to(device, dtype)
 
 
@@ -148,14 +146,3 @@ def memory_unsupported_reason(trainer: Any) -> Reason | None:
         if any(id(x) in trained for x in active_parameters(base)):
             return Reason("trained-reference")
     return None
-
-
-def remembered_logps(
-    memory: Memory, trainer: Any, digests: list[bytes], compute: Callable[[list[int]], Tensor], padded_shape: torch.Size
-) -> Tensor | None:
-    """`Memory.log_probs` for a trainer's reference as it is now, and a batch of this padded shape."""
-    base = base_of(reference_of(trainer), "reference_memory")
-    reshard(reference_of(trainer))
-    with as_reference(trainer):
-        memory.check(base, padded_shape[1])
-    return memory.log_probs(base, digests, compute, padded_shape.numel())

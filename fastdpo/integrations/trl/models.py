@@ -43,8 +43,6 @@ def as_reference(trainer: Any) -> AbstractContextManager[None]:
     """
     if trainer.ref_model is not None:
         return nullcontext()
-    if hasattr(trainer, "null_ref_context"):  # TRL before 0.29, which knows the adapter by its options
-        return trainer.null_ref_context()
     adapters = getattr(without_engines(trainer.model), "peft_config", None)
     if adapters is None:
         return nullcontext()
