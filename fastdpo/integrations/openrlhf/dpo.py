@@ -3,8 +3,6 @@
 `Actor.forward` is not patched, since PPO and SFT use it, too. OpenRLHF stores logits and their
 float32 copy for every token of prompts and answers. Here, no padding is computed, whether or not
 `packing_samples` is set, and only answers are scored.
-
-OpenRLHF reduces each number of its log in a collective of its own. Here, a log is one collective.
 """
 
 # pyright: reportMissingImports=false
@@ -48,7 +46,6 @@ _PARAMETERS = {
     "_get_batch_logps": ["self", "per_token_logps", "attention_mask", "prompt_id_lens"],
     "save_logs_and_checkpoints": ["self"],
 }
-_STRATEGY_PARAMETERS = {"all_reduce": ["self", "data", "op"]}
 _ACTOR_PARAMETERS = {"forward": ["self", "sequences"]}
 
 
@@ -59,11 +56,8 @@ class OpenRLHFDPOLine(OpenRLHFLine):
 
     def unsupported_reason(self) -> Reason | None:
         from openrlhf.models import Actor
-        from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-        others = {DeepspeedStrategy: _STRATEGY_PARAMETERS, Actor: _ACTOR_PARAMETERS}
-        differences = (first_difference(owner, functions, exact=False) for owner, functions in others.items())
-        return super().unsupported_reason() or next(filter(None, differences), None)
+        return super().unsupported_reason() or first_difference(Actor, _ACTOR_PARAMETERS, exact=False)
 
     def models(self, trainer: DPOTrainer) -> dict[str, nn.Module]:
         return {"policy": trainer.model, "reference": trainer.ref_model}
@@ -71,12 +65,6 @@ class OpenRLHFDPOLine(OpenRLHFLine):
     def request(self, trainer: DPOTrainer, role: str) -> ForwardOptions:
         actor = trainer.model if role == "policy" else trainer.ref_model
         return super().request(trainer, role)._replace(temperature=actor.temperature)
-
-    def replace(self) -> None:
-        from openrlhf.utils.deepspeed import DeepspeedStrategy
-
-        super().replace()
-        self.replacements.wrap(DeepspeedStrategy, "all_reduce", _all_reduce)
 
     def fit(self, stock: Callable, trainer: DPOTrainer, *args: Any, **kwargs: Any) -> None:
         state = self.state_of(trainer)
@@ -123,13 +111,6 @@ class OpenRLHFDPOLine(OpenRLHFLine):
     def _rows_of(self, trainer: DPOTrainer, *batch: Any) -> Inputs:
         """`rows_of`, with the same tensors for policy and reference."""
         return inputs_once(self.state_of(trainer), batch[:-1], lambda: rows_of(trainer, *batch))
-
-
-def _all_reduce(stock: Callable, strategy: Any, data: Any, op: str = "mean") -> Any:
-    if not isinstance(data, dict) or any(isinstance(x, Tensor | dict) for x in data.values()):
-        return stock(strategy, data, op)
-    reduced = stock(strategy, torch.tensor(list(data.values()), dtype=torch.float32, device="cpu"), op)
-    return dict(zip(data, reduced.tolist(), strict=True))
 
 
 def rows_of(trainer: DPOTrainer, *batch: Any) -> Inputs:
