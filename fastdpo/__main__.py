@@ -79,7 +79,6 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="directory or Hub name of a causal LM or a reward model that must pack"
     )
-    parser.add_argument("--cache", metavar="DIRECTORY", help="path of a cache of reference log-probabilities to check")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(start=_doctor)
 
@@ -89,7 +88,7 @@ def _doctor(args: argparse.Namespace) -> None:
         require_model("doctor", args.model)
     from .commands import doctor
 
-    report = doctor.examine(args.trainers, args.model, args.cache)
+    report = doctor.examine(args.trainers, args.model)
     print(doctor.as_json(report) if args.json else doctor.as_text(report))
     sys.exit(1 if doctor.failed(report) else 0)
 

@@ -40,11 +40,6 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"*{SUFFIX}"))
 
 
-def leftovers(directory: Path) -> list[Path]:
-    """Unfinished files, which are being written, or whose writer was killed."""
-    return sorted(directory.glob(atomic_files.TEMPORARY))
-
-
 def read(path: Path) -> bytes:
     """The bytes of a file. Not memory-mapped: an I/O error would then kill the process with SIGBUS.
 

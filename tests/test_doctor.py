@@ -13,7 +13,6 @@ from fastdpo import ops
 from fastdpo.commands import doctor, self_check
 from fastdpo.commands.doctor import FAILED, OFF, OK
 from fastdpo.ops.choice import notes, tuning
-from fastdpo.ref_logps import shards
 from tests.support.documents.markdown_blocks import blocks
 from tests.support.programs.warm import run_program
 from tests.support.programs.workload import TINY
@@ -61,7 +60,6 @@ def test_the_report_in_the_documentation(tmp_path):
         (["openrlhf"], "openrlhf is not installed"),
         (["trl.Trainer"], "targets must be among"),
         (["--model", "/no/model"], "/no/model"),
-        (["--cache", "/no/cache"], "/no/cache"),
     ],
 )
 def test_what_was_asked_for_and_is_missing_fails_the_command(arguments, message):
@@ -197,36 +195,6 @@ def test_a_reward_model_that_is_not_packed(model, reason):
     (finding,) = doctor.model_findings(model())
     assert (finding.status, finding.name) == (FAILED, "packing")
     assert f"[{reason}]" in finding.detail
-
-
-def test_caches(tmp_path):
-    half = torch.zeros(3)
-    shards.write_file(tmp_path / "a", "a", {"rows": torch.arange(3), "chosen": half, "rejected": half + 1})
-    shards.write_file(
-        tmp_path / "b",
-        "b",
-        {"high": torch.arange(3), "low": torch.arange(3), "chosen": half.double(), "rejected": half.double() + 1},
-    )
-    (tmp_path / "b" / ".x.tmp").write_bytes(b"")
-    report = doctor.examine(cache=str(tmp_path))
-    first, second = report[f"cache {tmp_path}"]
-    assert (first.status, second.status) == (OK, OK)
-    assert first.detail == "1 files, 0.0 MiB"
-    assert second.detail == "1 files, 0.0 MiB, 1 unfinished"
-
-
-@pytest.mark.parametrize("dtypes", [shards.BY_ROW, shards.BY_CONTENT])
-@pytest.mark.parametrize("damage", ["cut", "changed", "of another key"])
-def test_a_damaged_cache_is_found(tmp_path, dtypes, damage):
-    of = {"I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
-    tensors = {name: torch.arange(3, dtype=of[dtype]) for name, dtype in dtypes.items()}
-    shards.write_file(tmp_path / "key", "other" if damage == "of another key" else "key", tensors)
-    (path,) = (tmp_path / "key").iterdir()
-    data = path.read_bytes()
-    path.write_bytes({"cut": data[:-9], "changed": data[:-8] + b"\1" + data[-7:]}.get(damage, data))
-    (finding,) = doctor.examine(cache=str(tmp_path))[f"cache {tmp_path}"]
-    assert finding.status == FAILED
-    assert path.name in finding.detail
 
 
 def test_choices_that_were_measured_are_listed(monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """What this machine can do with fastdpo, and whether what was asked for is available.
 
-fastdpo doctor [--json] [--model PATH] [--cache DIRECTORY] [TRAINER ...]
+fastdpo doctor [--json] [--model PATH] [TRAINER ...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from packaging.requirements import Requirement
 
-from .. import __version__, storage
+from .. import __version__
 from ..integrations import patching
 from ..integrations.admission import packages
 from ..integrations.lines import TRAINS_WITH, all_lines
@@ -62,31 +62,26 @@ Report = dict[str, list[Finding]]
 """The findings by section."""
 
 
-def examine(targets: Sequence[str] = (), model: str | None = None, cache: str | None = None) -> Report:
+def examine(targets: Sequence[str] = (), model: str | None = None) -> Report:
     """Examines this machine.
 
     Args:
         targets: trainers or packages that must be patchable, as for `patch`. Without any, those
             that `patch()` patches are looked at, and none of them must be.
         model: path or name of a model that must pack and fuse.
-        cache: path of a directory of reference log-probabilities, of `ref_logps` or of `reference_memory`.
 
     Raises:
-        ValueError: a target is unknown, or the cache is a file or a URL.
+        ValueError: a target is unknown.
     """
     report = {"packages": list(package_findings()), "devices": list(_devices()), "trainers": list(_trainers(targets))}
     for device in _torch_devices():
         report[f"attention on {device}"] = list(_attention(device))
-        report[f"head on {device}"] = list(_head(device))
         if suits_triton(device, torch.bfloat16):
             report[f"kernels on {device}"] = list(kernel_findings(device))
             report[f"choices on {device}"] = list(choice_findings(device))
         report[f"ops on {device}"] = list(_ops(device))
     if model is not None:
         report[f"model {model}"] = list(_model(model))
-    if cache is not None:
-        directory = storage.checked_directory("doctor", "cache", cache, "be the path of a directory")
-        report[f"cache {cache}"] = list(_cache(directory))
     return report
 
 
@@ -208,13 +203,6 @@ def _attention(device: torch.device) -> Iterator[Finding]:
         yield Finding(OK, name) if reason is None else Finding(OFF, name, reason)
 
 
-def _head(device: torch.device) -> Iterator[Finding]:
-    if suits_triton(device, torch.bfloat16):
-        yield Finding(OK, "tiles", "of logits, by matrix products of torch and a kernel for each row")
-    else:
-        yield Finding(OK, "tiles", "of logits, by matrix products of torch")
-
-
 def kernel_findings(device: torch.device) -> Iterator[Finding]:
     """Whether fastdpo's own kernels work. Where one does not, its op computes with PyTorch."""
     attention = partial(attention_trials.packed_attention, routes.OWN.call, d=128, d_v=128)
@@ -286,26 +274,3 @@ def model_findings(model: PreTrainedModel) -> Iterator[Finding]:
         return
     yield Finding(OK, what, type(model).__name__)
     yield Finding(OK, "shared prompts", "one dropout mask for both rows" if is_random else "")
-
-
-def _cache(cache: Path) -> Iterator[Finding]:
-    """The files with values in each directory that is named after a key."""
-    keys = [path for path in sorted(cache.glob("*")) if path.is_dir()]
-    if not keys:
-        yield Finding(FAILED, str(cache), "holds no directory that is named after a key")
-    for directory in keys:
-        files, leftovers = storage.files(directory), len(storage.leftovers(directory))
-        unreadable = [reason for path in files if (reason := _unreadable_reason(path)) is not None]
-        size = sum(path.stat().st_size for path in files) / 2**20
-        detail = f"{len(files)} files, {size:.1f} MiB" + (f", {leftovers} unfinished" if leftovers else "")
-        yield Finding(FAILED, directory.name, unreadable[0]) if unreadable else Finding(OK, directory.name, detail)
-
-
-def _unreadable_reason(path: Path) -> str | None:
-    from ..ref_logps import shards
-
-    try:
-        shards.read_file(path, path.parent.name, shards.BY_ROW, shards.BY_CONTENT)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None

@@ -127,13 +127,13 @@ def write_file(directory: Path, key: str, tensors: dict[str, Tensor]) -> None:
     storage.write(directory, safetensors.torch.save(tensors, {"key": key, "digest": digest_of(tensors)}))
 
 
-def read_file(path: Path, key: str, *formats: dict[str, str]) -> dict[str, Tensor]:
+def read_file(path: Path, key: str, dtypes: dict[str, str]) -> dict[str, Tensor]:
     """Reads the tensors [n] of a file that `write_file` has written for this key.
 
     Args:
         path: of the file.
         key: that the file must have.
-        formats: names and dtypes of the tensors of each kind of file that is accepted.
+        dtypes: of its tensors, by their names.
 
     Raises:
         ValueError: the file was not written so, cannot be read, or has a value that is not finite.
@@ -150,9 +150,8 @@ def read_file(path: Path, key: str, *formats: dict[str, str]) -> dict[str, Tenso
         raise invalid_file(path, f"have the key {key}", metadata.get("key"))
     actual = {name: entry["dtype"] for name, entry in header.items()}
     shapes = {tuple(entry["shape"]) for entry in header.values()}
-    dtypes = next((dtypes for dtypes in formats if dtypes == actual), None)
-    if dtypes is None or len(shapes) != 1 or len(next(iter(shapes))) != 1:
-        rule = f"hold {' or '.join(map(str, formats))}, all of one length"
+    if actual != dtypes or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        rule = f"hold {dtypes}, all of one length"
         raise invalid_file(path, rule, f"{actual} of shapes {sorted(shapes)}")
     tensors = {name: tensors[name] for name in dtypes}
     finite = torch.stack([x.isfinite() for x in tensors.values()]).all(0)
