@@ -216,16 +216,16 @@ def test_a_model_that_falls_back_is_no_agreement(dataset, tmp_path):
 
 ROW = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 MALFORMED = {
-    "CUT": (ROW + "\n" + ROW[:28], "line 3: Unterminated string starting at"),
-    "NULL": (ROW + "\n" + ROW.replace('"a"', "null"), "where line 3 has none"),
-    "MISSING": (ROW + '{"prompt": "a", "chosen": "b"}', "where line 2 has none"),
-    "ARRAY": ("[\n" + ROW + ",\n" + ROW[:28], "line 4: Unterminated string starting at"),
-    "NUMBER": (ROW + "3\n", "line 2: it is no object"),
+    "CUT": (ROW + "\n" + ROW[:28], "Missing a closing quotation mark in string. in row 1"),
+    "NULL": (ROW + "\n" + ROW.replace('"a"', "null"), "with none in row 1"),
+    "MISSING": (ROW + '{"prompt": "a", "chosen": "b"}', "with none in row 1"),
+    "ARRAY": ("[\n" + ROW + ",\n" + ROW[:28], "be a well-formed .json file"),
+    "NUMBER": (ROW + "3\n", "Column() changed from object to string in row 0"),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_datasets_name_the_line(name, tmp_path):
+def test_malformed_datasets_name_the_row(name, tmp_path):
     text, reason = MALFORMED[name]
     path = tmp_path / ("pairs.json" if name == "ARRAY" else "pairs.jsonl")
     path.write_text(text)

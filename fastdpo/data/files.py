@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -46,8 +45,7 @@ def load_preferences(path: Path, required: Collection[str] = ("chosen", "rejecte
         try:
             dataset = cast(Dataset, read(str(path)))
         except DatasetGenerationError as error:
-            reason = None if path.suffix == ".parquet" else _malformed_json(path)
-            reason = reason or str(error.__cause__ or error).strip().splitlines()[0]
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise ValueError(f"the dataset must be a well-formed {path.suffix} file; got {path}: {reason}") from error
     else:
         raise ValueError(
@@ -60,8 +58,7 @@ def load_preferences(path: Path, required: Collection[str] = ("chosen", "rejecte
         raise ValueError(f"the dataset must not be empty; got {path}")
     for name in TEXTS:
         if name in dataset.column_names and (row := _first_null(dataset, name)) is not None:
-            place = f"line {[*_lines(path)][row][0]}" if path.suffix == ".jsonl" else f"row {row}, counted from 0,"
-            raise ValueError(f"the dataset must have a {name} in every row; got {path}, where {place} has none")
+            raise ValueError(f"the dataset must have a {name} in every row; got {path} with none in row {row}")
     return dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
 
 
@@ -70,28 +67,3 @@ def _first_null(dataset: Dataset, column: str) -> int | None:
     if not dataset.data.column(column).null_count:
         return None
     return next((i for i, value in enumerate(dataset[column]) if value is None), None)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not blank, and their numbers from 1."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from ((i, line) for i, line in enumerate(file, 1) if line.strip())
-
-
-def _malformed_json(path: Path) -> str | None:
-    """Where a file is no JSON, or not one object a line, or None if it is."""
-    lines = _lines(path)
-    first = next(lines, (1, ""))
-    if first[1].lstrip().startswith("["):
-        try:
-            json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        except json.JSONDecodeError as error:
-            return f"line {error.lineno}: {error.msg}"
-        return None
-    for i, line in (first, *lines):
-        try:
-            if not isinstance(json.loads(line), dict):
-                return f"line {i}: it is no object"
-        except json.JSONDecodeError as error:
-            return f"line {i}: {error.msg}"
-    return None
