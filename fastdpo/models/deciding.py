@@ -13,7 +13,7 @@ from ..logs import report, strict, warn
 from ..packing import NotPackable
 from ..reasons import Reason
 from . import adapters, attention, calls, head, images, sharding, support
-from .batch import count_real_tokens, labels_of_call, layout_of_call
+from .batch import count_real_tokens, is_random, labels_of_call, layout_of_call
 from .compiled import CompiledLayers
 from .examine import probe
 from .examine.probe import ProbeResult
@@ -156,7 +156,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         fused.compiled.begin(model, fused.structure, kind_of_call(model, fused))
     given = None if CALL_ARGUMENTS.issuperset(kwargs) else images.images_of(kwargs)
     if given is None:
-        graphs = _graphs(model, fused, "trains its routers" if verdict.routes_in(kwargs) else None)
+        graphs = _graphs(model, fused, verdict, "trains its routers" if verdict.routes_in(kwargs) else None)
         layout = layout_of_call(model, fused, kwargs, rounded=fused.options.graphs)
         size, (least, largest) = verdict.facts.vocabulary, layout.id_range or (0, 0)
         # The model raises at ids outside of its embeddings, and a packed batch may lack them.
@@ -165,16 +165,18 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
         return RunnableBatch(layout, attention.inputs_of(layout, kwargs["input_ids"]), {}, graphs=graphs)
     if sharding.is_sharded(model):
         raise NotPackable(Reason("image-ranks"))
-    _graphs(model, fused, "is given images")
+    _graphs(model, fused, verdict, "is given images")
     return images.pack_examined(model, fused, given, kwargs)
 
 
-def _graphs(model: PreTrainedModel, fused: FusedForward, obstacle: str | None) -> Graphs | None:
+def _graphs(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, obstacle: str | None) -> Graphs | None:
     """The CUDA graphs of a model, if its call may replay one."""
     if not fused.options.graphs:
         return None
-    fused.graphs = fused.graphs or Graphs(fused.options.integration, fused.options.role)
-    return fused.graphs if fused.graphs.begin(model, fused, kind_of_call(model, fused), obstacle) else None
+    if obstacle is None and model.training and is_random(model, fused):
+        obstacle = "draws random numbers"
+    graphs = fused.graphs = fused.graphs or Graphs(fused.options.integration, fused.options.role)
+    return graphs if graphs.begin(model, verdict.backbone, verdict, kind_of_call(model, fused), obstacle) else None
 
 
 def _padded(fused: FusedForward, verdict: Verdict, args: tuple, kwargs: dict) -> RunnableBatch | None:

@@ -29,7 +29,6 @@ from ..ops.attention import routes
 from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
 from . import facts
-from .batch import is_random
 from .calls import calls
 from .compiled import trainer_compiles
 from .mixers import finding
@@ -38,8 +37,6 @@ from .structure import additions_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from .state import FusedForward, Verdict
 
 MAX_RECORDINGS = 24
 """Number of recordings of a model. The one that was not replayed for the longest time goes first."""
@@ -87,7 +84,7 @@ class Memory:
     owner: object = None
 
 
-_memories = {False: Memory(), True: Memory()}
+memories = {False: Memory(), True: Memory()}
 """By whether there is a backward: a reference runs between forward and backward of a policy."""
 
 
@@ -130,7 +127,7 @@ class Recording:
     """
 
     def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
-        self.trained, self.state, self.memory = trained, state, _memories[bool(trained)]
+        self.trained, self.state, self.memory = trained, state, memories[bool(trained)]
         self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
         self._rows = rows_in(self._inputs)
         self._rows.room = room
@@ -213,12 +210,11 @@ class _Replay(torch.autograd.Function):
 class _Basis:
     """What recordings of a model are based on, for one verdict about it."""
 
-    def __init__(self, model: PreTrainedModel, fused: FusedForward, verdict: Verdict) -> None:
-        self.verdict, modules = verdict, [*verdict.backbone.modules()]
-        parameters = [*verdict.backbone.parameters()]
-        self.tensors = [*parameters, *verdict.backbone.buffers()]
+    def __init__(self, model: PreTrainedModel, backbone: nn.Module, verdict: object) -> None:
+        self.verdict, self.backbone, modules = verdict, backbone, [*backbone.modules()]
+        self.tensors: list[Tensor] = [*backbone.parameters(), *backbone.buffers()]
         self._scales = [x for x in (vars(module).get("scaling") for module in modules) if isinstance(x, dict)]
-        self.reason = _unsupported_reason(model, fused, modules, self.tensors)
+        self.reason = _unsupported_reason(model, modules, self.tensors)
 
     def trained(self) -> list[Tensor]:
         return [x for x in self.tensors if x.requires_grad] if torch.is_grad_enabled() else []
@@ -259,21 +255,23 @@ class Graphs:
         """A copy of a model has no recordings."""
         return Graphs, (self._integration, self._role)
 
-    def begin(self, model: PreTrainedModel, fused: FusedForward, kind: str, obstacle: str | None) -> bool:
+    def begin(
+        self, model: PreTrainedModel, backbone: nn.Module, verdict: object, kind: str, obstacle: str | None
+    ) -> bool:
         """Whether a call of the model may replay a graph. If not, the reason is logged once.
 
         Args:
             model: the model.
-            fused: its state.
+            backbone: of the model.
+            verdict: the same object for as long as the model is what it was.
             kind: of the call (see `calls.calls`).
             obstacle: what the model does in the call that cannot be recorded, or None.
         """
-        verdict = cast("Verdict", fused.verdict)
         basis = self._bases.get(id(verdict))
         if basis is None:
             if len(self._bases) >= MAX_RECORDINGS:
                 self.forget()
-            basis = self._bases[id(verdict)] = _Basis(model, fused, verdict)
+            basis = self._bases[id(verdict)] = _Basis(model, backbone, verdict)
         reason = self._reason or basis.reason or _offloading_reason()
         if reason is None and obstacle is not None:
             reason = Reason("graphs-model", model=type(model).__name__, kind=obstacle)
@@ -282,11 +280,11 @@ class Graphs:
         self._kind = kind
         return reason is None
 
-    def states(self, verdict: Verdict, inputs: Inputs, index: Tensor) -> Tensor | None:
+    def states(self, verdict: object, inputs: Inputs, index: Tensor) -> Tensor | None:
         """The states [N, D] of some tokens of a batch. None if the layers are to run.
 
         Args:
-            verdict: about the model.
+            verdict: as `begin` was given it.
             inputs: of the backbone.
             index: int64 [N], the tokens.
         """
@@ -330,7 +328,7 @@ class Graphs:
         """A new recording of a batch, after another one was tried, which it has taken. None, with a logged reason, if
         the model cannot be recorded; or if the batch needs more room.
         """
-        backbone = basis.verdict.backbone
+        backbone = basis.backbone
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
                 recording = Recording(backbone, first, room, trained, state)
@@ -384,9 +382,7 @@ def rows_in(inputs: Inputs) -> Rows:
     return rows_of(inputs["attention_mask"], inputs["input_ids"].shape[1])
 
 
-def _unsupported_reason(
-    model: PreTrainedModel, fused: FusedForward, modules: list[nn.Module], tensors: list[Tensor]
-) -> Reason | None:
+def _unsupported_reason(model: PreTrainedModel, modules: list[nn.Module], tensors: list[Tensor]) -> Reason | None:
     """Why a model cannot be recorded, as far as is known before."""
     device = tensors[0].device
     if device.type != DEVICE:
@@ -397,7 +393,6 @@ def _unsupported_reason(
         "lies on several ranks or devices": is_sharded(model) or any(x.device != device for x in tensors),
         "mixes tokens outside of its attention": bool(finding.mixers_of(model)),
         "has rotary embeddings that depend on the width of a batch": facts.rope_limit(model) is not None,
-        "draws random numbers": model.training and is_random(model, fused),
     }
     name = type(model).__name__
     for kind, holds in kinds.items():

@@ -130,7 +130,7 @@ def install(monkeypatch, *, dense: bool = True) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     monkeypatch.setattr(graphs, "record", recorder.record)
-    monkeypatch.setattr(graphs, "_memories", {False: graphs.Memory(), True: graphs.Memory()})
+    monkeypatch.setattr(graphs, "memories", {False: graphs.Memory(), True: graphs.Memory()})
     monkeypatch.setattr(packed_attention, "is_traced", lambda: False)  # a capture is no trace
     if dense:
         monkeypatch.setattr(routes, "BACKENDS", {"dense": DenseBackend()})
