@@ -13,6 +13,7 @@ OTHERS = (
     "reward models of TRL before its fused head",
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     "rows that are filled into tensors with room",
+    "layers that are checked once for each identity",
     *(
         "hybrid models",
         "LoRA",

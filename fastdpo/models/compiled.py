@@ -24,7 +24,7 @@ from ..packing import is_layout
 from ..reasons import Reason
 from .mixers import finding
 from .parts import language_model
-from .structure import has_additions
+from .structure import MAX_IDENTITIES, has_additions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class CompiledLayers:
 
     Attributes:
         reason: why the layers run as they are; None if they are compiled.
-        found: the layers of the model and of its towers, as its structure lists them.
+        found: the layers of the model and of its towers, as each of its latest identities lists them.
         layers: those that are compiled.
         batches: numbers of packed batches by what graphs depend on: whether gradients are enabled, whether the model is
             in training mode, and the kind of the calls.
@@ -61,7 +61,7 @@ class CompiledLayers:
     def __init__(self, name: str) -> None:
         self.name = name
         self.reason: Reason | None = None
-        self.found: list[nn.Module] = []
+        self.found: list[list[nn.Module]] = []
         self.layers: list[nn.Module] = []
         self.batches: Counter[tuple[bool, bool, str]] = Counter()
         self.kind = (False, False, "")
@@ -81,7 +81,7 @@ class CompiledLayers:
         found = structure.modules_of(model, GradientCheckpointingLayer)
         if self.reason is not None:
             self.restore()
-        elif found is not self.found:  # a list that is made anew where the model has changed
+        elif not any(found is x for x in self.found):  # made anew for each identity
             inside = set(language_model(model).modules())
             layers = [layer for layer in found if layer in inside]
             self.reason = _unsupported_reason(model, layers, self.layers)
@@ -93,7 +93,7 @@ class CompiledLayers:
                 self.restore()
                 for layer in layers:
                     layer._compiled_call_impl = functools.partial(self.call, layer)
-            self.found, self.layers = found, layers
+            self.found, self.layers = [found, *self.found][:MAX_IDENTITIES], layers
             if not self.batches:
                 logger.info("fastdpo: %s: compiling its layers; the first step waits for them", self.name)
         if self.seconds:

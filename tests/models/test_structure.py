@@ -2,13 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastdpo.models import forward
+from fastdpo.models import compiled, forward
 from fastdpo.models.state import ForwardOptions, state_of
 from fastdpo.models.structure import Structure
 from tests.support.models.surgeries import MixesTokensWeight
@@ -180,15 +181,20 @@ def test_modes_and_disabled_adapters_are_no_change(training):
             assert structure.identity(base).hash == before
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_call_of_an_unchanged_model_does_not_walk_it(monkeypatch, adapter):
+def test_a_call_of_an_unchanged_model_does_not_walk_it(monkeypatch, adapter, compiles):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     model = trained_adapter(tiny_model()) if adapter else tiny_model()
     base = model.get_base_model() if adapter else model
-    forward.install(base, ForwardOptions("test", "policy"), lambda scored, _: scored, prior_scores=False)
+    options = ForwardOptions("test", "policy", compile=compiles)
+    forward.install(base, options, lambda scored, _: scored, prior_scores=False)
     ids = torch.arange(12).view(2, 6)
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
     for _ in range(2):  # the first call probes the model and changes its head
         base(**batch, fused_lm_head=True)
+        with model.disable_adapter() if adapter else nullcontext():  # as for a reference, between calls of the policy
+            base(**batch, fused_lm_head=True)
     walked, named_modules = [], nn.Module.named_modules
 
     def counting(self, *args, **kwargs):

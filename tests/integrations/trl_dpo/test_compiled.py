@@ -30,6 +30,7 @@ from tests.support.trl.dpo import (
     tiny_model,
     tokenizer,
     train,
+    trained_adapter,
 )
 
 LENGTHS = [(8, 4, 3), (3, 1, 1), (1, 1, 2), (20, 12, 16), (4, 28, 16), (1, 63, 2)]  # one scored token; remainders by 16
@@ -94,6 +95,37 @@ def test_graphs_of_50_batches(tmp_path, caplog, lora, graphs):
     assert policy[0] == "compiling its layers; the first step waits for them"
     assert policy[1].startswith("compiling its layers took ")
     assert not [x for x in messages(caplog) if "again" in x]
+
+
+class Switch(TrainerCallback):
+    """Trains two adapters by turns, and notes the number of graphs after each turn."""
+
+    def __init__(self):
+        self.graphs: list[int] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step % 10 == 0:
+            self.graphs.append(compiled.graphs())
+            model.set_adapter(("default", "other")[state.global_step // 10 % 2])
+
+
+def test_graphs_of_adapters_that_are_switched(tmp_path):
+    """Each adapter has two graphs, for the first layer and for the others, and the reference, a copy of the first
+    adapter, has one. That adapter has two more: PEFT's first switch makes the modules of a layer share a list of names.
+    None is made anew when an adapter returns.
+    """
+    switching, model = Switch(), trained_adapter(tiny_model())
+    model.add_adapter("other", model.peft_config["default"])
+    with fastdpo.patched("trl.DPOTrainer", compile=True):
+        DPOTrainer(
+            model=model,
+            args=config(tmp_path, per_device_train_batch_size=1, max_steps=50, learning_rate=1e-4),
+            train_dataset=Dataset.from_list(long_pairs(tuple(LENGTHS))),
+            processing_class=tokenizer(),
+            callbacks=[switching],
+        ).train()
+    assert switching.graphs == [5, 7, 7, 7, 7]
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "not reentrant"])
