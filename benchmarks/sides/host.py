@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from cProfile import Profile
 from functools import partial
-from pathlib import Path
 from pstats import Stats
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,11 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
-from trl import DPOTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
 from benchmarks.cases import Arrays, Unavailable
-from benchmarks.sides.trainer import TrainerStep, build_trainer
+from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
 from fastdpo.ops import devices
@@ -67,14 +65,10 @@ class HostStep(TrainerStep):
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
         torch.set_num_threads(1)  # the compiler of a CPU runs the smallest loops in parallel; a GPU launches them
-        self.compiled = compiled
         self.is_compiled = compiled or layers_compiled
-        super().__init__(workload, mode, layers_compiled=layers_compiled)
+        super().__init__(workload, mode, layers_compiled=layers_compiled, compiled=compiled)
         self.collate = self.trainer.get_train_dataloader().collate_fn
         self.examples = [self._examples(workload, i) for i in range(self.batches)]
-
-    def _build(self, workload: Workload, directory: Path, attention: str) -> DPOTrainer:
-        return build_trainer(workload, directory, attention, torch_compile=self.compiled)
 
     def _run(self, batch: int) -> Tensor:
         """Collating is a part of the step, as in a loader without workers."""
@@ -84,11 +78,8 @@ class HostStep(TrainerStep):
     def check(self) -> Arrays:
         with torch.compiler.set_stance("force_eager" if self.is_compiled else "default"):
             arrays = super().check()
-            self._run(0)
-            self.reset()
-            self.tokens = sum(counter.take() for counter in self.counters)
-            for counter in self.counters:
-                counter.remove()  # for a number that changes in each call, code would be compiled anew
+            if self.counters:
+                self.count_once()
             self._run(0)  # fastdpo examines a model again that has changed
             self.reset()
         self.launches = replace_launches()
@@ -102,7 +93,7 @@ class HostStep(TrainerStep):
         self.launches.clear()
         self._run(0)
         self.reset()
-        return {"tokens": self.tokens, "launches": Counter(self.launches), "profile": self._profile()}
+        return {"tokens": self.tokens_of_batches[0], "launches": Counter(self.launches), "profile": self._profile()}
 
     def _profile(self) -> dict[str, float]:
         """The share of each part, from Python's profiler. An operator is of the part that calls it."""

@@ -105,6 +105,7 @@ class TrainerStep:
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
         layers_compiled: option `compile` of `fastdpo.patch`.
+        compiled: whether the trainer compiles the models, as with `DPOConfig(torch_compile=True)`.
         liger: whether Liger's kernels replace layers of the policy, as with `DPOConfig(use_liger_kernel=True)`.
     """
 
@@ -124,13 +125,14 @@ class TrainerStep:
         attention: str = "sdpa",
         max_tokens: int | Literal["auto"] | None = None,
         layers_compiled: bool = False,
+        compiled: bool = False,
         liger: bool = False,
     ) -> None:
         if attention in FLASH and not FLASH[attention]():
             raise Unavailable(f"transformers finds no package for {attention}")
         if liger and not (torch.cuda.is_available() and is_liger_kernel_available()):
             raise Unavailable("Liger's layers need a GPU and liger-kernel")
-        self.options = {"use_liger_kernel": True} if liger else {}
+        self.options = {"use_liger_kernel": liger, "torch_compile": compiled}
         self.fused = mode in ("fastdpo", "cached")
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
@@ -179,6 +181,8 @@ class TrainerStep:
 
         Runs without dropout, which is random.
         """
+        if self.options["torch_compile"]:
+            self.count_once()
         random = [module for module in self.model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
         with ExitStack() as stack:
             for module in random:
@@ -227,7 +231,21 @@ class TrainerStep:
         self._run(batch)
         self._count(batch)
 
+    def count_once(self) -> None:
+        """Counts the tokens of all batches and removes the hooks that count. For a number that changes in each call,
+        models would be compiled anew.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            for batch in range(self.batches):
+                self.step(batch)
+                self.reset()
+        for counter in self.counters:
+            counter.remove()
+        self.counters = []
+
     def _count(self, batch: int) -> None:
+        if not self.counters:
+            return
         self.tokens_of_batches[batch] = sum(counter.take() for counter in self.counters)
 
     def reset(self) -> None:

@@ -12,6 +12,7 @@ from benchmarks.sides.workload import ModelSize, Workload, draw_lengths
 
 STOCK, LABELLED, FLOOR = "TRL as shipped", "TRL, labelled positions only", "floor"
 STOCK_FLASH = {name: f"TRL, {name}" for name in ("flash_attention_2", "flash_attention_4")}
+STOCK_COMPILED = "TRL, compiled"
 STOCK_LIGER, LIGER = "TRL, Liger's layers", "fastdpo, Liger's layers"
 LAYERS_COMPILED = "fastdpo, compiled layers"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
@@ -23,6 +24,8 @@ DESCRIPTIONS = {
     "says otherwise. On a CPU its head scores every position.",
     LABELLED: "the same trainer, with its head switched to what it does on CUDA: only labelled positions are scored.",
     **{side: f'TRL as shipped with `attn_implementation="{name}"`.' for name, side in STOCK_FLASH.items()},
+    STOCK_COMPILED: "TRL as shipped with `torch_compile=True`. Tokens are counted before models are compiled: torch "
+    "would compile a model again whenever the number that a hook counts has changed.",
     STOCK_LIGER: "TRL as shipped with `use_liger_kernel=True`, which replaces RMSNorm, SwiGLU and rotary embeddings.",
     LIGER: "fastdpo with the same option.",
     SUBJECT: "the trainer after `fastdpo.patch()`.",
@@ -102,6 +105,7 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
     return (
         stock_side(work),
         *(Side(side, TRAINER, work, {"mode": "stock", "attention": name}) for name, side in STOCK_FLASH.items()),
+        Side(STOCK_COMPILED, TRAINER, work, {"mode": "stock", "compiled": True}),
         Side(STOCK_LIGER, TRAINER, work, {"mode": "stock", "liger": True}),
         Side(LIGER, TRAINER, work, {"mode": "fastdpo", "liger": True}),
         Side(UNSHARED, TRAINER, work, {"mode": "fastdpo", "share_prompts": False}),

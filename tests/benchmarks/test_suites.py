@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import case_runner, plots, run, tables, worker
 from benchmarks.cases import SUBJECT, Case, Side, Suite
@@ -14,7 +15,7 @@ from benchmarks.equality import compare_to_truth, describe_failures
 from benchmarks.sides import conversations as sides
 from benchmarks.sides.attention import AttentionWorkload, ExactAttention, PackedAttention, PaddedAttention
 from benchmarks.sides.heads import HeadWorkload
-from benchmarks.sides.trainer import TrainerStep
+from benchmarks.sides.trainer import TrainerStep, build_trainer
 from benchmarks.sides.workload import Workload
 from benchmarks.suites import SUITES, accumulated, attention, conversations, hybrid, sharing, shuffled, step
 from benchmarks.worker import build_side
@@ -211,10 +212,12 @@ def test_attention_with_each_feature_of_a_gpus_cases_is_correct():
 
 @pytest.mark.parametrize("case", [*(pytest.param(i, marks=pytest.mark.thorough) for i in range(3)), 3])
 def test_steps_of_models_in_bfloat16(case, monkeypatch, tmp_path):
-    """Runs the GPU cases on tiny sizes. Their sides run one by one, as on a GPU that does not hold them together."""
-    monkeypatch.setitem(
-        SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [step.build_gpu_cases(q)[case]])
-    )
+    """Runs the GPU cases on tiny sizes, without the side that is compiled for minutes. The sides run one by one, as on
+    a GPU that does not hold them together.
+    """
+    work = step.build_gpu_cases(quick=True)[case]
+    work = dataclasses.replace(work, sides=tuple(side for side in work.sides if side.name != step.STOCK_COMPILED))
+    monkeypatch.setitem(SUITES, "step", dataclasses.replace(SUITES["step"], cases=lambda q: [work]))
     code, result = run_suite("step", tmp_path, "--rounds", "1", "--one-by-one")
     assert code == 0
     sides = result["cases"][0]["sides"]
@@ -258,6 +261,24 @@ def test_steps_with_checkpointing_compute_layers_twice(checkpointing):
     trained.model.model.layers[0].mlp.register_forward_pre_hook(lambda *call: calls.append(call))
     trained.step(0)
     assert len(calls) == 1 + checkpointing
+
+
+@pytest.mark.thorough
+def test_a_trainer_that_compiles_has_its_tokens_counted_before():
+    class Compiled(TrainerStep):
+        def _build(self, workload, directory, attention):
+            return build_trainer(workload, directory, attention, **self.options, torch_compile_backend="eager")
+
+    lengths = ((8, 4, 3),), ((9, 5, 2),), ((12, 3, 6),)
+    work = Workload(lengths, lora=True, size=dataclasses.replace(step.QUICK_SIZE, layers=1))
+    plain, compiled = TrainerStep(work, "stock"), Compiled(work, "stock", compiled=True)
+    compiled.check()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for batch in range(3):
+        plain.step(batch)
+        compiled.step(batch)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    assert compiled.facts() == plain.facts()
 
 
 @pytest.fixture
