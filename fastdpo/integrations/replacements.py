@@ -72,28 +72,18 @@ def _restore(owner: object, name: str, before: object) -> None:
 
 
 @contextmanager
-def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Sets attributes of an object during the block. They must have values before it."""
-    before = {name: getattr(owner, name) for name in attributes}
+def temporarily(owner: object, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object during the block. Those that it inherits, such as methods, are inherited again
+    after it.
+    """
+    before = {name: vars(owner).get(name, _INHERITED) for name in attributes}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
-def replacing(owner: object, **attributes: Any) -> Iterator[None]:
-    """As `temporarily`, for attributes that an object may inherit, such as methods."""
-    replacements = Replacements()
-    for name, value in attributes.items():
-        replacements.put(owner, name, value)
-    try:
-        yield
-    finally:
-        replacements.undo()
+            _restore(owner, name, value)
 
 
 def callback(**events: Callable[..., None]) -> TrainerCallback:

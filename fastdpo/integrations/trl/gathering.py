@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bypass import STATE
-from ..replacements import replacing, temporarily
+from ..replacements import temporarily
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -44,7 +44,7 @@ def of_all_ranks(accelerator: Any, gather: Gather | None = None) -> Iterator[Non
         yield
         return
     of_all: Gather = gather or accelerator.gather
-    with replacing(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x))):
+    with temporarily(accelerator, **dict.fromkeys(_FUNCTIONS, lambda x, *args, **kwargs: of_all(x))):
         yield
 
 
@@ -57,7 +57,7 @@ def in_float32(accelerator: Any) -> AbstractContextManager[None]:
     gather = accelerator.gather_for_metrics
     if accelerator.num_processes == 1:
         return nullcontext()
-    return replacing(accelerator, gather_for_metrics=lambda x: gather(x.float() if x.is_floating_point() else x))
+    return temporarily(accelerator, gather_for_metrics=lambda x: gather(x.float() if x.is_floating_point() else x))
 
 
 def rows_of_all_ranks(gather: Gather, rows: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ each. There it also enters how much a row weighs in a step whose last batch is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from ...models.batch import labels_from
 from ...models.calls import counting_calls_as
 from ..admission import evidence
 from ..bypass import STATE, is_overridden
-from ..replacements import replacing, temporarily
+from ..replacements import temporarily
 from ..scored_rows import equal_when_merged, merged
 from . import shortcuts
 from .gathering import in_float32
@@ -149,11 +149,10 @@ class KTOLine(PaddedRowBudgetLine):
             calculate_KL=False,
         )
 
-    @contextmanager
-    def computing_metrics(self, trainer: Any) -> Iterator[None]:
-        known = replacing(trainer, _compute_kl_logps=lambda model, batch: batch.get("KL_logps"))
-        with known, temporarily(trainer, precompute_ref_logps=True):
-            yield
+    def computing_metrics(self, trainer: Any) -> AbstractContextManager[object]:
+        return temporarily(
+            trainer, precompute_ref_logps=True, _compute_kl_logps=lambda model, batch: batch.get("KL_logps")
+        )
 
 
 def _merges(trainer: KTOTrainer, reference: Any, inputs: dict[str, Any]) -> bool:

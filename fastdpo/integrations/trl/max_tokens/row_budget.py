@@ -29,7 +29,7 @@ from ....models.parts import base_of
 from ....packing import IGNORE_INDEX
 from ...collating import PackingCollator
 from ...grouped_epochs import require_supported
-from ...replacements import Replacements, callback, replacing, temporarily
+from ...replacements import Replacements, callback, temporarily
 from ...scored_rows import merged
 from ..fused_head import FusedHeadLine
 from ..gathering import of_all_ranks
@@ -411,7 +411,7 @@ def _size(batch: Batch) -> int:
 
 def _taking_prepared(trainer: Any) -> AbstractContextManager[None]:
     """In the block, the trainer trains on batches that are prepared."""
-    return replacing(trainer, _prepare_inputs=as_current)
+    return temporarily(trainer, _prepare_inputs=as_current)
 
 
 @contextmanager
