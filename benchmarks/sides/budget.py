@@ -8,7 +8,7 @@ from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.batching import CostModel, StepPlanner
 from fastdpo.batching.sampler import shared_among_ranks
-from fastdpo.integrations.trl.max_tokens.budgeted_loader import Collated, MicroBatches
+from fastdpo.integrations.trl.max_tokens.budgeted_loader import MicroBatches
 from fastdpo.lengths import PairLengths, pair_lengths
 
 
@@ -32,7 +32,7 @@ class BudgetStep(TrainerStep):
             for of_step in lengths
         ]
         self._micro_batches = [
-            MicroBatches(Collated(self.trainer.data_collator([pairs[i] for i in x.pairs]), x.share) for x in cut)
+            MicroBatches((self.trainer.data_collator([pairs[i] for i in x.pairs]), x.share) for x in cut)
             for pairs, cut in zip(examples, self._cuts, strict=True)
         ]
         self._batch = 0

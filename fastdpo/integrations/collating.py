@@ -5,6 +5,7 @@ The host has their ids there. Once a batch is on a device, packing it would have
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -81,27 +82,25 @@ def _restored(tensors: dict[str, Any], arrays: dict[str, Any], *how: Any) -> Col
     return CollatedBatch.of(tensors, Layout(**made), *how)
 
 
-class PackingCollator:
-    """Packs the batches of another collator, those of a reward model if it has an id of padding, and rounded ones to
-    few numbers of tokens.
+def with_layout(batch: Any, groups: Groups | None, padding: int | None = None, rounded: bool = False) -> Any:
+    """A batch that a collator has made, packed if it can be: that of a reward model if it has an id of padding, and to
+    one of few numbers of tokens if it is rounded.
     """
+    padded = PaddedBatch.of_collated(batch, padding) if type(batch) is dict else None
+    if padded is None or not all(is_host(x.device) for x in padded[:3]):
+        return batch
+    try:
+        layout = padded.pack(groups, rounded=rounded)
+    except (NotPackable, TypeError, ValueError):  # the model's call says why
+        return batch
+    return CollatedBatch.of(batch, layout, groups, padding, rounded)
 
-    def __init__(
-        self, stock: Callable[[Any], Any], groups: Groups | None, padding: int | None = None, rounded: bool = False
-    ) -> None:
-        self.stock, self.padding, self.rounded = stock, padding, rounded
-        self.groups: Groups | None = groups
 
-    def __call__(self, examples: Any) -> Any:
-        batch = self.stock(examples)
-        padded = PaddedBatch.of_collated(batch, self.padding) if type(batch) is dict else None
-        if padded is None or not all(is_host(x.device) for x in padded[:3]):
-            return batch
-        try:
-            layout = padded.pack(self.groups, rounded=self.rounded)
-        except (NotPackable, TypeError, ValueError):  # the model's call says why
-            return batch
-        return CollatedBatch.of(batch, layout, self.groups, self.padding, self.rounded)
+def collate(
+    stock: Callable[[Any], Any], groups: Groups | None, padding: int | None, rounded: bool, examples: Any
+) -> Any:
+    """The batch of another collator, packed."""
+    return with_layout(stock(examples), groups, padding, rounded)
 
 
 def with_packed_batches(
@@ -119,6 +118,7 @@ def with_packed_batches(
     if state is None or state.budget is not None:  # which cuts the batches anew
         return stock(trainer, *args, **kwargs)
     groups = line.groups if line.options.share_prompts else None
-    collator = PackingCollator(trainer.data_collator, groups, padding, line.options.graphs)
+    how = groups, padding, line.options.graphs
+    collator = functools.partial(collate, trainer.data_collator, *how)  # pickled for workers
     with temporarily(trainer, data_collator=collator):
         return stock(trainer, *args, **kwargs)

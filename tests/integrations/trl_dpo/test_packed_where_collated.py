@@ -11,7 +11,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
 from fastdpo import packing
-from fastdpo.integrations.collating import CollatedBatch, PackingCollator
+from fastdpo.integrations.collating import CollatedBatch, with_layout
 from fastdpo.models import batch as batches
 from fastdpo.models.batch import PaddedBatch, as_current, labels_from
 from fastdpo.packing import IGNORE_INDEX, Layout
@@ -24,7 +24,7 @@ EXAMPLES = [
 
 
 def collated(**options) -> CollatedBatch:
-    return PackingCollator(DataCollatorForPreference(pad_token_id=0), "content")(EXAMPLES, **options)
+    return with_layout(DataCollatorForPreference(pad_token_id=0)(EXAMPLES, **options), "content")
 
 
 def labels_of(batch: dict) -> torch.Tensor:
@@ -135,9 +135,9 @@ def test_a_call_that_needs_another_layout_makes_it(options, packed):
 
 def test_batches_that_cannot_be_packed_are_left_as_they_are():
     for batch in ({"input_ids": [[1]]}, torch.ones(2, 2), {"input_ids": torch.ones(2, 2)}):
-        assert PackingCollator(lambda examples, batch=batch: batch, "content")(EXAMPLES) is batch
+        assert with_layout(batch, "content") is batch
     holes = {name: torch.tensor([[1, 0, 1]]) for name in ("input_ids", "attention_mask", "completion_mask")}
-    assert PackingCollator(lambda examples: holes, "content")(EXAMPLES) is holes
+    assert with_layout(holes, "content") is holes
 
 
 def without_some_labels(module, args, kwargs):

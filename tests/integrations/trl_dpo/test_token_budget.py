@@ -188,7 +188,7 @@ def test_ranks_have_the_pairs_that_accelerate_draws(splits):
     def budgeted(rank):
         planner = StepPlanner(lengths, 36, ranks=2)
         items = budgeted_loader.with_token_budget(loader(rank), planner, 1, rank)
-        return [[pair for x in item for pair in x.inputs] for item in items]
+        return [[pair for pairs, _ in item for pair in pairs] for item in items]
 
     stock = [a + b for a, b in zip(loader(0), loader(1), strict=True)]
     by_budget = [a + b for a, b in zip(budgeted(0), budgeted(1), strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
@@ -32,20 +32,10 @@ Steps = list[list[list[int]]]
 """The batches of all ranks in each optimizer step, as the Trainer's loader draws them."""
 
 
-class Collated(NamedTuple):
-    """A micro-batch for a model.
-
-    Attributes:
-        inputs: what the Trainer's collator makes of its pairs.
-        share: as in `MicroBatch`.
+class MicroBatches(list[tuple[Any, float]]):
+    """One item of the loader: what the Trainer's collator makes of the pairs of each micro-batch, and its share, as in
+    `MicroBatch`.
     """
-
-    inputs: Any
-    share: float
-
-
-class MicroBatches(list[Collated]):
-    """One item of the loader."""
 
 
 def with_token_budget(
@@ -94,7 +84,7 @@ class _MicroBatchDataset(Dataset):
 
 
 def _collated(collate: Callable[[list[Any]], Any], micro_batches: list[tuple[list[Any], float]]) -> MicroBatches:
-    return MicroBatches(Collated(collate(pairs), share) for pairs, share in micro_batches)
+    return MicroBatches((collate(pairs), share) for pairs, share in micro_batches)
 
 
 class _Drawn:

@@ -27,7 +27,7 @@ from ....models.batch import as_current
 from ....models.calls import outcomes
 from ....models.parts import base_of
 from ....packing import IGNORE_INDEX
-from ...collating import PackingCollator
+from ...collating import with_layout
 from ...grouped_epochs import require_supported
 from ...replacements import Replacements, callback, temporarily
 from ...scored_rows import merged
@@ -200,8 +200,7 @@ class PaddedRowBudgetLine(RowBudgetLine):
 
     def micro_batch(self, trainer: Any, joined: Batch, rows: Tensor) -> Batch:
         groups = "content" if self.options.share_prompts else None
-        collator = PackingCollator(lambda batch: batch, groups, rounded=self.options.graphs)
-        batch = collator(self.picked(joined, rows))
+        batch = with_layout(self.picked(joined, rows), groups, rounded=self.options.graphs)
         return on_device(batch, trainer.accelerator.device)
 
     def picked(self, joined: Batch, rows: Tensor) -> Batch:
