@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from .. import __version__
 from ..integrations import patching
 from ..integrations.admission import packages
-from ..integrations.lines import TRAINS_WITH, all_lines
+from ..integrations.lines import TRAINS_WITH, all_lines, installed_version
 from ..models import forward
 from ..models.reward_head import CLASSIFIER_HEAD
 from ..models.state import ForwardOptions
@@ -115,7 +115,7 @@ def package_findings() -> Iterator[Finding]:
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = packages.version_of(requirement.name)
+        version = installed_version(requirement.name)
         if version is None:
             yield Finding(FAILED, requirement.name, f"not installed; fastdpo requires {requirement.specifier}")
         elif requirement.specifier.contains(version, prereleases=True):
@@ -124,7 +124,7 @@ def package_findings() -> Iterator[Finding]:
         else:
             yield Finding(FAILED, requirement.name, f"{version}; fastdpo requires {requirement.specifier}")
     for package in dict.fromkeys((*OPTIONAL, *(line.distribution for line in all_lines() if line.versions))):
-        version = packages.version_of(package)
+        version = installed_version(package)
         yield Finding(OFF, package, "not installed") if version is None else _optional(package, version)
 
 

@@ -296,6 +296,7 @@ def _lines_of(package: str) -> list[Line]:
 
 
 def installed_version(package: str) -> str | None:
+    """The version of the distribution of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
     except importlib.metadata.PackageNotFoundError:

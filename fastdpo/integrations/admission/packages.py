@@ -8,7 +8,6 @@ first calls with stock ones.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from ...reasons import Reason
+from ..lines import installed_version
 from . import evidence, fingerprints
 
 
@@ -79,16 +79,9 @@ PACKAGES = {
 }
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def is_newer(package: str) -> bool:
     """Whether the installed version is newer than the tested one."""
-    version = version_of(package)
+    version = installed_version(package)
     return version is not None and Version(Version(version).public) > Version(PACKAGES[package].tested)
 
 
@@ -102,7 +95,7 @@ def missing_reason(packages: tuple[str, ...] = tuple(PACKAGES)) -> Reason | None
     for package in packages:
         for name, value in _values(package):
             if value is None:
-                return Reason("missing-name", package=f"{package} {version_of(package)}", missing=name)
+                return Reason("missing-name", package=f"{package} {installed_version(package)}", missing=name)
     return None
 
 
@@ -140,7 +133,7 @@ def description(package: str) -> str:
     """Whether the installed version was tested, or what is known of it, for the report of the doctor."""
     tested = PACKAGES[package].tested
     if not is_newer(package):
-        same = Version(version_of(package) or "0").public == tested
+        same = Version(installed_version(package) or "0").public == tested
         return "tested" if same else f"older than the newest tested version, {tested}"
     names = changed((package,)).get(package)
     known = "whose code is the same where it is compared"

@@ -24,7 +24,7 @@ def differing() -> dict[str, object]:
     """The functions and constants that differ, by their names, and printed reasons of lines that are off."""
     found: dict[str, object] = {}
     for package in packages.PACKAGES:
-        if packages.version_of(package) is not None and packages.is_newer(package):
+        if installed_version(package) is not None and packages.is_newer(package):
             try:
                 found |= packages.functions_of(package)
             except ImportError as error:

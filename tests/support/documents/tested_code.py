@@ -22,7 +22,7 @@ def found() -> dict[str, list[str]]:
     """The hashes of what lines rely on in installed packages, by the names of functions and constants."""
     hashes = {}
     for package, relied_on in packages.PACKAGES.items():
-        if packages.version_of(package) == relied_on.tested:
+        if installed_version(package) == relied_on.tested:
             hashes |= {name: hashes_of(name, x) for name, x in packages.functions_of(package).items()}
     for line in LINES:
         newest = next(x for x in LINES if x.trainer == line.trainer)
@@ -34,7 +34,7 @@ def found() -> dict[str, list[str]]:
                 if fingerprints.package_of(name) == line.package:
                     reach = fingerprints.reached(fingerprints.inner(function))
                     hashes |= {each: hashes_of(each, value) for each, value in reach.items()}
-            tested = [line.package, *(x for x, y in packages.PACKAGES.items() if packages.version_of(x) == y.tested)]
+            tested = [line.package, *(x for x, y in packages.PACKAGES.items() if installed_version(x) == y.tested)]
             hashes |= {name: hashes_of(name, x) for name, x in functions_of_options(line, tested).items()}
     return hashes
 
