@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 
 
 class Reason(str):
@@ -25,7 +24,7 @@ class Reason(str):
     name: str
 
     def __new__(cls, name: str, /, **details: object) -> Reason:
-        return _restored(name, kinds()[name].text.format(**details))
+        return _restored(name, kinds()[name]["text"].format(**details))
 
     def __reduce__(self) -> tuple:
         return _restored, (self.name, str(self))
@@ -36,26 +35,14 @@ class Reason(str):
         return f"{self} [{self.name}]"
 
 
-class ReasonKind(NamedTuple):
-    """A kind of reasons.
-
-    Attributes:
-        section: the title of its section in docs/troubleshooting.md.
-        text: with details in braces.
-        advice: what the user can do, in Markdown.
-    """
-
-    section: str
-    text: str
-    advice: str
-
-
 @functools.cache
-def kinds() -> dict[str, ReasonKind]:
-    """All kinds of reasons by their names."""
+def kinds() -> dict[str, dict[str, str]]:
+    """All kinds of reasons by their names, with the title of their `section` in docs/troubleshooting.md, their `text`,
+    with details in braces, and `advice`, in Markdown.
+    """
     sections = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return {
-        name: ReasonKind(section["title"], *(" ".join(kind[field].split()) for field in ("text", "advice")))
+        name: {"section": section["title"], **{field: " ".join(text.split()) for field, text in kind.items()}}
         for section in sections.values()
         for name, kind in section.items()
         if name != "title"

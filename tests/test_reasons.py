@@ -28,7 +28,7 @@ WITHOUT_NAMES = {"ops", "doctor.py", "grouped_epochs.py", "max_tokens"}
 
 
 def details_of(name: str) -> set[str]:
-    return {field for _, field, _, _ in string.Formatter().parse(kinds()[name].text) if field}
+    return {field for _, field, _, _ in string.Formatter().parse(kinds()[name]["text"]) if field}
 
 
 @pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[place for place, _ in CALLS])
@@ -42,7 +42,7 @@ def test_every_kind_of_reason_is_used():
     assert {call.args[0].value for _, call in CALLS} | PRINTED == kinds().keys()
     launcher = (ROOT / "fastdpo" / "commands" / "startup" / "sitecustomize.py").read_text()
     for name in PRINTED:
-        text = kinds()[name].text.replace("{trainers}", "{supported}")
+        text = kinds()[name]["text"].replace("{trainers}", "{supported}")
         assert f"{text} [{name}]" in launcher
 
 
@@ -64,8 +64,8 @@ def test_no_function_takes_or_returns_a_reason_without_a_name():
 def test_names_are_words_and_texts_end_a_sentence():
     for name, kind in kinds().items():
         assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)
-        assert not kind.text.endswith(".")
-        assert kind.advice.endswith(".")
+        assert not kind["text"].endswith(".")
+        assert kind["advice"].endswith(".")
 
 
 def test_a_reason_is_its_text_and_survives_copies():

@@ -9,7 +9,7 @@ import string
 import textwrap
 from itertools import groupby
 
-from fastdpo.reasons import Reason, ReasonKind, kinds
+from fastdpo.reasons import Reason, kinds
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -37,15 +37,16 @@ versions.
 
 def page() -> str:
     sections = []
-    for title, entries in groupby(kinds().items(), lambda item: item[1].section):
+    for title, entries in groupby(kinds().items(), lambda item: item[1]["section"]):
         sections += [f"## {title}", *(_entry(name, kind) for name, kind in entries)]
     reason = Reason("attention-dropout")
     example = f"fastdpo: trl.DPOTrainer (policy): not fused, {reason.named}"
     return TEXT.format(example=example, sections="\n\n".join(sections))
 
 
-def _entry(name: str, kind: ReasonKind) -> str:
-    return f"### {name}\n\n{_filled(f'*{_without_formats(kind.text)}*')}\n\n{_filled(kind.advice)}"
+def _entry(name: str, kind: dict[str, str]) -> str:
+    text, advice = _filled(f"*{_without_formats(kind['text'])}*"), _filled(kind["advice"])
+    return f"### {name}\n\n{text}\n\n{advice}"
 
 
 def _filled(text: str) -> str:
