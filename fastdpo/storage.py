@@ -7,7 +7,6 @@ A file has a random name and is never changed. It is written under a temporary n
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from uuid import uuid4
 
@@ -48,12 +47,10 @@ def read(path: Path) -> bytes:
         FileNotFoundError: it does not exist any more.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block
-            raise invalid_file(path, "be a regular file", stat.filemode(path.stat().st_mode))
         return path.read_bytes()
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not path.is_symlink():
-            raise
         raise invalid_file(path, "be readable", error) from error
 
 
