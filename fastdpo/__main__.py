@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Sequence
 
 from . import __version__
+from .checks import suggested
 from .commands import run, sizes
 from .commands.estimate import command as estimate
 from .commands.model_names import require_model
 from .integrations import options
-from .plain_checks import suggested
 
 INTERRUPTED = 130
 """The exit status of shells for a program that SIGINT has ended."""

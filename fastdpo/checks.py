@@ -1,38 +1,107 @@
-"""Checks of arguments. Every error reads `<op>: <argument> must <rule>; got <value>`."""
+"""Checks of arguments. Every error reads `<op>: <argument> must <rule>; got <value>`.
+
+torch is imported where a check needs it, so that the command line makes its checks at once.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
+import os
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from .plain_checks import checked_path as checked_path
-from .plain_checks import require as require
-from .plain_checks import require_bytes as require_bytes
-from .plain_checks import require_flags as require_flags
-from .plain_checks import require_integer as require_integer
-from .plain_checks import require_positive_integer as require_positive_integer
-from .plain_checks import shown as shown
+SHOWN = (str, bytes, int, float, complex, list, tuple, set, dict)
+"""Types whose values are part of an error message, unless they are long. Scalars of NumPy are, too."""
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.int32, torch.int64)
-NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
-
+LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT = sys.float_info.max
 
 T = TypeVar("T")
 
 
+def require(
+    condition: bool, op: str, argument: str, rule: str, got: object, *sizes: object, error: type[Exception] = ValueError
+) -> None:
+    """Raises `error` unless the condition holds.
+
+    `sizes` fill the braces of `rule`. They are formatted only in case of an error: under
+    `torch.compile`, formatting a size makes it a constant of the graph.
+    """
+    if not condition:
+        got = shown(got) if isinstance(got, int) else got
+        raise error(f"{op}: {argument} must {rule.format(*sizes)}; got {got}")
+
+
+def shown(value: object) -> str:
+    """A value in an error message: itself if it is short, otherwise its type."""
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value) if value is None or isinstance(value, SHOWN) or _is("numpy", ["generic"], value) else ""
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = ""
+    return text if 0 < len(text) <= 80 else f"a {type(value).__name__}"
+
+
+def suggested(name: str, names: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: the known name that is most similar to it, if any is."""
+    similar = difflib.get_close_matches(name, [*names], n=1)
+    return f"; did you mean {similar[0]}?" if similar else ""
+
+
+def checked_path(op: str, argument: str, value: object, rule: str) -> Path:
+    """The path that a string or an `os.PathLike` names."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
+    require(bool(path.strip()) and "\0" not in path, op, argument, rule, repr(path))
+    return Path(path)
+
+
+def require_flags(op: str, **flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{op}: {name} must be True or False; got {shown(flag)}")
+
+
+def require_integer(op: str, argument: str, value: object, rule: str) -> None:
+    """Requires an integer of up to 64 bits, of Python or NumPy, that is not a bool."""
+    if isinstance(value, bool) or not (isinstance(value, Integral) or _is("torch", ["SymInt"], value)):
+        raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
+    if isinstance(value, Integral):
+        require(-LARGEST_INT - 1 <= int(value) <= LARGEST_INT, op, argument, "fit into 64 bits", value)
+
+
+def require_positive_integer(op: str, argument: str, value: object, *, optional: bool = False) -> None:
+    """Requires a positive integer, or None if it is optional."""
+    if optional and value is None:
+        return
+    rule = f"be a positive integer{' or None' if optional else ''}"
+    require_integer(op, argument, value, rule)
+    require(value > 0, op, argument, rule, value)  # pyright: ignore[reportOperatorIssue]
+
+
+def require_bytes(op: str, **numbers: object) -> None:
+    rule = "be a number of bytes, an int of 0 or more, or None"
+    for name, n in numbers.items():
+        if n is not None:
+            require_integer(op, name, n, rule)
+            require(n >= 0, op, name, rule, n)  # pyright: ignore[reportOperatorIssue]
+
+
 def require_tensors(op: str, **tensors: object) -> None:
     """Requires dense tensors. Comes before anything else is read of them."""
+    import torch
+
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor; got {shown(tensor)}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor; got one with the layout {tensor.layout}")
@@ -53,7 +122,8 @@ def require_values(op: str, **tensors: Tensor) -> None:
 
 def require_number(op: str, argument: str, value: object, rule: str) -> None:
     """Requires a number, of Python or NumPy, that is not a bool."""
-    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+    is_number = isinstance(value, int | float) or _is("numpy", ["integer", "floating"], value)
+    if isinstance(value, bool) or not (is_number or _is("torch", ["SymInt", "SymFloat"], value)):
         raise TypeError(f"{op}: {argument} must {rule}; got {shown(value)}")
 
 
@@ -90,15 +160,22 @@ def require_real(op: str, **tensors: Tensor | None) -> None:
 
 
 def require_floating(op: str, **tensors: Tensor | None) -> None:
+    import torch
+
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     for name, tensor in tensors.items():
         if tensor is not None:
             rule = "be float16, bfloat16, float32 or float64"
-            require(tensor.dtype in FLOATS, op, name, rule, tensor.dtype, error=TypeError)
+            require(tensor.dtype in floats, op, name, rule, tensor.dtype, error=TypeError)
 
 
 def require_ints(op: str, **tensors: Tensor) -> None:
+    import torch
+
     for name, tensor in tensors.items():
-        require(tensor.dtype in INTS, op, name, "be int32 or int64", tensor.dtype, error=TypeError)
+        require(
+            tensor.dtype in (torch.int32, torch.int64), op, name, "be int32 or int64", tensor.dtype, error=TypeError
+        )
 
 
 def agreed(first: T, *others: T) -> T:
@@ -140,6 +217,14 @@ def require_no_dtensor(op: str, **tensors: Tensor | None) -> None:
 
     Kernels read the local memory, which holds only a shard of a DTensor.
     """
+    from torch.distributed.tensor import DTensor
+
     for name, tensor in tensors.items():
         sharded = isinstance(tensor, DTensor)
         require(not sharded, op, name, "be a whole tensor, not a DTensor (FSDP2: pass full_tensor())", type(tensor))
+
+
+def _is(package: str, names: Sequence[str], value: object) -> bool:
+    """Whether a value has one of the types of a package, which is imported then."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(value, tuple(getattr(module, name) for name in names))

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from . import atomic_files
 from .atomic_files import remove_leftovers as remove_leftovers
-from .plain_checks import checked_path, require
+from .checks import checked_path, require
 from .reasons import Reason
 
 SUFFIX = ".safetensors"

@@ -33,8 +33,7 @@ ROOT = Path(__file__).parents[1]
 ARROWS = {  # a package or a module, and those of the project that it may import
     "kernels": set(),
     "atomic_files": set(),
-    "checks": {"plain_checks"},
-    "plain_checks": set(),
+    "checks": set(),
     "reasons": set(),
     "row_forms": set(),
     "packing": {"checks", "prefix_tree", "reasons", "row_forms"},
@@ -42,7 +41,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "logs": set(),
     "accuracy": set(),
     "testing": {"accuracy"},
-    "storage": {"atomic_files", "plain_checks", "reasons"},
+    "storage": {"atomic_files", "checks", "reasons"},
     "data": {"checks"},
     "lengths": {"checks", "data"},
     "batching": {"checks", "data", "lengths", "prefix_tree"},
@@ -58,7 +57,7 @@ ARROWS = {  # a package or a module, and those of the project that it may import
     "models": {"accuracy", "checks", "distributed", "logs", "ops", "packing", "reasons"},
     "ref_logps": {"checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing", "reasons", "storage"},
     "integrations": {"batching", "checks", "data", "distributed", "lengths", "logs", "models", "ops", "packing"}
-    | {"plain_checks", "reasons", "ref_logps", "row_forms", "storage"},
+    | {"reasons", "ref_logps", "row_forms", "storage"},
     "commands": {
         "accuracy",
         "batching",
@@ -70,7 +69,6 @@ ARROWS = {  # a package or a module, and those of the project that it may import
         "models",
         "ops",
         "packing",
-        "plain_checks",
     }
     | {"reasons", "ref_logps", "storage", "testing"},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..plain_checks import shown
+from ..checks import shown
 
 CONFIG = "config.json"
 CLASSIFIER = "ForSequenceClassification"

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..checks import require_flags, shown
 from ..integrations.lines import all_lines, targeted_trainers
 from ..integrations.options import checked_options
 from ..logs import STRICT
-from ..plain_checks import require_flags, shown
 from .startup.sitecustomize import VARIABLE
 
 

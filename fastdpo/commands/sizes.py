@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from ..plain_checks import shown
+from ..checks import shown
 
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}

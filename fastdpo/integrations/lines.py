@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
+from ..checks import shown, suggested
 from ..logs import warn
-from ..plain_checks import shown, suggested
 
 if TYPE_CHECKING:
     from .line import TrainerLine

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from .. import plain_checks as checks
+from .. import checks
 from ..storage import checked_directory
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...accuracy import layers_of, perturbed, random_rounding, training_unit
+from ...checks import suggested
 from ...data.files import load_preferences
 from ...integrations.patching import patched
 from ...integrations.replacements import callback
 from ...models import calls, forward, gradients
 from ...models.parts import backbone, base_of
-from ...plain_checks import suggested
 from ...testing import float64_throughout
 from .meters import PeakMemory, TokenCounter, timed
 
