@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastdpo.ops import definitions, linear_logps
-from fastdpo.ops.head.formats import TileFormat
 from fastdpo.ops.head.results import STATISTICS
+from fastdpo.ops.head.tiles import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import LEAVES, OUTPUTS, REAL_OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
 from tests.support.ops.special_rows import special_row

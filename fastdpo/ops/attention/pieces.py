@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..devices import accumulation_dtype
-from ..transform import Transform
+from ..head.results import Transform
 from .device_layout import AttentionOptions, Row, Rows
 
 BLOCK = 128  # queries of a windowed block, which computes window + BLOCK scores per query and needs window of them

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ... import checks
 from ..devices import accumulation_dtype, is_traced, memory_of
-from .formats import OP, TileFormat
 from .logit_rows import GradientInputs, empty_gradients
 from .passes import backward_pass, empty_outputs, forward_pass, number_of_sums, take_kept
 from .results import TokenLogps, named_results, requested_statistics, statistic_names
-from .tiles import HEAD, HeadCall
+from .tiles import HEAD, OP, HeadCall, TileFormat
 from .vocabulary_parallel import VocabularyGroup, backward_of_part, forward_of_part, require_group
 
 MEMORY_BUDGET = 512 << 20

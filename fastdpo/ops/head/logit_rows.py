@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..transform import Transform
-from .results import Targets, empty_results, statistic_names
+from .results import Targets, Transform, empty_results, statistic_names
 
 TILE_BYTES = 64 << 20
 KERNEL_TILE_BYTES = 256 << 20  # where one kernel makes all passes

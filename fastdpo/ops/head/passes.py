@@ -14,7 +14,6 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _retains_gr
 
 from ...packing import IGNORE_INDEX
 from ..devices import accumulation_dtype
-from .formats import TileFormat
 from .logit_rows import (
     GradientInputs,
     GradientSum,
@@ -24,7 +23,7 @@ from .logit_rows import (
     wide_product,
 )
 from .results import empty_results, statistic_names
-from .tiles import Head, HeadCall
+from .tiles import Head, HeadCall, TileFormat
 
 
 def empty_outputs(call: HeadCall, statistics: str, keep: int, form_jacobian: bool) -> list[Tensor]:

@@ -14,10 +14,9 @@ from torch import Tensor
 from ... import checks
 from ..choice.verdicts import Kernel, works
 from ..devices import accumulation_dtype, suits_triton
-from ..transform import Transform
 from . import trials
 from .logit_rows import GradientInputs, block_slices, join_results, logit_gradient, sum_block_
-from .results import Targets, TokenLogps, empty_results, named_results, requested_statistics, statistic_names
+from .results import Targets, TokenLogps, Transform, empty_results, named_results, requested_statistics, statistic_names
 
 OP = "token_logps"
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from ...packing import IGNORE_INDEX
 from ..choice.poisoned_memory import Result, placed, random_values
 from ..choice.verdicts import Comparison
-from ..transform import Transform
 from . import definitions
 from .logit_rows import upstream_scale
-from .results import LOGGED_STATISTICS, STATISTICS, TokenLogps
+from .results import LOGGED_STATISTICS, STATISTICS, TokenLogps, Transform
 
 TRANSFORMS = Transform(None, 1.0, 1.0), Transform(5.0, 1.7, 0.7)
 TOKENS = 6

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ... import checks
 from ..devices import accumulation_dtype
-from ..head.formats import TileFormat
 from ..head.linear_logps import MEMORY_BUDGET, check_head, compute_dtype_of, default_budget
 from ..head.logit_rows import GradientInputs
 from ..head.passes import backward_pass, forward_pass, take_kept
 from ..head.results import Targets, TokenLogps, empty_results, named_results, requested_statistics
-from ..head.tiles import HEAD, HeadCall
+from ..head.tiles import HEAD, HeadCall, TileFormat
 from .objectives import DPO, SORTED, PreferenceObjective, require_objective
 from .preference_loss import PreferenceLoss, loss_dtype, loss_inputs, preference_loss
 from .sequence_logps import require_bounds, segment_sums, target_counts

@@ -18,7 +18,7 @@ from fastdpo.ops.attention.flash import varlen_layout
 from fastdpo.ops.attention.triton_backend import TritonBackend
 from fastdpo.ops.choice import verdicts
 from fastdpo.ops.head import trials as head_trials
-from fastdpo.ops.transform import Transform
+from fastdpo.ops.head.results import Transform
 from fastdpo.testing import assert_as_accurate_as, error
 from tests.support.ops.heads import OUTPUTS, REAL_OUTPUTS
 
