@@ -63,9 +63,7 @@ class ScoredRows(NamedTuple):
     @classmethod
     def of(cls, config: Any, scored: ScoredBatch, kwargs: dict | None = None) -> ScoredRows:
         """The rows of a fused call of a model with this configuration (see `forward.MakeOutput`)."""
-        routed = scored.router_logits
-        aux_loss = None if routed is None else router_loss(config, routed, scored.multiplicity)
-        return cls.of_tokens(scored.logps, scored.label_mask, aux_loss)
+        return cls.of_tokens(scored.logps, scored.label_mask, router_loss(config, scored))
 
     @classmethod
     def of_tokens(cls, tokens: TokenLogps, mask: Tensor, aux_loss: Tensor | None = None) -> ScoredRows:

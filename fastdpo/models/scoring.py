@@ -79,20 +79,17 @@ def prior_logits(fused: FusedForward, args: tuple, kwargs: dict) -> Any:
     return fused.prior_forward(*args, **{name: x for name, x in kwargs.items() if name not in SCORING_ARGUMENTS})
 
 
-def router_loss(config: PretrainedConfig, router_logits: tuple[Tensor, ...], multiplicity: Tensor) -> Tensor:
+def router_loss(config: PretrainedConfig, scored: ScoredBatch) -> Tensor | None:
     """The load-balancing loss over the real tokens of a batch (Switch Transformers, Fedus et al.
-    2021, eqs. 4 to 6).
-
-    Args:
-        config: of the model.
-        router_logits: of each layer, [T, experts] for T packed tokens.
-        multiplicity: [1, T], how often each packed token occurs in the batch.
+    2021, eqs. 4 to 6), for a model with this configuration. None if the call did not ask for it.
     """
+    if scored.router_logits is None:
+        return None
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     experts = getattr(config, "num_experts", None) or config.num_local_experts  # Mixtral's name in transformers 4
     # The function weighs tokens by its mask, so a shared token counts as often as it occurs.
     loss = load_balancing_loss_func(
-        cast(tuple[Tensor], router_logits), experts, config.num_experts_per_tok, multiplicity
+        cast(tuple[Tensor], scored.router_logits), experts, config.num_experts_per_tok, scored.multiplicity
     )
     return cast(Tensor, loss)

@@ -96,9 +96,7 @@ def fused(model: PreTrainedModel, batch: dict[str, torch.Tensor], request: dict,
     )
     model(**batch, fused_lm_head=True, use_cache=False, **options)
     (result,) = scored
-    routers = result.router_logits
-    aux_loss = None if routers is None else router_loss(model.config, routers, result.multiplicity)
-    return outcome(model, result.logps.logps, aux_loss), int(result.multiplicity.max())
+    return outcome(model, result.logps.logps, router_loss(model.config, result)), int(result.multiplicity.max())
 
 
 CASES = {

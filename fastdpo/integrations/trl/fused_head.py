@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...models import forward
 from ...models.parts import text_config
+from ...models.scoring import router_loss
 from ...models.state import ScoredBatch
 from ...reasons import Reason
 from ..admission import evidence
 from ..admission.evidence import field_difference, signature_difference
 from ..line import TrainerLine
 from ..replacements import temporarily
-from ..scored_rows import ScoredRows
 from .shortcuts import disable_gradient_checkpointing, is_peft_model, use_adapter
 
 if TYPE_CHECKING:
@@ -96,17 +96,17 @@ class FusedHeadLine(TrainerLine):
 def _make_output(config: PretrainedConfig, scored: ScoredBatch, kwargs: dict) -> object:
     from trl.trainer.utils import FusedCausalLMOutput
 
-    rows = ScoredRows.of(config, scored)
-    count = kwargs.get("num_items_in_batch")
+    count, aux_loss = kwargs.get("num_items_in_batch"), router_loss(config, scored)
     if count is None:
-        count = rows.mask.sum().clamp(min=1)
-    loss = -rows.logps.sum() / count
-    if rows.aux_loss is not None:
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * rows.aux_loss
+        count = scored.label_mask.sum().clamp(min=1)
+    tokens = scored.logps
+    loss = -tokens.logps.sum() / count
+    if aux_loss is not None:
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     return FusedCausalLMOutput(
         loss=loss,
-        log_probs=rows.logps,
-        label_mask=rows.mask,
-        aux_loss=rows.aux_loss,
-        **{name: getattr(rows, name) for name in _STATISTICS},
+        log_probs=tokens.logps,
+        label_mask=scored.label_mask,
+        aux_loss=aux_loss,
+        **{name: getattr(tokens, name) for name in _STATISTICS},
     )

@@ -7,22 +7,24 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
+
 from ...models.functions import module_of
-from ...models.parts import find_base, is_transformers_model
+from ...models.parts import find_base
 from ...models.state import state_of
 from ..line import TrainerLine
 from ..replacements import temporarily
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
-    """What accelerate returns, by the class of a model that no engine has wrapped.
+    """What accelerate returns, by the class of a model that no engine has wrapped: one with a fused forward is none.
 
     accelerate parses the metadata of PEFT and walks all modules.
     """
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         return True
-    return not is_transformers_model(model) and stock(model)
+    return not (isinstance(model, nn.Module) and state_of(model)) and stock(model)
 
 
 def install(line: TrainerLine, trainer: Any) -> None:
@@ -56,7 +58,7 @@ def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kw
     """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
     embeddings in every step, for which a compiled model is compiled again.
     """
-    base = find_base(model)
+    base = model if state_of(model) else find_base(model)
     fused = None if base is None else state_of(base)
     with ExitStack() as stack:
         if base is None or fused is None or fused.unsupported_reason() is not None:
