@@ -22,7 +22,7 @@ from trl.trainer import dpo_trainer
 import fastdpo
 from fastdpo import attention
 from fastdpo.integrations.lines import DISTRIBUTIONS
-from fastdpo.ops.choice import hub_builds
+from fastdpo.ops.choice import notes
 from tests.support.stand_ins import hub_attention
 from tests.support.stand_ins.flash import stand_in
 from tests.support.trl.dpo import assert_fused, assert_same, build, tiny_model, train
@@ -344,7 +344,7 @@ def test_a_model_with_attention_from_the_hub(requested, loaded, tmp_path, monkey
     assert_fused(runs[1], policy=3, reference=3)
     assert torch.equal(padded, models[0](**batch).logits)
     assert repositories == [loaded.partition("@")[0]]
-    assert hub_builds.described() == [f"flash-attn-2 as {hub_attention.NAME}"]
+    assert [(name, x.__name__) for name, x in notes.builds.items()] == [("flash-attn-2", hub_attention.NAME)]
 
 
 def test_signature_and_unwrapping_survive(tmp_path):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..choice import hub_builds
+from ..choice import notes
 from ..devices import compute_capability
 from .device_layout import OP, AttentionOptions, Rows, offsets
 from .pieces import flash_supports_scale, with_last_stride_1, with_sinks
@@ -304,10 +304,9 @@ def _of_package(name: str) -> VarlenFunctions:
     try:
         return library(import_module(library.module_name))
     except Exception:  # a package, or a library that it was built against, may raise anything at import
-        build = hub_builds.of(name)
-        if build is None:
+        if name not in notes.builds:
             raise
-        return library(build)
+        return library(notes.builds[name])
 
 
 def use_build(module: ModuleType) -> None:
@@ -318,7 +317,7 @@ def use_build(module: ModuleType) -> None:
     for name, library in PACKAGES.items():
         functions = [getattr(module, function, None) for function in library.function_names]
         if all(x is not None and "cu_seqlens_q" in inspect.signature(_unwrap(x)).parameters for x in functions):
-            hub_builds.add(name, module)
+            notes.builds.setdefault(name, module)
             load.cache_clear()
 
 

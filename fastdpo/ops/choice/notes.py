@@ -16,6 +16,7 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,13 @@ import torch
 from ... import atomic_files
 from ...logs import warn
 from ..devices import architecture
-from . import hub_builds
 
 VARIABLE = "FASTDPO_KERNEL_CACHE"
 FORMAT = 2
 LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4")
+
+builds: dict[str, ModuleType] = {}
+"""By backend, the module of a build of flash attention from the Kernels Hub, as transformers has loaded it."""
 
 
 class Notes(NamedTuple):
@@ -75,7 +78,8 @@ def note(device: torch.device, *, passed: str | None = None, choices: dict[str, 
 
 def environment(device: torch.device) -> dict[str, str]:
     """Everything that the notes depend on."""
-    return {**_of_process(device), "hub": ", ".join(hub_builds.described())}
+    described = (f"{backend} as {module.__name__}" for backend, module in sorted(builds.items()))
+    return {**_of_process(device), "hub": ", ".join(described)}  # names that differ between versions
 
 
 @lru_cache

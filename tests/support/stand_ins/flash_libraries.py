@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastdpo.ops.attention import flash, routes
-from fastdpo.ops.choice import hub_builds
+from fastdpo.ops.choice import notes
 from tests.support.stand_ins import flash_sources
 
 NEWEST = ("flash-attn 2.8.3.post2", "flash-attn-3 of August 2026", "flash-attn-4 4.0.0b36")
@@ -192,7 +192,7 @@ def install(monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...] = (), versi
     libraries["torch"] = dataclasses.replace(libraries["torch"], load_functions=lambda: of_torch)
     others = {name: x for name, x in routes.BACKENDS.items() if name not in libraries}
     monkeypatch.setattr(routes, "BACKENDS", {**libraries, **others})
-    monkeypatch.setattr(hub_builds, "builds", {})
+    monkeypatch.setattr(notes, "builds", {})
     forget()
 
 

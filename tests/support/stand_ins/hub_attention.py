@@ -13,7 +13,7 @@ from transformers import modeling_flash_attention_utils, modeling_utils
 from transformers.integrations import hub_kernels
 
 from fastdpo.ops.attention import flash
-from fastdpo.ops.choice import hub_builds
+from fastdpo.ops.choice import notes
 
 NAME = "_flash_attn2_1a2b3c.flash_attn_interface"
 LOADED = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn")
@@ -64,6 +64,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(users, "is_kernels_available", lambda: True)
     for name in LOADED:
         monkeypatch.setattr(modeling_flash_attention_utils, name, None)
-    monkeypatch.setattr(hub_builds, "builds", {})
+    monkeypatch.setattr(notes, "builds", {})
     flash.load.cache_clear()
     return repositories
