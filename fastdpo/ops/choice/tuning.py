@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 VARIABLE = "FASTDPO_TUNE"
 TUNED_DEVICES = ("cuda",)
 ROUNDS = 5
-HOPELESS = 3  # times as slow as the built-in choice: not run again
 MIN_SPEEDUP = 1.02  # over the built-in choice
 
 
@@ -214,7 +213,7 @@ def _measured(builtin: str, candidates: Sequence[Candidate], device: torch.devic
     for _ in range(1 + ROUNDS):  # the first one compiles
         for candidate in candidates:
             name = candidate.name
-            if name in reasons or _is_hopeless(samples[name], samples[builtin]):
+            if name in reasons:
                 continue
             try:
                 samples[name].append(milliseconds(candidate, device))
@@ -225,10 +224,6 @@ def _measured(builtin: str, candidates: Sequence[Candidate], device: torch.devic
     is_better = builtin not in times or times[best] * MIN_SPEEDUP < times[builtin]
     measured = {name: shorten(reasons[name], 200) if name in reasons else times[name] for name in samples}
     return Choice(best if is_better else builtin, measured)
-
-
-def _is_hopeless(samples: Sequence[float], of_builtin: Sequence[float]) -> bool:
-    return len(samples) > 1 and len(of_builtin) > 1 and samples[1] > HOPELESS * of_builtin[1]
 
 
 def milliseconds(candidate: Candidate, device: torch.device) -> float:
