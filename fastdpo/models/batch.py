@@ -239,7 +239,7 @@ def layout_of_call(
     # All positions of the padded rows count, padding included.
     width = batch.input_ids.shape[1]
     verdict = cast(Verdict, fused.verdict)
-    limit = verdict.facts.rope_limit
+    limit = verdict.rope_limit
     reach = None if limit is None or width <= limit else width
     groups = (groups or fused.options.groups) if share else None
     return layout_of(batch, groups=groups, store_all=verdict.routes_in(kwargs), reach=reach, rounded=rounded)

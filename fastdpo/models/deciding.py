@@ -158,7 +158,7 @@ def _packed(model: PreTrainedModel, fused: FusedForward, verdict: Verdict, kwarg
     if given is None:
         graphs = _graphs(model, fused, verdict, "trains its routers" if verdict.routes_in(kwargs) else None)
         layout = layout_of_call(model, fused, kwargs, rounded=fused.options.graphs)
-        size, (least, largest) = verdict.facts.vocabulary, layout.id_range or (0, 0)
+        size, (least, largest) = verdict.vocabulary, layout.id_range or (0, 0)
         # The model raises at ids outside of its embeddings, and a packed batch may lack them.
         if size is not None and not 0 <= least <= largest < size:
             raise NotPackable(Reason("ids-outside", least=least, largest=largest, size=size))

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .parts import text_config, vocabulary_of
+from .parts import text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-class Facts(NamedTuple):
-    """What calls of a model need to know of it.
-
-    Attributes:
-        vocabulary: see `parts.vocabulary_of`.
-        rope_limit: see `rope_limit`.
-        routes: whether it returns router logits unless a call says otherwise.
-    """
-
-    vocabulary: int | None
-    rope_limit: int | None
-    routes: bool
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Facts:
-        routes = bool(getattr(text_config(model), "output_router_logits", False))
-        return cls(vocabulary_of(model), rope_limit(model), routes)
 
 
 def rope_limit(model: PreTrainedModel) -> int | None:

@@ -18,8 +18,8 @@ from ..reasons import Reason
 from . import attention, head, sharding
 from .compiled import CompiledLayers
 from .examine.probe import ProbeResult
-from .facts import Facts
-from .parts import backbone
+from .facts import rope_limit
+from .parts import backbone, text_config, vocabulary_of
 from .reward_head import RewardHead
 from .structure import Structure
 
@@ -137,7 +137,9 @@ class Verdict(NamedTuple):
         packing_reason: why no batch is packed on this rank.
         backbone: of the model. It is switched to packed attention, and its head scores, unless there is a reason.
         head: of the model.
-        facts: about the model.
+        vocabulary: see `parts.vocabulary_of`.
+        rope_limit: see `facts.rope_limit`.
+        routes: whether the model returns router logits unless a call says otherwise.
     """
 
     key: tuple[int, bool]
@@ -146,7 +148,9 @@ class Verdict(NamedTuple):
     packing_reason: Reason | None
     backbone: PreTrainedModel
     head: nn.Linear
-    facts: Facts
+    vocabulary: int | None
+    rope_limit: int | None
+    routes: bool
 
     @classmethod
     def of(
@@ -157,9 +161,10 @@ class Verdict(NamedTuple):
         scoring_reason: Reason | None = None,
         packing_reason: Reason | None = None,
     ) -> Verdict:
-        """With the backbone, the head and the facts of the model as it is."""
-        parts = backbone(model), head.head_of(model), Facts.of(model)
-        return cls(key, result, scoring_reason, packing_reason, *parts)
+        """With the backbone and the head of the model as it is, and facts about it."""
+        routes = bool(getattr(text_config(model), "output_router_logits", False))
+        of_model = backbone(model), head.head_of(model), vocabulary_of(model), rope_limit(model), routes
+        return cls(key, result, scoring_reason, packing_reason, *of_model)
 
     @property
     def reason(self) -> Reason | None:
@@ -169,7 +174,7 @@ class Verdict(NamedTuple):
     def routes_in(self, kwargs: dict) -> bool:
         """Whether a call with these arguments asks for router logits."""
         requested = kwargs.get("output_router_logits")
-        return self.facts.routes if requested is None else bool(requested)
+        return self.routes if requested is None else bool(requested)
 
 
 @dataclass
