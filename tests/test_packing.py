@@ -452,83 +452,6 @@ def test_empty_batches_raise_not_packable(shape):
         pack_pairs(empty, empty, empty)
 
 
-IDS = torch.ones(2, 4, dtype=torch.long)
-MISUSES = {  # op, arguments, and pattern of the message
-    "a mask of a different shape": (
-        pack,
-        dict(attention_mask=IDS[:, :3]),
-        r"pack: attention_mask must have the shape of input_ids \[2, 4\]; got \[2, 3\]",
-    ),
-    "labels of a different shape": (
-        pack,
-        dict(labels=IDS[:1]),
-        r"pack: labels must have the shape of input_ids \[2, 4\]; got \[1, 4\]",
-    ),
-    "a single sequence": (
-        pack,
-        dict(input_ids=IDS[0], attention_mask=IDS[0], labels=IDS[0]),
-        r"pack: input_ids must be \[R, L\]; got \[4\]",
-    ),
-    "groups of other rows": (pack, dict(groups=torch.zeros(3)), r"pack: groups must be \[2\]; got \[3\]"),
-    "a mask of NaN": (
-        pack,
-        dict(attention_mask=IDS / 0 * 0),
-        "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value",
-    ),
-    "a mask to be added to scores": (
-        pack_pairs,
-        dict(attention_mask=IDS * -1e9),
-        "pack: attention_mask must be bool, int, or floating point with values 0 and 1; got another value",
-    ),
-    "groups by an unknown rule": (
-        pack,
-        dict(groups="halves"),
-        r"""pack: groups must be a tensor, "prompts", "content", "pairs" or None; got 'halves'""",
-    ),
-    "labels beyond any vocabulary": (
-        pack_pairs,
-        dict(labels=IDS * 2**61),
-        rf"pack: labels must be -100 or token ids below 2\*\*31; got {2**61}",
-    ),
-    "an odd number of rows": (
-        pack_pairs,
-        dict(input_ids=IDS[:1], attention_mask=IDS[:1], labels=IDS[:1]),
-        "pack_pairs: input_ids must have an even number of rows; got 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_raises(misuse):
-    op, arguments, message = MISUSES[misuse]
-    with pytest.raises(ValueError, match=f"^{message}") as caught:
-        op(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
-    assert not isinstance(caught.value, NotPackable)
-
-
-WRONG_TYPES = {  # arguments, and pattern of the message
-    "float ids": (dict(input_ids=IDS.float()), "input_ids must be int32 or int64; got torch.float32"),
-    "boolean ids": (dict(input_ids=IDS.bool()), "input_ids must be int32 or int64; got torch.bool"),
-    "complex masks": (
-        dict(attention_mask=IDS.cfloat()),
-        "attention_mask must be bool, int or floating point; got torch.complex64",
-    ),
-    "float labels": (dict(labels=IDS.double()), "labels must be int32 or int64; got torch.float64"),
-    "boolean labels": (dict(labels=IDS.bool()), "labels must be int32 or int64; got torch.bool"),
-    "float groups": (dict(groups=torch.zeros(2)), "groups must be int32 or int64; got torch.float32"),
-    "a fractional reach": (dict(reach=6.5), "reach must be an int or None; got 6.5"),
-    "a boolean reach": (dict(reach=True), "reach must be an int or None; got True"),
-    "fractional tokens": (dict(tokens=6.5), "tokens must be an int or None; got 6.5"),
-}
-
-
-@pytest.mark.parametrize("misuse", WRONG_TYPES)
-def test_wrong_types_raise(misuse):
-    arguments, message = WRONG_TYPES[misuse]
-    with pytest.raises(TypeError, match=f"^pack: {message}"):
-        pack(**{"input_ids": IDS, "attention_mask": IDS, "labels": IDS, **arguments})
-
-
 @pytest.mark.parametrize("shape", [(2, 6), (2, 8), (1, 7), (14,), (1, 14), (7, 2), (2, 7, 1)], ids=str)
 def test_packing_values_of_a_wrong_shape_raises(shape):
     layout = pack_pairs(*padded([scored_answer(PROMPT, [1, 2, 3]), scored_answer(PROMPT, [2, 1])]))
@@ -609,13 +532,6 @@ def test_the_batch_is_copied_to_the_host_once(shifted, monkeypatch):
     assert set(OnDevice.functions[: copies[0]]) - metadata <= {"__ne__", "ne", "__getitem__"}
     assert set(OnDevice.functions[copies[0] :]) <= {"as_subclass"}
     assert_layout_is_right(layout, batch, groups, shifted=shifted)
-
-
-def test_negative_labels_raise():
-    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
-    labels = torch.tensor([[-100, 4, -1, 6], [-100, 4, -1, 7]])
-    with pytest.raises(ValueError, match=r"pack: labels must be -100 or token ids; got -1"):
-        pack_pairs(ids, torch.ones_like(ids), labels)
 
 
 @pytest.mark.parametrize("shifted", [False, True])

@@ -463,35 +463,6 @@ def test_a_gradient_of_entropy_takes_one_more_tile(option, trace, rows_of_a_tile
     assert backward.peak <= tiles + 64 * n * 4 + logits.nbytes
 
 
-LOGITS, TARGETS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.long)
-MISUSES = {  # arguments, exception, and pattern of the message
-    "integer logits": (dict(logits=LOGITS.long()), TypeError, "logits must be float16, bfloat16, .* got torch.int64"),
-    "scalar logits": (dict(logits=LOGITS[0, 0]), ValueError, r"logits must be \[..., V\], V > 0; got \[\]"),
-    "empty vocabulary": (dict(logits=LOGITS[:, :0]), ValueError, r"logits must be .* V > 0; got \[3, 0\]"),
-    "float targets": (dict(targets=TARGETS.float()), TypeError, "targets must be int32 or int64; got torch.float32"),
-    "too few targets": (dict(targets=TARGETS[:2]), ValueError, r"targets must have shape \[3\]; got \[2\]"),
-    "id over vocabulary": (dict(targets=TARGETS + 5), ValueError, "targets must be -100 or ids below 5; got 5"),
-    "negative id": (dict(targets=TARGETS - 1), ValueError, "targets must be -100 or ids below 5; got -1"),
-    "targets elsewhere": (
-        dict(targets=TARGETS.to("meta")),
-        ValueError,
-        r"targets must be on the device of logits \(cpu\); got meta",
-    ),
-    "zero temperature": (dict(temperature=0.0), ValueError, "temperature must be positive and finite; got 0.0"),
-    "negative temperature": (dict(temperature=-1.0), ValueError, "temperature must be positive and finite; got -1.0"),
-    "zero softcap": (dict(softcap=0.0), ValueError, "softcap must be positive and finite or None; got 0.0"),
-    "unknown output": (dict(outputs=("logp",)), ValueError, r"outputs must be a sequence of names .* got \('logp',\)"),
-    "outputs as a string": (dict(outputs="logps"), ValueError, "outputs must be a sequence of names .* got logps"),
-}
-
-
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_raises(misuse):
-    arguments, kind, message = MISUSES[misuse]
-    with pytest.raises(kind, match=f"^token_logps: {message}"):
-        token_logps(**{"logits": LOGITS, "targets": TARGETS, **arguments})
-
-
 def test_the_definition_computes_what_is_requested():
     """A statistic that is not requested costs nothing: the definition is also run in training and in benchmarks."""
     logits, targets = torch.randn(3, 7), torch.tensor([1, -100, 6])
