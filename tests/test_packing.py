@@ -1,14 +1,11 @@
-"""`pack` equals a loop over tokens, on random batches and on known edge cases."""
-
-import random
-from collections import defaultdict
-from itertools import product
+"""`pack` equals a loop over tokens on known edge cases. tests/fuzz compares it on random batches."""
 
 import pytest
 import torch
 
 from fastdpo import packing
 from fastdpo.packing import IGNORE_INDEX, NotPackable, pack, pack_pairs
+from tests.support.layouts import assert_layout_is_right
 
 # Tests describe a row of a batch by its ids and, for each id, its label or None.
 
@@ -33,147 +30,6 @@ def padded(rows, left=(), length=None):
 def scored_answer(prompt, answer):
     """A row in which the answer is scored and the prompt is not."""
     return prompt + answer, [None] * len(prompt) + answer
-
-
-def random_batch(rng, shifted):
-    """Random rows of up to three groups with shared prompts, padded on either side.
-
-    They have only three different ids, so that rows often agree by chance.
-    """
-    rows, groups = [], []
-    for group in range(rng.randint(1, 3)):
-        prompt = [rng.randrange(3) for _ in range(rng.randint(0, 6))]
-        for _ in range(rng.randint(1, 3)):
-            ids = prompt[: rng.choice([len(prompt), rng.randint(0, 6)])] + [
-                rng.randrange(3) for _ in range(rng.randint(0, 4))
-            ]
-            everything = range(len(ids))
-            scored = rng.choice([everything[len(prompt) :], everything, (), rng.sample(everything, len(ids) // 2)])
-            random_labels = rng.random() < 0.2  # labels that differ from the ids
-            labels = [(rng.randrange(5) if random_labels else y) if i in scored else None for i, y in enumerate(ids)]
-            if labels and not shifted:
-                labels[0] = None  # no position scores the first label
-            rows.append((ids, labels))
-            groups.append(group)
-    order = rng.sample(range(len(rows)), len(rows))
-    rows, groups = [rows[i] for i in order], [groups[i] for i in order]
-    if not any(ids for ids, _ in rows):
-        rows[0] = ([1], [None])
-    left = {r for r in range(len(rows)) if rng.random() < 0.5}
-    length = max(len(ids) for ids, _ in rows) + rng.randint(0, 2)
-    return padded(rows, left, length), torch.tensor(groups)
-
-
-def visible_ids(layout, t, ids):
-    """The ids that packed token t attends to, in order, including its own."""
-    stored = ids.reshape(-1)[layout.token_index].tolist()
-    for prefix, prefix_length, start, length in layout.rows.tolist():
-        if start <= t < start + length:
-            before = visible_ids(layout, prefix + prefix_length - 1, ids) if prefix_length else []
-            assert len(before) == prefix_length
-            return before + stored[start : t + 1]
-    raise AssertionError(f"token {t} belongs to no row")
-
-
-def assert_layout_is_right(layout, batch, groups, shifted=False, store_all=False):
-    """Asserts that every field of a layout equals the result of a loop over the padded batch."""
-    ids, mask, labels = batch
-    n_rows, length = ids.shape
-    real = [[int(i) for i, m in zip(*row, strict=True) if m] for row in zip(ids, mask, strict=True)]
-    offset = [int(m.int().argmax()) if m.any() else 0 for m in mask]
-    width = length if shifted else length - 1
-    targets = labels if shifted else labels[:, 1:]
-    scored = [(r, c) for r, c in product(range(n_rows), range(width)) if targets[r, c] != IGNORE_INDEX]
-    assert layout.output_shape == (n_rows, width)
-
-    # Each output comes from a position that attends to exactly the tokens of its row up to there.
-    assert layout.output_index.tolist() == [r * width + c for r, c in scored]
-    for (r, c), source in zip(scored, layout.output_source.tolist(), strict=True):
-        t = int(layout.score_index[source])
-        assert visible_ids(layout, t, ids) == real[r][: c - offset[r] + 1]
-        assert layout.targets[source] == targets[r, c]
-    pairs = list(zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs)  # no duplicates
-    assert set(layout.output_source.tolist()) == set(range(len(pairs)))  # every score is used
-
-    # Positions count the visible tokens before a token. Rows tile the buffer, each after its
-    # prefix.
-    for t, position in enumerate(layout.position_ids.tolist()):
-        assert position == len(visible_ids(layout, t, ids)) - 1
-    end = 0
-    for prefix, prefix_length, start, own_length in layout.rows.tolist():
-        assert start == end
-        assert own_length > 0
-        assert prefix + prefix_length <= start
-        end = start + own_length
-    assert end == len(layout.token_index)
-    assert mask.reshape(-1)[layout.token_index].all()
-
-    # Stored tokens: each that a scored position depends on, once for all rows of a group with the
-    # same tokens up to it.
-    need = [max([c - offset[r] + 1 for s, c in scored if s == r], default=0) for r in range(n_rows)]
-    if store_all:
-        need = [len(row) for row in real]
-    if not any(need):
-        assert len(layout.token_index) == 1
-        return
-    members = defaultdict(list)
-    for r in range(n_rows):
-        if need[r]:
-            members[int(groups[r])].append(real[r][: need[r]])
-    distinct = [{tuple(row[: i + 1]) for row in rows for i in range(len(row))} for rows in members.values()]
-    assert len(layout.token_index) == sum(map(len, distinct))
-    assert layout.multiplicity.sum() == layout.unshared == sum(need)  # every needed token of every row is counted
-
-
-@pytest.mark.parametrize("store_all", [False, True], ids=["needed", "store_all"])  # True: for router losses
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])  # True: shifted by the collator
-@pytest.mark.parametrize("share", [True, False], ids=["share", "alone"])  # False: dropout is active
-def test_random_batches(share, shifted, store_all):
-    rng = random.Random(f"{share} {shifted} {store_all}")
-    for _ in range(50):
-        batch, groups = random_batch(rng, shifted)
-        options = dict(shifted=shifted, store_all=store_all)
-        layout = pack(*batch, groups=groups if share else None, **options)
-        assert_layout_is_right(layout, batch, groups if share else torch.arange(len(groups)), **options)
-
-
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
-def test_rows_with_the_same_prompt_share_it(shifted):
-    rng = random.Random(f"prompts {shifted}")
-    shared = 0
-    for _ in range(50):
-        (ids, mask, labels), _ = random_batch(rng, shifted)
-        prompts = []
-        for row, real, targets in zip(ids, mask, labels if shifted else labels[:, 1:], strict=True):
-            end = next((c for c, y in enumerate(targets) if y != IGNORE_INDEX), 0) + 1
-            prompts.append(tuple(row[int(real.argmax()) : end].tolist()))
-        groups = torch.tensor([prompts.index(prompt) for prompt in prompts])
-        layout = pack(ids, mask, labels, groups="prompts", shifted=shifted)
-        assert_layout_is_right(layout, (ids, mask, labels), groups, shifted)
-        shared += int(layout.rows[:, 1].sum())
-    assert shared
-
-
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
-def test_rows_with_the_same_beginning_share_it(shifted):
-    rng = random.Random(f"content {shifted}")
-    shared = 0
-    for _ in range(50):
-        batch, groups = random_batch(rng, shifted)
-        layout = pack(*batch, groups="content", shifted=shifted)
-        assert_layout_is_right(layout, batch, torch.zeros_like(groups), shifted)
-        shared += int(layout.rows[:, 1].sum())
-    assert shared
-
-
-def test_multiplicity_counts_the_rows_of_each_token():
-    rng = random.Random(0)
-    for _ in range(50):
-        (ids, mask, _), groups = random_batch(rng, shifted=True)
-        layout = pack(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX), groups=groups, shifted=True)
-        read = layout.score_index[layout.output_source]  # every token is scored, so each of its rows reads it
-        assert torch.equal(layout.multiplicity, torch.bincount(read, minlength=len(layout.token_index)))
 
 
 def test_reach_extends_the_positions():

@@ -11,8 +11,7 @@ from torch import Tensor
 from fastdpo import ops
 from fastdpo.ops import definitions
 from tests.support.fuzzing import FLOATS, SEEDS, Source, assert_close, fuzzed, noise_of
-
-PRIME = 2_147_483_629
+from tests.support.layouts import assert_layout_is_right
 
 
 class Batch(NamedTuple):
@@ -23,6 +22,7 @@ class Batch(NamedTuple):
         vocabulary: few ids, so that rows begin alike by chance as well.
         prompts: how many prompts the rows have; 0 for rows of their own.
         scored: the share of labels that are not -100.
+        others: whether labels are no ids of the batch.
         side: on which side rows are padded.
         groups: "none", "prompts", "content" or "tensor".
         reach: the positions that must exist, or None.
@@ -34,6 +34,7 @@ class Batch(NamedTuple):
     vocabulary: int
     prompts: int
     scored: float
+    others: bool
     side: str
     groups: str
     shifted: bool
@@ -49,6 +50,7 @@ BATCHES = st.builds(
     vocabulary=st.sampled_from([1, 2, 5, 1000]),
     prompts=st.integers(0, 3),
     scored=st.sampled_from([0.0, 0.2, 0.8, 1.0]),
+    others=st.booleans(),
     side=st.sampled_from(["left", "right", "both"]),
     groups=st.sampled_from(["none", "prompts", "content", "tensor"]),
     shifted=st.booleans(),
@@ -87,51 +89,34 @@ def batch_of(case: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor | str | None]:
     else:
         scorable[:, 1:] &= mask[:, :-1]  # nothing scores the first token of a row
         labels = torch.where(scorable & source.mask(case.scored, *shape), ids, -100)
+    if case.others:
+        labels = torch.where(labels != -100, case.vocabulary + source.integers(0, 2, *shape), -100)
     return ids, mask, labels, groups
 
 
-def prefix_hashes(ids: list[int]) -> list[int]:
-    """Of each token, a number that depends on it and on all tokens before it in order."""
-    found, state = [], 1
-    for token in ids:
-        state = (state * 1_000_003 + token + 7) % PRIME
-        found.append(state)
-    return found
+def groups_of_rows(case: Batch, ids: Tensor, mask: Tensor, labels: Tensor, groups: Tensor | str | None) -> Tensor:
+    """Equal numbers for rows that may share tokens."""
+    if groups == "prompts":
+        targets, prompts = labels if case.shifted else labels[:, 1:], []
+        for row, real, scored in zip(ids, mask, targets != -100, strict=True):
+            end = int(scored.int().argmax()) + 1 if scored.any() else 1
+            prompts.append(tuple(row[int(real.int().argmax()) : end].tolist()))
+        return torch.tensor([prompts.index(prompt) for prompt in prompts])
+    if groups == "content":
+        return torch.zeros(case.rows)
+    return torch.arange(case.rows) if groups is None else groups
 
 
 def check_layout(case: Batch) -> None:
-    """A model whose outputs depend on all that a token sees gives the same outputs packed."""
     ids, mask, labels, groups = batch_of(case)
-    options = dict(shifted=case.shifted, store_all=case.store_all, reach=case.reach)
-    layout = ops.pack(ids, mask, labels, groups=groups, **options)
-
-    padded = torch.zeros(ids.shape, dtype=torch.long)
-    for i in range(case.rows):
-        padded[i, mask[i]] = torch.tensor(prefix_hashes(ids[i, mask[i]].tolist()))
-    packed_ids = layout.pack(ids)[0].tolist()
-    packed, end = torch.zeros(len(packed_ids), dtype=torch.long), 0
-    paths: list[list[int]] = []  # of each packed token, those from the first of its row to itself
-    for prefix, prefix_length, own, own_length in layout.rows.tolist():
-        assert own == end
-        assert prefix + prefix_length <= own
-        before = paths[prefix + prefix_length - 1] if prefix_length else []
-        assert len(before) == prefix_length
-        paths += [[*before, *range(own, own + i + 1)] for i in range(own_length)]
-        seen = [packed_ids[t] for t in paths[-1]]
-        packed[own : own + own_length] = torch.tensor(prefix_hashes(seen)[prefix_length:])
-        positions = range(prefix_length, prefix_length + own_length)
-        assert case.reach is not None or layout.position_ids[own : own + own_length].tolist() == list(positions)
-        end = own + own_length
-    assert end == len(packed_ids)
-
-    targets = labels if case.shifted else labels[:, 1:]
-    scored = targets != -100
-    expected = torch.where(scored, padded[:, : targets.shape[1]] * 5 + targets, 0)
-    values = packed[layout.score_index] * 5 + layout.targets
-    assert torch.equal(layout.unpack(values), expected)
-    if case.store_all:
-        assert int(layout.multiplicity.sum()) == int(mask.sum())
-    assert len(set(zip(layout.score_index.tolist(), layout.targets.tolist(), strict=True))) == len(layout.targets)
+    options = dict(groups=groups, shifted=case.shifted, store_all=case.store_all)
+    layout = ops.pack(ids, mask, labels, **options)
+    rows = groups_of_rows(case, ids, mask, labels, groups)
+    assert_layout_is_right(layout, (ids, mask, labels), rows, case.shifted, case.store_all)
+    reaching = ops.pack(ids, mask, labels, reach=case.reach, **options)
+    assert reaching.position_ids.max() + 1 >= max(case.reach or 0, int(layout.position_ids.max()) + 1)
+    assert torch.equal(reaching.rows[: len(layout.rows)], layout.rows)
+    assert torch.equal(reaching.unpack(reaching.targets), layout.unpack(layout.targets))
 
 
 class Attention(NamedTuple):
@@ -195,7 +180,7 @@ def check_attention(case: Attention) -> None:
         assert_close(name, *tensors, noise_of(case.dtype, scores), least)
 
 
-NO_LABELS = Batch(0, 2, 5, 5, 1, 0.0, "right", "tensor", False, False, None)
+NO_LABELS = Batch(0, 2, 5, 5, 1, 0.0, False, "right", "tensor", False, False, None)
 ONE_TOKEN = NO_LABELS._replace(length=1, scored=1.0, shifted=True)
 EQUAL_ROWS = NO_LABELS._replace(rows=4, vocabulary=1, scored=1.0, groups="prompts")
 LONG_ROTARY = EQUAL_ROWS._replace(side="left", reach=30, store_all=True)
