@@ -23,9 +23,10 @@ import fastdpo
 from fastdpo import attention
 from fastdpo.integrations.lines import DISTRIBUTIONS
 from fastdpo.ops.choice import notes
+from tests.support.comparison import assert_trained_alike
 from tests.support.stand_ins import hub_attention
 from tests.support.stand_ins.flash import stand_in
-from tests.support.trl.dpo import assert_fused, assert_same, build, tiny_model, train
+from tests.support.trl.dpo import assert_fused, build, tiny_model, train
 
 IDS = torch.arange(3, 15).view(2, 6)
 BATCH = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True)
@@ -311,8 +312,7 @@ def test_a_model_with_flash_attention(tmp_path, flash_attention_2):
                 batch = dict(input_ids=IDS, attention_mask=(torch.arange(6) > torch.tensor([[0], [2]])).long())
                 padded = models[0].eval()(**batch).logits
         assert models[0].config._attn_implementation == "flash_attention_2"
-    assert_same(*runs)
-    assert_fused(runs[1], policy=3, reference=3)
+    assert_trained_alike(runs, policy=3, reference=3)
     assert torch.equal(padded, models[0](**batch).logits)
 
 
@@ -340,8 +340,7 @@ def test_a_model_with_attention_from_the_hub(requested, loaded, tmp_path, monkey
                 batch = dict(input_ids=IDS, attention_mask=(torch.arange(6) > torch.tensor([[0], [2]])).long())
                 padded = models[0].eval()(**batch).logits
         assert models[0].config._attn_implementation == loaded
-    assert_same(*runs)
-    assert_fused(runs[1], policy=3, reference=3)
+    assert_trained_alike(runs, policy=3, reference=3)
     assert torch.equal(padded, models[0](**batch).logits)
     assert repositories == [loaded.partition("@")[0]]
     assert [(name, x.__name__) for name, x in notes.builds.items()] == [("flash-attn-2", hub_attention.NAME)]

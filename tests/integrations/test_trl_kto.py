@@ -10,7 +10,7 @@ from trl import KTOTrainer
 import fastdpo
 from fastdpo.integrations.scored_rows import merged
 from tests.contract.trainers.trl.kto import FULL, long_rows
-from tests.support.comparison import assert_close, assert_same_in_low_precision, double, sizes_of
+from tests.support.comparison import assert_close, assert_same_in_low_precision, assert_trained_alike, double, sizes_of
 from tests.support.models.families import DYNAMIC, FUSED
 from tests.support.models.multimodal import tiny_multimodal
 from tests.support.trl.dpo import (
@@ -85,9 +85,7 @@ class OwnKL(KTOTrainer):
 
 
 def test_an_overridden_kl_pass_is_called_for_policy_and_reference(both):
-    stock, patched = both(trainer_class=OwnKL)
-    assert_fused(patched, policy=6, reference=6)
-    assert_same(stock, patched)
+    assert_trained_alike(both(trainer_class=OwnKL), policy=6, reference=6)
 
 
 def test_the_experimental_name_of_the_trainer(both):
@@ -96,8 +94,7 @@ def test_the_experimental_name_of_the_trainer(both):
         from trl.experimental.kto import KTOTrainer as Experimental
 
         stock, patched = both(trainer_class=Experimental)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike((stock, patched), **FULL)
 
 
 def test_merged_rows_have_the_log_probs_of_their_own_calls(tmp_path):

@@ -11,9 +11,8 @@ import fastdpo
 from fastdpo.models import reward_head
 from fastdpo.packing import IGNORE_INDEX
 from tests.contract.trainers.trl.reward import FULL
-from tests.support.comparison import assert_close
+from tests.support.comparison import assert_close, assert_trained_alike
 from tests.support.trl.dpo import (
-    assert_fused,
     assert_same,
     assert_same_bits,
     recorded_layouts,
@@ -44,9 +43,7 @@ def test_prompts_are_computed_once(both, monkeypatch):
 def test_batches_come_with_their_layouts(both, monkeypatch, workers):
     """Packing in a worker is not seen here. In this process, each batch is packed once, of which one is ahead."""
     packed = recorded_packs(monkeypatch)
-    stock, patched = both(dataloader_num_workers=workers)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike(both(dataloader_num_workers=workers), **FULL)
     assert packed.count(8) == (0 if workers else 4)
 
 
@@ -75,9 +72,7 @@ class Renewed(RewardTrainer):
 
 @pytest.mark.parametrize("trainer_class", [Shortened, ShortenedUnseen, Renewed], ids=lambda x: x.__name__)
 def test_batches_that_other_code_has_changed(both, trainer_class):
-    stock, patched = both(trainer_class=trainer_class)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike(both(trainer_class=trainer_class), **FULL)
 
 
 class PaddingIsEnd(TrainerCallback):
@@ -87,9 +82,7 @@ class PaddingIsEnd(TrainerCallback):
 
 def test_tokens_other_than_those_that_batches_came_with_are_scored(both):
     rows = [dict(prompt=f"w{i} w2 ", chosen=f"w{i + 1} w5", rejected=f"w{i + 2} w6") for i in range(16)]
-    stock, patched = both(data=rows, callbacks=[PaddingIsEnd()])
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike(both(data=rows, callbacks=[PaddingIsEnd()]), **FULL)
 
 
 def test_compute_metrics_receives_the_scores(both):
@@ -109,9 +102,7 @@ def test_subclasses(both):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return model(**inputs, use_cache=False).logits.square().mean()
 
-    stock, patched = both(trainer_class=Own)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike(both(trainer_class=Own), **FULL)
 
 
 def test_a_loss_of_the_model_itself(both, caplog):
@@ -122,10 +113,8 @@ def test_a_loss_of_the_model_itself(both, caplog):
             labels = inputs["input_ids"][:, 0] / 10
             return model(**inputs, labels=labels, use_cache=False).loss
 
-    stock, patched = both(trainer_class=Regression)
-    assert patched.calls == {("policy", "stock"): 3}
+    assert_trained_alike(both(trainer_class=Regression), {("policy", "stock"): 3}, same=assert_same_bits)
     assert caplog.text.count("trl.RewardTrainer (policy): not fused, argument labels is not supported yet") == 1
-    assert_same_bits(stock, patched)
 
 
 def test_it_is_patched_by_default():

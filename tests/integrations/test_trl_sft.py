@@ -11,10 +11,9 @@ import fastdpo
 from fastdpo.integrations.bypass import bypass_reason
 from fastdpo.integrations.trl.sft import SFTLine
 from tests.contract.trainers.trl.sft import FULL
-from tests.support.comparison import double
+from tests.support.comparison import assert_trained_alike, double
 from tests.support.trl import grouping
 from tests.support.trl.dpo import (
-    assert_fused,
     assert_same,
     recorded_layouts,
     tiny_model,
@@ -53,9 +52,7 @@ def test_assistant_only_loss(both, monkeypatch):
     template = tokenizer()
     template.chat_template = TEMPLATE
     monkeypatch.setattr("tests.support.trl.dpo.tokenizer", lambda: template)
-    stock, patched = both(data=conversations, assistant_only_loss=True)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike(both(data=conversations, assistant_only_loss=True), **FULL)
 
 
 def test_token_accuracy_above_zero(both):
@@ -64,9 +61,7 @@ def test_token_accuracy_above_zero(both):
     def repeated(n: int, seed: int = 0) -> list[dict]:
         return [{"prompt": f"w{i} w2 ", "completion": "w7 w7 w7"} for i in range(n)]
 
-    stock, patched = both(data=repeated, learning_rate=0.2)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    patched = assert_trained_alike(both(data=repeated, learning_rate=0.2), **FULL)
     assert patched.logs[2]["mean_token_accuracy"] > 0.2
     assert "entropy" in patched.logs[2]
 
@@ -102,9 +97,7 @@ def test_subclasses(both):
         def compute_loss(self, model, inputs, *args, **kwargs):
             return 2 * super().compute_loss(model, inputs, *args, **kwargs)
 
-    stock, patched = both(trainer_class=Scaled)
-    assert_fused(patched, **FULL)
-    assert_same(stock, patched)
+    assert_trained_alike(both(trainer_class=Scaled), **FULL)
 
 
 def test_labels_that_other_code_has_changed_unseen(both):
@@ -115,9 +108,7 @@ def test_labels_that_other_code_has_changed_unseen(both):
             inputs["labels"].data[:, -3:] = -100
             return super().training_step(model, inputs, *args, **kwargs)
 
-    stock, patched = both(trainer_class=Shortened)
-    assert_fused(patched, policy=3)
-    assert_same(stock, patched)
+    assert_trained_alike(both(trainer_class=Shortened), policy=3)
 
 
 @pytest.mark.parametrize("module", ["gkd", "gold"])

@@ -8,10 +8,14 @@ import transformers
 from trl import DPOTrainer
 
 import fastdpo
-from tests.support.comparison import approximately, assert_far_from_same, assert_same_in_low_precision
+from tests.support.comparison import (
+    approximately,
+    assert_far_from_same,
+    assert_same_in_low_precision,
+    assert_trained_alike,
+)
 from tests.support.trl.dpo import (
     assert_fused,
-    assert_same,
     build,
     pairs,
     run_two_ranks,
@@ -46,8 +50,7 @@ def test_padding_free_equals_padded(both, tmp_path, caplog):
     with fastdpo.patched("trl.DPOTrainer"):
         options = dict(padding_free=True, loss_type="ipo", rpo_alpha=0.5, use_weighting=True)
         free = train(tmp_path / "free", tiny_model(seed=0), tiny_model(seed=1), **options)
-    assert_same(padded, free)
-    assert_fused(free, policy=3, reference=3)
+    assert_trained_alike((padded, free), policy=3, reference=3)
     assert "Padding-free training is enabled" not in caplog.text
 
 
@@ -64,8 +67,7 @@ def test_an_encoder_decoder_falls_back_to_stock(tmp_path, caplog):
         else:
             with fastdpo.patched("trl.DPOTrainer"):
                 runs.append(train(tmp_path / name, *models))
-    assert_same(*runs)
-    assert runs[1].calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert_trained_alike(runs, {("policy", "stock"): 3, ("reference", "stock"): 3})
     assert "is an encoder-decoder" in caplog.text
 
 
@@ -129,9 +131,7 @@ class OwnForward(DPOTrainer):
 
 @pytest.mark.parametrize("trainer_class", [OwnLoss, OwnForward])
 def test_subclass(both, trainer_class):
-    stock, patched = both(trainer_class=trainer_class)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike(both(trainer_class=trainer_class), policy=3, reference=3)
 
 
 def test_options_of_later_versions_are_named(caplog):
@@ -183,8 +183,7 @@ def test_a_model_can_serve_a_second_trainer(tmp_path):
         with fastdpo.patched("trl.DPOTrainer") if name == "patched" else nullcontext():
             build(tmp_path / f"{name} first", reference, model)  # with swapped roles
             runs.append(train(tmp_path / name, model, reference, use_weighting=True))  # needs other statistics
-    assert_same(*runs)
-    assert_fused(runs[1], policy=3, reference=3)
+    assert_trained_alike(runs, policy=3, reference=3)
 
 
 def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):

@@ -5,7 +5,8 @@ place than transformers 5.
 import pytest
 
 from fastdpo.models import facts
-from tests.support.trl.dpo import assert_fused, assert_same, long_pairs, tiny_model
+from tests.support.comparison import assert_trained_alike
+from tests.support.trl.dpo import long_pairs, tiny_model
 
 NARROW = ((1, 2, 3), (5, 3, 2), (8, 4, 3), (2, 7, 1))
 DATA = long_pairs((*NARROW, (1, 9, 20), (11, 1, 25), (5, 3, 12), (14, 13, 12)))
@@ -21,6 +22,4 @@ EPOCHS = dict(data=DATA, per_device_train_batch_size=2, max_steps=-1, num_train_
 def test_same_training(both, kind):
     tiny, limit = CONFIGURATIONS[kind]
     assert facts.rope_limit(tiny_model(kind, **tiny)) == limit
-    stock, patched = both(kind, tiny=tiny, **EPOCHS)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=8, reference=8)
+    assert_trained_alike(both(kind, tiny=tiny, **EPOCHS), policy=8, reference=8)

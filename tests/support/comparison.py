@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import pytest
@@ -155,6 +155,25 @@ def assert_fused(run: Any, **expected: int) -> None:
     It shows that the fused path was not silently disabled.
     """
     assert run.calls == Counter({(kind, "fused"): n for kind, n in expected.items() if n})
+
+
+def assert_trained_alike(
+    runs: Sequence[Any],
+    calls: Mapping[tuple[str, str], int] | None = None,
+    *,
+    same: Callable[[Any, Any], None] = assert_same,
+    **fused: int,
+) -> Any:
+    """Asserts that a stock and a patched run are the same training, with these calls of the patched one, by role and
+    path, or with these fused calls. Returns the patched run.
+    """
+    stock, patched = runs
+    same(stock, patched)
+    if calls is None:
+        assert_fused(patched, **fused)
+    else:
+        assert patched.calls == calls
+    return patched
 
 
 def assert_same_in_low_precision(

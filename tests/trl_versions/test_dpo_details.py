@@ -11,11 +11,9 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.integrations.scored_rows import ScoredRows
-from tests.support.comparison import approximately
+from tests.support.comparison import approximately, assert_trained_alike
 from tests.support.trl.dpo import (
     adapter,
-    assert_fused,
-    assert_same,
     assert_same_bits,
     build,
     long_pairs,
@@ -28,18 +26,21 @@ from tests.support.trl.dpo import (
 
 def test_an_unsupported_model_falls_back_to_stock(both, caplog):
     sizes = dict(without=("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings"), n_layer=2)
-    stock, patched = both("bloom", tiny=sizes, evaluate=4)
-    assert_same_bits(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 4, ("eval", "stock"): 1}
+    assert_trained_alike(
+        both("bloom", tiny=sizes, evaluate=4),
+        {("policy", "stock"): 3, ("reference", "stock"): 4, ("eval", "stock"): 1},
+        same=assert_same_bits,
+    )
     assert "not fused" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, adapter()], ids=["full", "adapter"])
 def test_a_remembered_reference(both, options):
     epochs = dict(data=pairs(8), max_steps=-1, num_train_epochs=3, max_length=12)
-    stock, patched = both(reference_memory=True, **epochs, **options)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "fused"): 6, ("reference", "fused"): 2, ("reference", "remembered"): 4}
+    assert_trained_alike(
+        both(reference_memory=True, **epochs, **options),
+        {("policy", "fused"): 6, ("reference", "fused"): 2, ("reference", "remembered"): 4},
+    )
 
 
 def test_values_stored_with_another_truncation_are_not_used(tmp_path):
@@ -74,17 +75,13 @@ class WithTerm(DPOTrainer):
 
 
 def test_a_subclass_that_computes_from_its_own_logits_is_left_unpatched(both, caplog):
-    stock, patched = both(trainer_class=OwnLoss)
-    assert_same_bits(stock, patched)
-    assert not patched.calls
+    assert_trained_alike(both(trainer_class=OwnLoss), {}, same=assert_same_bits)
     reason = "OwnLoss._compute_loss does not call DPOTrainer._compute_loss"
     assert caplog.text.count(f"trl.DPOTrainer (OwnLoss): not fused, {reason}") == caplog.text.count("not fused") == 1
 
 
 def test_a_subclass_that_adds_to_the_loss(both):
-    stock, patched = both(trainer_class=WithTerm)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike(both(trainer_class=WithTerm), policy=3, reference=3)
 
 
 def test_a_loss_that_reads_no_logits_is_refused(monkeypatch):

@@ -3,13 +3,11 @@
 import pytest
 
 from tests.contract.trainers.trl.reward import OPTIONS
-from tests.support.trl.dpo import assert_fused, assert_same
+from tests.support.comparison import assert_trained_alike
 from tests.support.trl.reward import train_both_rewards
 
 
 @pytest.mark.parametrize("option", ["explicit_prompts", "margins", "centered", "evaluation", "adapter", "accumulation"])
 def test_option(tmp_path, option):
     options, calls = OPTIONS[option]
-    stock, patched = train_both_rewards(tmp_path, **options)
-    assert_fused(patched, **calls)
-    assert_same(stock, patched)
+    assert_trained_alike(train_both_rewards(tmp_path, **options), **calls)

@@ -17,7 +17,12 @@ from fastdpo.models.state import state_of
 from fastdpo.packing import IGNORE_INDEX
 from tests.integrations.test_custom_loops import gradients, rows, step
 from tests.support import ROOT
-from tests.support.comparison import assert_close, assert_same_gradients, assert_same_in_low_precision
+from tests.support.comparison import (
+    assert_close,
+    assert_same_gradients,
+    assert_same_in_low_precision,
+    assert_trained_alike,
+)
 from tests.support.models.families import HYBRID, tiny_family
 from tests.support.models.multimodal import IMAGE, tiny_multimodal
 from tests.support.trl.dpo import (
@@ -148,9 +153,7 @@ def test_same_training(both, monkeypatch, options, checkpointing):
 def test_generated_code(both, monkeypatch, options):
     """No further from a training in float64 than layers that are not compiled."""
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
-    stock, patched = both(compile=True, **options)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike(both(compile=True, **options), policy=3, reference=3)
     assert compiled.graphs() > 1
 
 
@@ -207,8 +210,7 @@ def test_layers_that_are_not_compiled_have_one_reason(both, caplog, case):
     options, reason = FALLBACKS[case]
     with caplog.at_level(logging.WARNING, "fastdpo"):
         stock, patched = both(compile=True, max_steps=2, **options)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike((stock, patched), policy=2, reference=2)
     for role in ("policy", "reference"):
         (line,) = (x for x in messages(caplog) if f"({role})" in x)
         assert line.startswith(f"fastdpo: trl.DPOTrainer ({role}): layers not compiled, ")

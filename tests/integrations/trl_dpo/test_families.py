@@ -13,11 +13,10 @@ import fastdpo
 from fastdpo import attention
 from fastdpo.models.examine import probe
 from tests.support import faults
-from tests.support.comparison import RELATIVE, assert_close
+from tests.support.comparison import RELATIVE, assert_close, assert_trained_alike
 from tests.support.models.families import FAILS_IN_STOCK, FUSED, GUESSES, OTHERS, STOCK, WINDOW, kind, tiny_family
 from tests.support.trl.dpo import (
     adapter,
-    assert_fused,
     assert_same,
     assert_same_error,
     tiny_model,
@@ -32,9 +31,9 @@ LARGEST = 100_000_000  # parameters, of models whose parts have sizes of their o
 def test_adapters_of_expert_parameters(both, name):
     """All experts of a layer are one parameter, which belongs to no linear layer."""
     experts = ["experts.gate_up_proj", "experts.down_proj"]
-    stock, patched = both(kind(name), FUSED[name][1], max_steps=2, **adapter(target_parameters=experts))
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    patched = assert_trained_alike(
+        both(kind(name), FUSED[name][1], max_steps=2, **adapter(target_parameters=experts)), policy=2, reference=2
+    )
     trained = [name for name, x in patched.gradients[0].items() if ".experts." in name and x.any()]
     assert len(trained) == 2 * 2 * 2, "A and B of two parameters in two layers"
 

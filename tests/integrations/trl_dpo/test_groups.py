@@ -8,7 +8,7 @@ import pytest
 
 from fastdpo import packing
 from tests.support import faults
-from tests.support.comparison import assert_far_from_same
+from tests.support.comparison import assert_far_from_same, assert_trained_alike
 from tests.support.models.families import FUSED, HYBRID, kind
 from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_layouts, train_both
 
@@ -88,9 +88,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_training(both, layouts, name):
-    stock, patched = both(**{"data": pairs_of_prompts()} | CASES[name]())
-    assert_fused(patched, policy=2, reference=2)
-    assert_same(stock, patched)
+    assert_trained_alike(both(**{"data": pairs_of_prompts()} | CASES[name]()), policy=2, reference=2)
     assert all(layout.multiplicity.max() > 2 for layout in layouts), "more rows than those of a pair share"
 
 
@@ -98,15 +96,12 @@ def test_same_training(both, layouts, name):
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5_text", "lfm2"])
 def test_states_are_shared(both, layouts, name, data):
     tiny = HYBRID[name][1] | dict(max_position_embeddings=256)
-    stock, patched = both(kind(name), tiny=tiny, data=data, max_steps=1, max_length=512)
-    assert_fused(patched, policy=1, reference=1)
-    assert_same(stock, patched)
+    assert_trained_alike(both(kind(name), tiny=tiny, data=data, max_steps=1, max_length=512), policy=1, reference=1)
     assert all(layout.multiplicity.max() > 2 for layout in layouts)
 
 
 def test_prompts_that_are_not_shared(both, layouts):
-    stock, patched = both(data=pairs_of_prompts(), share_prompts=False)
-    assert_same(stock, patched)
+    assert_same(*both(data=pairs_of_prompts(), share_prompts=False))
     assert all(layout.multiplicity.max() == 1 for layout in layouts)
 
 

@@ -6,9 +6,9 @@ from peft import LoraConfig
 from fastdpo.models.mixers import function_probe
 from fastdpo.models.mixers.segments import Segments
 from tests.support import faults
-from tests.support.comparison import assert_far_from_same
+from tests.support.comparison import assert_far_from_same, assert_trained_alike
 from tests.support.models.families import HYBRID, kind
-from tests.support.trl.dpo import assert_fused, assert_same, long_pairs
+from tests.support.trl.dpo import assert_fused, long_pairs
 
 LONG = ((150, 20, 33), (130, 5, 40), (140, 30, 12), (135, 2, 25))
 """Tokens of prompts and completions whose states are shared, by any chunk."""
@@ -42,26 +42,24 @@ def shared(monkeypatch) -> list[bool]:
 def test_adapters(both, name):
     targets = MAMBA_TARGETS if name in REFUSING_OUT_PROJ else "all-linear"
     lora = LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
-    stock, patched = both(kind(name), HYBRID[name][1], reference=False, peft_config=lora, max_steps=2)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(
+        both(kind(name), HYBRID[name][1], reference=False, peft_config=lora, max_steps=2), policy=2, reference=2
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [*CHECKPOINTING, None])
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "zamba2", "lfm2", "jamba"])
 def test_long_prompts(both, shared, name, checkpointing):
     options = dict(data=long_pairs(LONG), max_steps=2, max_length=512, **CHECKPOINTING.get(checkpointing, {}))
-    stock, patched = both(kind(name), HYBRID[name][1], **options)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both(kind(name), HYBRID[name][1], **options), policy=2, reference=2)
     assert any(shared) == (name not in ("lfm2", "jamba"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "jamba"])
 def test_router_loss(both, name):
-    stock, patched = both(kind(name), HYBRID[name][1], max_steps=2, router_aux_loss_coef=0.5)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    patched = assert_trained_alike(
+        both(kind(name), HYBRID[name][1], max_steps=2, router_aux_loss_coef=0.5), policy=2, reference=2
+    )
     assert "aux_loss" in patched.logs[0]
 
 
@@ -78,6 +76,8 @@ def test_the_comparison_notices_a_wrong_state(both, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_compiled_model(both):
-    stock, patched = both("lfm2", HYBRID["lfm2"][1], torch_compile=True, torch_compile_backend="eager", max_steps=1)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=1, reference=1)
+    assert_trained_alike(
+        both("lfm2", HYBRID["lfm2"][1], torch_compile=True, torch_compile_backend="eager", max_steps=1),
+        policy=1,
+        reference=1,
+    )

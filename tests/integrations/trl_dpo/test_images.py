@@ -14,9 +14,9 @@ from fastdpo.models import images, islands, sharding
 from fastdpo.models.examine import probe
 from fastdpo.models.parts import language_model
 from fastdpo.ops.attention.device_layout import rows_of
-from tests.support.comparison import assert_far_from_same
+from tests.support.comparison import assert_far_from_same, assert_trained_alike
 from tests.support.models.multimodal import tiny_multimodal
-from tests.support.trl.dpo import adapter, assert_fused, assert_same, assert_same_bits
+from tests.support.trl.dpo import adapter, assert_fused, assert_same_bits
 from tests.support.trl.vision import FAMILIES, train_vision_both
 
 STOCK = {("policy", "stock"): 2, ("reference", "stock"): 2}
@@ -65,8 +65,7 @@ def in_tower(name: str) -> bool:
 def test_same_training(both, shared, name):
     stock, patched = both(name)
     assert any(in_tower(parameter) for parameter in stock.gradients[0])
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike((stock, patched), policy=2, reference=2)
     assert shared == [True] * 4
 
 
@@ -77,16 +76,12 @@ def test_same_training_with_gradient_checkpointing(both, name, lora, use_reentra
     options = adapter() if lora else {}
     if use_reentrant is not None:
         options |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=use_reentrant))
-    stock, patched = both(name, evaluate=(1, 1, 2, 0), **options)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=3, eval=1)
+    assert_trained_alike(both(name, evaluate=(1, 1, 2, 0), **options), policy=2, reference=3, eval=1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches_without_images(both, name):
-    stock, patched = both(name, images=(0, 0, 0, 0, 1, 0, 1, 2))
-    assert_fused(patched, policy=2, reference=2)
-    assert_same(stock, patched)
+    assert_trained_alike(both(name, images=(0, 0, 0, 0, 1, 0, 1, 2)), policy=2, reference=2)
 
 
 ISLANDS = [name for name, family in FAMILIES.items() if family.islands]
@@ -105,9 +100,7 @@ def test_images_that_attend_in_both_directions(both, monkeypatch, name, implemen
         return masks
 
     monkeypatch.setattr(islands, "attention_masks", attention_masks)
-    stock, patched = both(name, prepare=lambda model: with_attention(model, implementation))
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both(name, prepare=lambda model: with_attention(model, implementation)), policy=2, reference=2)
     in_all = FAMILIES[name].islands == "all layers"
     assert found == [{"full_attention": in_all, "sliding_attention": True}] * 4
 
@@ -131,9 +124,7 @@ def test_other_masks_fall_back_to_stock(both, monkeypatch, caplog):
         return {name: _seen_by_the_next_token(mask) for name, mask in make(*args, **options).items()}
 
     monkeypatch.setattr(kind, "create_masks_for_generate", staticmethod(other_masks))
-    stock, patched = both("gemma3")
-    assert_same_bits(stock, patched)
-    assert patched.calls == STOCK
+    assert_trained_alike(both("gemma3"), STOCK, same=assert_same_bits)
     assert caplog.text.count("a part of an image sees tokens that are not stored") == 2
 
 
@@ -153,9 +144,7 @@ def other_prompts(batch):
 @pytest.mark.parametrize("edit", [other_images, other_prompts])
 @pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "mistral3"])
 def test_rows_of_a_pair_that_differ(both, shared, name, edit):
-    stock, patched = both(name, data_collator=edited(name, edit))
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both(name, data_collator=edited(name, edit)), policy=2, reference=2)
     assert shared == [False] * 4
 
 
@@ -170,16 +159,14 @@ def ignored_pair(batch):
 @pytest.mark.parametrize(("edit", "path"), [(ignored_row, "fused"), (ignored_pair, "stock")])
 def test_rows_without_labels(both, caplog, edit, path):
     """Tokens that no label depends on are not stored; the features of their images would be left over."""
-    stock, patched = both("qwen3_vl", data_collator=edited("qwen3_vl", edit))
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", path): 2, ("reference", path): 2}
+    assert_trained_alike(
+        both("qwen3_vl", data_collator=edited("qwen3_vl", edit)), {("policy", path): 2, ("reference", path): 2}
+    )
     assert ("a row with images has no labels" in caplog.text) == (path == "stock")
 
 
 def test_truncated_completions(both):
-    stock, patched = both("qwen3_vl", images=(1,) * 8, max_length=16)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both("qwen3_vl", images=(1,) * 8, max_length=16), policy=2, reference=2)
 
 
 @pytest.mark.parametrize("sharing", [True, "deterministic"])
@@ -192,9 +179,10 @@ def test_dropout(both, shared, sharing):
 @pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm", "mistral3", "llava", "gemma3", "gemma4"])
 def test_the_reference_is_remembered_by_tokens_and_images(both, name):
     """Two epochs of 8 pairs. The last pairs have the tokens of others, and other images."""
-    stock, patched = both(name, reference_memory=True, max_steps=4, num_train_epochs=2, twins=True)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "fused"): 4, ("reference", "fused"): 2, ("reference", "remembered"): 2}
+    assert_trained_alike(
+        both(name, reference_memory=True, max_steps=4, num_train_epochs=2, twins=True),
+        {("policy", "fused"): 4, ("reference", "fused"): 2, ("reference", "remembered"): 2},
+    )
 
 
 def test_a_memory_by_tokens_alone_is_detected(both, monkeypatch):
@@ -205,17 +193,13 @@ def test_a_memory_by_tokens_alone_is_detected(both, monkeypatch):
 
 
 def test_the_memory_is_disabled_where_images_have_no_owner(both, caplog):
-    stock, patched = both("llava_next", reference_memory=True)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both("llava_next", reference_memory=True), policy=2, reference=2)
     assert "it cannot be told which images belong to which pair, from image_sizes, pixel_values" in caplog.text
 
 
 def test_ranks_that_run_a_model_together_run_images_padded(both, monkeypatch, caplog):
     monkeypatch.setattr(sharding, "is_sharded", lambda model: True)
-    stock, patched = both("qwen3_vl")
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "padded"): 2, ("reference", "padded"): 2}
+    assert_trained_alike(both("qwen3_vl"), {("policy", "padded"): 2, ("reference", "padded"): 2})
     assert "ranks that run a model together run its images padded" in caplog.text
 
 
@@ -225,9 +209,7 @@ def with_batch_norm(model):
 
 
 def test_a_tower_with_batch_norm_falls_back_to_stock(both, caplog):
-    stock, patched = both("llava", prepare=with_batch_norm)
-    assert_same_bits(stock, patched)
-    assert patched.calls == STOCK
+    assert_trained_alike(both("llava", prepare=with_batch_norm), STOCK, same=assert_same_bits)
     assert caplog.text.count("images are normalised over the batch (BatchNorm)") == 2
 
 

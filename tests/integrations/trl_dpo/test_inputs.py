@@ -13,7 +13,8 @@ from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastdpo
-from tests.support.trl.dpo import WORDS, assert_fused, assert_same, pairs, tiny_model, tokenizer, train
+from tests.support.comparison import assert_trained_alike
+from tests.support.trl.dpo import WORDS, assert_fused, pairs, tiny_model, tokenizer, train
 
 FILL = {"input_ids": 0, "attention_mask": 0, "completion_mask": 0}
 POLICY_STOCK = {("policy", "stock"): 3, ("reference", "stock"): 3}
@@ -66,8 +67,7 @@ def test_padding_of_a_custom_collator(tmp_path, collator):
     stock = train(tmp_path / "stock", tiny_model(seed=0), tiny_model(seed=1))
     with fastdpo.patched():
         run = train(tmp_path / "patched", tiny_model(seed=0), tiny_model(seed=1), data_collator=collator)
-    assert_same(stock, run)
-    assert_fused(run, policy=3, reference=3)
+    assert_trained_alike((stock, run), policy=3, reference=3)
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
@@ -93,9 +93,7 @@ ROWS = {
 def test_degenerate_pairs(both, name):
     """Trains on a batch of only this pair, then on one with ordinary pairs."""
     data = [*[ROWS[name]] * 5, *pairs(3)]
-    stock, patched = both(data=data, max_steps=2, train_sampling_strategy="sequential")
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both(data=data, max_steps=2, train_sampling_strategy="sequential"), policy=2, reference=2)
 
 
 def ignored_row(batch):
@@ -155,9 +153,7 @@ def row_of_padding(batch):
     ],
 )
 def test_unusual_batches_are_fused(both, edit):
-    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit))
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike(both(data_collator=Edited(pad_token_id=0, edit=edit)), policy=3, reference=3)
 
 
 def label_on_padding(batch):
@@ -170,9 +166,7 @@ def hole(batch):
 
 @pytest.mark.parametrize(("edit", "reason"), [(label_on_padding, "padding position"), (hole, "has holes")])
 def test_contradicting_masks_fall_back_to_stock(both, caplog, edit, reason):
-    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=edit), pad_to_multiple_of=32)
-    assert_same(stock, patched)
-    assert patched.calls == POLICY_STOCK
+    assert_trained_alike(both(data_collator=Edited(pad_token_id=0, edit=edit), pad_to_multiple_of=32), POLICY_STOCK)
     assert reason in caplog.text
 
 
@@ -183,9 +177,9 @@ def causal_4d(batch):
 
 
 def test_4d_masks_fall_back_to_stock(both, caplog):
-    stock, patched = both(data_collator=Edited(pad_token_id=0, edit=causal_4d))
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "stock"): 3}
+    assert_trained_alike(
+        both(data_collator=Edited(pad_token_id=0, edit=causal_4d)), {("policy", "stock"): 3, ("reference", "stock"): 3}
+    )
     assert "not fused, attention_mask must have one entry per token; got torch.bool of shape [8, 1, " in caplog.text
 
 
@@ -337,12 +331,8 @@ SUBCLASSES = {
 
 @pytest.mark.parametrize("subclass", SUBCLASSES)
 def test_subclass(both, subclass):
-    stock, patched = both(trainer_class=subclass)
-    assert_same(stock, patched)
-    assert_fused(patched, **SUBCLASSES[subclass])
+    assert_trained_alike(both(trainer_class=subclass), **SUBCLASSES[subclass])
 
 
 def test_halves_of_a_batch_with_an_odd_number_of_pairs(both):
-    stock, patched = both(trainer_class=InHalves, per_device_train_batch_size=3)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=6)
+    assert_trained_alike(both(trainer_class=InHalves, per_device_train_batch_size=3), policy=6)

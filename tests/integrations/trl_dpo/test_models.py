@@ -16,7 +16,7 @@ from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
 import fastdpo
 from fastdpo.integrations.trl import shortcuts
-from tests.support.comparison import assert_same_in_low_precision
+from tests.support.comparison import assert_same_in_low_precision, assert_trained_alike
 from tests.support.trl.dpo import (
     LORA,
     WORDS,
@@ -70,9 +70,7 @@ def test_dispatched_model(both):
         parts = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
         return dispatch_model(model, dict.fromkeys(parts, "cpu"), force_hooks=True)
 
-    stock, patched = both(prepare=dispatched)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike(both(prepare=dispatched), policy=3, reference=3)
 
 
 def test_model_given_by_path(tmp_path):
@@ -84,8 +82,7 @@ def test_model_given_by_path(tmp_path):
         patched = train(tmp_path / "patched", str(tmp_path / "model"), None, **options)
     assert abs(stock.logs[2]["rewards/margins"]) > 1e-3
     stock.logs[0].pop("rewards/accuracies"), patched.logs[0].pop("rewards/accuracies")  # equal weights: rounding noise
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike((stock, patched), policy=3, reference=3)
 
 
 def test_reference_loaded_for_a_model_patched_earlier(tmp_path):
@@ -117,16 +114,12 @@ def test_saved_activations_may_be_moved(both, monkeypatch):
     monkeypatch.setattr(
         dpo_trainer, "get_act_offloading_ctx_manager", lambda model: saved_tensors_hooks(offload, load_back)
     )
-    stock, patched = both(activation_offloading=True)
+    assert_trained_alike(both(activation_offloading=True), policy=3, reference=3)
     assert moved
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
 
 
 def test_compiled_model(both):
-    stock, patched = both(torch_compile=True, torch_compile_backend="eager", max_steps=2)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike(both(torch_compile=True, torch_compile_backend="eager", max_steps=2), policy=2, reference=2)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +130,10 @@ def test_compiled_model(both):
     ],
 )
 def test_prompt_learning_falls_back_to_stock_and_its_reference_is_fused(both, caplog, tuning, reason):
-    stock, patched = both(reference=False, peft_config=tuning(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 3, ("reference", "fused"): 3}
+    assert_trained_alike(
+        both(reference=False, peft_config=tuning(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        {("policy", "stock"): 3, ("reference", "fused"): 3},
+    )
     assert reason in caplog.text
 
 
@@ -157,9 +151,9 @@ def test_an_adapter_that_begins_within_rows_falls_back_to_stock_and_its_referenc
 
 def test_a_head_that_peft_trains_falls_back_to_stock(both, caplog):
     lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    stock, patched = both(reference=False, peft_config=lora, max_steps=1)
-    assert_same(stock, patched)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert_trained_alike(
+        both(reference=False, peft_config=lora, max_steps=1), {("policy", "stock"): 1, ("reference", "stock"): 1}
+    )
     assert "ModulesToSaveWrapper" in caplog.text
 
 
@@ -170,17 +164,20 @@ def test_noise_on_embeddings_falls_back_to_stock(both, caplog, adapter):
     A reference that is the policy without its adapter gets noise too.
     """
     peft_config = LoraConfig(**LORA) if adapter else None
-    stock, patched = both(neftune_noise_alpha=5.0, reference=not adapter, peft_config=peft_config, evaluate=4)
-    assert_same(stock, patched)
     reference = {("reference", "stock"): 3, ("reference", "fused"): 1} if adapter else {("reference", "fused"): 4}
-    assert patched.calls == {("policy", "stock"): 3, ("eval", "fused"): 1, **reference}
+    assert_trained_alike(
+        both(neftune_noise_alpha=5.0, reference=not adapter, peft_config=peft_config, evaluate=4),
+        {("policy", "stock"): 3, ("eval", "fused"): 1, **reference},
+    )
     assert "neftune" in caplog.text.lower()
 
 
 def test_attention_dropout_falls_back_to_stock(both, caplog):
-    stock, patched = both(tiny=dict(attention_dropout=0.1), max_steps=1)
-    assert_same_bits(stock, patched)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert_trained_alike(
+        both(tiny=dict(attention_dropout=0.1), max_steps=1),
+        {("policy", "stock"): 1, ("reference", "stock"): 1},
+        same=assert_same_bits,
+    )
     assert "attention dropout is active" in caplog.text
 
 

@@ -4,6 +4,7 @@ from datasets import Dataset
 from trl.trainer import dpo_trainer
 
 import fastdpo
+from tests.support.comparison import assert_trained_alike
 from tests.support.trl.dpo import assert_fused, assert_same, pairs, tiny_model, train
 
 
@@ -16,9 +17,7 @@ def test_precompute_without_a_reference_model(tmp_path):
 
 def test_streaming(both):
     stream = Dataset.from_list(pairs(16)).to_iterable_dataset()
-    stock, patched = both(data=stream)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    assert_trained_alike(both(data=stream), policy=3, reference=3)
 
 
 def test_compute_metrics_receives_logits_of_the_ordinary_forward(both):
@@ -40,17 +39,14 @@ def test_compute_metrics_receives_logits_of_the_ordinary_forward(both):
 def test_token_accuracy_above_zero(both):
     """Random answers are never predicted; an accuracy of 0 would hide errors."""
     data = [dict(prompt=f"w{i} w2 ", chosen="w7 w7 w7", rejected=f"w{i} w8 w9 w8") for i in range(16)]
-    stock, patched = both(data=data, loss_type=["sft"], learning_rate=0.2)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=3, reference=3)
+    patched = assert_trained_alike(both(data=data, loss_type=["sft"], learning_rate=0.2), policy=3, reference=3)
     assert patched.logs[2]["mean_token_accuracy"] > 0.2
 
 
 def test_reference_follows_the_policy(both, tmp_path):
     synced = dict(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6, max_steps=4)
     stock, patched = both(**synced)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=4, reference=4)
+    assert_trained_alike((stock, patched), policy=4, reference=4)
     fixed = train(tmp_path / "fixed", tiny_model(seed=0), tiny_model(seed=1), max_steps=4)
     moved = [abs(stock.logs[i]["rewards/margins"] - fixed.logs[i]["rewards/margins"]) > 1e-3 for i in range(4)]
     assert moved == [False, False, True, True]

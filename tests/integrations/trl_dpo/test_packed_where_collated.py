@@ -15,7 +15,8 @@ from fastdpo.integrations.collating import CollatedBatch, with_layout
 from fastdpo.models import batch as batches
 from fastdpo.models.batch import PaddedBatch, as_current, labels_from
 from fastdpo.packing import IGNORE_INDEX, Layout
-from tests.support.trl.dpo import adapter, assert_fused, assert_same, recorded_packs, tiny_model, train, train_both
+from tests.support.comparison import assert_trained_alike
+from tests.support.trl.dpo import adapter, recorded_packs, tiny_model, train, train_both
 
 EXAMPLES = [
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 1], "rejected_ids": [9, 10, 1]},
@@ -200,18 +201,14 @@ class Unseen(DPOTrainer):
 @pytest.mark.parametrize("options", [dict(), adapter()], ids=["full", "LoRA"])
 @pytest.mark.parametrize("trainer_class", [Hooked, Wrapped, Shortened, Unseen, Renewed], ids=lambda x: x.__name__)
 def test_labels_that_other_code_has_changed(tmp_path, trainer_class, options):
-    stock, patched = train_both(tmp_path, trainer_class=trainer_class, **options)
-    assert_fused(patched, policy=3, reference=3)
-    assert_same(stock, patched)
+    assert_trained_alike(train_both(tmp_path, trainer_class=trainer_class, **options), policy=3, reference=3)
 
 
 @pytest.mark.parametrize("trainer_class", [Hooked, Shortened], ids=lambda x: x.__name__)
 def test_changed_labels_on_a_device(tmp_path, trainer_class, monkeypatch):
     """They are packed again there as well, if the change can be seen without a comparison. The CPU stands for one."""
     monkeypatch.setattr(batches, "is_host", lambda device: False)
-    stock, patched = train_both(tmp_path, trainer_class=trainer_class)
-    assert_fused(patched, policy=3, reference=3)
-    assert_same(stock, patched)
+    assert_trained_alike(train_both(tmp_path, trainer_class=trainer_class), policy=3, reference=3)
 
 
 class OtherCompletions(DataCollatorForPreference):
@@ -225,9 +222,7 @@ class OtherCompletions(DataCollatorForPreference):
 
 def test_a_collator_of_the_user(tmp_path, packed):
     collator = OtherCompletions(pad_token_id=0)
-    stock, patched = train_both(tmp_path, data_collator=collator)
-    assert_fused(patched, policy=3, reference=3)
-    assert_same(stock, patched)
+    assert_trained_alike(train_both(tmp_path, data_collator=collator), policy=3, reference=3)
     assert packed.count(8) == 4  # once for each batch, of which one is ahead
 
 
@@ -238,13 +233,14 @@ def test_layouts_that_workers_have_made(tmp_path, workers, packed):
     stock = run(tmp_path / "stock", tiny_model())
     with fastdpo.patched("trl.DPOTrainer"):
         patched = run(tmp_path / "patched", tiny_model())
-    assert_fused(patched, policy=3, reference=3)
-    assert_same(stock, patched)
+    assert_trained_alike((stock, patched), policy=3, reference=3)
     assert (8 in packed) == (workers == 0)
 
 
 def test_batches_that_are_dispatched(tmp_path):
     """accelerate makes other batches of the same class, without layouts."""
-    stock, patched = train_both(tmp_path, accelerator_config={"dispatch_batches": True, "split_batches": True})
-    assert_fused(patched, policy=3, reference=3)
-    assert_same(stock, patched)
+    assert_trained_alike(
+        train_both(tmp_path, accelerator_config={"dispatch_batches": True, "split_batches": True}),
+        policy=3,
+        reference=3,
+    )

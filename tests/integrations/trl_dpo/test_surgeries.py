@@ -13,6 +13,7 @@ from trl import DPOTrainer
 
 import fastdpo
 from fastdpo.models.examine import probe
+from tests.support.comparison import assert_trained_alike
 from tests.support.models import surgeries
 from tests.support.models.surgeries import SURGERIES
 from tests.support.trl.dpo import LORA, assert_same, pairs, tiny_model, train
@@ -139,11 +140,9 @@ def test_a_model_that_changes_and_changes_back(tmp_path, caplog, adapter):
         sides = dict(peft_config=LoraConfig(**LORA), reference=None) if adapter else dict(reference=reference)
         with caplog.at_level(logging.WARNING, "fastdpo"), patch():
             runs.append(train(tmp_path, policy, trainer_class=Toggled, max_steps=5, **sides))
-    assert_same(*runs)
     roles = ("policy", "reference") if adapter else ("reference",)
-    assert runs[1].calls == {("policy", "fused"): 5, ("reference", "fused"): 5} | {
-        (role, path): n for role in roles for path, n in (("fused", 3), ("stock", 2))
-    }
+    toggled = {(role, path): n for role in roles for path, n in (("fused", 3), ("stock", 2))}
+    assert_trained_alike(runs, {("policy", "fused"): 5, ("reference", "fused"): 5} | toggled)
     messages = [record.message for record in caplog.records if record.name == "fastdpo"]
     expected = [f"fastdpo: trl.DPOTrainer ({x}): not fused, the packed hidden states of Llama" for x in roles]
     expected += [f"fastdpo: trl.DPOTrainer ({x}): fused again" for x in roles]

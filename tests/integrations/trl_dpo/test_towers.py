@@ -8,9 +8,9 @@ import torch
 from fastdpo.integrations.patching import options_of
 from fastdpo.models import towers
 from fastdpo.models.examine import probe
-from tests.support.comparison import assert_far_from_same
+from tests.support.comparison import assert_far_from_same, assert_trained_alike
 from tests.support.models.multimodal import tiny_multimodal
-from tests.support.trl.dpo import adapter, assert_fused, assert_same
+from tests.support.trl.dpo import adapter, assert_same
 from tests.support.trl.vision import train_vision_both
 
 OF_TEXT = r".*(language_model|text_model)\..*\.(q_proj|v_proj)"
@@ -68,8 +68,7 @@ NAMES = ["qwen3_vl", "smolvlm", "mistral3", "llava", "gemma3", "gemma4"]
 @pytest.mark.parametrize("name", NAMES)
 def test_without_an_adapter_a_tower_runs_once_for_both(both, name):
     stock, patched, calls = both(name, evaluate=(1, 1, 2, 0), **adapter(target_modules=OF_TEXT))
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=3, eval=1)
+    assert_trained_alike((stock, patched), policy=2, reference=3, eval=1)
     assert calls == 3
     assert not towers.encoded
 
@@ -85,8 +84,7 @@ def test_with_gradient_checkpointing(both, use_reentrant):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frozen_tower_that_equals_the_references_runs_once(both, name):
     stock, patched, calls = both(name, prepare=equal_towers, gradient_accumulation_steps=2, max_steps=1)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike((stock, patched), policy=2, reference=2)
     assert calls == 2
 
 
@@ -116,8 +114,7 @@ def with_images_written_to(model):
 
 def test_images_that_are_written_to_are_encoded_again(both):
     stock, patched, calls = both("qwen3_vl", prepare=with_images_written_to)
-    assert_same(stock, patched)
-    assert_fused(patched, policy=2, reference=2)
+    assert_trained_alike((stock, patched), policy=2, reference=2)
     assert calls == 4
 
 

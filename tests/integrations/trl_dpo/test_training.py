@@ -13,7 +13,7 @@ import fastdpo
 from fastdpo.models import calls as counters
 from tests.contract.trainers.trl.dpo import LOSSES, OF_TRL
 from tests.support import faults
-from tests.support.comparison import assert_far_from_same
+from tests.support.comparison import assert_far_from_same, assert_trained_alike
 from tests.support.models.families import FUSED, kind, tiny_family
 from tests.support.trl.dpo import (
     assert_fused,
@@ -100,9 +100,7 @@ def test_the_comparison_detects_a_missing_token(tmp_path, name, options):
 @pytest.mark.parametrize("sabotage", [faults.late_positions, faults.no_prefix, faults.leak])
 def test_a_model_that_fails_the_probe_trains_like_stock(both, monkeypatch, caplog, sabotage):
     sabotage(monkeypatch)
-    stock, patched = both(max_steps=1)
-    assert_same_bits(stock, patched)
-    assert patched.calls == {("policy", "stock"): 1, ("reference", "stock"): 1}
+    assert_trained_alike(both(max_steps=1), {("policy", "stock"): 1, ("reference", "stock"): 1}, same=assert_same_bits)
     assert caplog.text.count("the packed hidden states of LlamaForCausalLM differ from its padded ones") == 2
 
 
