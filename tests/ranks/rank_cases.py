@@ -210,9 +210,6 @@ def with_frozen_tower(**options: Any) -> PreTrainedModel:
     return model
 
 
-SABOTAGED = ("stock", "patched", "sabotaged")
-
-
 HYBRID = dict(kind="falcon_h1", **FAMILIES["falcon_h1"][1])
 """A model of recurrences and attention, whose states are shared."""
 
@@ -264,16 +261,13 @@ SEQUENCE_PARALLEL = dict(
     )
 )
 
-REENTRANT = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True))
+CHECKPOINTED = dict(gradient_checkpointing=True)
+
+REENTRANT = dict(CHECKPOINTED, gradient_checkpointing_kwargs=dict(use_reentrant=True))
 
 WHOLE_STEPS = dict(gradient_accumulation_steps=1, per_device_train_batch_size=4)
 
-BUDGET = dict(max_tokens=45)
-"""Two or three micro-batches for each rank in a step of 4 pairs a rank."""
-
-VERIFIED = dict(verify=True)
-
-REMEMBERED = dict(reference_memory=True)
+PRECOMPUTED = dict(precompute_ref_log_probs=True, evaluate=0)
 
 TWO_EPOCHS = dict(num_train_epochs=2, eval_strategy="epoch")
 
@@ -314,6 +308,10 @@ def of_few_prompts(directory: Path, kind: str) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: prompts.index(row["prompt"])) if kind == "stock" else rows
 
 
+def uneven(directory: Path, kind: str) -> list[dict[str, str]]:
+    return UNEVEN
+
+
 def in_one_process(ranks: int) -> Case:
     """The training of `UNEVEN` on `ranks` ranks, reproduced in one process.
 
@@ -324,189 +322,137 @@ def in_one_process(ranks: int) -> Case:
     return Case(dict(SEQUENTIAL, per_device_train_batch_size=2 * ranks), data=lambda directory, kind: filled)
 
 
+SABOTAGED = dict(kinds=("stock", "patched", "sabotaged"))
+TWICE = dict(kinds=("stock", "patched", "again"), in_directory=True)
+PATCHED = dict(kinds=("patched",))
+
+BUDGET = dict(patch=dict(max_tokens=45))
+"""Two or three micro-batches for each rank in a step of 4 pairs a rank."""
+
+LEARNED = dict(patch=dict(max_tokens="auto"), prepare=plant_memory)
+GROUPED = dict(options=dict(SEQUENTIAL, **WHOLE_STEPS))
+COMPILED = dict(patch=dict(compile=True), prepare=compile_eagerly)
+GRAPHS = dict(patch=dict(graphs=True), prepare=record_graphs)
+VERIFIED = dict(patch=dict(verify=True))
+REMEMBERED = dict(options=TWO_EPOCHS, patch=dict(reference_memory=True))
+
+REWARD = dict(make_model=reward_model, trainer="Reward")
+SFT = dict(data=rows_of_sft, trainer="SFT")
+KTO = dict(data=rows_of_kto, trainer="KTO")
+GRPO = dict(options=COMPLETIONS, make_model=writer, data=of_prompts, trainer="GRPO")
+
+IMAGES = dict(model=MULTIMODAL, make_model=tiny_multimodal)
+TIED_IMAGES = dict(options=FEW_STEPS, model=TIED_MULTIMODAL, make_model=with_frozen_tower)
+TENSOR_PARALLEL = dict(model=SIX_HEADS, tensor_parallel=True)
+TIED = dict(tie_word_embeddings=True)
+
+ENGINES = dict(ddp={}, fsdp2=fsdp2(), zero2=zero(2), zero3=zero(3))
+
+
+def on(engines: str, what: str = "", options: dict[str, Any] | None = None, **case: Any) -> dict[str, Case]:
+    """The cases of one training on several engines, by the names of both."""
+    return {f"{name} {what}".rstrip(): Case(ENGINES[name] | (options or {}), **case) for name in engines.split()}
+
+
 CASES = {
-    "ddp": Case(kinds=SABOTAGED),
-    "ddp lora": Case(lora=True),
-    "ddp without accumulation": Case(WHOLE_STEPS),
-    "ddp token budget": Case(WHOLE_STEPS, patch=BUDGET),
-    "ddp token budget grouped by length": Case(
-        dict(WHOLE_STEPS, train_sampling_strategy="group_by_length", remove_unused_columns=False, evaluate=0),
-        patch=BUDGET,
-        data=lambda directory, kind: [{**row, "length": len(row["chosen"])} for row in pairs(PAIRS)],
-    ),
-    "ddp token budget uneven end": Case(
-        dict(WHOLE_STEPS, num_train_epochs=2, evaluate=0), patch=BUDGET, data=lambda directory, kind: UNEVEN
-    ),
-    "fsdp2 token budget": Case(dict(fsdp2(), **WHOLE_STEPS), patch=BUDGET),
-    "zero2 token budget": Case(dict(zero(2), **WHOLE_STEPS), patch=BUDGET),
-    "zero3 token budget": Case(dict(zero(3), **WHOLE_STEPS), patch=BUDGET),
-    **{
-        f"{engine} grouped prompts{' token budget' if budget else ''}": Case(
-            dict(options, **SEQUENTIAL | WHOLE_STEPS), data=of_few_prompts, patch=dict(budget, group_prompts=True)
-        )
-        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
-        for budget in ({}, dict(max_tokens=80))
-    },
-    **{
-        f"{engine} learned tokens{' of rows' * (trainer == 'SFT')}": Case(
-            dict(options, num_train_epochs=3, evaluate=0),
-            prepare=plant_memory,
-            patch=dict(max_tokens="auto"),
-            **(dict(data=rows_of_sft, trainer="SFT") if trainer == "SFT" else {}),
-        )
-        for engine, options, trainer in (("ddp", {}, "DPO"), ("fsdp2", fsdp2(), "DPO"), ("ddp", {}, "SFT"))
-    },
-    "ddp precomputed": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=shared),
-    "ddp precomputed in memory": Case(dict(precompute_ref_log_probs=True, evaluate=0), data=patched_in_memory),
-    **{
-        f"{engine} precomputed{' lora' if lora else ''}": Case(
-            dict(options, precompute_ref_log_probs=True, evaluate=0), lora=lora, data=shared
-        )
-        for engine, options in {"zero2": zero(2), "zero3": zero(3)}.items()
-        for lora in (False, True)
-    },
-    "ddp holes": Case(change=make_a_hole),
-    "ddp holes on the last rank": Case(change=make_a_hole, changed_on=on_last),
-    "ddp no labels on the last rank": Case(change=lose_all_labels, changed_on=on_last),
-    "ddp uneven end": Case(SEQUENTIAL, data=lambda directory, kind: UNEVEN),
-    "uneven end of 2 ranks in one process": in_one_process(2),
-    "uneven end of 3 ranks in one process": in_one_process(3),
-    "ddp main logs": Case(LOGGED, trainer_class=with_callback(MainLogs)),
-    "ddp main reads": Case(LOGGED, trainer_class=with_callback(MainReads)),
-    "ddp verified": Case(patch=VERIFIED),
-    "ddp verified, wrong on the last rank": Case(
-        kinds=("patched",), patch=VERIFIED, prepare=scale_gradients, changed_on=on_last
-    ),
-    **{
-        f"{engine} {what}{', lora' if lora else ''}": Case(
-            dict(options, gradient_checkpointing=lora), lora=lora, patch=patch, prepare=prepare
-        )
-        for engine, options in dict(ddp={}, zero2=zero(2), fsdp2=fsdp2(), zero3=zero(3)).items()
-        for what, patch, prepare in (
-            ("compiled", dict(compile=True), compile_eagerly),
-            ("graphs", dict(graphs=True), record_graphs),
-        )
-        for lora in (False, True)
-    },
-    "ddp unpatched": Case(LOGGED, trainer_class=with_callback(Unpatches)),
-    "ddp stock raises": Case(LOGGED, kinds=("stock",), trainer_class=LastRaises),
-    "ddp patched raises": Case(LOGGED, kinds=("patched",), trainer_class=LastRaises),
-    "fsdp2": Case(fsdp2(), kinds=SABOTAGED),
-    "fsdp2 bf16": Case(dict(fsdp2(), bf16=True)),
-    "fsdp2 bf16 lora": Case(dict(fsdp2(), bf16=True), lora=True),
-    "fsdp2 verified": Case(fsdp2(), patch=VERIFIED),
-    "fsdp2 verified, strict": Case(
-        fsdp2(), kinds=("patched",), patch=VERIFIED, trainer_class=with_callback(BecomesStrict)
-    ),
-    "fsdp2 tied": Case(fsdp2(), dict(tie_word_embeddings=True)),
-    "fsdp2 lora": Case(fsdp2(), lora=True),
-    "fsdp2 checkpointing": Case(dict(fsdp2(), gradient_checkpointing=True)),
-    "fsdp2 reentrant checkpointing": Case(dict(fsdp2(), **REENTRANT)),
+    **on("ddp fsdp2 zero2 zero3", **SABOTAGED),
+    **on("ddp fsdp2 zero3", "lora", lora=True),
+    **on("ddp", "without accumulation", WHOLE_STEPS),
+    **on("ddp zero2 zero3", "precomputed", PRECOMPUTED, data=shared),
+    **on("zero2 zero3", "precomputed lora", PRECOMPUTED, data=shared, lora=True),
+    **on("ddp", "precomputed in memory", PRECOMPUTED, data=patched_in_memory),
+    **on("fsdp2 zero2 zero3", "bf16", dict(bf16=True)),
+    **on("fsdp2 zero2 zero3", "bf16 lora", dict(bf16=True), lora=True),
+    **on("fsdp2 zero3", "tied", model=TIED),
+    **on("fsdp2", "checkpointing", CHECKPOINTED),
+    **on("fsdp2", "reentrant checkpointing", REENTRANT),
     "fsdp2 activation checkpointing": Case(fsdp2(activation_checkpointing=True)),
     "fsdp2 hybrid": Case(fsdp2("FalconH1DecoderLayer"), HYBRID),
-    "fsdp2 holes": Case(fsdp2(), change=make_a_hole),
-    "fsdp2 holes on the last rank": Case(fsdp2(), change=make_a_hole, changed_on=on_last),
-    "fsdp2 fails the probe on the last rank": Case(fsdp2(), prepare=spoil_packed, changed_on=on_last),
-    "fsdp2 not qualified on the last rank": Case(fsdp2(), prepare=disqualify, changed_on=on_last),
-    "fsdp2 no labels on the last rank": Case(fsdp2(), change=lose_all_labels, changed_on=on_last),
-    **{
-        f"{engine} reward{' lora' if lora else ''}": Case(options, make_model=reward_model, lora=lora, trainer="Reward")
-        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
-        for lora in (False, True)
-    },
-    **{
-        f"{engine} reward token budget": Case(
-            dict(options, **WHOLE_STEPS), make_model=reward_model, patch=BUDGET, trainer="Reward"
-        )
-        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
-    },
-    **{
-        f"{engine} {trainer} token budget": Case(dict(options, evaluate=0), data=data, patch=BUDGET, trainer=trainer)
-        for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
-        for trainer, data in {"SFT": rows_of_sft, "KTO": rows_of_kto}.items()
-    },
-    **{
-        f"{engine} GRPO token budget": Case(
-            dict(options, **COMPLETIONS), make_model=writer, data=of_prompts, patch=BUDGET, trainer="GRPO"
-        )
-        for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
-    },
-    **{
-        f"{engine} {name}": Case(dict(options, **FEW_STEPS), prepare=effect.plant)
-        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
-        for name, effect in EFFECTS.items()
-    },
-    "ddp multimodal": Case(FEW_STEPS, MULTIMODAL, tiny_multimodal, kinds=("stock",)),
-    "fsdp2 multimodal": Case(dict(fsdp2(), **FEW_STEPS), MULTIMODAL, tiny_multimodal),
-    "zero2": Case(zero(2), kinds=SABOTAGED),
-    "zero3": Case(zero(3), kinds=SABOTAGED),
-    **{
-        f"zero{stage} bf16{' lora' if lora else ''}": Case(dict(zero(stage), bf16=True), lora=lora)
-        for stage in (2, 3)
-        for lora in (False, True)
-    },
-    "zero2 verified": Case(zero(2), patch=VERIFIED),
-    "zero3 verified": Case(zero(3), patch=VERIFIED),
-    "zero3 tied": Case(zero(3), dict(tie_word_embeddings=True)),
-    "zero3 lora": Case(zero(3), lora=True),
-    "zero3 hybrid": Case(zero(3), HYBRID),
-    "zero3 holes": Case(zero(3), change=make_a_hole),
-    "zero3 holes on the last rank": Case(zero(3), change=make_a_hole, changed_on=on_last),
-    "zero3 fails the probe on the last rank": Case(zero(3), prepare=spoil_packed, changed_on=on_last),
-    "zero3 not qualified on the last rank": Case(zero(3), prepare=disqualify, changed_on=on_last),
-    "zero3 no labels on the last rank": Case(zero(3), change=lose_all_labels, changed_on=on_last),
-    **{
-        f"{engine} {reason} on the first rank": Case(dict(options, **FEW_STEPS), prepare=prepare, changed_on=on_first)
-        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
-        for reason, prepare in (AGREED | AROUND_CALLS | {"attention-dropout": drop_attention}).items()
-    },
-    **{
-        f"{engine} {what} on the first rank": Case(
-            dict(options, **FEW_STEPS), TIED_MULTIMODAL, with_frozen_tower, prepare=prepare, changed_on=on_first
-        )
-        for engine, options, what, prepare in (
-            ("fsdp2", fsdp2(), "images", add_images),
-            ("fsdp2", fsdp2(), "image-arguments", change_types),
-            ("zero3", zero(3), "image-arguments", change_types),
-        )
-    },
-    **{
-        f"{engine} each call of the first rank": Case(options, prepare=change_each_call, changed_on=on_first)
-        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
-    },
-    **{
-        f"{engine} model changes on the first rank": Case(
-            dict(options, gradient_accumulation_steps=1), trainer_class=with_callback(ChangesModel)
-        )
-        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
-    },
-    **{
-        f"{engine} remembered{' lora' if lora else ''}": Case(dict(options, **TWO_EPOCHS), lora=lora, patch=REMEMBERED)
-        for engine, options in {"fsdp2": fsdp2(), "zero2": zero(2), "zero3": zero(3)}.items()
-        for lora in (False, True)
-    },
-    **{
-        f"{engine} {what}": Case(dict(options, **TWO_EPOCHS), patch=REMEMBERED, trainer_class=with_callback(callback))
-        for engine, options in {"fsdp2": fsdp2(), "zero3": zero(3)}.items()
-        for what, callback in {"forgotten on the last rank": Forgets, "changed on the last rank": ChangesShard}.items()
-    },
-    **{
-        f"{engine} remembered in a directory": Case(options, kinds=("stock", "patched", "again"), in_directory=True)
-        for engine, options in {"ddp": {}, "fsdp2": fsdp2(), "zero3": zero(3)}.items()
-    },
-    "tensor parallel": Case(model=SIX_HEADS, tensor_parallel=True),
-    "tensor parallel tied": Case(model=dict(SIX_HEADS, tie_word_embeddings=True), tensor_parallel=True),
-    "tensor parallel checkpointing": Case(dict(gradient_checkpointing=True), SIX_HEADS, tensor_parallel=True),
-    "tensor parallel lora": Case(model=SIX_HEADS, lora=True, tensor_parallel=True),
-    "tensor parallel remembered": Case(TWO_EPOCHS, SIX_HEADS, tensor_parallel=True, patch=REMEMBERED),
-    "tensor parallel remembered in a directory": Case(
-        model=SIX_HEADS, tensor_parallel=True, kinds=("stock", "patched", "again"), in_directory=True
+    **on("zero3", "hybrid", model=HYBRID),
+    **on("ddp fsdp2 zero2 zero3", "compiled", dict(gradient_checkpointing=False), **COMPILED),
+    **on("ddp fsdp2 zero2 zero3", "graphs", dict(gradient_checkpointing=False), **GRAPHS),
+    **on("ddp fsdp2 zero2 zero3", "compiled, lora", CHECKPOINTED, lora=True, **COMPILED),
+    **on("ddp fsdp2 zero2 zero3", "graphs, lora", CHECKPOINTED, lora=True, **GRAPHS),
+    **on("ddp fsdp2 zero2 zero3", "reward", **REWARD),
+    **on("ddp fsdp2 zero2 zero3", "reward lora", lora=True, **REWARD),
+    **on("ddp", "multimodal", FEW_STEPS, kinds=("stock",), **IMAGES),
+    **on("fsdp2", "multimodal", FEW_STEPS, **IMAGES),
+    # Ends of epochs, logs and errors
+    **on("ddp", "uneven end", SEQUENTIAL, data=uneven),
+    "uneven end of 2 ranks in one process": in_one_process(2),
+    "uneven end of 3 ranks in one process": in_one_process(3),
+    **on("ddp", "main logs", LOGGED, trainer_class=with_callback(MainLogs)),
+    **on("ddp", "main reads", LOGGED, trainer_class=with_callback(MainReads)),
+    **on("ddp", "unpatched", LOGGED, trainer_class=with_callback(Unpatches)),
+    **on("ddp", "stock raises", LOGGED, kinds=("stock",), trainer_class=LastRaises),
+    **on("ddp", "patched raises", LOGGED, trainer_class=LastRaises, **PATCHED),
+    # Steps of a number of tokens
+    **on("ddp fsdp2 zero2 zero3", "token budget", WHOLE_STEPS, **BUDGET),
+    **on(
+        "ddp",
+        "token budget grouped by length",
+        dict(WHOLE_STEPS, train_sampling_strategy="group_by_length", remove_unused_columns=False, evaluate=0),
+        data=lambda directory, kind: [{**row, "length": len(row["chosen"])} for row in pairs(PAIRS)],
+        **BUDGET,
+    ),
+    **on("ddp", "token budget uneven end", dict(WHOLE_STEPS, num_train_epochs=2, evaluate=0), data=uneven, **BUDGET),
+    **on("ddp fsdp2 zero3", "reward token budget", WHOLE_STEPS, **REWARD, **BUDGET),
+    **on("fsdp2 zero2 zero3", "SFT token budget", dict(evaluate=0), **SFT, **BUDGET),
+    **on("fsdp2 zero2 zero3", "KTO token budget", dict(evaluate=0), **KTO, **BUDGET),
+    **on("fsdp2 zero2 zero3", "GRPO token budget", **GRPO, **BUDGET),
+    **on("ddp fsdp2", "learned tokens", dict(num_train_epochs=3, evaluate=0), **LEARNED),
+    **on("ddp", "learned tokens of rows", dict(num_train_epochs=3, evaluate=0), **SFT, **LEARNED),
+    **on("ddp fsdp2 zero3", "grouped prompts", data=of_few_prompts, patch=dict(group_prompts=True), **GROUPED),
+    **on(
+        "ddp fsdp2 zero3",
+        "grouped prompts token budget",
+        data=of_few_prompts,
+        patch=dict(group_prompts=True, max_tokens=80),
+        **GROUPED,
+    ),
+    # A reference whose results are kept
+    **on("fsdp2 zero2 zero3", "remembered", **REMEMBERED),
+    **on("fsdp2 zero2 zero3", "remembered lora", lora=True, **REMEMBERED),
+    **on("fsdp2 zero3", "forgotten on the last rank", trainer_class=with_callback(Forgets), **REMEMBERED),
+    **on("fsdp2 zero3", "changed on the last rank", trainer_class=with_callback(ChangesShard), **REMEMBERED),
+    **on("ddp fsdp2 zero3", "remembered in a directory", **TWICE),
+    # Gradients that are verified
+    **on("ddp fsdp2 zero2 zero3", "verified", **VERIFIED),
+    **on(
+        "ddp", "verified, wrong on the last rank", **(PATCHED | VERIFIED), prepare=scale_gradients, changed_on=on_last
+    ),
+    **on("fsdp2", "verified, strict", trainer_class=with_callback(BecomesStrict), **PATCHED, **VERIFIED),
+    # Batches and models that one rank or none can pack
+    **on("ddp fsdp2 zero3", "holes", change=make_a_hole),
+    **on("ddp fsdp2 zero3", "holes on the last rank", change=make_a_hole, changed_on=on_last),
+    **on("ddp fsdp2 zero3", "no labels on the last rank", change=lose_all_labels, changed_on=on_last),
+    **on("fsdp2 zero3", "fails the probe on the last rank", prepare=spoil_packed, changed_on=on_last),
+    **on("fsdp2 zero3", "not qualified on the last rank", prepare=disqualify, changed_on=on_last),
+    **on("fsdp2 zero3", "each call of the first rank", prepare=change_each_call, changed_on=on_first),
+    **on(
+        "fsdp2 zero3",
+        "model changes on the first rank",
+        dict(gradient_accumulation_steps=1),
+        trainer_class=with_callback(ChangesModel),
+    ),
+    **on("fsdp2", "images on the first rank", prepare=add_images, changed_on=on_first, **TIED_IMAGES),
+    **on("fsdp2 zero3", "image-arguments on the first rank", prepare=change_types, changed_on=on_first, **TIED_IMAGES),
+    # Layers and sequences that ranks share
+    "tensor parallel": Case(**TENSOR_PARALLEL),
+    "tensor parallel tied": Case(model=SIX_HEADS | TIED, tensor_parallel=True),
+    "tensor parallel checkpointing": Case(CHECKPOINTED, **TENSOR_PARALLEL),
+    "tensor parallel lora": Case(lora=True, **TENSOR_PARALLEL),
+    "tensor parallel remembered": Case(**REMEMBERED, **TENSOR_PARALLEL),
+    "tensor parallel remembered in a directory": Case(**TWICE, **TENSOR_PARALLEL),
+    "tensor parallel holes": Case(change=make_a_hole, **TENSOR_PARALLEL),
+    "tensor parallel head-hooks on the first rank": Case(
+        FEW_STEPS, prepare=AGREED["head-hooks"], changed_on=on_first, **TENSOR_PARALLEL
     ),
     **{
         f"fsdp2 of tensor parallel{kind}": Case(
             dict(evaluate=0), model, tensor_parallel=True, in_two_halves=True, ranks=4
         )
-        for kind, model in {"": SIX_HEADS, " tied": dict(SIX_HEADS, tie_word_embeddings=True)}.items()
+        for kind, model in {"": SIX_HEADS, " tied": SIX_HEADS | TIED}.items()
     },
     **{
         f"{parallelism} {kind}": Case(options, SIX_HEADS, kinds=(kind,))
@@ -516,8 +462,10 @@ CASES = {
         }.items()
         for kind in ("stock", "patched")
     },
-    "tensor parallel head-hooks on the first rank": Case(
-        FEW_STEPS, SIX_HEADS, tensor_parallel=True, prepare=AGREED["head-hooks"], changed_on=on_first
-    ),
-    "tensor parallel holes": Case(model=SIX_HEADS, tensor_parallel=True, change=make_a_hole),
 }
+
+for name, effect in EFFECTS.items():
+    CASES |= on("fsdp2 zero3", name, FEW_STEPS, prepare=effect.plant)
+
+for reason, prepare in (AGREED | AROUND_CALLS | {"attention-dropout": drop_attention}).items():
+    CASES |= on("fsdp2 zero3", f"{reason} on the first rank", FEW_STEPS, prepare=prepare, changed_on=on_first)

@@ -23,6 +23,13 @@ def assert_same(stock: dict, patched: dict) -> None:
     assert_same_weights(stock, patched)
 
 
+def assert_trained_alike(ranks: list[dict]) -> list[dict]:
+    """Asserts that each rank trains as stock, and returns the patched trainings of all."""
+    for rank in ranks:
+        assert_same(rank["stock"], rank["patched"])
+    return [rank["patched"] for rank in ranks]
+
+
 def assert_same_weights(stock: dict, patched: dict) -> None:
     worst = difference_of_weights(stock, patched)
     assert worst.size <= 1, worst.description

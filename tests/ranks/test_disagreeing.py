@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from rank_cases import CASES
-from rank_comparison import assert_same
+from rank_comparison import assert_trained_alike
 from rank_reasons import AGREED, AROUND_CALLS, NOT_OF_ONE_RANK, OF_CALLS, OTHERS
 
 from tests.support import ROOT
@@ -16,9 +16,8 @@ ENGINES = ["fsdp2", "zero3"]
 
 @pytest.mark.parametrize("case", [f"{engine} holes on the last rank" for engine in ENGINES])
 def test_a_batch_that_one_rank_cannot_pack(case, ranks, number_of_ranks):
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        calls = rank["patched"]["calls"]
+    for run in assert_trained_alike(ranks):
+        calls = run["calls"]
         assert calls["policy", "fused"] >= 12 // number_of_ranks - 1, "the other batches are fused"
         assert calls["eval", "fused"] == 6 // number_of_ranks
 
@@ -28,9 +27,8 @@ MODELS = ["fails the probe on the last rank", "not qualified on the last rank"]
 
 @pytest.mark.parametrize(("engine", "what"), product(ENGINES, MODELS))
 def test_a_model_that_one_rank_cannot_pack(case, ranks):
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
+    for run in assert_trained_alike(ranks):
+        assert {path for _, path in run["calls"]} == {"stock"}
 
 
 ON_THE_FIRST = " on the first rank"
@@ -41,10 +39,9 @@ OF_MODELS = [*product(ENGINES, AGREED), ("tensor parallel", "head-hooks")]
 @pytest.mark.parametrize(("engine", "what"), [(engine, reason + ON_THE_FIRST) for engine, reason in OF_MODELS])
 def test_a_reason_of_the_model_that_one_rank_has(what, ranks):
     reason = what.removesuffix(ON_THE_FIRST)
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert {path for _, path in rank["patched"]["calls"]} == {"stock"}
-        assert any(f"[{reason}]" in message for message in rank["patched"]["messages"])
+    for run in assert_trained_alike(ranks):
+        assert {path for _, path in run["calls"]} == {"stock"}
+        assert any(f"[{reason}]" in message for message in run["messages"])
 
 
 @pytest.mark.parametrize("case", [f"{engine} each call of the first rank" for engine in ENGINES])
@@ -75,8 +72,7 @@ def test_a_model_that_changes_on_one_rank(case, ranks):
 
 
 def assert_padded_on_the_first(ranks: list[dict], reasons: Iterable[str]) -> None:
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
+    assert_trained_alike(ranks)
     first, *others = (rank["patched"] for rank in ranks)
     logged = "".join(first["messages"])
     assert [reason for reason in reasons if f"[{reason}]" not in logged] == []

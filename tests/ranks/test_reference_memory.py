@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from rank_comparison import assert_same, assert_same_weights
+from rank_comparison import assert_same, assert_same_weights, assert_trained_alike
 
 ENGINES = ("fsdp2", "zero2", "zero3")
 SHARDED = ("fsdp2", "zero3")
@@ -18,34 +18,30 @@ def reference_calls(run: dict) -> tuple[int, int]:
 @pytest.mark.parametrize(("engine", "what"), product(ENGINES, ["remembered", "remembered lora"]))
 def test_each_pair_is_computed_once(ranks, number_of_ranks):
     trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks  # batches of an epoch and of an evaluation
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
+    for run in assert_trained_alike(ranks):
         # Two epochs and three evaluations, one of them after the training.
-        assert reference_calls(rank["patched"]) == (trained + evaluated, trained + 2 * evaluated)
+        assert reference_calls(run) == (trained + evaluated, trained + 2 * evaluated)
 
 
 @pytest.mark.parametrize("case", ["tensor parallel remembered"])
 def test_ranks_that_share_batches_compute_each_pair_once(case, ranks):
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert reference_calls(rank["patched"]) == (12 + 6, 12 + 2 * 6)
+    for run in assert_trained_alike(ranks):
+        assert reference_calls(run) == (12 + 6, 12 + 2 * 6)
 
 
 @pytest.mark.parametrize("case", [f"{engine} forgotten on the last rank" for engine in SHARDED])
 def test_all_ranks_run_what_one_misses(case, ranks, number_of_ranks):
     trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert reference_calls(rank["patched"]) == (2 * (trained + evaluated), evaluated)
+    for run in assert_trained_alike(ranks):
+        assert reference_calls(run) == (2 * (trained + evaluated), evaluated)
 
 
 @pytest.mark.parametrize("case", [f"{engine} changed on the last rank" for engine in SHARDED])
 def test_all_ranks_notice_a_change_of_one_shard(case, ranks, number_of_ranks):
     trained, evaluated = 12 // number_of_ranks, 6 // number_of_ranks
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert reference_calls(rank["patched"]) == (2 * (trained + evaluated), evaluated)
-        assert any("the reference has changed" in message for message in rank["patched"]["messages"])
+    for run in assert_trained_alike(ranks):
+        assert reference_calls(run) == (2 * (trained + evaluated), evaluated)
+        assert any("the reference has changed" in message for message in run["messages"])
 
 
 @pytest.mark.parametrize("case", [*IN_DIRECTORY, "tensor parallel remembered in a directory"])

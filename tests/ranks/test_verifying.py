@@ -3,27 +3,25 @@
 import re
 
 import pytest
-from rank_comparison import assert_calls, assert_same
+from rank_comparison import assert_calls, assert_trained_alike
 
 from fastdpo.reasons import Reason
 
 
 @pytest.mark.parametrize("case", ["ddp verified", "zero2 verified"])
 def test_each_rank_verifies_its_batch(case, ranks, number_of_ranks):
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert_calls(rank["patched"], batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
-        verified = [x for x in rank["patched"]["messages"] if ": verified; differs in log-probabilities by" in x]
+    for run in assert_trained_alike(ranks):
+        assert_calls(run, batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
+        verified = [x for x in run["messages"] if ": verified; differs in log-probabilities by" in x]
         assert len(verified) == 3  # policy, reference and evaluation
         assert sum("gradient of" in x for x in verified) == 1
 
 
 @pytest.mark.parametrize("case", ["fsdp2 verified", "zero3 verified"])
 def test_a_model_that_ranks_share_is_not_verified(case, ranks, number_of_ranks):
-    for rank in ranks:
-        assert_same(rank["stock"], rank["patched"])
-        assert_calls(rank["patched"], batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
-        messages = rank["patched"]["messages"]
+    for run in assert_trained_alike(ranks):
+        assert_calls(run, batches=12 // number_of_ranks, evaluated=6 // number_of_ranks)
+        messages = run["messages"]
         assert not [x for x in messages if ": verified" in x]
         for role in ("policy", "reference"):
             reason = Reason("verified-ranks").named
