@@ -5,7 +5,6 @@ and bfloat16 is as on a GPU.
 """
 
 import pytest
-import torch
 
 from fastdpo.kernels import token_logps as kernels
 from tests.support.kernels import interpreted
@@ -17,21 +16,6 @@ PROCESSES.set_forkserver_preload(["torch"])  # ranks import no trainer
 @pytest.fixture(autouse=True)
 def kernels_for_the_cpu(monkeypatch):
     interpreted.install(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Fills new memory with NaN (or True), so that elements that no kernel writes are found."""
-
-    def poisoned(allocate):
-        def allocate_and_fill(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            return tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
-
-        return allocate_and_fill
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,10 @@ IGNORED = "ignore::RuntimeWarning:triton"  # NumPy warns about infinities, GPUs 
 RUNS = {  # files or folders, expression that selects tests
     "kernels": ([KERNELS / "interpreted"], ""),
     "ops": (
-        [OPS / "test_linear_logps.py", OPS / "test_packed_attention.py"],
-        "each_option or each_mode or a_gap_of or (every_feature and pairs and not blocks and not products)",
+        [OPS / "test_linear_logps.py", OPS / "test_packed_attention.py", OPS / "test_token_logps.py"],
+        "each_option or each_mode or a_gap_of or (every_feature and pairs and not blocks and not products) or "
+        "(test_token_logps.py and (one_output or statistics_do or missing or without_a_check or ignored or empty or "
+        "masked or probability or of_large or special_rows))",
     ),
 }
 
