@@ -10,14 +10,13 @@ from trl import DPOTrainer
 import fastdpo
 from tests.support.comparison import (
     approximately,
-    assert_far_from_same,
     assert_same_in_low_precision,
     assert_trained_alike,
 )
 from tests.support.trl.dpo import (
+    assert_a_missing_token_is_noticed,
     assert_fused,
     build,
-    pairs,
     run_two_ranks,
     tiny_model,
     train,
@@ -26,15 +25,8 @@ from tests.support.trl.grouping import assert_steps_are_those_of_stock
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_the_comparison_detects_a_missing_token(both, tmp_path, loss):
-    """A missing token makes the comparison of trainings fail."""
-    options = dict(loss_type=loss, max_steps=-1, num_train_epochs=1)
-    stock, _ = both(**options)
-    data = pairs(16)
-    data[7]["chosen"] = data[7]["chosen"].rsplit(" ", 1)[0]
-    with fastdpo.patched("trl.DPOTrainer"):
-        sabotaged = train(tmp_path / "sabotaged", tiny_model(), tiny_model(seed=1), data=data, **options)
-    assert_far_from_same(stock, sabotaged, stock.in_float64)
+def test_the_comparison_detects_a_missing_token(tmp_path, loss):
+    assert_a_missing_token_is_noticed(tmp_path, loss_type=loss)
 
 
 def test_bf16(both, monkeypatch):

@@ -9,9 +9,15 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-import fastdpo
-from tests.support.comparison import assert_far_from_same, assert_trained_alike
-from tests.support.trl.dpo import adapter, assert_fused, assert_same, long_pairs, pairs, tiny_model, train
+from tests.support.comparison import assert_trained_alike
+from tests.support.trl.dpo import (
+    adapter,
+    assert_a_missing_token_is_noticed,
+    assert_same,
+    long_pairs,
+    tiny_model,
+    train,
+)
 from tests.support.trl.grouping import assert_steps_are_those_of_stock
 from tests.support.trl.verified import assert_verified
 
@@ -68,15 +74,8 @@ def test_token_accuracy_above_zero(both):
     assert patched.logs[2]["mean_token_accuracy"] > 0.2
 
 
-def test_the_comparison_detects_a_missing_token(both, tmp_path):
-    options = dict(max_steps=-1, num_train_epochs=1)
-    stock, _ = both(**options)
-    data = pairs(16)
-    data[7]["chosen"] = data[7]["chosen"].rsplit(" ", 1)[0]
-    with fastdpo.patched("trl.DPOTrainer"):
-        sabotaged = train(tmp_path / "sabotaged", tiny_model(), tiny_model(seed=1), data=data, **options)
-    assert_fused(sabotaged, policy=4, reference=4)
-    assert_far_from_same(stock, sabotaged, stock.in_float64)
+def test_the_comparison_detects_a_missing_token(tmp_path):
+    assert_a_missing_token_is_noticed(tmp_path)
 
 
 def test_pairs_that_begin_alike_come_together(tmp_path, monkeypatch):

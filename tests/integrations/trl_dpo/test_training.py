@@ -13,17 +13,16 @@ import fastdpo
 from fastdpo.models import calls as counters
 from tests.contract.trainers.trl.dpo import LOSSES, OF_TRL
 from tests.support import faults
-from tests.support.comparison import assert_far_from_same, assert_trained_alike
+from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import FUSED, kind, tiny_family
 from tests.support.trl.dpo import (
+    assert_a_missing_token_is_noticed,
     assert_fused,
     assert_same,
     assert_same_bits,
     build,
-    pairs,
     tiny_model,
     train,
-    train_both,
 )
 
 
@@ -72,12 +71,6 @@ def test_a_line_of_calls_that_fell_back(monkeypatch):
     )
 
 
-def with_a_token_removed():
-    rows = pairs(16)
-    rows[7]["chosen"] = rows[7]["chosen"].rsplit(" ", 1)[0]
-    return rows
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -89,12 +82,7 @@ def with_a_token_removed():
 )
 def test_the_comparison_detects_a_missing_token(tmp_path, name, options):
     """The comparison can fail even for the losses and families with the largest rounding errors."""
-    options |= dict(max_steps=-1, num_train_epochs=1)
-    stock, _ = train_both(tmp_path, kind(name), FUSED[name][1], **options)
-    with fastdpo.patched():
-        models = tiny_family(name), tiny_family(name, 1)
-        sabotaged = train(tmp_path / "sabotaged", *models, data=with_a_token_removed(), **options)
-    assert_far_from_same(stock, sabotaged, stock.in_float64)
+    assert_a_missing_token_is_noticed(tmp_path, kind(name), FUSED[name][1], **options)
 
 
 @pytest.mark.parametrize("sabotage", [faults.late_positions, faults.no_prefix, faults.leak])
