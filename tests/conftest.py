@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread, and the same random seed for each test.
+"""Settings of all tests: one thread, the same random seed for each test, and no patch that outlives its test.
 
 `--quick` leaves out the tests that are marked as `thorough`, and combinations of parameters: each of
 the other tests still runs at least once with every value of each of its parameters.
@@ -26,6 +26,7 @@ from unittest import mock
 import pytest
 import torch
 
+import fastdpo
 from fastdpo.ops.attention import routes
 from tests.support.documents import trained
 from tests.support.selection import each_value_once
@@ -141,6 +142,22 @@ def device(request, monkeypatch):
         executed.install(monkeypatch, request.config.getoption("target"))
     with torch.device(given) if given in ("cpu", "cuda") else nullcontext():
         yield given or "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _no_patch_is_left(monkeypatch):
+    """Ends before `monkeypatch`, which undoes what patches were made of."""
+    yield
+    if "fastdpo.integrations.patching" in sys.modules:
+        fastdpo.unpatch()
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Trains TRL's DPOTrainer, stock and patched, from the same weights."""
+    from tests.support.trl.dpo import train_both
+
+    return functools.partial(train_both, tmp_path)
 
 
 @pytest.fixture(autouse=True)

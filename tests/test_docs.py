@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import fastdpo
 from fastdpo.__main__ import parser
 from fastdpo.commands.check.side import parse_fields
 from tests.support.documents import multimodal_tables, support_tables, trained
@@ -23,12 +22,6 @@ RUN_ELSEWHERE = {
 PYTHON = [block for block in blocks("python") if block.page not in RUN_ELSEWHERE]
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
-
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    fastdpo.unpatch()
 
 
 def test_every_block_has_a_language_that_is_tested():

@@ -19,11 +19,3 @@ sys.path[:0] = [str(HERE), str(HERE / "stand_ins")]
 @pytest.fixture(autouse=True, scope="session")
 def _extensions():
     extensions.keep_in_environment()
-
-
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    import fastdpo
-
-    fastdpo.unpatch()

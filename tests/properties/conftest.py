@@ -25,11 +25,3 @@ def line():
     else:
         from tests.support.trl import line as module
     return module
-
-
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    import fastdpo
-
-    fastdpo.unpatch()

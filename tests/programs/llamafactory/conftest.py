@@ -8,14 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(autouse=True)
-def _unpatched():
-    yield
-    import fastdpo
-
-    fastdpo.unpatch()
-
-
 @pytest.fixture
 def both(tmp_path):
     """A function that trains stock, then patched, by `llamafactory_runs.train_both`."""
