@@ -3,9 +3,6 @@
 The package is not in the environment, since transformers looks for kernels on the Hub wherever it is.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,9 @@ import pytest
 import torch
 from transformers.utils import import_utils
 
-from tests.support import ROOT
 from tests.support.comparison import assert_same_training
 from tests.support.trl.dpo import Run, assert_fused
+from tests.support.workers.packages import run_with
 
 WORKER = "tests.support.workers.hub_kernels"
 
@@ -26,22 +23,11 @@ def directory(tmp_path_factory) -> Path:
 
     transformers 5.23 asks for a version that the index may not have yet, and uses nothing that 0.17.2 does not have.
     """
-    package = os.environ.get("HUB_KERNELS")
-    if package is None:
-        pytest.skip("HUB_KERNELS must be the folder of the package kernels; `make test` installs and names it")
     directory = tmp_path_factory.mktemp("hub_kernels")
     metadata = directory / "version" / "kernels.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {import_utils.KERNELS_MIN_VERSION}\n")
-    path = [str(directory / "version"), package, str(ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-m", WORKER, str(directory)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_with("HUB_KERNELS", WORKER, directory, before=(directory / "version",))
     return directory
 
 

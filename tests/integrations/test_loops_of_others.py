@@ -2,7 +2,6 @@
 gradients are those of their own path over three steps.
 """
 
-import os
 import random
 import sys
 import types
@@ -23,6 +22,7 @@ from tests.support.comparison import assert_far_from_same, assert_same_training,
 from tests.support.loops import Pair
 from tests.support.models.families import tiny_family
 from tests.support.ref_logps import ranks
+from tests.support.workers.packages import packages
 
 LOOPS = ROOT / "tests" / "support" / "loops"
 
@@ -145,9 +145,7 @@ def run_torchtune(folder: str, source: str) -> SimpleNamespace:
 
 def test_the_recipe_of_torchtune(tmp_path):
     """In processes of their own: PEFT refuses the version of torchao that torchtune needs."""
-    folder = os.environ.get("TORCHTUNE")
-    if folder is None:
-        pytest.skip("TORCHTUNE must be the folder of the package torchtune; `make test` installs and names it")
+    folder = str(packages("TORCHTUNE"))
     source, added = changed("torchtune_recipe")
     assert added <= 12
     sources = source_of("torchtune_recipe"), source

@@ -4,31 +4,17 @@ The packages are not in the environment, since transformers and PEFT look for th
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support.workers.packages import run_with
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What `tests.support.workers.quantized` has saved, in a process that has the packages."""
-    packages = os.environ.get("QUANTIZERS")
-    if packages is None:
-        pytest.skip("QUANTIZERS must be the folder of bitsandbytes and torchao; `make test` installs and names it")
     file = tmp_path_factory.mktemp("quantized") / "results.json"
-    path = os.pathsep.join([packages, str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.workers.quantized", str(file)],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_with("QUANTIZERS", "tests.support.workers.quantized", file)
     return json.loads(file.read_text())
 
 

@@ -3,19 +3,16 @@
 Unpatched TRL 1.15 needs a GPU, so that no other comparison is possible on a CPU.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import ROOT
 from tests.support.documents import trained
 from tests.support.trl.dpo import Run, assert_fused, assert_same
 from tests.support.trl.online import OnlineRun, assert_all_same
 from tests.support.workers import row_budgets, trainings, vision
+from tests.support.workers.packages import packages, run_with
 
 CALLS = {
     "trl.DPOTrainer": dict(policy=3, reference=3 + 2, eval=2),
@@ -32,20 +29,10 @@ CALLS = {
 @pytest.fixture(scope="module")
 def oldest(tmp_path_factory) -> Path:
     """A directory with the runs of one process, which imports the oldest supported TRL."""
-    path = os.environ.get("OLDEST_TRL")
-    if path is None:
-        pytest.skip("OLDEST_TRL must be the folder of trl 1.15.0; `make test` installs and names it")
     directory = tmp_path_factory.mktemp("oldest")
-    done = subprocess.run(
-        [sys.executable, "-m", trainings.__name__, str(directory), *CALLS],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_with("OLDEST_TRL", trainings.__name__, directory, *CALLS)
     for trainer in (*CALLS, "trl.OnlineDPOTrainer"):
-        trained.add(trainer, Path(path).name.removeprefix("trl-"))
+        trained.add(trainer, packages("OLDEST_TRL").name.removeprefix("trl-"))
     return directory
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+from tests.support.workers.packages import packages
 
 LOAD = """
 import json, sys
@@ -55,12 +56,9 @@ def test_the_files_are_those_of_the_kernels(repository):
 @pytest.mark.parametrize(("backend", "versions"), [("cuda", ["12.8", None]), ("rocm", [None, "6.4.0"])])
 def test_the_package_kernels_loads_and_runs_them(repository, tmp_path, backend, versions):
     """In Triton's interpreter."""
-    package = os.environ.get("HUB_KERNELS")
-    if package is None:
-        pytest.skip("HUB_KERNELS must be the folder of the package kernels; `make test` installs and names it")
-    environment = {**os.environ, "PYTHONPATH": package, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    added = {"PYTHONPATH": str(packages("HUB_KERNELS")), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", LOAD, str(repository), json.dumps(versions)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **added}, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     identifier, name, version, file, modules = json.loads(done.stdout)
     assert identifier.startswith(f"_fastdpo_{backend}_")
