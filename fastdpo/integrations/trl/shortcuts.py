@@ -10,21 +10,22 @@ from typing import Any
 from torch import nn
 
 from ...models.functions import module_of
-from ...models.parts import find_base
+from ...models.parts import find_base, is_transformers_model
 from ...models.state import state_of
 from ..line import TrainerLine
 from ..replacements import temporarily
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
-    """What accelerate returns, by the class of a model that no engine has wrapped: one with a fused forward is none.
+    """What accelerate returns, by the class of a model that no engine has wrapped.
 
     accelerate parses the metadata of PEFT and walks all modules.
     """
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         return True
-    return not (isinstance(model, nn.Module) and state_of(model)) and stock(model)
+    is_fused = isinstance(model, nn.Module) and state_of(model) is not None
+    return not (is_fused or is_transformers_model(model)) and stock(model)
 
 
 def install(line: TrainerLine, trainer: Any) -> None:
