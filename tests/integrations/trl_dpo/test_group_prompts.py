@@ -46,7 +46,7 @@ def epochs_of(directory, seed=42, n=2, kind=Dataset.from_list, **options) -> lis
     epochs = []
     for epoch in range(n):
         loader.set_epoch(epoch)
-        items = [[x.inputs for x in item] if isinstance(item, list) else [item] for item in loader]
+        items = [[x[0] for x in item] if isinstance(item, list) else [item] for item in loader]
         epochs.append([list(map(tuple, batch["input_ids"].tolist())) for item in items for batch in item])
     return epochs
 
