@@ -1,4 +1,4 @@
-"""Runs the tests of the ops and of CUDA graphs on a device in several processes, which compile their kernels in parallel.
+"""Runs the tests of the ops and of CUDA graphs on a device in several processes, which compile kernels in parallel.
 
     python -m benchmarks.device_tests [--device cuda] [--jobs N] [--logs DIRECTORY] [PYTEST_OPTION ...]
 

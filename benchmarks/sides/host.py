@@ -6,6 +6,7 @@ library of flash attention that launch nothing. Steps are checked before, on the
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,10 +15,11 @@ from functools import partial
 from pstats import Stats
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from triton.runtime.jit import KernelInterface
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -26,6 +28,9 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
+from fastdpo.models import graphs
+from fastdpo.models.parts import base_of
+from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops import devices
 from fastdpo.ops.attention import routes
 from fastdpo.ops.attention.device_layout import AttentionOptions
@@ -57,16 +62,26 @@ class HostStep(TrainerStep):
     Args:
         compiled: whether the trainer compiles the models, once nothing is launched. Models are checked as they are.
         layers_compiled: option `compile` of `fastdpo.patch`.
+        graphs: option of `fastdpo.patch`, once nothing is launched. A replay does nothing.
     """
 
     now = staticmethod(time.process_time)
+    LAUNCHES = False
 
-    def __init__(self, workload: Workload, mode: str, compiled: bool = False, layers_compiled: bool = False) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        mode: str,
+        compiled: bool = False,
+        layers_compiled: bool = False,
+        graphs: bool = False,
+    ) -> None:
         if torch.accelerator.is_available():
             raise Unavailable("the time of the host is measured on machines without an accelerator")
         torch.set_num_threads(1)  # the compiler of a CPU runs the smallest loops in parallel; a GPU launches them
         self.is_compiled = compiled or layers_compiled
-        super().__init__(workload, mode, layers_compiled=layers_compiled, compiled=compiled)
+        super().__init__(workload, mode, layers_compiled=layers_compiled, graphs=graphs, compiled=compiled)
+        self.records, self.graphs = graphs, False  # nothing is replayed before launches are replaced
         self.collate = self.trainer.get_train_dataloader().collate_fn
         self.examples = [self._examples(workload, i) for i in range(self.batches)]
 
@@ -76,14 +91,17 @@ class HostStep(TrainerStep):
         return self.trainer.training_step(self.model, inputs)
 
     def check(self) -> Arrays:
-        with torch.compiler.set_stance("force_eager" if self.is_compiled else "default"):
+        stance = torch.compiler.set_stance("force_eager" if self.is_compiled else "default")
+        with stance, mock.patch.dict(os.environ, FASTDPO_STRICT=str(int(self.fused and not self.records))):
             arrays = super().check()
             if self.counters:
                 self.count_once()
             self._run(0)  # fastdpo examines a model again that has changed
             self.reset()
         self.launches = replace_launches()
-        for _ in range(2):
+        if self.records:
+            replace_graphs(self.launches, [self.model] if self.reference is None else [self.model, self.reference])
+        for _ in range(3):
             self._run(0)
             self.reset()
         return arrays
@@ -148,6 +166,20 @@ def replace_launches() -> list[str]:
             if name.endswith("_kernel") and isinstance(kernel, KernelInterface):
                 setattr(module, name, launches.kernel(name))
     return launches
+
+
+def replace_graphs(launches: list[str], models: list[nn.Module]) -> None:
+    """Takes the CPU for a device with graphs from now on, whose replays are listed, and do nothing else."""
+
+    def record(run: Callable[[], object], memory: graphs.Memory) -> Callable[[], None]:
+        run()
+        return lambda: launches.append("graph")
+
+    graphs.DEVICE, graphs.record = "cpu", record
+    graphs.Recording.distance_of = lambda recording, hidden: 0.0
+    for model in models:
+        state = vars(base_of(model, "host"))[ATTRIBUTE]
+        state.graphs = None  # which has found that the CPU has none
 
 
 def take_path_of_gpu(attend: Callable[[], None]) -> None:

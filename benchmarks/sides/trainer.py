@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from datasets import Dataset
@@ -30,6 +31,9 @@ from benchmarks.sides.workload import Workload
 from fastdpo.commands.check.meters import TokenCounter
 from fastdpo.integrations.replacements import temporarily
 from fastdpo.models.state import ATTRIBUTE, Groups, SharePrompts
+
+SEEN = 2
+"""How often each number of tokens must be seen before all of its batches are replayed."""
 
 STEPS_OF_LEARNING = 3
 """After which steps of equal lengths have the micro-batches that `max_tokens="auto"` has chosen."""
@@ -105,6 +109,7 @@ class TrainerStep:
         attention: attention implementation of the model.
         max_tokens: option of `fastdpo.patch`.
         layers_compiled: option `compile` of `fastdpo.patch`.
+        graphs: option of `fastdpo.patch`. All batches are replayed once they are checked.
         compiled: whether the trainer compiles the models, as with `DPOConfig(torch_compile=True)`.
         liger: whether Liger's kernels replace layers of the policy, as with `DPOConfig(use_liger_kernel=True)`.
     """
@@ -114,6 +119,8 @@ class TrainerStep:
     """The calls that a patched trainer must have made, and no others."""
     SCORES = "log-probs"
     """What is compared of each model."""
+    LAUNCHES = True
+    """Whether the kernels of a step are launched."""
 
     def __init__(
         self,
@@ -125,6 +132,7 @@ class TrainerStep:
         attention: str = "sdpa",
         max_tokens: int | Literal["auto"] | None = None,
         layers_compiled: bool = False,
+        graphs: bool = False,
         compiled: bool = False,
         liger: bool = False,
     ) -> None:
@@ -132,8 +140,10 @@ class TrainerStep:
             raise Unavailable(f"transformers finds no package for {attention}")
         if liger and not (torch.cuda.is_available() and is_liger_kernel_available()):
             raise Unavailable("Liger's layers need a GPU and liger-kernel")
+        if graphs and self.LAUNCHES and not torch.cuda.is_available():
+            raise Unavailable("CUDA graphs need a GPU")
         self.options = {"use_liger_kernel": liger, "torch_compile": compiled}
-        self.fused = mode in ("fastdpo", "cached")
+        self.fused, self.graphs = mode in ("fastdpo", "cached"), graphs
         if self.fused:
             os.environ["FASTDPO_STRICT"] = "1"  # a call that is not fused raises
             patch_options = {"memory_budget": memory_budget, "share_prompts": share_prompts}
@@ -141,6 +151,8 @@ class TrainerStep:
                 patch_options["max_tokens"] = max_tokens
             if layers_compiled:
                 patch_options["compile"] = True
+            if graphs:
+                patch_options["graphs"] = True
             fastdpo.patch(self.TRAINER, **patch_options, reference_memory=mode == "cached")
         if mode == "labelled":
             if not hasattr(trl_utils, "_use_triton"):
@@ -181,8 +193,10 @@ class TrainerStep:
 
         Runs without dropout, which is random.
         """
-        if self.options["torch_compile"]:
+        if self.options["torch_compile"] or self.graphs:
             self.count_once()
+        for _ in range(SEEN if self.graphs else 0):
+            self._run_all()
         random = [module for module in self.model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
         with ExitStack() as stack:
             for module in random:
@@ -217,7 +231,8 @@ class TrainerStep:
             self.reset()
         for hook in hooks:
             hook.remove()
-        if self.fused and set(fastdpo.calls) != self.FUSED:
+        replayed = {(*called, "replayed") for *called, _ in self.FUSED if self.graphs}
+        if self.fused and set(fastdpo.calls) != self.FUSED | replayed:
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
         arrays = {f"{self.SCORES} of the {role}": torch.cat(values) for role, values in scores.items()}
         arrays |= {"loss": torch.stack(losses), "gradient": gradient}
@@ -233,15 +248,20 @@ class TrainerStep:
 
     def count_once(self) -> None:
         """Counts the tokens of all batches and removes the hooks that count. For a number that changes in each call,
-        models would be compiled anew.
+        models would be compiled anew, and models with hooks are not recorded.
         """
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), mock.patch.dict(os.environ, FASTDPO_STRICT="0"):
             for batch in 2 * [*range(self.batches)]:  # in the first steps, fastdpo examines models
                 self.step(batch)
                 self.reset()
         for counter in self.counters:
             counter.remove()
         self.counters = []
+
+    def _run_all(self) -> None:
+        for batch in range(self.batches):
+            self._run(batch)
+            self.reset()
 
     def _count(self, batch: int) -> None:
         if not self.counters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cases import SUBJECT, Case, Side, Suite
 from benchmarks.sides.workload import ModelSize, Workload
-from benchmarks.suites.step import LAYERS_COMPILED, STOCK
+from benchmarks.suites.step import GRAPHS, LAYERS_COMPILED, STOCK
 
 LAYERS = 24, 36
 COMPILED_LAYERS = (24,)
@@ -25,6 +25,7 @@ def build_cases(quick: bool) -> list[Case]:
             ]
             if not compiled and (quick or layers in COMPILED_LAYERS):
                 both.append((LAYERS_COMPILED, {"mode": "fastdpo", "layers_compiled": True}))
+                both.append((GRAPHS, {"mode": "fastdpo", "graphs": True}))
             sides = tuple(Side(name, "benchmarks.sides.host:HostStep", work, options) for name, options in both)
             cases.append(Case(f"{group}/{layers} layers", group, sides))
     return cases
@@ -41,6 +42,8 @@ SUITE = Suite(
         "GPU up to its launches, as fastdpo's does.",
         SUBJECT: "the trainer after `fastdpo.patch()`. Attention takes the path of a GPU, too, with a library of flash "
         "attention that launches nothing (`benchmarks/sides/host.py`).",
+        GRAPHS: "with `graphs=True`. A recording runs the backbone once, and a replay does nothing: what is left is "
+        "the time of the host around it.",
         LAYERS_COMPILED: "with `compile=True`. Cases named compiled have the trainer's `torch_compile=True` instead.",
     },
 )

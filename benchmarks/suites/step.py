@@ -15,6 +15,7 @@ STOCK_FLASH = {name: f"TRL, {name}" for name in ("flash_attention_2", "flash_att
 STOCK_COMPILED = "TRL, compiled"
 STOCK_LIGER, LIGER = "TRL, Liger's layers", "fastdpo, Liger's layers"
 LAYERS_COMPILED = "fastdpo, compiled layers"
+GRAPHS, GRAPHS_OF_COMPILED = "fastdpo, CUDA graphs", "fastdpo, CUDA graphs of compiled layers"
 CACHED_REFERENCE, UNSHARED = "fastdpo, cached reference", "fastdpo, prompts not shared"
 BUDGET = "fastdpo, half the tokens at a time"
 TRAINER = "benchmarks.sides.trainer:TrainerStep"
@@ -30,6 +31,8 @@ DESCRIPTIONS = {
     LIGER: "fastdpo with the same option.",
     SUBJECT: "the trainer after `fastdpo.patch()`.",
     LAYERS_COMPILED: "with `compile=True`.",
+    GRAPHS: "with `graphs=True`, once all batches are replayed.",
+    GRAPHS_OF_COMPILED: "with both.",
     CACHED_REFERENCE: "with `reference_memory=True`, in an epoch after the first, so that no reference runs. It does "
     "run on TRL's sides, where `precompute_ref_log_probs` would save it; that option is not among the sides.",
     UNSHARED: "with `share_prompts=False`.",
@@ -111,6 +114,8 @@ def sides_on_gpu(work: Workload) -> tuple[Side, ...]:
         Side(UNSHARED, TRAINER, work, {"mode": "fastdpo", "share_prompts": False}),
         Side(SUBJECT, TRAINER, work, {"mode": "fastdpo"}),
         Side(LAYERS_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True}),
+        Side(GRAPHS, TRAINER, work, {"mode": "fastdpo", "graphs": True}),
+        Side(GRAPHS_OF_COMPILED, TRAINER, work, {"mode": "fastdpo", "layers_compiled": True, "graphs": True}),
         Side(CACHED_REFERENCE, TRAINER, work, {"mode": "cached"}),
     )
 
