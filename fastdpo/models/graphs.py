@@ -115,8 +115,8 @@ class Recording:
         state: of the model, as `_Basis.state` returns it.
 
     Attributes:
-        trained: as given.
-        used: those of them that get gradients.
+        state: as given.
+        used: the trained parameters that get gradients.
         memory: for what the passes compute.
         hidden: [1, T, D], the states of the tokens of the latest replay.
         upstream: [1, T, D], their gradient, which the backward reads.
@@ -127,7 +127,7 @@ class Recording:
     """
 
     def __init__(self, backbone: nn.Module, inputs: Inputs, room: int, trained: list[Tensor], state: object) -> None:
-        self.trained, self.state, self.memory = trained, state, memories[bool(trained)]
+        self.state, self.memory = state, memories[bool(trained)]
         self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
         self._rows = rows_in(self._inputs)
         self._rows.room = room
@@ -144,7 +144,7 @@ class Recording:
         recorded: list[Tensor] = []
         self._forward = record(lambda: recorded.append(forward()), self.memory)
         hidden = recorded.pop()
-        if self.trained:
+        if self.used:
             self._backward = record(
                 lambda: recorded.extend(torch.autograd.grad(hidden, self.used, self.upstream)), self.memory
             )
@@ -175,10 +175,10 @@ class Recording:
         tokens, and from the gradients of all parameters, if there is a backward.
         """
         self.upstream.copy_(hidden.detach().roll(1, -1))  # the gradient of lengths would vanish behind a norm
-        expected = torch.autograd.grad(hidden, self.used, self.upstream) if self.trained else ()
+        expected = torch.autograd.grad(hidden, self.used, self.upstream) if self.used else ()
         with torch.no_grad():
             apart, whole = _norms(self.run_forward(None) - hidden[0]), _norms(hidden[0])  # [T]
-            if self.trained:
+            if self.used:
                 pairs = zip(self.run_backward(), expected, strict=True)
                 norms = [(_norms((x - y).flatten()), _norms(y.flatten())) for x, y in pairs]
                 of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
@@ -190,9 +190,9 @@ class _Replay(torch.autograd.Function):
     """The backbone, replayed: the states [N, D] of some tokens, as a function of the parameters."""
 
     @staticmethod
-    def forward(ctx, recording, inputs, index, *trained):
+    def forward(ctx, recording, inputs, index, *used):
         ctx.recording, ctx.inputs = recording, inputs
-        ctx.save_for_backward(index, *trained)  # whose versions are compared before the backward
+        ctx.save_for_backward(index, *used)  # whose versions are compared before the backward
         return recording.run_forward(ctx).index_select(0, index)
 
     @staticmethod
@@ -203,8 +203,7 @@ class _Replay(torch.autograd.Function):
             recording.fill(ctx.inputs)
             recording.run_forward(ctx)
         recording.upstream.zero_()[0].index_add_(0, index, grad)
-        gradients = dict(zip(map(id, recording.used), recording.run_backward(), strict=True))
-        return None, None, None, *(gradients.get(id(x)) for x in recording.trained)
+        return None, None, None, *recording.run_backward()
 
 
 class _Basis:
@@ -297,9 +296,9 @@ class Graphs:
             return None
         self._replays += 1
         calls[self._integration, self._kind, "replayed"] += 1
-        if not trained:
+        if not recording.used:
             return recording.run_forward(None).index_select(0, index)
-        return cast(Tensor, _Replay.apply(recording, inputs, index, *trained))
+        return cast(Tensor, _Replay.apply(recording, inputs, index, *recording.used))
 
     def forget(self) -> None:
         """Drops all recordings."""
@@ -330,6 +329,8 @@ class Graphs:
         """
         backbone = basis.backbone
         try:
+            if _have_hooks(basis.tensors):  # since the verdict
+                raise Unsupported(Reason("graphs-hooks", module=type(backbone).__name__))
             with torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
                 recording = Recording(backbone, first, room, trained, state)
                 if not recording.fill(inputs):
@@ -398,12 +399,14 @@ def _unsupported_reason(model: PreTrainedModel, modules: list[nn.Module], tensor
     for kind, holds in kinds.items():
         if holds:
             return Reason("graphs-model", model=name, kind=kind)
-    changed = next(
-        (module for module in modules if any(additions_to(module)) or _is_checkpointed_otherwise(module)), None
-    )
-    if changed is None and any(x._backward_hooks or x._post_accumulate_grad_hooks for x in tensors):
+    changed = next((x for x in modules if any(additions_to(x)) or _is_checkpointed_otherwise(x)), None)
+    if changed is None and _have_hooks(tensors):
         changed = model
     return None if changed is None else Reason("graphs-hooks", module=type(changed).__name__)
+
+
+def _have_hooks(tensors: list[Tensor]) -> bool:
+    return any(x._backward_hooks or x._post_accumulate_grad_hooks for x in tensors)
 
 
 def _checkpointed(backbone: nn.Module) -> list[nn.Module]:

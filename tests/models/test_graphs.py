@@ -405,6 +405,16 @@ def test_hooks_of_parameters(caplog, hook):
     assert "LlamaForCausalLM, or one of its parameters, has hooks" in caplog.text
 
 
+@pytest.mark.parametrize("seen", [1, 2])
+def test_a_hook_of_a_parameter_that_comes_late(caplog, seen):
+    """It runs on what a replay returns. Nothing is recorded with it."""
+    twins = Twins(llama())
+    assert [twins.compare(given) for given in BATCHES[:seen]] == [0, 1][:seen]
+    twins.change(lambda model: model.model.norm.weight.register_hook(double))
+    assert [twins.compare(given) for given in BATCHES[2:]] == [seen - 1] * 3
+    assert ("LlamaModel, or one of its parameters, has hooks" in caplog.text) == (seen == 1)
+
+
 def test_activations_that_other_code_keeps(caplog):
     twins = Twins(llama())
 
