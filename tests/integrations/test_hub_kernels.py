@@ -65,6 +65,7 @@ def test_a_function_with_a_kernel_for_evaluation(directory):
     assert_same_training(stock, patched)
     assert set(functions["training"]) == {frozenset({"causal_conv1d_fn"})}
     assert set(functions["evaluation"]) == {frozenset()}
+    assert functions["training again"] == functions["training"]
     assert result["kernels"]
     assert "CausalConv1d of 1 rows" not in result["kernels"]
 

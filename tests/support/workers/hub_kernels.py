@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import fastdpo
 from fastdpo.commands.check import side
 from fastdpo.commands.check.command import check
+from fastdpo.models import parts
 from fastdpo.models.mixers import finding
 from kernels import LocalLayerRepository, Mode, replace_kernel_forward_from_hub, use_kernel_mapping
 from tests.support.models.families import HYBRID
@@ -111,10 +112,21 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
 
 
 def functions(directory: Path) -> dict[str, Any]:
-    """The functions that get packed tokens from each mixer, in training and in evaluation mode."""
+    """The functions that get packed tokens from each mixer, in training and in evaluation mode, and in training mode
+    after a block in evaluation mode.
+    """
     model = AutoModelForCausalLM.from_pretrained(saved(directory / "lfm2", "lfm2"), use_kernels=True)
-    modes = {"training": True, "evaluation": False}
-    return {name: [*map(finding.called_by, finding.mixers_of(model.train(mode)))] for name, mode in modes.items()}
+
+    def called() -> list[frozenset[str]]:
+        return [*map(finding.called_by, finding.mixers_of(model))]
+
+    model.eval()
+    found = {"evaluation": called()}
+    model.train()
+    found["training"] = called()
+    with parts.in_mode(model, training=False):
+        pass
+    return {**found, "training again": called()}
 
 
 def checked(directory: Path) -> dict[str, Any]:
