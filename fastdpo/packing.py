@@ -199,8 +199,8 @@ def pack(
         reach: extend the positions to `reach - 1`, if necessary with a token that nothing attends
             to. For rotary embeddings that depend on the largest position of the batch.
         tokens: T, at least the tokens that are stored otherwise. The others are further rows without labels, none
-            of them longer than the longest row, so that batches of other lengths have one size. A function, such as
-            `rounded_up`, returns T for the least possible one.
+            of them longer than the longest row, so that batches of other lengths have one size. A function returns T
+            for the least possible one.
 
     Returns:
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
@@ -221,8 +221,8 @@ def pack(
         checks.require_values("pack", groups=groups)
         _require_shape("pack", "groups", groups, input_ids.shape[:1])
         checks.require_ints("pack", groups=groups)
-    for name, number in (("reach", reach), ("tokens", tokens)):
-        if not (number is None or (name == "tokens" and callable(number))):
+    for name, number in (("reach", reach), ("tokens", None if callable(tokens) else tokens)):
+        if number is not None:
             checks.require_integer("pack", name, number, "be an int or None")
 
     if 0 in input_ids.shape:
@@ -305,13 +305,6 @@ def pack(
         (int(ids.min()), int(ids.max())),
     )
     return layout.to(device)
-
-
-def rounded_up(tokens: int) -> int:
-    """The next one of eight numbers of tokens for each power of 2, in steps of 16 or more: few sizes for batches of all
-    lengths."""
-    step = max(16, 2 ** ((tokens - 1).bit_length() - 4))
-    return -(-tokens // step) * step
 
 
 def padded_layout(input_ids: Tensor, attention_mask: Tensor, labels: Tensor, shifted: bool = False) -> Layout:

@@ -87,7 +87,7 @@ class PaddedBatch(NamedTuple):
             groups: which rows may share a prefix, which is then stored once. None: no rows do.
             store_all: store tokens that no other depends on, too.
             reach: number of positions that rotary embeddings must see, or None for as many as there are.
-            rounded: pad to one of few numbers of tokens (see `packing.rounded_up`).
+            rounded: pad to one of few numbers of tokens (see `rounded_up`).
 
         Raises:
             NotPackable: the batch has no packed form.
@@ -96,8 +96,14 @@ class PaddedBatch(NamedTuple):
         members: Tensor | Literal["content"] | None = None if groups == "pairs" else groups
         if groups == "pairs" and rows and rows % 2 == 0:
             members = torch.arange(rows, device="cpu") % (rows // 2)
-        tokens, shifted = packing.rounded_up if rounded else None, self.shifted
+        tokens, shifted = rounded_up if rounded else None, self.shifted
         return packing.pack(*self[:3], groups=members, shifted=shifted, store_all=store_all, reach=reach, tokens=tokens)
+
+
+def rounded_up(tokens: int) -> int:
+    """The next one of eight numbers of tokens for each power of 2, in steps of 16 or more."""
+    step = max(16, 2 ** ((tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 class PackedBatch:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import fastdpo
 from fastdpo.logs import NotFused
 from fastdpo.models import graphs
+from fastdpo.models.batch import rounded_up
 from fastdpo.ops.attention import routes
-from fastdpo.packing import rounded_up
 from tests.support.comparison import tiny
 from tests.support.kernels import recorder as recording
 from tests.support.models.families import tiny_family
