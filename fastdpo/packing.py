@@ -24,7 +24,6 @@ IGNORE_INDEX = -100
 MAX_ID = 2**31 - 1  # products of ids and positions must fit in int64
 ON_HOST = ("rows", "label_bounds")  # the tensors of a layout that stay on the CPU
 
-
 Ints = NDArray[np.int64]
 
 
@@ -198,9 +197,8 @@ def pack(
             router's auxiliary loss counts them.
         reach: extend the positions to `reach - 1`, if necessary with a token that nothing attends
             to. For rotary embeddings that depend on the largest position of the batch.
-        tokens: T, at least the tokens that are stored otherwise. The others are further rows without labels, none
-            of them longer than the longest row, so that batches of other lengths have one size. A function returns T
-            for the least possible one.
+        tokens: T, or a function that returns it for the least possible one, the tokens that are stored otherwise.
+            The others are further rows without labels, none of them longer than the longest row.
 
     Returns:
         The `Layout`, with its tensors on the device of `input_ids` (`rows` on the CPU).
@@ -268,9 +266,9 @@ def pack(
     reach = reach or 0
     is_short = position_ids.max() < reach - 1
     least = int(n_tokens + is_short)
-    tokens = tokens(least) if callable(tokens) else tokens
-    checks.require(tokens is None or tokens >= least, "pack", "tokens", "be at least {} for this batch", tokens, least)
-    idle = (least if tokens is None else tokens) - n_tokens
+    size = tokens(least) if callable(tokens) else least if tokens is None else tokens
+    checks.require(size >= least, "pack", "tokens", "be at least {} for this batch", size, least)
+    idle = size - n_tokens
     if idle:
         starts = np.arange(0, idle, need.max()) + n_tokens
         lengths = np.diff(starts, append=n_tokens + idle)
