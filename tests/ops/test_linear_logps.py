@@ -8,7 +8,16 @@ from fastdpo.ops import definitions, linear_logps
 from fastdpo.ops.head.results import STATISTICS
 from fastdpo.ops.head.tiles import TileFormat
 from fastdpo.testing import assert_as_accurate_as, error
-from tests.support.ops.heads import LEAVES, OUTPUTS, REAL_OUTPUTS, Dropped, doubled, head_inputs, results_and_gradients
+from tests.support.ops.heads import (
+    LEAVES,
+    OPTIONS,
+    OUTPUTS,
+    REAL_OUTPUTS,
+    Dropped,
+    doubled,
+    head_inputs,
+    results_and_gradients,
+)
 from tests.support.ops.special_rows import special_row
 
 INF = float("inf")
@@ -18,13 +27,6 @@ SHAPES = {  # draws, N, V, D, rows of a tile
     "degenerate": (64, 1, 2, 3, 8),  # one token, and one vocabulary entry besides its target
     "ragged": (1, 37, 131, 24, 64),  # one tile, with sizes that no block size divides
     "tiles": (1, 37, 131, 24, 8),  # four tiles and a tail of five rows
-}
-OPTIONS = {
-    "plain": {},  # no transform is applied at all
-    "softcap": dict(softcap=5.0),  # low enough to affect most logits
-    "logit_scale": dict(logit_scale=0.3),  # as in Cohere's models
-    "temperature": dict(temperature=0.7),  # sharpens the distribution
-    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # the order of the options matters
 }
 OVERFLOWS = (
     "an infinite target",

@@ -7,6 +7,13 @@ from fastdpo.ops.head.results import STATISTICS
 LEAVES = ("hidden", "weight", "bias")
 OUTPUTS = ("logps", *STATISTICS)
 REAL_OUTPUTS = tuple(name for name in OUTPUTS if name != "is_top1")
+OPTIONS = {
+    "plain": {},  # no transform is applied at all
+    "softcap": dict(softcap=5.0),  # low enough to affect most logits
+    "logit_scale": dict(logit_scale=0.3),  # as in Cohere's models
+    "temperature": dict(temperature=0.7),  # sharpens the distribution
+    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # the order of the options matters
+}
 
 
 def head_inputs(n, v, d, dtype=torch.float32):

@@ -4,14 +4,11 @@ import torch
 
 from fastdpo.ops import definitions, token_logps
 from fastdpo.testing import assert_as_accurate_as
+from tests.support.ops import heads
 from tests.support.ops.heads import OUTPUTS
 
 OPTIONS = {
-    "plain": {},  # no transform is applied at all
-    "softcap": dict(softcap=5.0),  # low enough to affect most logits
-    "logit_scale": dict(logit_scale=0.3),  # as in Cohere's models
-    "temperature": dict(temperature=0.7),  # sharpens the distribution
-    "all": dict(softcap=5.0, logit_scale=1.7, temperature=0.7),  # the order of the options matters
+    **heads.OPTIONS,
     "negative scale": dict(logit_scale=-0.5),  # what a kernel reads beyond a row must not become +inf
 }
 
