@@ -174,11 +174,11 @@ class Recording:
         """The largest relative distance of a replay from the states of the layers [1, T, D] for the same batch, over
         tokens, and from the gradients of all parameters, if there is a backward.
         """
-        self.upstream.copy_(hidden.detach().roll(1, -1))  # the gradient of lengths would vanish behind a norm
-        expected = torch.autograd.grad(hidden, self.used, self.upstream) if self.used else ()
         with torch.no_grad():
             apart, whole = _norms(self.run_forward(None) - hidden[0]), _norms(hidden[0])  # [T]
             if self.used:
+                self.upstream.copy_(hidden.roll(1, -1))  # the gradient of lengths would vanish behind a norm
+                expected = torch.autograd.grad(hidden, self.used, self.upstream)
                 pairs = zip(self.run_backward(), expected, strict=True)
                 norms = [(_norms((x - y).flatten()), _norms(y.flatten())) for x, y in pairs]
                 of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
@@ -218,12 +218,12 @@ class _Basis:
     def trained(self) -> list[Tensor]:
         return [x for x in self.tensors if x.requires_grad] if torch.is_grad_enabled() else []
 
-    def state(self) -> tuple:
-        """What the verdict does not tell."""
+    def state(self, trained: list[Tensor]) -> tuple:
+        """What the verdict does not tell, when these parameters are trained."""
         device = self.tensors[0].device.type
         return (
             [*map(Tensor.data_ptr, self.tensors)],
-            [x.requires_grad for x in self.tensors],
+            [*map(id, trained)],
             [*map(dict, self._scales)],
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             torch.are_deterministic_algorithms_enabled(),
@@ -307,7 +307,7 @@ class Graphs:
 
     def _recording(self, basis: _Basis, inputs: Inputs, trained: list[Tensor]) -> Recording | None:
         """A recording that has taken a batch, if a batch with its number of tokens was seen before."""
-        key, state = (id(basis.verdict), bool(trained), inputs["input_ids"].shape[1]), basis.state()
+        key, state = (id(basis.verdict), bool(trained), inputs["input_ids"].shape[1]), basis.state(trained)
         recording = self._recordings.pop(key, None)
         if recording is None or recording.state != state or not recording.fill(inputs):
             first = self._first.get(key) if recording is None else None
