@@ -151,7 +151,7 @@ class _PackedAttention(torch.autograd.Function):
         ctx.options, ctx.prepared, ctx.of_model = options, None, query.dim() == 4
         tensors = _by_token(query), _by_token(key), _by_token(value)
         if is_traced():
-            out, lse = _fwd_op(*tensors, _in_rows(rows), sinks, *options)
+            out, lse = _fwd_op(*tensors, rows, sinks, *options)
         else:
             out, lse, ctx.prepared = _forward(*tensors, rows, sinks, options)
         ctx.save_for_backward(*tensors, out, lse, rows, sinks)
@@ -163,7 +163,7 @@ class _PackedAttention(torch.autograd.Function):
         grad = grad.squeeze(0) if ctx.of_model else grad
         inputs = grad, query, key, value, out, lse
         if ctx.prepared is None or is_traced() or torch.is_grad_enabled():
-            *gradients, dsinks = _bwd_op(*inputs, _in_rows(rows), sinks, *ctx.options)
+            *gradients, dsinks = _bwd_op(*inputs, rows, sinks, *ctx.options)
         else:
             gradients = _backward(inputs, rows, ctx.options, ctx.prepared)
             dsinks = _gradient_of_sinks(grad, out, lse, sinks, query)
@@ -175,11 +175,6 @@ class _PackedAttention(torch.autograd.Function):
 def _by_token(x: Tensor) -> Tensor:
     """[T, H, D] of a tensor of this shape, or of [1, H, T, D]."""
     return x if x.dim() == 3 else x.squeeze(0).transpose(0, 1)
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    """[S, 4] of rows of this shape, or of a mask [1, 1, S, 4]."""
-    return x if x.dim() == 2 else x.flatten(0, 2)
 
 
 def packed_attention(
