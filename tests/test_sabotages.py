@@ -14,6 +14,8 @@ OTHERS = (
     *("precompute", "metrics", "ops", "kernels", "packing", "prefix tree", "images"),
     "rows that are filled into tensors with room",
     "layers that are checked once for each identity",
+    "layers with adapters that are looked for again when one is new",
+    "modes that are set when one differs",
     *(
         "hybrid models",
         "LoRA",

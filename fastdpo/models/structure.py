@@ -13,6 +13,7 @@ module changes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -72,6 +73,15 @@ class Identity:
         if self.modules[0] is not model or self._configs[0] is not model.config or any(self._empty):
             return False
         return _are_equal((attributes, self._of_model(model), self._others(model)), self._was)
+
+    @functools.cached_property
+    def is_training(self) -> bool:
+        """Whether all modules are in training mode, and `train` would do nothing else than set it."""
+        from transformers import PreTrainedModel
+
+        known = nn.Module.train, PreTrainedModel.train  # which replaces kernels when the mode changes
+        has_own = any(type(x).train not in known or "train" in vars(x) for x in self.modules[1:])
+        return not has_own and type(self.modules[0]).train in known and all(x.training for x in self.modules)
 
     def of_kind(self, kind: type | str) -> list[nn.Module]:
         """The modules of a class, or with an attribute of a name."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ...models.functions import module_of
 from ...models.parts import find_base, is_transformers_model
 from ...models.state import state_of
+from ..admission import packages
+from ..bypass import STATE
 from ..line import TrainerLine
 from ..replacements import temporarily
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
@@ -54,6 +61,20 @@ def install(line: TrainerLine, trainer: Any) -> None:
     state.undo.callback(undo)
 
 
+def training_step(stock: Callable, trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The trainer's function. It sets the mode of each module of the model, which usually is set already."""
+    modules = model.modules() if STATE in vars(trainer) else ()
+    base = next((x for x in modules if state_of(x) is not None and "train" not in vars(x)), None)
+    with nullcontext() if base is None else temporarily(base, train=MethodType(_train, base)):
+        return stock(trainer, model, *args, **kwargs)
+
+
+def _train(model: PreTrainedModel, mode: bool = True) -> Any:
+    fused = state_of(model)
+    is_set = mode and fused is not None and fused.structure.identity(model).is_training
+    return model if is_set else type(model).train(model, mode)
+
+
 @contextmanager
 def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     """TRL's context. To enable checkpointing again, transformers would visit all modules and add one more hook to the
@@ -74,19 +95,49 @@ def disable_gradient_checkpointing(stock: Callable, model: Any, *args: Any, **kw
 @contextmanager
 def use_adapter(stock: Callable, model: Any, adapter_name: str | None, *args: Any, **kwargs: Any) -> Iterator[None]:
     """TRL's context. To disable adapters, PEFT asks for the status of the model, and reads only whether they are
-    enabled. The other fields describe each layer in words, which takes longer than a forward of small layers.
+    enabled. The other fields describe each layer in words, which takes longer than a forward of small layers. It then
+    looks for the layers with adapters among all modules, before and after.
     """
+    layers = _adapter_layers(model) if adapter_name is None else []
     with ExitStack() as stack:
-        with _enabled_status(model) if adapter_name is None and _are_enabled(model) else nullcontext():
+        are_enabled = {layer.disable_adapters for layer in layers} == {False}
+        if are_enabled:
+            stack.enter_context(_known_layers(model, layers))
+        with _enabled_status(model) if are_enabled else nullcontext():
             stack.enter_context(stock(model, adapter_name, *args, **kwargs))
         yield
 
 
-def _are_enabled(model: Any) -> bool:
-    """Whether all of a model's adapters are, and it has some."""
+def _adapter_layers(model: Any) -> list[Any]:
+    """The modules of a model that have adapters."""
+    base = find_base(model)
+    fused = None if base is None else state_of(base)
+    if base is None or fused is None:
+        modules = [x for x in model.modules() if hasattr(x, "disable_adapters")]
+    else:
+        modules = fused.structure.identity(base).of_kind("disable_adapters")
     # PEFT's layers have a property of this name, models of transformers a method.
-    layers = (x for x in model.modules() if isinstance(getattr(type(x), "disable_adapters", None), property))
-    return {layer.disable_adapters for layer in layers} == {False}
+    return [x for x in modules if isinstance(getattr(type(x), "disable_adapters", None), property)]
+
+
+def _known_layers(model: Any, layers: list[Any]) -> AbstractContextManager[None]:
+    """In the block, PEFT disables and enables adapters in these layers, which it would look for."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    tuner, name = model.base_model, "_enable_adapter_layers"
+    if not _peft_is_tested() or getattr(type(tuner), name, None) is not getattr(BaseTuner, name, type):
+        return nullcontext()
+
+    def enable(enabled: bool = True) -> None:
+        for layer in layers:
+            layer.enable_adapters(enabled)
+
+    return temporarily(tuner, **{name: enable})
+
+
+@functools.cache
+def _peft_is_tested() -> bool:
+    return not packages.is_newer("peft")
 
 
 class _EnabledStatus:

@@ -1,5 +1,6 @@
 """Models of TRL's DPOTrainer: precision, placement, and wrappers of PEFT or torch."""
 
+import copy
 import warnings
 from contextlib import contextmanager, nullcontext
 
@@ -8,7 +9,7 @@ import torch
 from accelerate import dispatch_model
 from accelerate.utils import is_peft_model, other
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -232,7 +233,7 @@ def test_adapters_are_disabled_without_a_description_of_every_layer(trainer, sta
 
     def run():
         model = trained_adapter(tiny_model())
-        layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        layers = adapter_layers(model)
         STATES[state](layers)
         described.clear()
         seen = []
@@ -284,6 +285,76 @@ def test_a_compiled_model_keeps_no_status():
     with shortcuts.use_adapter(lambda model, adapter_name: nullcontext(), torch.compile(model), None):
         pass
     assert "get_model_status" not in vars(model)
+
+
+def adapter_layers(model):
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def visits(monkeypatch, name):
+    """The modules for which a function of `nn.Module` that looks at others is called."""
+    visited, original = [], getattr(torch.nn.Module, name)
+    monkeypatch.setattr(torch.nn.Module, name, lambda self, *args: visited.append(self) or original(self, *args))
+    return visited
+
+
+def test_adapters_are_disabled_without_a_look_at_every_module(tmp_path, monkeypatch):
+    """But in layers that are new as well, and by PEFT's own function if it is not the tested one."""
+    model = trained_adapter(tiny_model())
+    visited = visits(monkeypatch, "modules")
+
+    def disabled():
+        visited.clear()
+        with dpo_trainer.use_adapter(model, None):
+            looked = model.base_model.model in visited
+            states = {layer.disable_adapters for layer in adapter_layers(model)}
+        assert states == {True}
+        assert not any(layer.disable_adapters for layer in adapter_layers(model))
+        return looked
+
+    assert disabled()
+    with fastdpo.patched("trl.DPOTrainer"):
+        model = build(tmp_path, model, None).model
+        disabled()
+        assert not disabled()
+        first, second, *_ = (layer.self_attn for layer in model.base_model.model.model.layers)
+        first.q_proj = copy.deepcopy(second.q_proj)
+        disabled()
+        assert not disabled()
+        own = BaseTuner._enable_adapter_layers
+        monkeypatch.setattr(type(model.base_model), own.__name__, lambda self, enabled: own(self, enabled=enabled))
+        assert disabled()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_modes_that_are_set_are_not_set_again(adapter, tmp_path, monkeypatch):
+    visited = visits(monkeypatch, "children")
+    with fastdpo.patched("trl.DPOTrainer"):
+        policy = trained_adapter(tiny_model()) if adapter else tiny_model()
+        trainer = build(tmp_path, policy, None if adapter else tiny_model(seed=1))
+        trainer.current_gradient_accumulation_steps = 1
+        model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
+        layers = model.get_decoder().layers
+
+        def sets_modes():
+            visited.clear()
+            trainer.training_step(model, batch)
+            assert all(module.training for module in model.modules())
+            return layers in visited
+
+        model.eval()
+        assert sets_modes()
+        assert not sets_modes()
+        layers[0].mlp = copy.deepcopy(layers[0].mlp).eval()
+        assert sets_modes()
+        assert not sets_modes()
+        layers[1].input_layernorm.training = False
+        assert sets_modes()
+        called = []
+        layers[1].train = lambda mode=True: called.append(mode)
+        assert sets_modes()
+        assert called == [True]
+        assert "train" not in vars(model)
 
 
 def test_an_adapter_is_unwrapped_without_a_look_at_every_module(tmp_path, monkeypatch):
