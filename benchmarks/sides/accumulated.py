@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import torch
+from datasets import Dataset
 
-import fastdpo
 from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
 from benchmarks.sides import workload as w
@@ -31,7 +31,9 @@ class _OfProcessor:
 
 
 class _Accumulated(_OfProcessor, TrainerStep):
-    """Forward and backward of all batches of a step, from the trainer's data loader."""
+    """Forward and backward of all batches of a step, from the trainer's data loader. Each batch of the workload is the
+    dataset of one step.
+    """
 
     workload: AccumulatedWorkload
 
@@ -39,22 +41,27 @@ class _Accumulated(_OfProcessor, TrainerStep):
         super().__init__(workload, mode, **options)
         self.trainer.current_gradient_accumulation_steps = self.accumulation = workload.accumulation
         self.trainer.args.train_sampling_strategy = "sequential"
-        self.loader = self.trainer.get_train_dataloader()
-        for _ in range(STEPS_OF_LEARNING if "max_tokens" in options else 0):
-            self._run(0)
-            self.reset()
+        self.loaders = []
+        for batch in range(self.batches):
+            self.trainer.train_dataset = Dataset.from_list(self._examples(workload, batch))
+            self.loaders.append(self.trainer.get_train_dataloader())
+        # With graphs, the steps in which tokens are counted are enough.
+        for _ in range(STEPS_OF_LEARNING if "max_tokens" in options and not self.graphs else 0):
+            self._run_all()
 
     def _check(self) -> Arrays:
-        loss = self._run(0)
-        if self.fused and set(fastdpo.calls) != self.FUSED:
-            raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
-        arrays = {"loss": loss[None], "gradient": w.gradient_of(self.model)}
-        self.reset()
+        losses, gradient = [], None
+        for batch in range(self.batches):
+            losses.append(self._run(batch))
+            gradient = w.gradient_of(self.model) if gradient is None else gradient
+            self.reset()
+        self._expect_fused_calls()
+        arrays = {"loss": torch.stack(losses), "gradient": gradient}
         return {name: x.cpu().numpy() for name, x in arrays.items()}
 
     def _run(self, batch: int) -> torch.Tensor:
         losses = []
-        for i, inputs in enumerate(self.loader, 1):
+        for i, inputs in enumerate(self.loaders[batch], 1):
             self.trainer.accelerator.gradient_state._set_sync_gradients(i == self.accumulation)
             losses.append(self.trainer.training_step(self.model, inputs))
         self.trainer.state.global_step += 1

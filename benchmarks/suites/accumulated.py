@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from benchmarks.suites.step import (
     BOUNDS,
     DESCRIPTIONS,
     GPU_SIZE,
+    GRAPHS_OF_COMPILED,
     LABELLED,
     PROFILES,
     QUICK_SIZE,
     SPREAD,
     STOCK,
+    LengthProfile,
     case_of,
     profiles,
 )
@@ -48,21 +51,25 @@ def build_gpu_cases(quick: bool) -> list[Case]:
     """2 pairs 8 times, as in the header of TRL's scripts, at the lengths of six datasets."""
     options = {"accumulation": ACCUMULATIONS["2 x 8"], "bf16": True, "weights": "bfloat16"}
     options["size"] = QUICK_SIZE if quick else GPU_SIZE
-    datasets = ["HH"] if quick else PROFILES
-    return [_case(f"0.5B, DPO/{dataset}", "DPO", dataset, quick, **options) for dataset in datasets]
+    of_batches = profiles(quick, PROFILES)
+    sides = _of_rows([*of_batches.values()], "DPO", (STOCK, "stock"), options)
+    auto, replayed = sides[-1], {"layers_compiled": True, "graphs": True}
+    sides = *sides, replace(auto, name=GRAPHS_OF_COMPILED, options={**auto.options, **replayed})
+    facts = {name: x._asdict() for name, x in of_batches.items()}
+    return [Case("0.5B, DPO", "DPO", sides, {"dtype": sides[0].workload.dtype}, facts)]
 
 
 def _case(name: str, trainer: str, dataset: str, quick: bool, **options: Any) -> Case:
     (profile,) = profiles(quick, [dataset]).values()
     options["trainer"] = trainer
-    sides = _of_groups(profile, options) if trainer == "GRPO" else _of_rows(profile, trainer, options)
+    of_trl = (STOCK, "stock") if trainer == "Reward" else (LABELLED, "labelled")
+    sides = _of_groups(profile, options) if trainer == "GRPO" else _of_rows([profile], trainer, of_trl, options)
     return case_of(name, trainer, profile, sides)
 
 
-def _of_rows(profile: tuple[float, float], trainer: str, options: dict) -> tuple[Side, ...]:
-    lengths = draw_lengths(*profile, ROWS, 0, spread=SPREAD, bounds=BOUNDS)
-    work = AccumulatedWorkload((lengths,), pairs_of_prompt=COMPLETIONS_OF_PROMPT.get(trainer, 1), **options)
-    of_trl = (STOCK, "stock") if trainer == "Reward" else (LABELLED, "labelled")
+def _of_rows(of_batches: list[LengthProfile], trainer: str, of_trl: tuple[str, str], options: dict) -> tuple[Side, ...]:
+    batches = tuple(draw_lengths(*x, ROWS, 0, spread=SPREAD, bounds=BOUNDS) for x in of_batches)
+    work = AccumulatedWorkload(batches, pairs_of_prompt=COMPLETIONS_OF_PROMPT.get(trainer, 1), **options)
     return _sides(f"{SIDES}{trainer}", work, of_trl, {"max_tokens": "auto"})
 
 
@@ -94,5 +101,6 @@ SUITE = Suite(
         AS_ACCUMULATED: "fastdpo in the batches of the trainer.",
         SUBJECT: 'fastdpo with `max_tokens="auto"`, when it has chosen. The steps have no optimizer. On a CPU, their '
         "seconds are those of the processor, added up over its threads.",
+        GRAPHS_OF_COMPILED: "the same with `compile=True` and `graphs=True`, once all batches are replayed.",
     },
 )

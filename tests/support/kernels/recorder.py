@@ -108,6 +108,7 @@ class Recorder:
         self.recordings.add(recording)
 
         @torch.no_grad()
+        @torch.autocast("cpu", enabled=False)  # whose casts were recorded
         def replay():
             self.replays += 1
             for other in [x for x in self.recordings if x.memory is memory and x not in recording.read]:
