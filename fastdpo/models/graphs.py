@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -92,16 +93,47 @@ def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     """Records what a function launches, without running it, and returns a function that replays it."""
     if memory.pool is None:
         memory.pool = torch.cuda.graph_pool_handle()
-    graph = torch.cuda.CUDAGraph()
+    device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[device]
+    random_state = generator.clone_state()
     collects = gc.isenabled()
     gc.disable()  # what it frees may be a graph, or an event
     try:
         with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
             run()
+    except Exception:
+        # torch leaves the generator and the allocator as during a capture if the capture cannot be ended.
+        generator.graphsafe_set_state(random_state)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, memory.pool)
+        raise
     finally:
         if collects:
             gc.enable()
     return graph.replay
+
+
+@contextmanager
+def aliases_of(backbone: nn.Module, trained: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters with the same memory take the place of trained ones in the block.
+
+    Autograd keeps the stream of a parameter's first use for as long as anything refers to its node for accumulation,
+    as another live graph of autograd does, and DDP. A recording must not wait for another stream.
+    """
+    of_own = {id(x): nn.Parameter(x.detach()) for x in trained}
+    replaced = [
+        (module._parameters, name, x)
+        for module in backbone.modules()
+        for name, x in module._parameters.items()
+        if id(x) in of_own
+    ]
+    try:
+        for parameters, name, x in replaced:
+            parameters[name] = of_own[id(x)]
+        yield [*of_own.values()]
+    finally:
+        for parameters, name, x in replaced:
+            parameters[name] = x
 
 
 class Recording:
@@ -131,22 +163,27 @@ class Recording:
         self._inputs = {**inputs, **{name: inputs[name].clone() for name in TENSORS}}
         self._rows = rows_in(self._inputs)
         self._rows.room = room
-        hidden = run_layers(backbone, self._inputs)
-        self.upstream = torch.zeros_like(hidden)
-        gradients = torch.autograd.grad(hidden, trained, self.upstream, allow_unused=True) if trained else ()
-        self.used = [x for x, gradient in zip(trained, gradients, strict=True) if gradient is not None]
+        run = functools.partial(run_layers, backbone, self._inputs)
+        self.used, self.upstream = self._run_once(run, trained)
         if any(x.route.backend is None for x in self._rows.prepared.values()):
             raise Unsupported(Reason("graphs-attention"))
-        del hidden, gradients
-        self._record(functools.partial(run_layers, backbone, self._inputs))
+        with aliases_of(backbone, self.used) as used:
+            self._record(run, used)
 
-    def _record(self, forward: Callable[[], Tensor]) -> None:
+    def _run_once(self, run: Callable[[], Tensor], trained: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The parameters that get gradients, and zeros of the shape of the states."""
+        hidden = run()
+        upstream = torch.zeros_like(hidden)
+        gradients = torch.autograd.grad(hidden, trained, upstream, allow_unused=True) if trained else ()
+        return [x for x, gradient in zip(trained, gradients, strict=True) if gradient is not None], upstream
+
+    def _record(self, forward: Callable[[], Tensor], used: list[Tensor]) -> None:
         recorded: list[Tensor] = []
         self._forward = record(lambda: recorded.append(forward()), self.memory)
         hidden = recorded.pop()
-        if self.used:
+        if used:
             self._backward = record(
-                lambda: recorded.extend(torch.autograd.grad(hidden, self.used, self.upstream)), self.memory
+                lambda: recorded.extend(torch.autograd.grad(hidden, used, self.upstream)), self.memory
             )
         self.hidden, self.gradients = hidden.detach(), recorded  # a node of autograd would keep the activations
 
@@ -342,11 +379,13 @@ class Graphs:
             self._reason = Reason("graphs-differ", distance=f"{distance:.1e}")
         except Unsupported as error:
             self._reason = error.reason
-        except torch.OutOfMemoryError:
-            self._reason = Reason("graphs-memory", tokens=inputs["input_ids"].shape[1])
         except Exception as error:  # code of the model may do what cannot be recorded
-            message = str(error).strip().partition("\n")[0]
-            self._reason = Reason("graphs-error", error=f"{type(error).__name__}: {message}")
+            while error.__context__ is not None:  # the end of a capture raises another one
+                error = error.__context__
+            message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self._reason = Reason("graphs-error", error=message)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._reason = Reason("graphs-memory", tokens=inputs["input_ids"].shape[1])
         self.forget()
         self._say(self._reason)
         return None

@@ -267,6 +267,21 @@ def test_a_layout_is_prepared_once_for_all_layers_and_passes(window, installed, 
         packed_attention(*inputs()[:3], ROWS, window=5)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_other_rows_are_written_where_two_models_have_called_a_library(name, installed, monkeypatch):
+    """As before CUDA graphs of both are replayed."""
+    installed()
+    monkeypatch.setenv(routes.VARIABLE, name)
+    other = torch.tensor([[0, 0, 0, 7], [0, 5, 7, 9], [16, 0, 16, 17]], dtype=torch.int32, device="cpu")
+    (query, _, value, _), options = inputs(), AttentionOptions(0.25, None, None)
+    expected = routes.prepare(query, value, other, options).layout.contents
+    for rows in (ROWS.clone(), ROWS.clone()):
+        layout = routes.prepare(query, value, rows, options).layout
+        assert routes.refill(rows_of(rows, 33), rows_of(other, 33))
+        assert torch.equal(layout.contents.cu_keys, expected.cu_keys)
+        assert torch.equal(layout.contents.places.index, expected.places.index)
+
+
 def test_a_library_is_inspected_once(installed, monkeypatch):
     installed()
     assert_right(inputs())

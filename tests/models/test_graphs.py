@@ -35,6 +35,12 @@ def _no_calls():
 
 
 @pytest.fixture(autouse=True)
+def _not_strict(monkeypatch):
+    """Here, layers that run are expected results."""
+    monkeypatch.delenv("FASTDPO_STRICT", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def stand_in(device, monkeypatch):
     monkeypatch.setenv("FASTDPO_ATTENTION", "triton")  # whose gradients are the same bits in each run
     if device == "cpu":
@@ -112,11 +118,16 @@ def replays():
     return sum(n for (*_, path), n in fastdpo.calls.items() if path == "replayed")
 
 
+def as_trained(model):
+    """In the dtype that kernels of attention take."""
+    return model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16)
+
+
 class Twins:
     """A prepared model, and a copy of it whose layers run."""
 
     def __init__(self, model):
-        model = model.to(torch.float32 if model.device.type == "cpu" else torch.bfloat16)
+        model = as_trained(model)
         self.models = model, copy.deepcopy(model)
         for each in self.models:
             fastdpo.prepare(each, graphs=True)
@@ -368,7 +379,7 @@ REASONS = {
     ),
     "value": (
         lambda: with_activation(Reading()),
-        "the model cannot be recorded: RuntimeError: operation not permitted",
+        r"the model cannot be recorded: \w+: (CUDA error: )?operation not permitted",
     ),
 }
 
@@ -385,6 +396,8 @@ def test_reasons(name, caplog):
     assert [twins.compare(given, seeded) for given in BATCHES[:3]] == [0, 0, 0]
     (line,) = [x.message for x in caplog.records if "CUDA" in x.message and "graphs-device" not in x.message]
     assert re.search(expected, line)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the allocator is not left as during a capture
 
 
 def double(gradient):
@@ -436,6 +449,7 @@ def test_rows_that_a_recording_does_not_read(caplog, monkeypatch):
 
 
 def test_attention_without_a_backend(caplog, monkeypatch):
+    monkeypatch.delenv("FASTDPO_ATTENTION", raising=False)
     monkeypatch.setattr(routes, "BACKENDS", {})
     twins = Twins(llama())
     assert [twins.compare(given) for given in BATCHES[:3]] == [0, 0, 0]
@@ -469,7 +483,7 @@ def test_strict(monkeypatch, recorder):
 
 def test_numbers_of_tokens_that_never_repeat(caplog, monkeypatch):
     monkeypatch.setattr(graphs, "SETTLED", 4)
-    model = fastdpo.prepare(llama(), graphs=True)
+    model = fastdpo.prepare(as_trained(llama()), graphs=True)
     for n in range(6):
         run(model, batch((16 * n + 3, 1, 1)))
     (line,) = [x.message for x in caplog.records]

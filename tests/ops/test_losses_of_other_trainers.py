@@ -29,8 +29,8 @@ def objective(name: str) -> PreferenceObjective:
 
 @pytest.fixture
 def pairs():
-    generator = torch.Generator().manual_seed(0)
-    logps = [-5 * torch.rand(4, dtype=torch.float64, generator=generator) - 1 for _ in range(4)]
+    torch.manual_seed(0)
+    logps = [-5 * torch.rand(4, dtype=torch.float64) - 1 for _ in range(4)]
     return *logps, torch.tensor([3, 1, 4, 2]), torch.tensor([2, 5, 1, 4])
 
 

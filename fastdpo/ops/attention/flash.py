@@ -115,10 +115,9 @@ class TorchFlash:
     def arguments(self, device: torch.device, options: AttentionOptions) -> Any:
         """What all calls have in common, whatever their layouts."""
         causal = options.window is None
-        dropout_state = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
         left, right = _window_sizes(options)
         named = {"scale": options.scale, "window_size_left": left, "window_size_right": right}
-        return (0.0, causal, False), (0.0, causal, *dropout_state), named  # dropout, causal, debug mask
+        return (0.0, causal, False), (0.0, causal, *_no_dropout(device)), named  # dropout, causal, debug mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, arguments: Any) -> tuple[Tensor, Tensor]:
         """out and log-sum-exps."""
@@ -132,6 +131,12 @@ class TorchFlash:
         """Gradients of q, k and v."""
         _, positional, named = arguments
         return self.backward_function(grad, q, k, v, out, lse, *lengths, *positional, **named)
+
+
+@lru_cache
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seed and offset. The same tensors for all calls, which can so be compared."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 class FlashAttention2:
