@@ -169,7 +169,7 @@ $(OLDEST_TORCH)/.ready: pyproject.toml $(wildcard constraints/*.txt)
 
 test-oldest-torch: $(OLDEST_TORCH)/.ready $(HUB_KERNELS) $(FLASH_SOURCES)
 	OMP_NUM_THREADS=1 $(TEST_FOLDERS) $(OLDEST_TORCH)/bin/python -m pytest $(IN_PARALLEL) tests/ops \
-		tests/models/test_attention.py --quick $(ARGS)
+		tests/models/test_attention.py tests/models/test_graphs.py tests/integrations/trl_dpo/test_compiled.py --quick $(ARGS)
 
 # What comes next: the newest versions that the index has, pre-releases too, in an environment that is made anew, and
 # the newest torch that can be had. Prints which functions differ from the tested ones, then runs the trainers' tests.

@@ -205,4 +205,9 @@ def _compiled(backend: str) -> Callable[..., Any]:
     # Checks of torch's own sizes in generated code take the host a tenth of a small layer's time.
     if backend == "inductor":
         given["options"] = {"size_asserts": False, "alignment_asserts": False}
-    return cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, **given))
+    compiled = cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, **given))
+    # torch 2.11 leaves out the checks of modules whose dictionaries have not changed, and so those of what is trained.
+    skips = "use_recursive_dict_tags_for_guards"
+    if getattr(torch._dynamo.config, skips, False):
+        compiled = torch._dynamo.config.patch({skips: False})(compiled)
+    return compiled

@@ -176,6 +176,21 @@ def test_a_late_graph_is_reported_once(tmp_path, caplog):
     assert "requires_grad mismatch" in line
 
 
+def test_weights_that_are_unfrozen_get_gradients(monkeypatch):
+    """torch 2.11 would skip the check of what is trained."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    model = tiny_model()
+    ids, weights = torch.arange(3, 15).view(2, 6), [layer.mlp.up_proj.weight for layer in model.model.layers]
+    fastdpo.prepare(model, compile=True)
+    for trained in (False, True):
+        for x in weights:
+            x.requires_grad_(trained)
+        for _ in range(2):
+            fastdpo.score(model, ids, torch.ones_like(ids), ids).sums().sum().backward()
+        assert [x.grad is not None for x in weights] == [trained] * len(weights)
+    fastdpo.restore(model)
+
+
 class Broken(torch.nn.SiLU):
     """An activation that ends a graph."""
 
