@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,15 @@ class Memory:
     """Memory for what recordings compute. They share it, because no two of them need it at the same time.
 
     Attributes:
-        pool: of the allocator; None before the first recording.
+        pool: of the allocator, for as long as there are graphs.
+        graphs: those that use it. The allocator takes no more of them for a pool that had none left.
         owner: the replay whose activations it holds.
     """
 
-    pool: Any = None
-    owner: object = None
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.graphs: WeakSet[Any] = WeakSet()
+        self.owner: object = None
 
 
 memories = {False: Memory(), True: Memory()}
@@ -91,7 +95,7 @@ memories = {False: Memory(), True: Memory()}
 
 def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     """Records what a function launches, without running it, and returns a function that replays it."""
-    if memory.pool is None:
+    if not memory.graphs:
         memory.pool = torch.cuda.graph_pool_handle()
     device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[device]
@@ -102,14 +106,16 @@ def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
         with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
             run()
     except Exception:
-        # torch leaves the generator and the allocator as during a capture if the capture cannot be ended.
         generator.graphsafe_set_state(random_state)
-        with suppress(RuntimeError):
+        # Where a capture cannot be ended, torch leaves generator and allocator as they are during one.
+        with suppress(RuntimeError):  # it was ended
             torch._C._cuda_endAllocateToPool(device, memory.pool)
+            torch._C._cuda_releasePool(device, memory.pool)
         raise
     finally:
         if collects:
             gc.enable()
+    memory.graphs.add(graph)
     return graph.replay
 
 

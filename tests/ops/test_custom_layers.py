@@ -14,8 +14,8 @@ from tests.support.documents.markdown_blocks import blocks_of
 (BLOCK,) = [x for x in blocks_of(ROOT / "docs" / "ops.md") if "class GPT" in x.code]
 
 
-@pytest.fixture(scope="module")
-def page():
+@pytest.fixture
+def page(device):
     names: dict = {"__name__": "__main__"}
     exec(compile(BLOCK.code, BLOCK.place, "exec"), names)
     return SimpleNamespace(**names)
