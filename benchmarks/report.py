@@ -123,7 +123,7 @@ def fill(text: str, content: str, name: str = "benchmarks") -> str:
 
 def numbers(by_suite: dict[str, Result], directory: Path = RESULTS) -> claims.Numbers:
     """What the sentences of the pages are computed from."""
-    others = {name: json.loads((directory / f"{name}.json").read_text()) for name in ("profile", "demo", "gpu/profile")}
+    others = {name: json.loads((directory / f"{name}.json").read_text()) for name in ("profile", "demo")}
     return claims.Numbers(by_suite, others | {"ops": micro.read(directory / MICRO_FILE)}, results(GPU_RESULTS))
 
 

@@ -15,7 +15,16 @@ from tabulate import tabulate
 from benchmarks.case_runner import INCORRECT, UNAVAILABLE
 from benchmarks.cases import SUBJECT
 from benchmarks.suites.sharing import DETERMINISTIC, PAIRS_ONLY
-from benchmarks.suites.step import BUDGET, CACHED_REFERENCE, FLOOR, LABELLED, STOCK
+from benchmarks.suites.step import (
+    BUDGET,
+    CACHED_REFERENCE,
+    FLOOR,
+    GRAPHS,
+    GRAPHS_OF_COMPILED,
+    LABELLED,
+    LAYERS_COMPILED,
+    STOCK,
+)
 from benchmarks.summary import by_group, mean_ratio
 
 Result = dict[str, Any]
@@ -183,18 +192,23 @@ def sides_table(result: Result) -> str:
 
 
 def gpu_table(result: Result) -> str:
-    """One row per case of the suite `step` on a GPU: TRL as shipped next to fastdpo."""
+    """One row per case of the suite `step` on a GPU: TRL as shipped next to fastdpo, without and with its options."""
+    sides = SUBJECT, LAYERS_COMPILED, GRAPHS, GRAPHS_OF_COMPILED
     rows = []
     for case in result["cases"]:
         summary = result["summary"]["cases"][case["name"]]
-        cells = [cell(case, name, summary["seconds"], _median) for name in (STOCK, SUBJECT)]
-        of_peaks = summary["peak_bytes"]
-        peaks = [cell(case, name, of_peaks, lambda peak: f"{peak / MIB:,.0f}") for name in (STOCK, SUBJECT)]
-        ratio = summary["times_fastdpo"].get(STOCK)
-        rows.append([case["name"], *cells, "" if ratio is None else f"{ratio['value']:.2f}x", *peaks])
-    headers = ["step", STOCK, SUBJECT, "speedup", "MiB of TRL", "of fastdpo"]
+        seconds, peaks, of_trl = summary["seconds"], summary["peak_bytes"], summary["seconds"].get(STOCK)
+
+        def show(x: Result, of_trl: Result | None = of_trl) -> str:
+            return _median(x) + (f", {of_trl['value'] / x['value']:.2f}x" if of_trl else "")
+
+        cells = [cell(case, name, seconds, show) for name in sides]
+        of_memory = [cell(case, name, peaks, lambda peak: f"{peak / MIB:,.0f}") for name in (STOCK, SUBJECT)]
+        rows.append([case["name"], cell(case, STOCK, seconds, _median), *cells, *of_memory])
+    headers = ["step", STOCK, *sides, "MiB of TRL", "of fastdpo"]
     on = f"{result['machine']['accelerator']}, torch {result['versions']['torch']}"
-    note = f"A step without the optimizer, of 8 pairs, in bfloat16: {on}, {result['date'][:10]}."
+    what = "A step without the optimizer, of 8 pairs, in bfloat16, and its speedup over TRL"
+    note = f"{what}: {on}, {result['date'][:10]}."
     return f"{render(rows, headers)}\n\n{wrap(note)}"
 
 
