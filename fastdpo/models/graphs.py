@@ -100,23 +100,32 @@ def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
     device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[device]
     random_state = generator.clone_state()
-    collects = gc.isenabled()
+    began, collects = False, gc.isenabled()
     gc.disable()  # what it frees may be a graph, or an event
     try:
         with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
+            began = True
             run()
     except Exception:
-        generator.graphsafe_set_state(random_state)
-        # Where a capture cannot be ended, torch leaves generator and allocator as they are during one.
-        with suppress(RuntimeError):  # it was ended
-            torch._C._cuda_endAllocateToPool(device, memory.pool)
-            torch._C._cuda_releasePool(device, memory.pool)
+        if began:
+            generator.graphsafe_set_state(random_state)
+            _end_allocation(graph, device, memory.pool)
         raise
     finally:
         if collects:
             gc.enable()
     memory.graphs.add(graph)
     return graph.replay
+
+
+def _end_allocation(graph: Any, device: int, pool: Any) -> None:
+    """Ends what torch leaves begun where a capture could not be ended: the allocator would give memory of the pool."""
+    with suppress(RuntimeError):
+        graph.pool()
+        return  # the capture was ended, and the graph gives the pool back
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 @contextmanager
