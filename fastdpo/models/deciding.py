@@ -23,6 +23,7 @@ from .sharding import shared_reason
 from .state import (
     ForwardOptions,
     FusedForward,
+    ProbeKey,
     RunnableBatch,
     Verdict,
     install_head,
@@ -208,7 +209,8 @@ def model_reason(model: PreTrainedModel, fused: FusedForward, device: torch.devi
     lasting = fused.lasting_reason_of(model)
     if lasting is not None:
         if not fused.was_examined(model):  # other ranks may not have this reason
-            fused.probe_results[0, model.training] = _examine(model, fused, device)
+            key = ProbeKey(0, model.training, sharding.is_sharded(model))
+            fused.probe_results[key] = _examine(model, fused, device)
         return lasting
     identity = fused.structure.identity(model)
     verdict: Verdict | None = identity.verdict
@@ -223,9 +225,11 @@ def _verdict(model: PreTrainedModel, fused: FusedForward, structure: int, device
     """Examines a model that has changed, and switches its attention and its head.
 
     It is probed once in training and once in evaluation mode, and again when its structure has another hash, before
-    anything is computed with it, unless ranks run it together: it may have changed on this rank alone.
+    anything is computed with it, unless ranks run it together: it may have changed on this rank alone. All of
+    them probe it again once an engine has sharded it.
     """
-    key, results, is_sharded = (structure, model.training), fused.probe_results, sharding.is_sharded(model)
+    is_sharded, results = sharding.is_sharded(model), fused.probe_results
+    key = ProbeKey(structure, model.training, is_sharded)
     scoring_reason = scoring_unsupported_reason(model, fused.options)
     if key not in results and not (fused.was_examined(model) if is_sharded else scoring_reason):
         if len(results) >= MAX_PROBE_RESULTS:

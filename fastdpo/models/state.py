@@ -127,11 +127,25 @@ class RunnableBatch(NamedTuple):
     graphs: Graphs | None = None
 
 
+class ProbeKey(NamedTuple):
+    """What the result of a probe holds for.
+
+    Attributes:
+        structure: the hash of the model's structure.
+        is_training: whether the model was in training mode.
+        is_sharded: whether ranks held parts of it. Engines shard a model that may have been probed before.
+    """
+
+    structure: int
+    is_training: bool
+    is_sharded: bool
+
+
 class Verdict(NamedTuple):
     """What has been found out about a model. It holds for as long as the model's identity stays the same.
 
     Attributes:
-        key: of the probe's result (see `FusedForward`).
+        key: of the probe's result.
         result: of the probe; of the model before, if it was not probed.
         scoring_reason: why the head, as it is on this rank, cannot score the targets of any call.
         packing_reason: why no batch is packed on this rank.
@@ -142,7 +156,7 @@ class Verdict(NamedTuple):
         routes: whether the model returns router logits unless a call says otherwise.
     """
 
-    key: tuple[int, bool]
+    key: ProbeKey
     result: ProbeResult | None
     scoring_reason: Reason | None
     packing_reason: Reason | None
@@ -156,7 +170,7 @@ class Verdict(NamedTuple):
     def of(
         cls,
         model: PreTrainedModel,
-        key: tuple[int, bool],
+        key: ProbeKey,
         result: ProbeResult | None,
         scoring_reason: Reason | None = None,
         packing_reason: Reason | None = None,
@@ -193,8 +207,7 @@ class FusedForward:
         inner: an earlier fused forward, if other code has wrapped it since.
         prior_attention: the attention implementation to restore; None if the model is not switched.
         forward: the function that is the model's forward now.
-        probe_results: by the hash of the structure that the model had when it was probed, and whether it was in
-            training mode.
+        probe_results: of the model as it was in each probe.
         verdict: about the model as it was in its last call that asked for one; None before.
         image_results: of batches with images, by the same key, the names of the arguments, and whether each pair's
             images are run once.
@@ -223,9 +236,9 @@ class FusedForward:
     prior_attention: str | None = None
     forward: Callable | None = None
     structure: Structure = field(default_factory=Structure)
-    probe_results: dict[tuple[int, bool], ProbeResult] = field(default_factory=dict)
+    probe_results: dict[ProbeKey, ProbeResult] = field(default_factory=dict)
     verdict: Verdict | None = None
-    image_results: dict[tuple[tuple[int, bool], frozenset[str], bool], ProbeResult] = field(default_factory=dict)
+    image_results: dict[tuple[ProbeKey, frozenset[str], bool], ProbeResult] = field(default_factory=dict)
     logged: set[tuple[str, Reason | None]] = field(default_factory=set)
     reasons: dict[str, Reason | None] = field(default_factory=dict)
     was_called: bool = False
@@ -236,8 +249,9 @@ class FusedForward:
     graphs: Graphs | None = None
 
     def was_examined(self, model: PreTrainedModel) -> bool:
-        """Whether the model was examined in the mode that it is in."""
-        return any(is_training == model.training for _, is_training in self.probe_results)
+        """Whether the model was examined in the mode that it is in, and sharded if it is."""
+        mode = model.training, sharding.is_sharded(model)
+        return any(key[1:] == mode for key in self.probe_results)
 
     @property
     def probe_result(self) -> ProbeResult | None:

@@ -32,6 +32,7 @@ from ...models.reward_head import CLASSIFIER_HEAD
 from ...models.state import (
     ForwardOptions,
     FusedForward,
+    ProbeKey,
     RunnableBatch,
     Verdict,
     install_head,
@@ -281,7 +282,7 @@ def _fix_batch(model: PreTrainedModel, kwargs: dict, convert: Callable[[Tensor],
     reason = fused.lasting_reason or scoring_unsupported_reason(model, fused.options)
     if reason is not None:
         raise ValueError(reason)
-    fused.verdict = Verdict.of(model, (0, model.training), ProbeResult(None))
+    fused.verdict = Verdict.of(model, ProbeKey(0, model.training, False), ProbeResult(None))
     if fused.options.rewards:
         kwargs = fused.options.rewards.with_scored_tokens(model, kwargs)
     layout = layout_of_call(model, fused, kwargs)
