@@ -16,6 +16,7 @@ OTHERS = (
     "layers that are checked once for each identity",
     "layers with adapters that are looked for again when one is new",
     "modes that are set when one differs",
+    "models that are examined again once they are sharded",
     *(
         "hybrid models",
         "LoRA",
