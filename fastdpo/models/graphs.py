@@ -179,18 +179,11 @@ class Recording:
         self._rows = rows_in(self._inputs)
         self._rows.room = room
         run = functools.partial(run_layers, backbone, self._inputs)
-        self.used, self.upstream = self._run_once(run, trained)
+        self.used, self.upstream = _used(run, trained)
         if any(x.route.backend is None for x in self._rows.prepared.values()):
             raise Unsupported(Reason("graphs-attention"))
         with aliases_of(backbone, self.used) as used:
             self._record(run, used)
-
-    def _run_once(self, run: Callable[[], Tensor], trained: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The parameters that get gradients, and zeros of the shape of the states."""
-        hidden = run()
-        upstream = torch.zeros_like(hidden)
-        gradients = torch.autograd.grad(hidden, trained, upstream, allow_unused=True) if trained else ()
-        return [x for x, gradient in zip(trained, gradients, strict=True) if gradient is not None], upstream
 
     def _record(self, forward: Callable[[], Tensor], used: list[Tensor]) -> None:
         recorded: list[Tensor] = []
@@ -236,6 +229,14 @@ class Recording:
                 of_gradients = (_norms(torch.stack(x)) for x in zip(*norms, strict=True))
                 apart, whole = (torch.cat([x, y[None]]) for x, y in zip((apart, whole), of_gradients, strict=True))
             return float((apart / whole.clamp(min=torch.finfo(whole.dtype).tiny)).max())
+
+
+def _used(run: Callable[[], Tensor], trained: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The parameters that get gradients from the states that a function returns, and zeros of the shape of these."""
+    hidden = run()
+    upstream = torch.zeros_like(hidden)
+    gradients = torch.autograd.grad(hidden, trained, upstream, allow_unused=True) if trained else ()
+    return [x for x, gradient in zip(trained, gradients, strict=True) if gradient is not None], upstream
 
 
 class _Replay(torch.autograd.Function):
