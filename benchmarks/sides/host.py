@@ -28,7 +28,7 @@ from benchmarks.cases import Arrays, Unavailable
 from benchmarks.sides.trainer import TrainerStep
 from benchmarks.sides.workload import Workload
 from fastdpo.kernels import gather_keys, linear_logps, token_logps
-from fastdpo.models import graphs
+from fastdpo.models import captures, graphs
 from fastdpo.models.parts import base_of
 from fastdpo.models.state import ATTRIBUTE
 from fastdpo.ops import devices
@@ -171,7 +171,7 @@ def replace_launches() -> list[str]:
 def replace_graphs(launches: list[str], models: list[nn.Module]) -> None:
     """Takes the CPU for a device with graphs from now on, whose replays are listed, and do nothing else."""
 
-    def record(run: Callable[[], object], memory: graphs.Memory) -> Callable[[], None]:
+    def record(run: Callable[[], object], memory: captures.Memory) -> Callable[[], None]:
         run()
         return lambda: launches.append("graph")
 

@@ -13,12 +13,10 @@ only if a batch with other rows has given what the layers give.
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +30,7 @@ from ..ops.attention.device_layout import Rows, rows_of
 from ..reasons import Reason
 from . import facts
 from .calls import calls
+from .captures import memories, record
 from .compiled import trainer_compiles
 from .mixers import finding
 from .sharding import is_sharded
@@ -72,60 +71,6 @@ class Unsupported(Exception):
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-class Memory:
-    """Memory for what recordings compute. They share it, because no two of them need it at the same time.
-
-    Attributes:
-        pool: of the allocator, for as long as there are graphs.
-        graphs: those that use it. The allocator takes no more of them for a pool that had none left.
-        owner: the replay whose activations it holds.
-    """
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self.graphs: WeakSet[Any] = WeakSet()
-        self.owner: object = None
-
-
-memories = {False: Memory(), True: Memory()}
-"""By whether there is a backward: a reference runs between forward and backward of a policy."""
-
-
-def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
-    """Records what a function launches, without running it, and returns a function that replays it."""
-    if not memory.graphs:
-        memory.pool = torch.cuda.graph_pool_handle()
-    device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[device]
-    random_state = generator.clone_state()
-    began, collects = False, gc.isenabled()
-    gc.disable()  # what it frees may be a graph, or an event
-    try:
-        with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
-            began = True
-            run()
-    except Exception:
-        if began:
-            generator.graphsafe_set_state(random_state)
-            _end_allocation(graph, device, memory.pool)
-        raise
-    finally:
-        if collects:
-            gc.enable()
-    memory.graphs.add(graph)
-    return graph.replay
-
-
-def _end_allocation(graph: Any, device: int, pool: Any) -> None:
-    """Ends what torch leaves begun where a capture could not be ended: the allocator would give memory of the pool."""
-    with suppress(RuntimeError):
-        graph.pool()
-        return  # the capture was ended, and the graph gives the pool back
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
 
 
 @contextmanager

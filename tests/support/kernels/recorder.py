@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastdpo.models import graphs
+from fastdpo.models import captures, graphs
 from fastdpo.ops.attention import packed_attention, routes
 
 aten = torch.ops.aten
@@ -131,7 +131,7 @@ def install(monkeypatch, *, dense: bool = True) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     monkeypatch.setattr(graphs, "record", recorder.record)
-    monkeypatch.setattr(graphs, "memories", {False: graphs.Memory(), True: graphs.Memory()})
+    monkeypatch.setattr(graphs, "memories", {False: captures.Memory(), True: captures.Memory()})
     monkeypatch.setattr(packed_attention, "is_traced", lambda: False)  # a capture is no trace
     if dense:
         monkeypatch.setattr(routes, "BACKENDS", {"dense": DenseBackend()})

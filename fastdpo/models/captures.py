@@ -1,0 +1,65 @@
+"""Captures of CUDA graphs, and the memory that they share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+
+class Memory:
+    """Memory for what recordings compute. They share it, because no two of them need it at the same time.
+
+    Attributes:
+        pool: of the allocator, for as long as there are graphs.
+        graphs: those that use it. The allocator takes no more of them for a pool that had none left.
+        owner: the replay whose activations it holds.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.graphs: WeakSet[Any] = WeakSet()
+        self.owner: object = None
+
+
+memories = {False: Memory(), True: Memory()}
+"""By whether there is a backward: a reference runs between forward and backward of a policy."""
+
+
+def record(run: Callable[[], object], memory: Memory) -> Callable[[], None]:
+    """Records what a function launches, without running it, and returns a function that replays it."""
+    if not memory.graphs:
+        memory.pool = torch.cuda.graph_pool_handle()
+    device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[device]
+    random_state = generator.clone_state()
+    began, collects = False, gc.isenabled()
+    gc.disable()  # what it frees may be a graph, or an event
+    try:
+        with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
+            began = True
+            run()
+    except Exception:
+        if began:
+            generator.graphsafe_set_state(random_state)
+            _end_allocation(graph, device, memory.pool)
+        raise
+    finally:
+        if collects:
+            gc.enable()
+    memory.graphs.add(graph)
+    return graph.replay
+
+
+def _end_allocation(graph: Any, device: int, pool: Any) -> None:
+    """Ends what torch leaves begun where a capture could not be ended: the allocator would give memory of the pool."""
+    with suppress(RuntimeError):
+        graph.pool()
+        return  # the capture was ended, and the graph gives the pool back
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
