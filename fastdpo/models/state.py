@@ -251,7 +251,7 @@ class FusedForward:
     def was_examined(self, model: PreTrainedModel) -> bool:
         """Whether the model was examined in the mode that it is in, and sharded if it is."""
         mode = model.training, sharding.is_sharded(model)
-        return any(key[1:] == mode for key in self.probe_results)
+        return any((key.is_training, key.is_sharded) == mode for key in self.probe_results)
 
     @property
     def probe_result(self) -> ProbeResult | None:
