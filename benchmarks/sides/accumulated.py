@@ -13,7 +13,6 @@ from datasets import Dataset
 
 from benchmarks.cases import Arrays
 from benchmarks.equality import FLOAT32_FLOOR
-from benchmarks.sides import workload as w
 from benchmarks.sides.exact import ExactStep
 from benchmarks.sides.groups import ExactGroupStep, GroupStep
 from benchmarks.sides.kto import ExactKTOStep, KTOStep
@@ -50,14 +49,8 @@ class _Accumulated(_OfProcessor, TrainerStep):
             self._run_all()
 
     def _check(self) -> Arrays:
-        losses, gradient = [], None
-        for batch in range(self.batches):
-            losses.append(self._run(batch))
-            gradient = w.gradient_of(self.model) if gradient is None else gradient
-            self.reset()
-        self._expect_fused_calls()
-        arrays = {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: x.cpu().numpy() for name, x in arrays.items()}
+        arrays = super()._check()
+        return {name: arrays[name] for name in ("loss", "gradient")}
 
     def _run(self, batch: int) -> torch.Tensor:
         losses = []

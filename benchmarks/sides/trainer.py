@@ -231,15 +231,12 @@ class TrainerStep:
             self.reset()
         for hook in hooks:
             hook.remove()
-        self._expect_fused_calls()
-        arrays = {f"{self.SCORES} of the {role}": torch.cat(values) for role, values in scores.items()}
-        arrays |= {"loss": torch.stack(losses), "gradient": gradient}
-        return {name: value.cpu().numpy() for name, value in arrays.items()}
-
-    def _expect_fused_calls(self) -> None:
         replayed = {(*called, "replayed") for *called, _ in self.FUSED if self.graphs}
         if self.fused and set(fastdpo.calls) != self.FUSED | replayed:
             raise RuntimeError(f"expected fused calls only; got {dict(fastdpo.calls)}")
+        arrays = {f"{self.SCORES} of the {role}": torch.cat(values) for role, values in scores.items()}
+        arrays |= {"loss": torch.stack(losses), "gradient": gradient}
+        return {name: value.cpu().numpy() for name, value in arrays.items()}
 
     def _run(self, batch: int) -> torch.Tensor:
         """The loss."""

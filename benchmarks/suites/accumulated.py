@@ -22,6 +22,7 @@ from benchmarks.suites.step import (
     STOCK,
     LengthProfile,
     case_of,
+    case_of_batches,
     profiles,
 )
 
@@ -55,8 +56,7 @@ def build_gpu_cases(quick: bool) -> list[Case]:
     sides = _of_rows([*of_batches.values()], "DPO", (STOCK, "stock"), options)
     auto, replayed = sides[-1], {"layers_compiled": True, "graphs": True}
     sides = *sides, replace(auto, name=GRAPHS_OF_COMPILED, options={**auto.options, **replayed})
-    facts = {name: x._asdict() for name, x in of_batches.items()}
-    return [Case("0.5B, DPO", "DPO", sides, {"dtype": sides[0].workload.dtype}, facts)]
+    return [case_of_batches("0.5B, DPO", "DPO", of_batches, sides)]
 
 
 def _case(name: str, trainer: str, dataset: str, quick: bool, **options: Any) -> Case:

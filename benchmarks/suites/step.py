@@ -89,6 +89,12 @@ def case_of(name: str, group: str, profile: LengthProfile, sides: tuple[Side, ..
     return Case(name, group, sides, facts)
 
 
+def case_of_batches(name: str, group: str, of_batches: dict[str, LengthProfile], sides: tuple[Side, ...]) -> Case:
+    """A case with a batch for each dataset."""
+    facts = {name: x._asdict() for name, x in of_batches.items()}
+    return Case(name, group, sides, {"dtype": sides[0].workload.dtype}, facts)
+
+
 def sides(work: Workload) -> tuple[Side, ...]:
     """The sides on a CPU but TRL as shipped. Its head is not the one of a GPU there, and takes most of the time."""
     return (
@@ -126,8 +132,7 @@ def build_gpu_cases(quick: bool) -> list[Case]:
     for group, (size, lora, checkpointing, datasets) in GPU_MODELS.items():
         of_group = profiles(quick, datasets)
         work = gpu_workload(size, of_group, quick, lora=lora, checkpointing=checkpointing)
-        facts = {name: x._asdict() for name, x in of_group.items()}
-        cases.append(Case(group, group, sides_on_gpu(work), {"dtype": work.dtype}, facts))
+        cases.append(case_of_batches(group, group, of_group, sides_on_gpu(work)))
     return cases
 
 
