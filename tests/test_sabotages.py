@@ -17,6 +17,7 @@ OTHERS = (
     "layers with adapters that are looked for again when one is new",
     "modes that are set when one differs",
     "models that are examined again once they are sharded",
+    "settings of the compiler",
     *(
         "hybrid models",
         "LoRA",

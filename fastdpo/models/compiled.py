@@ -13,11 +13,13 @@ import inspect
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..logs import logger, report, warn
 from ..packing import is_layout
@@ -40,6 +42,14 @@ MAX_GRAPHS = 64
 SETTLED = 10
 """Number of packed batches of a kind after which a new graph is reported."""
 
+CONFIG = {
+    # torch 2.11 leaves out the checks of modules whose dictionaries have not changed, and so those of what is trained.
+    "use_recursive_dict_tags_for_guards": False,
+    # What a graph records for profilers of torch takes the host a fiftieth of a small layer's time.
+    "record_runtime_overhead": False,
+}
+"""Settings of torch's compiler while it makes a graph."""
+
 
 class CompiledLayers:
     """The decoder layers of one model, whose packed calls are compiled.
@@ -54,6 +64,7 @@ class CompiledLayers:
         batches: numbers of packed batches by what graphs depend on: whether gradients are enabled, whether the model is
             in training mode, and the kind of the calls.
         kind: that of the batch that runs.
+        runs: number of times that the compiler has run for them.
         seconds: time that it took since it was last logged.
         was_reported: whether a late graph was reported.
     """
@@ -65,6 +76,7 @@ class CompiledLayers:
         self.layers: list[nn.Module] = []
         self.batches: Counter[tuple[bool, bool, str]] = Counter()
         self.kind = (False, False, "")
+        self.runs = 0
         self.seconds = 0.0
         self.was_reported = False
 
@@ -99,6 +111,7 @@ class CompiledLayers:
         if self.seconds:
             logger.info("fastdpo: %s: compiling its layers took %.1f s", self.name, self.seconds)
             self.seconds = 0.0
+        _compiler.listen()
         self.kind = torch.is_grad_enabled(), model.training, kind
         self.batches[self.kind] += 1
 
@@ -114,15 +127,11 @@ class CompiledLayers:
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a layer: compiled, if it is given a layout, and otherwise as it is."""
-        layout = next(filter(is_layout, (kwargs.get("attention_mask"), *args)), None)
-        if layout is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not any(map(is_layout, (kwargs.get("attention_mask"), *args))):
             return layer._call_impl(*args, **kwargs)
         if args and args[0].requires_grad and not torch.is_grad_enabled():  # in the first layer, by a hook of PEFT
             args = args[0].detach(), *args[1:]
-        values = *args, *kwargs.values()
-        hidden = next(x for x in values if isinstance(x, Tensor) and x is not layout)
-        _mark(layout, values, hidden.shape[-2])
-        made, start = graphs(), time.perf_counter()
+        runs, _compiler.call = self.runs, (self, [*args, *kwargs.values()])
         try:
             output = _compiled(BACKEND)(layer, args, kwargs)
         except _errors() as error:
@@ -132,12 +141,12 @@ class CompiledLayers:
                 self.reason = Reason("compiled-error", layer=type(layer).__name__, error=message)
                 self.report(self.reason)
             return layer._call_impl(*args, **kwargs)
-        if graphs() > made:
-            self.seconds += time.perf_counter() - start
-            if self.batches[self.kind] > SETTLED and not self.was_reported:
-                self.was_reported = True
-                cause = _cause(layer=layer, args=args, kwargs=kwargs)
-                warn(f"{self.name}: compiled a layer again after {self.batches[self.kind]} batches: {cause}")
+        finally:
+            _compiler.call = None
+        if self.runs > runs and self.batches[self.kind] > SETTLED and not self.was_reported:
+            self.was_reported = True
+            cause = _cause(layer=layer, args=args, kwargs=kwargs)
+            warn(f"{self.name}: compiled a layer again after {self.batches[self.kind]} batches: {cause}")
         return output
 
 
@@ -180,17 +189,53 @@ def trainer_compiles() -> bool:
     return plugin is not None and plugin.backend != DynamoBackend.NO
 
 
-def _mark(layout: Tensor, values: tuple, tokens: int) -> None:
-    """Marks the sizes that vary: without marks, sizes that are equal by chance in the first batch would stay so."""
-    for x in (x for value in values for x in (value if isinstance(value, tuple) else (value,))):
-        if isinstance(x, Tensor) and "_dynamo_weak_dynamic_indices" not in vars(x):
-            varying = [2] if x is layout else [i for i in range(1, x.dim()) if x.shape[i] == tokens][:1]
-            torch._dynamo.maybe_mark_dynamic(x, varying)
+class _Compiler:
+    """What is done where torch finds no graph for a call. Calls that find one take no time for it.
+
+    Attributes:
+        call: the layers of which one is called, and the arguments; None between calls.
+    """
+
+    def __init__(self) -> None:
+        self.call: tuple[CompiledLayers, list[Any]] | None = None
+        self.run: AbstractContextManager[None] | None = None
+
+    def listen(self) -> None:
+        """Has torch report its runs, unless it does. It forgets who listens when it is reset."""
+        if self._started not in torch._dynamo.callback_handler.start_callbacks:
+            torch._dynamo.on_compile_start(self._started)
+            torch._dynamo.on_compile_end(self._ended)
+
+    def _started(self, _: object) -> None:
+        if self.call is not None:  # otherwise, another program compiles
+            self.run = _compiling(*self.call)
+            self.run.__enter__()
+
+    def _ended(self, _: object) -> None:
+        if self.run is not None:
+            run, self.run = self.run, None
+            run.__exit__(None, None, None)
 
 
-def graphs() -> int:
-    """The number of graphs that torch has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+_compiler = _Compiler()
+
+
+@contextmanager
+def _compiling(layers: CompiledLayers, arguments: list[Any]) -> Iterator[None]:
+    """A run of the compiler for one of the layers, by `CONFIG`, with marks on the sizes that vary.
+
+    Without marks, sizes that are equal by chance in the first batch would stay so.
+    """
+    flat = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    tokens = next(x.shape[-2] for x in flat if not is_layout(x))
+    for x in flat:
+        varying = [2] if is_layout(x) else [i for i in range(1, x.dim()) if x.shape[i] == tokens][:1]
+        torch._dynamo.maybe_mark_dynamic(x, varying)
+    start = time.perf_counter()
+    with torch._dynamo.config.patch({name: CONFIG[name] for name in CONFIG if hasattr(torch._dynamo.config, name)}):
+        yield
+    layers.runs += 1
+    layers.seconds += time.perf_counter() - start
 
 
 def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -205,9 +250,4 @@ def _compiled(backend: str) -> Callable[..., Any]:
     # Checks of torch's own sizes in generated code take the host a tenth of a small layer's time.
     if backend == "inductor":
         given["options"] = {"size_asserts": False, "alignment_asserts": False}
-    compiled = cast(Callable[..., Any], torch.compile(_run, backend=backend, fullgraph=True, **given))
-    # torch 2.11 leaves out the checks of modules whose dictionaries have not changed, and so those of what is trained.
-    skips = "use_recursive_dict_tags_for_guards"
-    if getattr(torch._dynamo.config, skips, False):
-        compiled = torch._dynamo.config.patch({skips: False})(compiled)
-    return compiled
+    return torch.compile(_run, backend=backend, fullgraph=True, **given)
