@@ -39,7 +39,7 @@ class Stepper(Checkable, Protocol):
     """Runs the steps of a side.
 
     Built in a worker from `Side.build`; its batches are taken in turn. A side may have a clock of its own, `now()`
-    in seconds.
+    in seconds, and `warms_up` if each step that is timed comes after one that is not.
     """
 
     def step(self, batch: int) -> None:
