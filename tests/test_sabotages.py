@@ -18,6 +18,7 @@ OTHERS = (
     "modes that are set when one differs",
     "models that are examined again once they are sharded",
     "settings of the compiler",
+    "adapters that are switched as by PEFT",
     *(
         "hybrid models",
         "LoRA",

@@ -202,9 +202,11 @@ class _Compiler:
 
     def listen(self) -> None:
         """Has torch report its runs, unless it does. It forgets who listens when it is reset."""
-        if self._started not in torch._dynamo.callback_handler.start_callbacks:
-            torch._dynamo.on_compile_start(self._started)
-            torch._dynamo.on_compile_end(self._ended)
+        from torch._dynamo.callback import callback_handler
+
+        if self._started not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._started)
+            callback_handler.register_end_callback(self._ended)
 
     def _started(self, _: object) -> None:
         if self.call is not None:  # otherwise, another program compiles

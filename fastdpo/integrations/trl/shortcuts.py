@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...models.functions import module_of
 from ...models.parts import find_base, is_transformers_model
+from ...models.sharding import is_sharded
 from ...models.state import state_of
 from ..admission import packages
 from ..bypass import STATE
@@ -21,6 +23,8 @@ from ..replacements import temporarily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ...models.structure import Identity
 
 
 def is_peft_model(stock: Callable, model: Any) -> bool:
@@ -98,41 +102,92 @@ def use_adapter(stock: Callable, model: Any, adapter_name: str | None, *args: An
     enabled. The other fields describe each layer in words, which takes longer than a forward of small layers. It then
     looks for the layers with adapters among all modules, before and after.
     """
-    layers = _adapter_layers(model) if adapter_name is None else []
+    switch = _switch_of(model) if adapter_name is None else None
     with ExitStack() as stack:
-        are_enabled = {layer.disable_adapters for layer in layers} == {False}
-        if are_enabled:
-            stack.enter_context(_known_layers(model, layers))
-        with _enabled_status(model) if are_enabled else nullcontext():
+        if switch is None or {layer.disable_adapters for layer in switch.layers} != {False}:
             stack.enter_context(stock(model, adapter_name, *args, **kwargs))
+        else:
+            stack.enter_context(_switched_by(switch, model))
+            with _enabled_status(model):
+                stack.enter_context(stock(model, adapter_name, *args, **kwargs))
         yield
 
 
-def _adapter_layers(model: Any) -> list[Any]:
-    """The modules of a model that have adapters."""
+class _Switch:
+    """Disables and enables adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
+
+    Args:
+        layers: those with adapters.
+        remembers: whether what PEFT has set once is set again without it, as long as the layers are as they were.
+    """
+
+    def __init__(self, layers: list[Any], remembers: bool) -> None:
+        kinds = {kind for kind in {*map(type, layers)} if remembers and _is_switched_by_peft(kind)}
+        self.layers = layers
+        self._remembered = [x for x in layers if type(x) in kinds]
+        self._others = [x for x in layers if type(x) not in kinds]
+        self._tensors = [x for layer in self._remembered for x in _adapter_tensors(layer)]
+        self._requires_grad: dict[bool, list[bool]] = {}
+
+    def __call__(self, enabled: bool = True) -> None:
+        known = self._requires_grad.get(enabled)
+        for layer in self.layers if known is None else self._others:
+            layer.enable_adapters(enabled)
+        if known is None:
+            self._requires_grad[enabled] = [x.requires_grad for x in self._tensors]
+            return
+        for x, requires_grad in zip(self._tensors, known, strict=True):
+            x.requires_grad = requires_grad
+        for layer in self._remembered:
+            vars(layer)["_disable_adapters"] = not enabled
+
+
+def _is_switched_by_peft(kind: type) -> bool:
+    """Whether the layers of a class are disabled and enabled by the functions of all adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names = "enable_adapters", "set_adapter"
+    return all(getattr(kind, name, None) is getattr(BaseTunerLayer, name) for name in names)
+
+
+def _adapter_tensors(layer: Any) -> Iterator[Tensor]:
+    """The tensors of a layer for which PEFT sets whether they are trained."""
+    for name in layer.adapter_layer_names:
+        for x in getattr(layer, name).values():
+            tensors = [x] if isinstance(x, Tensor) else x.parameters()
+            yield from (tensor for tensor in tensors if tensor.is_leaf)
+
+
+_switches: WeakKeyDictionary[Identity, _Switch] = WeakKeyDictionary()
+
+
+def _switch_of(model: Any) -> _Switch:
+    """The switch of a model's adapters as it is now."""
     base = find_base(model)
     fused = None if base is None else state_of(base)
     if base is None or fused is None:
-        modules = [x for x in model.modules() if hasattr(x, "disable_adapters")]
-    else:
-        modules = fused.structure.identity(base).of_kind("disable_adapters")
+        return _Switch(_with_adapters(x for x in model.modules() if hasattr(x, "disable_adapters")), remembers=False)
+    identity = fused.structure.identity(base)
+    switch = _switches.get(identity)
+    if switch is None:
+        layers = _with_adapters(identity.of_kind("disable_adapters"))
+        switch = _switches[identity] = _Switch(layers, remembers=not is_sharded(base))
+    return switch
+
+
+def _with_adapters(modules: Iterable[Any]) -> list[Any]:
     # PEFT's layers have a property of this name, models of transformers a method.
     return [x for x in modules if isinstance(getattr(type(x), "disable_adapters", None), property)]
 
 
-def _known_layers(model: Any, layers: list[Any]) -> AbstractContextManager[None]:
-    """In the block, PEFT disables and enables adapters in these layers, which it would look for."""
+def _switched_by(switch: _Switch, model: Any) -> AbstractContextManager[None]:
+    """In the block, PEFT's way to disable and enable adapters, which looks for the layers, is a switch."""
     from peft.tuners.tuners_utils import BaseTuner
 
     tuner, name = model.base_model, "_enable_adapter_layers"
     if not _peft_is_tested() or getattr(type(tuner), name, None) is not getattr(BaseTuner, name, type):
         return nullcontext()
-
-    def enable(enabled: bool = True) -> None:
-        for layer in layers:
-            layer.enable_adapters(enabled)
-
-    return temporarily(tuner, **{name: enable})
+    return temporarily(tuner, **{name: switch})
 
 
 @functools.cache

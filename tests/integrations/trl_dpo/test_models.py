@@ -8,8 +8,19 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import is_peft_model, other
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, peft_model
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    peft_model,
+)
+from peft.tuners import tuners_utils
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -324,6 +335,68 @@ def test_adapters_are_disabled_without_a_look_at_every_module(tmp_path, monkeypa
         own = BaseTuner._enable_adapter_layers
         monkeypatch.setattr(type(model.base_model), own.__name__, lambda self, enabled: own(self, enabled=enabled))
         assert disabled()
+
+
+def add_other(model):
+    model.add_adapter("other", model.peft_config["default"])
+
+
+def freeze(model):
+    next(x for x in model.parameters() if x.requires_grad).requires_grad_(False)
+
+
+CHANGES = {
+    "none": lambda model: None,
+    "froze a weight": freeze,
+    "one more adapter": add_other,
+    "another one is active": lambda model: model.set_adapter("other"),
+    "one is deleted": lambda model: model.delete_adapter("default"),
+}
+TARGETS = dict(target_modules=["q_proj", "down_proj"])
+ADAPTERS = {  # and whether PEFT's walk is saved
+    "LoRA": (LoraConfig(**LORA), True),
+    "DoRA": (LoraConfig(**LORA, use_dora=True), True),
+    "VeRA": (VeraConfig(r=2, **TARGETS), True),
+    "IA3": (IA3Config(**TARGETS, feedforward_modules=["down_proj"]), True),
+    "saved modules": (LoraConfig(**LORA, modules_to_save=["lm_head"]), True),
+    "layer norms": (LNTuningConfig(), False),  # with functions of their own
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
+    """Also after changes, but in a model that is as it was without a walk over the modules of each layer."""
+    config, is_known = ADAPTERS[kind]
+    walked, original = [], tuners_utils._set_layer_requires_grad
+    monkeypatch.setattr(tuners_utils, original.__name__, lambda *args: walked.append(args) or original(*args))
+
+    def run():
+        model = get_peft_model(tiny_model(), copy.deepcopy(config))
+        fastdpo.prepare(model)
+        seen, walks = [], []
+
+        def look():
+            modules = [x for x in model.modules() if isinstance(x, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+            trained = {name: x.requires_grad for name, x in model.named_parameters()}
+            seen.append((trained, [(x.disable_adapters, x.active_adapters) for x in modules]))
+
+        for change in CHANGES.values():
+            change(model)
+            for _ in range(3):
+                walked.clear()
+                with dpo_trainer.use_adapter(model, None):
+                    look()
+                look()
+            walks.append(len(walked))
+        return seen, walks
+
+    stock, of_stock = run()
+    with fastdpo.patched("trl.DPOTrainer"):
+        patched, of_patched = run()
+    assert patched == stock
+    assert len({str(x) for x in stock}) > len(CHANGES)
+    assert not any(of_patched) if is_known else of_patched == of_stock
+    assert not is_known or all(of_stock)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
