@@ -70,9 +70,12 @@ class Identity:
 
     def describes(self, model: PreTrainedModel, attributes: list[dict[str, Any]]) -> bool:
         """Whether a model is as it was, given the present attributes of its other modules."""
-        if self.modules[0] is not model or self._configs[0] is not model.config or any(self._empty):
+        if self.modules[0] is not model or self._configs[0] is not model.config:
             return False
-        return _are_equal((attributes, self._of_model(model), self._others(model)), self._was)
+        were, *others = self._was
+        if not _are_equal(attributes, were) or any(self._empty):  # first what tells modes and adapters apart
+            return False
+        return _are_equal([self._of_model(model), self._others(model)], others)
 
     @functools.cached_property
     def is_training(self) -> bool:
