@@ -15,7 +15,7 @@ import fastdpo
 from fastdpo.models.state import state_of
 from tests.support.comparison import assert_trained_alike
 from tests.support.models.families import HYBRID, kind
-from tests.support.trl.dpo import LORA, tiny_model, train
+from tests.support.trl.dpo import LORA, tiny_model, train, trained_adapter
 from tests.support.trl.reward import reward_model, train_reward
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
@@ -121,3 +121,17 @@ def test_a_copy_and_a_head_are_pickled_too(tmp_path):
         assert state_of(copied) is not state_of(model)
         assert torch.equal(logits(loaded(saved(copied))), logits(model))
         assert torch.equal(pickle.loads(pickle.dumps(model.lm_head)).weight, model.lm_head.weight)
+
+
+WRAPPERS = {"adapters": trained_adapter, "compiled": torch.compile}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_copy_of_a_wrapper_is_one(wrapper):
+    """The wrapper has the attributes of the model inside."""
+    model = fastdpo.prepare(WRAPPERS[wrapper](tiny_model()))
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    assert [*copied.state_dict()] == [*model.state_dict()]
+    scored = [fastdpo.score(x, IDS, torch.ones_like(IDS), IDS).sums() for x in (model, fastdpo.prepare(copied))]
+    assert torch.equal(*scored)
