@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from ..models import forward
-from ..models.parts import base_of, text_config
+from ..models.parts import base_of, modules_around, text_config
 from ..models.scoring import targets_of_call
 from ..models.state import MODELS, ForwardOptions, FusedForward, Groups, state_of
 from ..ops.head.results import requested_statistics, statistic_names
 from ..packing import IGNORE_INDEX
 from ..row_forms import require_ids
-from . import scored_rows
+from . import scored_rows, switching
 from .padded_calls import Rows, padded_call
 from .replacements import existing_instances
 from .scored_rows import ScoredRows
@@ -79,6 +79,8 @@ def prepare(
         NAME, "policy", outputs=statistics, groups=groups, images=True, shifted=shifted, compile=compile, graphs=graphs
     )
     forward.install(base, options, functools.partial(ScoredRows.of, text_config(base)), prior_scores=False)
+    for module in modules_around(model):
+        switching.install(module)
     return model
 
 
@@ -92,6 +94,7 @@ def restore(model: M) -> M:
     base = base_of(model, "restore")
     if _is_prepared(base):
         forward.uninstall(base)
+        switching.uninstall_unused()
     return model
 
 

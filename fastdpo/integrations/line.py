@@ -30,7 +30,7 @@ from ..models.state import ForwardOptions, Groups, MakeOutput
 from ..models.structure import Wrapping
 from ..reasons import Reason
 from ..ref_logps.memory import Memory
-from . import grouped_epochs
+from . import grouped_epochs, switching
 from .admission.evidence import first_difference
 from .admission.fingerprints import attribute_of, inner, name_of, package_of
 from .bypass import STATE, bypass_reason, first_log_callback, leave_unpatched, report_if_unused, report_skipped_init
@@ -294,6 +294,9 @@ class TrainerLine:
                 if model not in state.models:
                     state.models.add(model)
                     self.install(trainer, role, model)
+            policy = self.policy(trainer)
+            if policy is not None:
+                switching.install(without_engines(policy))
 
     def install(self, trainer: Any, role: str, model: nn.Module) -> None:
         """Makes the transformers model in a model score batches."""
@@ -335,7 +338,7 @@ class TrainerLine:
         logger.debug("fastdpo: %s: replaced %s", self.name, self.replacements)
 
     def disable(self) -> None:
-        """Restores the trainer class, and the trainers that were created since `enable`."""
+        """Restores the trainer class, and the trainers that were created since `enable`, with their models."""
         self.replacements.undo()
         self._patched_class = None
         for trainer in self.trainers():
@@ -344,6 +347,8 @@ class TrainerLine:
                 state.undo.close()
             vars(trainer).pop(STATE, None)
         self._trainers.clear()
+        forward.uninstall_all(self.name)
+        switching.uninstall_unused()
 
     def _init(self, stock: Callable, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._belongs_to_another(trainer):

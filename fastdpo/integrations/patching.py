@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack, cast
 
 from ..logs import logger, strict, warn
-from ..models import forward
 from ..reasons import Reason
 from .admission import evidence, packages
 from .admission.versions import unsupported_version_reason
@@ -360,7 +359,6 @@ _name_options(patched)
 def _undo(names: set[str]) -> None:
     for name in names & _patched.keys():
         cast(TrainerLine, _patched.pop(name).line).disable()
-        forward.uninstall_all(name)
 
 
 def _trl_last(name: str) -> bool:

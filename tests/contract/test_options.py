@@ -1,14 +1,29 @@
 """Each option of a trainer: on the expected path, and equal to stock."""
 
+import pytest
+from peft import peft_model
+
+from fastdpo.integrations import patching
 from tests.contract.harness import cases
 from tests.support.comparison import assert_fused
 
 
+@pytest.fixture
+def described(monkeypatch):
+    """Whether a trainer was patched, each time that PEFT has described a model, as its `disable_adapter` does."""
+    found, stock = [], peft_model.get_layer_status
+    monkeypatch.setattr(
+        peft_model, "get_layer_status", lambda model: found.append(bool(patching._patched)) or stock(model)
+    )
+    return found
+
+
 @cases("options")
-def test_option(case, tmp_path):
+def test_option(case, tmp_path, described):
     options, calls = case.value
     runs = case.harness.both(tmp_path, **options)
     assert not runs[0].calls
     assert_fused(runs[-1], **calls)
     assert ("aux_loss" in runs[0].logs[0]) == case.name.startswith("router loss")
     case.harness.assert_same(*runs)
+    assert True not in described

@@ -1,33 +1,18 @@
 """Models of TRL's DPOTrainer: precision, placement, and wrappers of PEFT or torch."""
 
 import copy
-import warnings
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import is_peft_model, other
-from peft import (
-    IA3Config,
-    LNTuningConfig,
-    LoraConfig,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    VeraConfig,
-    get_peft_model,
-    peft_model,
-)
-from peft.tuners import tuners_utils
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
+from trl.trainer import dpo_trainer
 
 import fastdpo
-from fastdpo.integrations.trl import shortcuts
 from tests.support.comparison import assert_same_in_low_precision, assert_trained_alike
 from tests.support.trl.dpo import (
     LORA,
@@ -227,176 +212,11 @@ def test_trl_recognizes_adapters_without_asking_accelerate(adapter, wrapper, mon
     assert len(asked) == (wrapper != "none")
 
 
-def disable(layers):
-    for layer in layers:
-        layer.enable_adapters(False)
-
-
-STATES = {"enabled": lambda layers: None, "disabled": disable, "irregular": lambda layers: disable(layers[:1])}
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("trainer", [dpo_trainer, kto_trainer, grpo_trainer], ids=lambda x: x.__name__.split(".")[-1])
-def test_adapters_are_disabled_without_a_description_of_every_layer(trainer, state, monkeypatch):
-    described = []
-    original = peft_model.get_layer_status
-    monkeypatch.setattr(peft_model, "get_layer_status", lambda model: described.append(model) or original(model))
-
-    def run():
-        model = trained_adapter(tiny_model())
-        layers = adapter_layers(model)
-        STATES[state](layers)
-        described.clear()
-        seen = []
-
-        def look():
-            trained = [name for name, p in model.named_parameters() if p.requires_grad]
-            seen.append(
-                (trained, [layer.disable_adapters for layer in layers], model._adapters_disabled, {*vars(model)})
-            )
-
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            look()
-            with trainer.use_adapter(model, None):
-                look()
-            look()
-            with trainer.use_adapter(model, "default"):
-                look()
-        return seen, [str(x.message) for x in warned], model, len(described)
-
-    *stock, _, of_stock = run()
-    with fastdpo.patched(f"trl.{trainer.__name__.split('_')[0].split('.')[-1].upper()}Trainer"):
-        *patched, model, of_patched = run()
-        with trainer.use_adapter(model, None):
-            assert model.get_model_status().enabled is False
-    assert patched == stock
-    assert bool(stock[1]) == (state == "irregular")
-    assert (of_stock, of_patched) == (1, 0 if state == "enabled" else 1)
-
-
-def test_a_status_has_its_other_fields():
-    """A newer PEFT may read more of them."""
-    model = trained_adapter(tiny_model())
-    read = []
-
-    @contextmanager
-    def reading(model, adapter_name):
-        read.append(model.get_model_status())
-        yield
-
-    with shortcuts.use_adapter(reading, model, None):
-        status = model.get_model_status()
-    assert type(read[0]) is not type(status)
-    assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
-
-
-def test_a_compiled_model_keeps_no_status():
-    model = trained_adapter(tiny_model())
-    with shortcuts.use_adapter(lambda model, adapter_name: nullcontext(), torch.compile(model), None):
-        pass
-    assert "get_model_status" not in vars(model)
-
-
-def adapter_layers(model):
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-
-
 def visits(monkeypatch, name):
     """The modules for which a function of `nn.Module` that looks at others is called."""
     visited, original = [], getattr(torch.nn.Module, name)
     monkeypatch.setattr(torch.nn.Module, name, lambda self, *args: visited.append(self) or original(self, *args))
     return visited
-
-
-def test_adapters_are_disabled_without_a_look_at_every_module(tmp_path, monkeypatch):
-    """But in layers that are new as well, and by PEFT's own function if it is not the tested one."""
-    model = trained_adapter(tiny_model())
-    visited = visits(monkeypatch, "modules")
-
-    def disabled():
-        visited.clear()
-        with dpo_trainer.use_adapter(model, None):
-            looked = model.base_model.model in visited
-            states = {layer.disable_adapters for layer in adapter_layers(model)}
-        assert states == {True}
-        assert not any(layer.disable_adapters for layer in adapter_layers(model))
-        return looked
-
-    assert disabled()
-    with fastdpo.patched("trl.DPOTrainer"):
-        model = build(tmp_path, model, None).model
-        disabled()
-        assert not disabled()
-        first, second, *_ = (layer.self_attn for layer in model.base_model.model.model.layers)
-        first.q_proj = copy.deepcopy(second.q_proj)
-        disabled()
-        assert not disabled()
-        own = BaseTuner._enable_adapter_layers
-        monkeypatch.setattr(type(model.base_model), own.__name__, lambda self, enabled: own(self, enabled=enabled))
-        assert disabled()
-
-
-def add_other(model):
-    model.add_adapter("other", model.peft_config["default"])
-
-
-def freeze(model):
-    next(x for x in model.parameters() if x.requires_grad).requires_grad_(False)
-
-
-CHANGES = {
-    "none": lambda model: None,
-    "froze a weight": freeze,
-    "one more adapter": add_other,
-    "another one is active": lambda model: model.set_adapter("other"),
-    "one is deleted": lambda model: model.delete_adapter("default"),
-}
-TARGETS = dict(target_modules=["q_proj", "down_proj"])
-ADAPTERS = {  # and whether PEFT's walk is saved
-    "LoRA": (LoraConfig(**LORA), True),
-    "DoRA": (LoraConfig(**LORA, use_dora=True), True),
-    "VeRA": (VeraConfig(r=2, **TARGETS), True),
-    "IA3": (IA3Config(**TARGETS, feedforward_modules=["down_proj"]), True),
-    "saved modules": (LoraConfig(**LORA, modules_to_save=["lm_head"]), True),
-    "layer norms": (LNTuningConfig(), False),  # with functions of their own
-}
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
-    """Also after changes, but in a model that is as it was without a walk over the modules of each layer."""
-    config, is_known = ADAPTERS[kind]
-    walked, original = [], tuners_utils._set_layer_requires_grad
-    monkeypatch.setattr(tuners_utils, original.__name__, lambda *args: walked.append(args) or original(*args))
-
-    def run():
-        model = get_peft_model(tiny_model(), copy.deepcopy(config))
-        fastdpo.prepare(model)
-        seen, walks = [], []
-
-        def look():
-            modules = [x for x in model.modules() if isinstance(x, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-            trained = {name: x.requires_grad for name, x in model.named_parameters()}
-            seen.append((trained, [(x.disable_adapters, x.active_adapters) for x in modules]))
-
-        for change in CHANGES.values():
-            change(model)
-            for _ in range(3):
-                walked.clear()
-                with dpo_trainer.use_adapter(model, None):
-                    look()
-                look()
-            walks.append(len(walked))
-        return seen, walks
-
-    stock, of_stock = run()
-    with fastdpo.patched("trl.DPOTrainer"):
-        patched, of_patched = run()
-    assert patched == stock
-    assert len({str(x) for x in stock}) > len(CHANGES)
-    assert not any(of_patched) if is_known else of_patched == of_stock
-    assert not is_known or all(of_stock)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

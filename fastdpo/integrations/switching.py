@@ -1,0 +1,157 @@
+"""PEFT's `disable_adapter` without its walks over the model, from what fastdpo knows of it.
+
+To learn whether adapters are enabled, PEFT describes each layer that has some in words, which takes longer than a
+forward of small layers. It then looks for these layers among all modules, before and after, and sets for every weight
+of an adapter whether it is trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+
+from ..models.parts import find_base
+from ..models.sharding import is_sharded
+from ..models.state import MODELS, state_of
+from .admission import packages
+from .replacements import temporarily
+
+if TYPE_CHECKING:
+    from ..models.structure import Identity
+
+_installed: WeakSet[Any] = WeakSet()
+
+
+def install(model: object) -> None:
+    """Replaces `disable_adapter` of a PeftModel. Any other model is left as it is."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        vars(model).setdefault(disable_adapter.__name__, MethodType(disable_adapter, model))
+        _installed.add(model)
+
+
+def uninstall_unused() -> None:
+    """Undoes `install` for the models that have no fused forward any more. Copies of them do so when they are used."""
+    for model in list(_installed):
+        if find_base(model) not in MODELS:
+            _uninstall(model)
+
+
+def _uninstall(model: Any) -> None:
+    _installed.discard(model)
+    if getattr(vars(model).get(disable_adapter.__name__), "__func__", None) is disable_adapter:
+        del vars(model)[disable_adapter.__name__]
+
+
+@contextmanager
+def disable_adapter(model: Any) -> Iterator[None]:
+    """The context of the model's class, which is given the status of the model and the switch of its adapters."""
+    stock, switch = type(model).disable_adapter, _switch_of(model)
+    if switch is None:
+        _uninstall(model)
+    with ExitStack() as stack:
+        if switch is None or {layer.disable_adapters for layer in switch.layers} != {False}:
+            stack.enter_context(stock(model))
+        else:
+            stack.enter_context(_switched_by(switch, model))
+            with temporarily(model, get_model_status=lambda: _EnabledStatus(model)):
+                stack.enter_context(stock(model))
+        yield
+
+
+class _Switch:
+    """Disables and enables adapters as PEFT does, which sets what is trained in a walk over the modules of each layer.
+
+    Args:
+        layers: those with adapters.
+        remembers: whether what PEFT has set once is set again without it, as long as the layers are as they were.
+    """
+
+    def __init__(self, layers: list[Any], remembers: bool) -> None:
+        kinds = {kind for kind in {*map(type, layers)} if remembers and _is_switched_by_peft(kind)}
+        self.layers = layers
+        self._remembered = [x for x in layers if type(x) in kinds]
+        self._others = [x for x in layers if type(x) not in kinds]
+        self._tensors = [x for layer in self._remembered for x in _adapter_tensors(layer)]
+        self._requires_grad: dict[bool, list[bool]] = {}
+
+    def __call__(self, enabled: bool = True) -> None:
+        known = self._requires_grad.get(enabled)
+        for layer in self.layers if known is None else self._others:
+            layer.enable_adapters(enabled)
+        if known is None:
+            self._requires_grad[enabled] = [x.requires_grad for x in self._tensors]
+            return
+        for x, requires_grad in zip(self._tensors, known, strict=True):
+            x.requires_grad = requires_grad
+        for layer in self._remembered:
+            vars(layer)["_disable_adapters"] = not enabled
+
+
+def _is_switched_by_peft(kind: type) -> bool:
+    """Whether the layers of a class are disabled and enabled by the functions of all adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names = "enable_adapters", "set_adapter"
+    return all(getattr(kind, name, None) is getattr(BaseTunerLayer, name) for name in names)
+
+
+def _adapter_tensors(layer: Any) -> Iterator[Tensor]:
+    """The tensors of a layer for which PEFT sets whether they are trained."""
+    for name in layer.adapter_layer_names:
+        for x in getattr(layer, name).values():
+            tensors = [x] if isinstance(x, Tensor) else x.parameters()
+            yield from (tensor for tensor in tensors if tensor.is_leaf)
+
+
+_switches: WeakKeyDictionary[Identity, _Switch] = WeakKeyDictionary()
+
+
+def _switch_of(model: Any) -> _Switch | None:
+    """The switch of a model's adapters as it is now, if it has a fused forward."""
+    base = find_base(model)
+    fused = None if base is None else state_of(base)
+    if base is None or base not in MODELS or fused is None:
+        return None
+    identity = fused.structure.identity(base)
+    switch = _switches.get(identity)
+    if switch is None:
+        # PEFT's layers have a property of this name, models of transformers a method.
+        found = identity.of_kind("disable_adapters")
+        layers = [x for x in found if isinstance(getattr(type(x), "disable_adapters", None), property)]
+        switch = _switches[identity] = _Switch(layers, remembers=not is_sharded(base))
+    return switch
+
+
+def _switched_by(switch: _Switch, model: Any) -> AbstractContextManager[None]:
+    """In the block, PEFT's way to disable and enable adapters, which looks for the layers, is a switch."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    tuner, name = model.base_model, "_enable_adapter_layers"
+    if not _peft_is_tested() or getattr(type(tuner), name, None) is not getattr(BaseTuner, name, type):
+        return nullcontext()
+    return temporarily(tuner, **{name: switch})
+
+
+@functools.cache
+def _peft_is_tested() -> bool:
+    return not packages.is_newer("peft")
+
+
+class _EnabledStatus:
+    """The status of a model whose adapters are enabled. Other fields are computed when they are read."""
+
+    enabled = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self._model).get_model_status(self._model), name)

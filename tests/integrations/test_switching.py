@@ -1,0 +1,205 @@
+"""Adapters that are disabled and enabled as by PEFT, without its walks over the model."""
+
+import copy
+import pickle
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from peft import IA3Config, LNTuningConfig, LoraConfig, VeraConfig, get_peft_model, peft_model
+from peft.tuners import tuners_utils
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from trl.trainer import dpo_trainer
+
+import fastdpo
+from tests.support.trl.dpo import LORA, build, tiny_model, trained_adapter
+
+
+def adapter_layers(model):
+    return [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+
+
+def trained(model):
+    return {name: x.requires_grad for name, x in model.named_parameters()}
+
+
+def disable(layers):
+    for layer in layers:
+        layer.enable_adapters(False)
+
+
+STATES = {"enabled": lambda layers: None, "disabled": disable, "irregular": lambda layers: disable(layers[:1])}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_no_layer_is_described(state, monkeypatch):
+    described = []
+    original = peft_model.get_layer_status
+    monkeypatch.setattr(peft_model, "get_layer_status", lambda model: described.append(model) or original(model))
+
+    def run(prepares):
+        model = trained_adapter(tiny_model())
+        if prepares:
+            fastdpo.prepare(model)
+        layers = adapter_layers(model)
+        STATES[state](layers)
+        described.clear()
+        seen = []
+
+        def look():
+            attributes = {*vars(model)} - {"disable_adapter"}
+            seen.append((trained(model), [x.disable_adapters for x in layers], model._adapters_disabled, attributes))
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            look()
+            with dpo_trainer.use_adapter(model, None):
+                look()
+            look()
+            with dpo_trainer.use_adapter(model, "default"):
+                look()
+        return seen, [str(x.message) for x in warned], model, len(described)
+
+    *stock, _, of_stock = run(False)
+    *fused, model, of_fused = run(True)
+    with model.disable_adapter():
+        assert model.get_model_status().enabled is False
+    assert fused == stock
+    assert bool(stock[1]) == (state == "irregular")
+    assert (of_stock, of_fused) == (1, 0 if state == "enabled" else 1)
+
+
+def test_a_status_has_its_other_fields(monkeypatch):
+    """A newer PEFT may read more of them."""
+    model = fastdpo.prepare(trained_adapter(tiny_model()))
+    read = []
+
+    @contextmanager
+    def reading(model):
+        read.append(model.get_model_status())
+        yield
+
+    monkeypatch.setattr(type(model), "disable_adapter", reading)
+    with model.disable_adapter():
+        status = model.get_model_status()
+    assert type(read[0]) is not type(status)
+    assert {name: getattr(read[0], name) for name in vars(status)} == vars(status)
+
+
+def test_no_module_is_looked_for(monkeypatch):
+    """But layers that are new as well are found, and PEFT's own function runs if it is not the tested one."""
+    model = trained_adapter(tiny_model())
+    visited, original = [], torch.nn.Module.modules
+    monkeypatch.setattr(torch.nn.Module, "modules", lambda self, *args: visited.append(self) or original(self, *args))
+
+    def disabled():
+        visited.clear()
+        with model.disable_adapter():
+            looked = model.base_model.model in visited
+            states = {layer.disable_adapters for layer in adapter_layers(model)}
+        assert states == {True}
+        assert not any(layer.disable_adapters for layer in adapter_layers(model))
+        return looked
+
+    assert disabled()
+    fastdpo.prepare(model)
+    disabled()
+    assert not disabled()
+    first, second, *_ = (layer.self_attn for layer in model.base_model.model.model.layers)
+    first.q_proj = copy.deepcopy(second.q_proj)
+    disabled()
+    assert not disabled()
+    own = BaseTuner._enable_adapter_layers
+    monkeypatch.setattr(type(model.base_model), own.__name__, lambda self, enabled: own(self, enabled=enabled))
+    assert disabled()
+
+
+def freeze(model):
+    next(x for x in model.parameters() if x.requires_grad).requires_grad_(False)
+
+
+CHANGES = {
+    "none": lambda model: None,
+    "froze a weight": freeze,
+    "one more adapter": lambda model: model.add_adapter("other", model.peft_config["default"]),
+    "another one is active": lambda model: model.set_adapter("other"),
+    "one is deleted": lambda model: model.delete_adapter("default"),
+}
+TARGETS = dict(target_modules=["q_proj", "down_proj"])
+ADAPTERS = {  # and whether PEFT's walk over each layer is saved
+    "LoRA": (LoraConfig(**LORA), True),
+    "DoRA": (LoraConfig(**LORA, use_dora=True), True),
+    "VeRA": (VeraConfig(r=2, **TARGETS), True),
+    "IA3": (IA3Config(**TARGETS, feedforward_modules=["down_proj"]), True),
+    "saved modules": (LoraConfig(**LORA, modules_to_save=["lm_head"]), True),
+    "layer norms": (LNTuningConfig(), False),  # with functions of their own
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_are_switched_as_by_peft(kind, monkeypatch):
+    """Also after changes, but in a model that is as it was without a walk over the modules of each layer."""
+    config, is_known = ADAPTERS[kind]
+    walked, original = [], tuners_utils._set_layer_requires_grad
+    monkeypatch.setattr(tuners_utils, original.__name__, lambda *args: walked.append(args) or original(*args))
+
+    def run(prepares):
+        model = get_peft_model(tiny_model(), copy.deepcopy(config))
+        if prepares:
+            fastdpo.prepare(model)
+        seen, walks = [], []
+
+        def look():
+            seen.append((trained(model), [(x.disable_adapters, x.active_adapters) for x in adapter_layers(model)]))
+
+        for change in CHANGES.values():
+            change(model)
+            for _ in range(3):
+                walked.clear()
+                with model.disable_adapter():
+                    look()
+                look()
+            walks.append(len(walked))
+        return seen, walks
+
+    stock, of_stock = run(False)
+    fused, of_fused = run(True)
+    assert fused == stock
+    assert len({str(x) for x in stock}) > len(CHANGES)
+    assert not any(of_fused) if is_known else of_fused == of_stock
+    assert not is_known or all(of_stock)
+
+
+def test_policies_of_trainers(tmp_path):
+    with fastdpo.patched("trl.DPOTrainer"):
+        model = build(tmp_path, trained_adapter(tiny_model()), None).model
+        assert "disable_adapter" in vars(model)
+        copied = copy.deepcopy(model)
+    assert "disable_adapter" not in vars(model)
+    with copied.disable_adapter():
+        assert "disable_adapter" not in vars(copied)
+
+
+COPIES = {"copy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_have_their_own_adapters(kind):
+    model = fastdpo.prepare(trained_adapter(tiny_model()))
+    copied = COPIES[kind](model)
+    for own, other in ((copied, model), (model, copied)):
+        with own.disable_adapter():
+            assert {x.disable_adapters for x in adapter_layers(own)} == {True}
+            assert {x.disable_adapters for x in adapter_layers(other)} == {False}
+    fastdpo.restore(model)
+    assert "disable_adapter" not in vars(model)
+
+
+def test_compiled_models(tmp_path):
+    """Attributes that are set on them are set on the model inside."""
+    model = fastdpo.prepare(trained_adapter(tiny_model()))
+    with torch.compile(model).disable_adapter():
+        assert {x.disable_adapters for x in adapter_layers(model)} == {True}
+    assert "get_model_status" not in vars(model)
